@@ -56,10 +56,12 @@ def ours(
             continue
         rows.append(streamed(lm, found, name, one, MAIN_SHARE))
         print(f"  {found.case.name}: {name}: KL {rows[-1]['kl']:.4f}", flush=True)
-    for share in SHARES if gate is not None else ():
-        assert gate is not None
-        rows.append(streamed(lm, found, STREAMED, Gated(gate_of(folder, gate)), share))
-        print(f"  {found.case.name}: {STREAMED} at {share}: KL {rows[-1]['kl']:.4f}", flush=True)
+    if gate is not None:
+        own = Gated(gate_of(folder, gate))
+        for share in SHARES:
+            rows.append(streamed(lm, found, STREAMED, own, share))
+            kl = rows[-1]["kl"]
+            print(f"  {found.case.name}: {STREAMED} at {share}: KL {kl:.4f}", flush=True)
     return rows
 
 

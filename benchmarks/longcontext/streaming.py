@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.longcontext.arms import UNIT_TOKENS
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.gate import Gate
@@ -25,8 +26,6 @@ from headrace_decode.bounded.scores import LEAD_TOKENS, Received
 from headrace_prefill.reuse.offline.lm import LM
 
 ABSENT = -1.0
-UNIT_TOKENS = 32
-"""Of what an engine's heads keep."""
 
 
 @dataclass(frozen=True)

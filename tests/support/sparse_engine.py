@@ -240,12 +240,7 @@ class Engine:
             kept: share of the context's pairs that is held.
             before, after: blocks that are taken, at most and at last.
         """
-        from vllm import SamplingParams
-
-        engine, following = self._llm.llm_engine, self._bound.following
-        params = SamplingParams(
-            max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"bounded": share}
-        )
+        following: Any = self._bound.following
         of_step, rows = following.of_step, []
 
         def watched(*step: Any) -> Any:
@@ -254,13 +249,7 @@ class Engine:
             return found
 
         following.of_step = watched
-        engine.add_request("watched", {"prompt_token_ids": tokens}, params)
-        answer: list[int] = []
-        taken = [0]
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answer = list(output.outputs[0].token_ids)
-            taken.append(self.bounded()["taken"] or taken[-1])
+        answer, taken = self._bounded_steps(tokens, share, count)
         following.of_step = of_step
         held, first = rows[0].held, rows[0].kv_tokens - 1
         whole, layers, n = [*tokens, *answer], self._plain.layers, len(tokens)
@@ -278,6 +267,23 @@ class Engine:
             "after": taken[-1],
         }
 
+    def _bounded_steps(
+        self, tokens: list[int], share: float, count: int
+    ) -> tuple[list[int], list[int]]:
+        """A greedy answer, and blocks that are taken behind each step."""
+        from vllm import SamplingParams
+
+        engine, taken, answer = self._llm.llm_engine, [0], list[int]()
+        params = SamplingParams(
+            max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"bounded": share}
+        )
+        engine.add_request("watched", {"prompt_token_ids": tokens}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+            taken.append(self.bounded()["taken"] or taken[-1])
+        return answer, taken
+
     def streamed_answer(self, tokens: list[int], share: float, count: int) -> dict[str, Any]:
         """A greedy answer of a request whose context is streamed.
 
@@ -287,12 +293,7 @@ class Engine:
             chosen: positions up to which a choice was made.
             most, after: blocks that are taken, at most and at last.
         """
-        from vllm import SamplingParams
-
-        engine, following = self._llm.llm_engine, self._bound.following
-        params = SamplingParams(
-            max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"bounded": share}
-        )
+        following: Any = self._bound.following
         of_step, choices = following.of_step, list[tuple[int, Any, Any]]()
 
         def watched(*step: Any) -> Any:
@@ -306,13 +307,7 @@ class Engine:
             return found
 
         following.of_step = watched
-        engine.add_request("streamed", {"prompt_token_ids": tokens}, params)
-        answer: list[int] = []
-        taken = [0]
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answer = list(output.outputs[0].token_ids)
-            taken.append(self.bounded()["taken"] or taken[-1])
+        answer, taken = self._bounded_steps(tokens, share, count)
         following.of_step = of_step
         whole, layers = [*tokens, *answer], self._plain.layers
         keys = values = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)

@@ -137,7 +137,7 @@ def test_what_is_held_is_what_a_naive_program_chooses(segments: list[int]) -> No
     for end in segments:
         for begin in range(before * BLOCK, end * BLOCK, 100):  # a chunk of a step
             count = min(100, end * BLOCK - begin)
-            row = stream.rows(0, begin, count)
+            row = stream.rows(0, count)
             assert row is not None
             for layer in range(LAYERS):
                 row.see(layer, context.queries[layer, begin : begin + count])
@@ -169,7 +169,7 @@ def test_plain_torch_foresees_what_an_engine_holds() -> None:
         kept, chosen = torch.zeros_like(foreseen.kept), 0
         for begin in range(0, n, STEP_TOKENS):
             end = min(n, begin + STEP_TOKENS)
-            row = stream.rows(0, begin, end - begin)
+            row = stream.rows(0, end - begin)
             assert row is not None
             kept[..., begin:end] = True
             lm.compute(
@@ -213,8 +213,8 @@ def test_a_share_that_leaves_no_room_for_each_head_streams_nothing() -> None:
 
 def test_rows_behind_the_prompt_do_not_count() -> None:
     stream = Streaming(Context(1, 0).cells, SCALE, ROPE, gate_of())
-    assert stream.rows(5, 400, 0) is None and stream.rows(5, 400, -1) is None
-    row = stream.rows(5, 0, 300)
+    assert stream.rows(5, 0) is None and stream.rows(5, -1) is None
+    row = stream.rows(5, 300)
     assert row is not None and row.tokens == slice(5 + 300 - EARLIER_TOKENS, 305)
 
 

@@ -13,7 +13,7 @@ ROUNDS = 20
 def measured_gbps(threads: int, rows: int, dtype_bytes: int) -> float:
     """GB of weights a second in a step of so many rows: the best of some rounds.
 
-    In 16 bits a CPU may read a third of what it could: it computes meanwhile.
+    With several rows a CPU may compute longer than it reads.
 
     Args:
         threads: of the computation. dtype_bytes: of a weight; 2 for bfloat16.

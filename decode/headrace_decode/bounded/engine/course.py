@@ -28,8 +28,7 @@ LEAST_PART = 64
 LEAST_FREED = 4
 """Blocks that dropping has to free to be worth reading a context again."""
 SEGMENT_TOKENS = 1024
-"""Of a streamed context, between two choices. One takes a tenth of the time that computing these
-takes, and what is held is larger by them meanwhile."""
+"""Of a streamed context, between two choices: what is held is larger by them meanwhile."""
 
 
 def kept_blocks(blocks: int, share: float) -> int:

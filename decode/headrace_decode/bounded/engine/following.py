@@ -130,9 +130,7 @@ class Following:
         end = drop.tokens // self.cells.unit_tokens
         if (stream := self._streams.get(name)) is not None:
             before = 0 if stream.held is None else stream.held.tokens
-            stream.drop(drop.tokens, units[before // self.cells.unit_tokens : end], room)
-            assert stream.held is not None
-            held = stream.held
+            held = stream.drop(drop.tokens, units[before // self.cells.unit_tokens : end], room)
         else:
             scores = self._readings.pop(name).scores()
             kept = keep_units(scores, len(room), self.cells.unit_tokens)
@@ -178,7 +176,7 @@ class Following:
                 continue
             if (stream := self._streams.get(row.request_id)) is not None:
                 at = length - (end - first)
-                mine = stream.rows(first, at, min(length, row.prompt_tokens) - at)
+                mine = stream.rows(first, min(length, row.prompt_tokens) - at)
                 read += [] if mine is None else [mine]
             if (held := self._dropped.get(row.request_id)) is not None:
                 own = slice(

@@ -31,6 +31,21 @@ NOWHERE = -1.0
 """Score of a place without a token: below all others."""
 
 
+def scores(told: Tensor, asked: Tensor, keys: Tensor, scale: float, rope: Rope) -> Tensor:
+    """One layer's scores of what is there: fp32 [kv_heads, places], `NOWHERE` where nothing is.
+
+    Args:
+        told: of the gate, fp32 [kv_heads, places], below 0 where nothing is.
+        asked: queries of the newest rows, the last of which stands just before what follows; fp32
+            [rows, heads, head_dim], rotated.
+        keys: fp32 [kv_heads, places, head_dim], rotated. scale: of the logits.
+    """
+    rows, absent = torch.arange(len(asked)), told < 0
+    own = Received(len(told), told.shape[1], scale)
+    own.add(rope.shift(asked, len(asked) + rows % BEHIND_TOKENS - rows), keys, absent)
+    return torch.hypot(told, own.root_mean_square()).masked_fill_(absent, NOWHERE)
+
+
 class Streaming:
     """One request.
 
@@ -48,19 +63,15 @@ class Streaming:
         self._told = torch.empty(layers, cells.kv_heads, 0)
         """What the gate said of what is held, in the order of a head's cells."""
         self._came: list[Tensor] = [torch.empty(0)] * layers
-        self._end = 0
-        """Position behind the newest of these queries."""
 
-    def rows(self, first_token: int, first: int, count: int) -> StreamedRow | None:
+    def rows(self, first_token: int, count: int) -> StreamedRow | None:
         """Which rows of a step are among the newest of the prompt; None if none is.
 
         Args:
-            first_token: of the request's rows, in the step's.
-            first: its position. count: rows of the prompt.
+            first_token: of the request's rows, in the step's. count: rows of the prompt.
         """
         if count <= 0:
             return None
-        self._end = first + count
         few = min(count, EARLIER_TOKENS)
         return StreamedRow(self, slice(first_token + count - few, first_token + count))
 
@@ -70,8 +81,8 @@ class Streaming:
         both = torch.cat([before, queries]) if len(before) else queries
         self._came[layer] = both[-EARLIER_TOKENS:].clone()
 
-    def drop(self, tokens: int, units: Ids, room: Ids) -> None:
-        """Choose what is held from now on.
+    def drop(self, tokens: int, units: Ids, room: Ids) -> Dropped:
+        """Choose what is held from now on; that.
 
         Args:
             tokens: of the context so far, whole blocks.
@@ -79,32 +90,24 @@ class Streaming:
             room: cells to keep it in; those that held it before may be among them.
         """
         before = 0 if self.held is None else self.held.tokens
-        layers = range(len(self._came))
-        told = torch.stack([self._of_gate(layer, units, before) for layer in layers])
-        told = torch.cat([self._told, told], -1)
-        scores = torch.stack([self._scores(layer, units, told[layer]) for layer in layers])
-        kept = keep_units(scores, len(room), self._cells.unit_tokens)
+        old, layers = self._told.shape[-1], range(len(self._came))
+        all_told, all_scores = list[Tensor](), list[Tensor]()
+        for layer in layers:
+            keys, values = self._both(layer, units)
+            turned = at_start(self._rope, keys[:, old:].transpose(0, 1).float(), before)
+            fresh = self._gate.scores(layer, turned, values[:, old:])
+            told = torch.cat([self._told[layer], fresh], 1)
+            asked = self._came[layer].float()
+            all_scores.append(scores(told, asked, keys.float(), self._scale, self._rope))
+            all_told.append(told)
+        kept = keep_units(torch.stack(all_scores), len(room), self._cells.unit_tokens)
         both = (self._both(layer, units) for layer in layers)
         self.held = Dropped.of(tokens, kept, both, room, self._cells)
         counts = torch.from_numpy(self.held.counts)[..., None] * self._cells.unit_tokens
         filled = torch.arange(int(counts.max())) < counts
         self._told = torch.full(filled.shape, NOWHERE)
-        self._told[filled] = told[kept]
-
-    def _of_gate(self, layer: int, units: Ids, begin: int) -> Tensor:
-        keys, values = self._cells.read(layer, units)
-        turned = at_start(self._rope, keys.transpose(0, 1).float(), begin)
-        return self._gate.scores(layer, turned, values)
-
-    def _scores(self, layer: int, units: Ids, told: Tensor) -> Tensor:
-        """fp32 [kv_heads, places] of one layer."""
-        keys, absent = self._both(layer, units)[0].float(), told < 0
-        queries = self._came[layer].float()
-        rows = torch.arange(len(queries))
-        turn = self._end + rows % BEHIND_TOKENS - (self._end - len(queries) + rows)
-        own = Received(len(told), told.shape[1], self._scale)
-        own.add(self._rope.shift(queries, turn), keys, absent)
-        return torch.hypot(told, own.root_mean_square()).masked_fill_(absent, NOWHERE)
+        self._told[filled] = torch.stack(all_told)[kept]
+        return self.held
 
     def _both(self, layer: int, units: Ids) -> KV:
         """What is held, a place for each unit of the head that has most, and what is new."""

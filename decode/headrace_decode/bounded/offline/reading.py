@@ -13,7 +13,7 @@ from headrace_decode.bounded.engine.course import EARLIER_TOKENS
 from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.offline.streaming import Masked, Streamed
+from headrace_decode.bounded.offline.streaming import Masked, Newest, Streamed
 from headrace_decode.bounded.scores import Received, repeats
 from headrace_decode.sparse.offline.calibrate import TAIL_TOKENS, Model
 from headrace_engine.rope import Rope
@@ -79,15 +79,11 @@ class Computed:
     def of(cls, model: Model, rope: Rope, tokens: Tensor) -> Computed:
         """Compute it."""
         n, kv = len(tokens), model.empty(len(tokens))
-        last: dict[int, Tensor] = {}
-
-        def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-            before = [last[layer]] if layer in last else []
-            last[layer] = torch.cat([*before, q])[-EARLIER_TOKENS:]
+        last = Newest()
 
         for begin in range(0, n, BLOCK_TOKENS):
             model.compute(
-                tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=watch
+                tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=last.see
             )
         rows = torch.arange(n)[-EARLIER_TOKENS:]
         behind = n + torch.arange(len(rows)) % BEHIND_TOKENS - rows

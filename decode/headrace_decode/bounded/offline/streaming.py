@@ -12,16 +12,22 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS, Stream
-from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
-from headrace_decode.bounded.engine.streaming import NOWHERE
+from headrace_decode.bounded.engine.streaming import NOWHERE, scores
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.scores import Received
 from headrace_decode.sparse.offline.calibrate import Model
 from headrace_engine.rope import Rope
 
 BLOCK_TOKENS, STEP_TOKENS = 128, 512
 """Of an engine's blocks, and of a prompt in one step."""
+
+
+class Newest(dict[int, Tensor]):
+    """Queries of the newest rows, by layer, as `Model.compute` shows them."""
+
+    def see(self, layer: int, rows: Tensor, q: Tensor) -> None:
+        before = [self[layer]] if layer in self else []
+        self[layer] = torch.cat([*before, q])[-EARLIER_TOKENS:]
 
 
 class Masked:
@@ -82,33 +88,24 @@ class Streamed:
         kv, most, chosen = model.empty(n), 0, 0
         kept = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.bool)
         told = torch.zeros(kept.shape)
-        last: dict[int, Tensor] = {}
-
-        def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-            before = [last[layer]] if layer in last else []
-            last[layer] = torch.cat([*before, q])[-EARLIER_TOKENS:]
-
+        newest = Newest()
         for begin in range(0, n, STEP_TOKENS):
             rows = torch.arange(begin, min(n, begin + STEP_TOKENS))
             end = int(rows[-1]) + 1
             kept[..., rows] = True
             most = max(most, int(kept.sum()))
-            model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=watch)
+            model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=newest.see)
             due = course.due(end, 0)
             if due is None:
                 continue
             new, whole = slice(chosen, due * BLOCK_TOKENS), slice(due * BLOCK_TOKENS)
-            scores = torch.empty(kept[..., whole].shape)
+            found = []
             for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
                 turned = at_start(rope, keys[new], chosen)
                 told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
-                asked = len(last[layer])
-                behind = torch.arange(asked) % BEHIND_TOKENS + asked - torch.arange(asked)
-                own = Received(model.kv_heads, due * BLOCK_TOKENS, model.dim**-0.5)
-                absent = ~kept[layer, :, whole]
-                own.add(rope.shift(last[layer], behind), keys[whole].transpose(0, 1), absent)
-                scores[layer] = torch.hypot(told[layer, :, whole], own.root_mean_square())
-                scores[layer][absent] = NOWHERE
-            kept[..., whole] = keep_units(scores, units, unit_tokens)
+                here, there = told[layer, :, whole], keys[whole].transpose(0, 1)
+                found.append(scores(here, newest[layer], there, model.dim**-0.5, rope))
+            kept[..., whole] = keep_units(torch.stack(found), units, unit_tokens)
+            told[..., whole].masked_fill_(~kept[..., whole], NOWHERE)
             chosen = due * BLOCK_TOKENS
         return cls(kv.keys, kv.values, kept, most)
