@@ -29,6 +29,7 @@ import aiohttp
 import numpy as np
 import yaml
 
+from benchmarks.client import run_first
 from benchmarks.instance import headrace
 from benchmarks.serving.environment import machine
 from headrace.cli import state
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=40.0, help="of each load")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
+    run_first()
     name = f"admission-{uuid.uuid4().hex[:6]}"
     CONFIG["model"]["source"] = str(tiny_llama())
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 from benchmarks.chaos.apps import App, cluster, direct, laptop
 from benchmarks.chaos.faults import BY_REPLICA, FAULTS, OF_CLUSTERS, WITHOUT_GATEWAY
 from benchmarks.chaos.streams import Load, Seen, ask, tokens_per_s
+from benchmarks.client import run_first
 from benchmarks.serving.environment import machine
 
 BEFORE_S, BETWEEN_S = 10.0, 3.0
@@ -69,6 +70,8 @@ def main() -> int:
     chosen = options.faults.split(",") if options.faults else possible
     if unknown := set(chosen) - set(possible):
         parser.error(f"--faults: {', '.join(sorted(unknown))}; there are {', '.join(possible)}")
+    if not run_first():
+        print("the clients may stand still by themselves: benchmarks/client.py", file=sys.stderr)
     with broken_app(options) as app:
         figures = run(app, chosen, options)
     print(json.dumps(figures, indent=2))
@@ -147,7 +150,7 @@ def gaps_by_fault(seen: list[Seen], hit: list[Hit]) -> dict[str, list[float]]:
     for fault, victim, broken_s, whole_s in hit:
         by_replica = fault in BY_REPLICA
         gaps[fault] += [
-            one.silence_s()
+            one.silence_s(broken_s, whole_s)
             for one in seen
             if (one.around(broken_s) and one.replica in (victim, ""))
             or (not by_replica and one.during(broken_s, whole_s))

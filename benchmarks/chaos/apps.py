@@ -91,6 +91,22 @@ class App:
         )
 
 
+def is_engine(process: psutil.Process) -> bool:
+    """Whether it is vLLM's engine of a replica."""
+    try:
+        return "EngineCore" in " ".join(process.cmdline() or [process.name()])
+    except psutil.NoSuchProcess:
+        return False
+
+
+def has_engine(process: psutil.Process) -> bool:
+    """Whether a replica has its engine."""
+    try:
+        return any(is_engine(child) for child in process.children())
+    except psutil.NoSuchProcess:
+        return False
+
+
 class DirectApp(App):
     """An app without a gateway: what runs is read off the machine's processes.
 
@@ -104,13 +120,16 @@ class DirectApp(App):
         self._prefix = f"ray::ServeReplica:{app}:"
 
     def status(self) -> Status:
-        """`replicas` alone. One that is still starting is not among them."""
+        """`replicas` alone: those that have begun their engine, have it, and are not stopped."""
         replicas = []
-        for process in psutil.process_iter(["name"]):
+        for process in psutil.process_iter(["name", "status"]):
             name = str(process.info["name"])
             role, _, busy_with = name.removeprefix(self._prefix).partition(".")
-            started = name.startswith(self._prefix) and not busy_with.startswith("initialize")
-            if started and role in self.replicas:
+            ours = name.startswith(self._prefix) and role in self.replicas
+            if not ours or busy_with.startswith("initialize"):
+                continue
+            runs = process.info["status"] != psutil.STATUS_STOPPED
+            if runs and has_engine(process):
                 told = {"role": role, "pid": process.pid, "replica_id": str(process.pid)}
                 replicas.append(told)
         return {"replicas": replicas}

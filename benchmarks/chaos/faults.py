@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.apps import BACK_S, App
+from benchmarks.chaos.apps import BACK_S, App, is_engine
 
 STOPPED_S, SLOW_S, FULL_S = 30.0, 20.0, 10.0
 RUNS_S, HELD_S = 0.02, 0.08
@@ -49,7 +49,7 @@ def kill_engine(app: App, number: int) -> str:
     """SIGKILL to the engine of a decode replica, which lives on without it."""
     victim = _one(app, "decode", number)
     for process in _family(victim["pid"]):
-        if "EngineCore" in " ".join(process.cmdline() or [process.name()]):
+        if is_engine(process):
             process.kill()
     return str(victim["replica_id"])
 

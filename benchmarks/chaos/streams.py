@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -40,10 +41,11 @@ class Seen:
     why: str = ""
     over: bool = False
 
-    def silence_s(self) -> float:
-        """The longest time without an event behind the first."""
-        pairs = zip(self.came_s, self.came_s[1:], strict=False)
-        return max((later - earlier for earlier, later in pairs), default=0.0)
+    def silence_s(self, from_s: float, to_s: float) -> float:
+        """The longest time without an event behind the first, that was not over before these
+        moments, nor began behind them."""
+        pairs = itertools.pairwise(self.came_s)
+        return max((b - a for a, b in pairs if from_s < b and a < to_s), default=0.0)
 
     def around(self, moment_s: float) -> bool:
         """Whether it was streaming then."""

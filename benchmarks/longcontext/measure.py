@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,11 @@ STREAMING = {
     "streamed in four blocks": Streaming(4),
     "streamed in four blocks, values as they were": Streaming(4, None),
 }
-STREAMED = "streamed with a gate"
+STREAMED = {
+    "streamed with a gate": (),
+    "streamed with a gate, in two turns": (0.6,),
+}
+"""And the shares of the context that earlier prompts had."""
 
 
 def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
@@ -57,11 +62,10 @@ def ours(
         rows.append(streamed(lm, found, name, one, MAIN_SHARE))
         print(f"  {found.case.name}: {name}: KL {rows[-1]['kl']:.4f}", flush=True)
     if gate is not None:
-        own = Gated(gate_of(folder, gate))
-        for share in SHARES:
-            rows.append(streamed(lm, found, STREAMED, own, share))
-            kl = rows[-1]["kl"]
-            print(f"  {found.case.name}: {STREAMED} at {share}: KL {kl:.4f}", flush=True)
+        for (name, turns), share in itertools.product(STREAMED.items(), SHARES):
+            own = Gated(gate_of(folder, gate), turns)
+            rows.append(streamed(lm, found, name, own, share))
+            print(f"  {found.case.name}: {name} at {share}: KL {rows[-1]['kl']:.4f}", flush=True)
     return rows
 
 

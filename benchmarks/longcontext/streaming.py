@@ -115,14 +115,17 @@ class Gated:
     """
     Attributes:
         gate: of the model.
+        turns: shares of the context that earlier prompts had.
     """
 
     gate: Gate
+    turns: tuple[float, ...] = ()
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
         """As `Streaming.held`."""
         share = total / (lm.layers * lm.kv_heads * len(tokens))
-        found = Streamed.of(lm, lm.rope, tokens, self.gate, share, UNIT_TOKENS)
+        turns = [int(part * len(tokens)) for part in self.turns]
+        found = Streamed.of(lm, lm.rope, tokens, self.gate, share, UNIT_TOKENS, turns)
         assert found is not None
         held = Held([], [])
         for lists, one in ((held.keys, found.keys), (held.values, found.values)):

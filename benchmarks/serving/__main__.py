@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.client import run_first
 from benchmarks.serving import report, workloads
 from benchmarks.serving.arms import Arm, ArmError
 from benchmarks.serving.environment import environment
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     from headrace.model import resolve
 
+    run_first()
     model = resolve(args.model)
     began = time.monotonic()
     run = Run(

@@ -26,6 +26,7 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.client import run_first
 from benchmarks.serving import load, report, workloads
 from benchmarks.serving.arms import MODEL_ID, Arm, ArmError, CpuClock
 from benchmarks.serving.environment import environment
@@ -166,6 +167,7 @@ def main() -> int:
     args = parser.parse_args()
     from headrace.model import resolve
 
+    run_first()
     model = resolve(args.model)
     began, repeats = time.monotonic(), 2 if args.quick else 5
     done: list[Repeat] = []

@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from benchmarks.client import run_first
 from benchmarks.serving.arms import MODEL_ID, Arm, ArmError
 from benchmarks.serving.environment import environment
 from benchmarks.serving.load import Sample
@@ -51,6 +52,7 @@ def main() -> int:
     args = parser.parse_args()
     from headrace.model import resolve
 
+    run_first()
     model = resolve(args.model)
     trace = read_trace(args.trace)
     cuts = [

@@ -15,7 +15,7 @@ from tests.support.tiny import tiny_llama
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 BLOCKS = 22
-LONG = noise(3000, 70)
+LONG, OTHER = noise(3000, 70), noise(3000, 71)
 PROMPTS = [noise(2900 + 40 * n, 80 + n) for n in range(3)]
 SHORT = noise(300, 90)
 KEPT, SEGMENT, STEP = 6, 8, 2
@@ -61,6 +61,29 @@ def test_a_context_longer_than_the_cache_is_computed_over_what_is_held_of_it(
     assert nothing_is_left(engine)
 
 
+def test_a_prompt_goes_on_from_what_is_held_of_its_beginning(engine: SparseEngine) -> None:
+    first = engine.do("streamed_answer", tokens=OTHER, share=0.25, count=20)
+    assert first["cached"] == 0
+    turn = [*OTHER, *first["tokens"], *noise(200, 72)]
+    found = engine.do("streamed_answer", tokens=turn, share=0.25, count=60)
+    assert found["cached"] == 23 * 128, "the first prompt's whole blocks"
+    assert found["chosen"] == [14 * 128, 22 * 128, 23 * 128, 25 * 128] and found["right"]
+    another = [*OTHER[: 23 * 128 - 1], *noise(200, 73)]
+    found = engine.do("streamed_answer", tokens=another, share=0.25, count=60)
+    assert found["cached"] == 22 * 128, "what was held before that"
+    assert found["chosen"] == [14 * 128, 22 * 128, 24 * 128] and found["right"]
+    assert nothing_is_left(engine)
+
+
+def test_what_is_held_is_forgotten_when_others_need_its_blocks(engine: SparseEngine) -> None:
+    engine.do("answers", requests=[asking(OTHER, 0.25)])
+    assert engine.do("answers", requests=[asking(OTHER, 0.25)])["cached"] == [23 * 128]
+    assert engine.do("answers", requests=[asking(OTHER, 0.24)])["cached"] == [0], "another share"
+    engine.do("answers", requests=[asking(LONG[: 20 * 128], tokens=2)])
+    assert engine.do("answers", requests=[asking(OTHER, 0.25)])["cached"] == [0]
+    assert nothing_is_left(engine)
+
+
 def test_several_are_served_and_exact_ones_among_them_are_as_ever(engine: SparseEngine) -> None:
     alone = [engine.do("answers", requests=[asking(p)])["tokens"][0] for p in (LONG, SHORT)]
     requests = [asking(prompt, 0.25) for prompt in PROMPTS] + [asking(LONG), asking(SHORT)]
@@ -68,9 +91,14 @@ def test_several_are_served_and_exact_ones_among_them_are_as_ever(engine: Sparse
     assert [len(answer) for answer in found["tokens"]] == [40] * 5
     assert found["tokens"][3:] == alone
     assert nothing_is_left(engine)
+    found = engine.do("answers", requests=requests)  # some go on from what is held, others wait
+    assert [len(answer) for answer in found["tokens"]] == [40] * 5
+    assert found["tokens"][3:] == alone
+    assert nothing_is_left(engine)
 
 
 def test_a_streamed_answer_is_the_same_whoever_is_beside_it(engine: SparseEngine) -> None:
+    engine.do("answers", requests=[asking(PROMPTS[0], 0.25)])  # now all begin with what it held
     alone = engine.do("answers", requests=[asking(PROMPTS[0], 0.25)])["tokens"]
     again = engine.do("answers", requests=[asking(PROMPTS[0], 0.25), asking(PROMPTS[1], 0.25)])
     assert again["tokens"][:1] == alone

@@ -160,6 +160,7 @@ class Engine:
             **(told if sparse else {}),
         )
         self._bound = BOUND
+        self._choices = list[tuple[int, Any, Any]]()
 
     def answers(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         """Greedy answers to requests that come together.
@@ -191,6 +192,7 @@ class Engine:
         results = self._llm.generate(prompts, params, use_tqdm=False)
         return {
             "tokens": [list(result.outputs[0].token_ids) for result in results],
+            "cached": [result.num_cached_tokens for result in results],
             "sparse_rows": self._bound.found - rows,
             "made": self._made() - made,
             "preemptions": self._preemptions() - preempted,
@@ -219,7 +221,7 @@ class Engine:
         pool = scheduler._offloads.block_pool
         return {
             "followed": bool(following),
-            "courses": len(scheduler._courses) + len(scheduler._streams),
+            "courses": len(scheduler._courses) + len(scheduler._streams or ()),
             "read": following.read,
             "dropped": following.dropped,
             "taken": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
@@ -249,7 +251,7 @@ class Engine:
             return found
 
         following.of_step = watched
-        answer, taken = self._bounded_steps(tokens, share, count)
+        answer, taken, _ = self._bounded_steps(tokens, share, count)
         following.of_step = of_step
         held, first = rows[0].held, rows[0].kv_tokens - 1
         whole, layers, n = [*tokens, *answer], self._plain.layers, len(tokens)
@@ -269,20 +271,22 @@ class Engine:
 
     def _bounded_steps(
         self, tokens: list[int], share: float, count: int
-    ) -> tuple[list[int], list[int]]:
-        """A greedy answer, and blocks that are taken behind each step."""
+    ) -> tuple[list[int], list[int], int]:
+        """A greedy answer, blocks that are taken behind each step, and tokens of the prompt that
+        were not computed."""
         from vllm import SamplingParams
 
-        engine, taken, answer = self._llm.llm_engine, [0], list[int]()
+        engine, taken, answer, cached = self._llm.llm_engine, [0], list[int](), 0
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"technique:bounded-{share:g}:"}
         params = SamplingParams(
             max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"bounded": share}
         )
-        engine.add_request("watched", {"prompt_token_ids": tokens}, params)
+        engine.add_request("watched", prompt, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                answer = list(output.outputs[0].token_ids)
+                answer, cached = list(output.outputs[0].token_ids), output.num_cached_tokens
             taken.append(self.bounded()["taken"] or taken[-1])
-        return answer, taken
+        return answer, taken, cached
 
     def streamed_answer(self, tokens: list[int], share: float, count: int) -> dict[str, Any]:
         """A greedy answer of a request whose context is streamed.
@@ -290,7 +294,9 @@ class Engine:
         Returns:
             tokens: the answer.
             right: whether it is what plain torch says, whose rows see what was held each time.
-            chosen: positions up to which a choice was made.
+            chosen: positions up to which a choice was made, that of an earlier one among them with
+                which it began, if that was the one asked before this.
+            cached: tokens of the prompt that were not computed.
             most, after: blocks that are taken, at most and at last.
         """
         following: Any = self._bound.following
@@ -307,8 +313,12 @@ class Engine:
             return found
 
         following.of_step = watched
-        answer, taken = self._bounded_steps(tokens, share, count)
+        answer, taken, cached = self._bounded_steps(tokens, share, count)
         following.of_step = of_step
+        for number, (_, held, _) in enumerate(self._choices):
+            if held is choices[0][1]:
+                choices = self._choices[:number] + choices
+        self._choices = choices
         whole, layers = [*tokens, *answer], self._plain.layers
         keys = values = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
         gone, logits = torch.zeros(layers, KV_HEADS, len(whole), dtype=torch.bool), []
@@ -326,6 +336,7 @@ class Engine:
             "tokens": answer,
             "right": self._agrees(behind, answer),
             "chosen": [held.tokens for _, held, _ in choices],
+            "cached": cached,
             "most": max(taken),
             "after": taken[-1],
         }

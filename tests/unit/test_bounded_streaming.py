@@ -18,6 +18,7 @@ from headrace_decode.bounded.engine.course import (
     Stream,
     kept_blocks,
 )
+from headrace_decode.bounded.engine.dropped import Dropped
 from headrace_decode.bounded.engine.following import Drop, Following, Told
 from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
 from headrace_decode.bounded.engine.streaming import Streaming
@@ -72,9 +73,9 @@ class Context:
         """Which tokens are in a cell of their head: bool [layers, kv_heads, tokens]."""
         assert stream.held is not None
         found = torch.zeros(LAYERS, KV_HEADS, self.tokens, dtype=torch.bool)
-        for layer, counts in enumerate(stream.held.counts):
+        for layer, counts in enumerate(stream.held.dropped.counts):
             for head, count in enumerate(counts):
-                at = stream.held.cells[layer, head, :count].astype(np.int64)
+                at = stream.held.dropped.cells[layer, head, :count].astype(np.int64)
                 keys, values = (one[0] for one in self.cells.read_cells(at[None]))
                 positions = torch.cdist(keys, self.keys[layer, head]).argmin(1)
                 assert torch.equal(keys, self.keys[layer, head, positions])
@@ -153,40 +154,44 @@ def test_what_is_held_is_what_a_naive_program_chooses(segments: list[int]) -> No
         before = end
 
 
-def test_plain_torch_foresees_what_an_engine_holds() -> None:
+@pytest.mark.parametrize("turns", [(), (1500,)])
+def test_plain_torch_foresees_what_an_engine_holds(turns: tuple[int, ...]) -> None:
     lm, share, n = LM(str(tiny_llama())), 0.25, 2300
     tokens, heads = torch.tensor(noise(n, 5)), lm.layers * lm.kv_heads
     gate = gate_of(9, (lm.layers, lm.kv_heads, lm.dim))
     with torch.inference_mode():
-        foreseen = Streamed.of(lm, lm.rope, tokens, gate, share, UNIT)
+        foreseen = Streamed.of(lm, lm.rope, tokens, gate, share, UNIT, turns)
         assert foreseen is not None
-        course, kv = Stream(n, share, BLOCK), lm.empty(n)
+        kv = lm.empty(n)
         shape = lm.layers, 2 * n // UNIT, lm.kv_heads, UNIT, 2 * lm.dim
         cells = Cells([LayerKeys(layer) for layer in torch.zeros(shape)], PER)
-        stream = Streaming(cells, lm.dim**-0.5, lm.rope, gate)
-        room = cells.of_blocks(range(n // BLOCK, n // BLOCK + course.kept))
-        room = room[: int(heads * (share * n - n % BLOCK)) // UNIT]
-        kept, chosen = torch.zeros_like(foreseen.kept), 0
-        for begin in range(0, n, STEP_TOKENS):
-            end = min(n, begin + STEP_TOKENS)
-            row = stream.rows(0, end - begin)
-            assert row is not None
-            kept[..., begin:end] = True
-            lm.compute(
-                *(tokens, kv, torch.arange(begin, end)),
-                attend=Masked(kept).attend,
-                watch=lambda layer, rows, q, row=row: row.see(layer, q),  # type: ignore[misc]
-            )
-            if (due := course.due(end, 0)) is None:
-                continue
-            units = np.arange(chosen // UNIT, due * PER)
-            for layer in range(lm.layers):
-                both = (one[layer][chosen : due * BLOCK] for one in (kv.keys, kv.values))
-                split = [one.unflatten(0, (-1, UNIT)).transpose(1, 2) for one in both]
-                cells.layers[layer].write(units, *split)
-            chosen = due * BLOCK
-            stream.drop(chosen, units, room)
-            kept[..., :chosen] = held_of(stream, cells, kv.keys[:, :chosen])
+        kept, chosen, held = torch.zeros_like(foreseen.kept), 0, None
+        for last in (*turns, n):
+            course = Stream(last, share, BLOCK)
+            course.begin_at(chosen // BLOCK, 0)
+            stream = Streaming(cells, lm.dim**-0.5, lm.rope, gate, held)
+            room = cells.of_blocks(range(n // BLOCK, n // BLOCK + course.kept))
+            room = room[: int(heads * (share * last - last % BLOCK)) // UNIT]
+            for begin in range(chosen, last, STEP_TOKENS):
+                end = min(last, begin + STEP_TOKENS)
+                row = stream.rows(0, end - begin)
+                assert row is not None
+                kept[..., begin:end] = True
+                lm.compute(
+                    *(tokens, kv, torch.arange(begin, end)),
+                    attend=Masked(kept).attend,
+                    watch=lambda layer, rows, q, row=row: row.see(layer, q),  # type: ignore[misc]
+                )
+                if (due := course.due(end, 0)) is None:
+                    continue
+                units = np.arange(chosen // UNIT, due * PER)
+                for layer in range(lm.layers):
+                    both = (one[layer][chosen : due * BLOCK] for one in (kv.keys, kv.values))
+                    split = [one.unflatten(0, (-1, UNIT)).transpose(1, 2) for one in both]
+                    cells.layers[layer].write(units, *split)
+                chosen = due * BLOCK
+                held = stream.drop(chosen, units, room)
+                kept[..., :chosen] = held_of(stream, cells, kv.keys[:, :chosen])
     assert torch.equal(kept, foreseen.kept)
     assert torch.equal(kv.keys, foreseen.keys) and torch.equal(kv.values, foreseen.values)
     assert int(kept.sum()) <= share * n * heads
@@ -197,9 +202,9 @@ def held_of(stream: Streaming, cells: Cells, keys: Tensor) -> Tensor:
     """Which of these keys, [layers, n, kv_heads, dim], are in a cell: [layers, kv_heads, n]."""
     assert stream.held is not None
     found = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
-    for layer, counts in enumerate(stream.held.counts):
+    for layer, counts in enumerate(stream.held.dropped.counts):
         for head, count in enumerate(counts):
-            at = stream.held.cells[layer, head, :count].astype(np.int64)
+            at = stream.held.dropped.cells[layer, head, :count].astype(np.int64)
             there = cells.read_cells(at[None])[0][0]
             found[layer, head, torch.cdist(there, keys[layer, :, head]).argmin(1)] = True
     return found
@@ -244,6 +249,39 @@ def test_a_stream_is_followed_from_its_first_step_to_its_end() -> None:
     assert not following
     following.step_begins({"y"}, (), Told(streams={"y"}))  # it was aborted before it began
     assert not following
+
+
+def test_what_was_held_of_a_prompt_is_what_a_later_one_begins_with() -> None:
+    context, gate = Context(6, 5), gate_of()
+    following = Following(
+        context.cells, SCALE, ROPE, {"x": context.blocks, "y": [0, 0, 0, 4]}.__getitem__, gate
+    )
+
+    def computed(name: str, begin: int, end: int) -> list[Dropped]:
+        step = [BatchRow(name, None, end)], np.array([0, end - begin]), np.array([end])
+        dropped, read = following.of_step(*step, units_of([0, 0, 0, 4])[None])
+        for layer in range(LAYERS):
+            following.see(read, layer, context.queries[layer, begin:end])
+        return [each.held for each in dropped]
+
+    following.step_begins((), (), Told(streams={"x"}))
+    computed("x", 0, 3 * BLOCK)
+    following.step_begins((), (), Told(drops={"x": Drop(3 * BLOCK, [7], remembered=1)}))
+    [first] = computed("x", 3 * BLOCK, 4 * BLOCK)
+    following.step_begins((), (), Told(drops={"x": Drop(4 * BLOCK, [8], remembered=2)}))
+    [second] = computed("x", 4 * BLOCK, 4 * BLOCK + 1)
+    following.step_begins({"x"}, (), Told(streams={"y"}))
+    assert not computed("y", 0, 1), "it waits"
+    following.step_begins((), (), Told(recalls={"y": 1}, forgotten={2}))
+    assert computed("y", 3 * BLOCK, 4 * BLOCK) == [first]
+    following.step_begins((), (), Told(drops={"y": Drop(4 * BLOCK, [9])}))
+    [again] = computed("y", 4 * BLOCK, 4 * BLOCK + 1)
+    assert np.array_equal(again.counts, second.counts)
+    filled = np.arange(again.cells.shape[-1]) < again.counts[..., None]
+    both = (context.cells.read_cells(each.cells[filled][None]) for each in (again, second))
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    with pytest.raises(KeyError):
+        following.step_begins((), (), Told(recalls={"z": 2}))
 
 
 @given(

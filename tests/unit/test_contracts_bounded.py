@@ -15,7 +15,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from headrace_decode.bounded.engine import cells, scheduler
+from headrace_decode.bounded.engine import cells, scheduler, streams
+from headrace_decode.sparse.engine.offload import manager
 from tests.support.contracts import assert_takes
 
 
@@ -61,6 +62,26 @@ def test_vllm_takes_what_schedulers_hand_on() -> None:
     made = inspect.getsource(Scheduler.__init__)
     for name in ("requests", "running", "waiting", "num_spec_tokens", "max_model_len"):
         assert f"self.{name}" in made, f"mend {scheduler.__file__}"
+
+
+def test_a_request_that_waits_may_have_its_first_tokens_already() -> None:
+    schedules = inspect.getsource(Scheduler.schedule)
+    assert "if request.num_computed_tokens == 0:" in schedules, f"mend {streams.__file__}"
+    assert "num_computed_tokens = request.num_computed_tokens" in schedules
+    assert "self.max_num_running_reqs" in schedules, f"mend {streams.__file__}"
+    assert_takes(
+        "vllm.v1.metrics.stats:PrefillStats.set",
+        streams.__file__,
+        *("num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
+    )
+
+
+def test_a_block_is_found_by_any_name_that_it_is_given() -> None:
+    names = "block_hash_with_group_id", "block", "num_tokens"
+    pool = "vllm.v1.core.block_pool:"
+    assert_takes(f"{pool}BlockPool._insert_block_hash", manager.__file__, *names)
+    assert_takes(f"{pool}BlockHashToBlockMap.get_one_block", manager.__file__, "key")
+    assert_takes(f"{pool}BlockPool.touch", manager.__file__, "blocks")
 
 
 def test_all_layers_lie_in_one_array() -> None:

@@ -1,7 +1,9 @@
 """`headrace up`: starts everything that a configuration describes, and undoes it on failure.
 
 The order: check the configuration, create the state file, start Ray, meanwhile import the app and
-download the model, then deploy, wait for the engines, and wait for /health. Once the state file
+download the model, then deploy, wait for the engines, and wait for /health. With
+`techniques.kv_budget` the model comes first: a budget that cannot be kept is known before Ray
+starts, and the speed of memory is measured while nothing else runs. Once the state file
 exists, every way out except success goes through `down.stop`.
 
 In the foreground it also ends when `headrace down` stops it, when Ray ends, and when the process
@@ -167,6 +169,9 @@ class _Start:
     def run(self, deadline: float) -> None:
         """Start everything, and return when the endpoint is ready."""
         with Display(stderr()) as display:
+            budgeted = self.config.techniques.kv_budget is not None
+            if budgeted:
+                self._get_model(display)
             node = spec = None
             environment: dict[str, str] = {}
             if self.config.ray.address is None:
@@ -177,9 +182,8 @@ class _Start:
                 environment = {**spec.environment, **cluster.auth_environment(node.temp_dir)}
             log = node.temp_dir / "driver.log" if node else None
             with deploy.Deploying(environment, log) as deploying:
-                display.step(f"getting {self.config.model.source or self.config.model.id}")
-                self.config = _with_model(self.config, display)
-                self._plan_kv()
+                if not budgeted:
+                    self._get_model(display)
                 if node is not None and spec is not None:
                     display.step("waiting for Ray")
                     left_s = max(1.0, deadline - time.monotonic())
@@ -195,8 +199,10 @@ class _Start:
         self.ready = True
         _announce(self.instance, took_s, self.detach)
 
-    def _plan_kv(self) -> None:
-        """Put what keeps to `techniques.kv_budget` into the configuration."""
+    def _get_model(self, display: Display) -> None:
+        """Put the model's folder, and what keeps to a KV budget, into the configuration."""
+        display.step(f"getting {self.config.model.source or self.config.model.id}")
+        self.config = _with_model(self.config, display)
         if self.config.techniques.kv_budget is None:
             return
         from headrace.config.kvbudget import planned

@@ -154,6 +154,10 @@ class Stream:
         self.dropped = 0
         self._preemptions = 0
 
+    def begin_at(self, blocks: int, preemptions: int) -> None:
+        """Go on from what is held of these first blocks."""
+        self.dropped, self._preemptions = blocks, preemptions
+
     @property
     def worthwhile(self) -> bool:
         """Whether it frees enough."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow
 from headrace_decode.bounded.engine.reading import Again, Reading, ReadRow, counting
-from headrace_decode.bounded.engine.streaming import StreamedRow, Streaming
+from headrace_decode.bounded.engine.streaming import Held, StreamedRow, Streaming
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.sparse.engine.keys import Ids
@@ -38,10 +38,12 @@ class Drop(NamedTuple):
     Attributes:
         tokens: of the context: all of it, or of one that is streamed, so far.
         blocks: of the scheduler, to keep it in.
+        remembered: number of what is held then (`Remembered`); None if it is not.
     """
 
     tokens: int
     blocks: list[int]
+    remembered: int | None = None
 
 
 @dataclass
@@ -53,12 +55,16 @@ class Told:
         streams: new requests whose context is streamed.
         layers: of the context that is read, to be scored with the queries that came so far.
         drops: by request.
+        recalls: by request that streams and begins in this step: the number of what it begins with.
+        forgotten: numbers.
     """
 
     again: dict[str, Again] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
     layers: int = 0
     drops: dict[str, Drop] = field(default_factory=dict)
+    recalls: dict[str, int] = field(default_factory=dict)
+    forgotten: set[int] = field(default_factory=set)
 
 
 class Following:
@@ -84,6 +90,7 @@ class Following:
         """By request that reads again: first position that has not counted."""
         self._readings: dict[str, Reading] = {}
         self._streams: dict[str, Streaming] = {}
+        self._remembered: dict[int, Held] = {}
         self._dropped: dict[str, Dropped] = {}
         self.read = self.dropped = 0
         """Rows that counted, and contexts that were dropped, so far."""
@@ -121,22 +128,32 @@ class Following:
             if again.begins:
                 self._readings.pop(again.request_id, None)
         self._again.update(told.again)
-        for name in (told.streams | (self._streams.keys() & gone)) - {*ended}:
+        anew = told.streams | told.recalls.keys() | (self._streams.keys() & gone)
+        for name in anew - {*ended}:
             assert self._gate is not None
-            self._streams[name] = Streaming(self.cells, self._scale, self._rope, self._gate)
+            held = self._remembered[told.recalls[name]] if name in told.recalls else None
+            made = Streaming(self.cells, self._scale, self._rope, self._gate, held)
+            self._streams[name] = made
+            if held is not None:
+                self._dropped[name] = held.dropped
+        for number in told.forgotten:
+            self._remembered.pop(number, None)
 
     def _drop(self, name: str, drop: Drop) -> None:
         room, units = self.cells.of_blocks(drop.blocks), self._units(self._blocks(name))
         end = drop.tokens // self.cells.unit_tokens
         if (stream := self._streams.get(name)) is not None:
-            before = 0 if stream.held is None else stream.held.tokens
-            held = stream.drop(drop.tokens, units[before // self.cells.unit_tokens : end], room)
+            new = units[stream.tokens // self.cells.unit_tokens : end]
+            kept = stream.drop(drop.tokens, new, room)
+            if drop.remembered is not None:
+                self._remembered[drop.remembered] = kept
+            held = kept.dropped
         else:
             scores = self._readings.pop(name).scores()
-            kept = keep_units(scores, len(room), self.cells.unit_tokens)
+            stays = keep_units(scores, len(room), self.cells.unit_tokens)
             layers = range(len(self.cells.layers))
             whole = (self.cells.read(layer, units[:end]) for layer in layers)
-            held = Dropped.of(drop.tokens, kept, whole, room, self.cells)
+            held = Dropped.of(drop.tokens, stays, whole, room, self.cells)
         self.dropped += name not in self._dropped
         self._dropped[name] = held
         logger.info("%s: KV of %d tokens is kept in %d blocks", name, drop.tokens, len(drop.blocks))

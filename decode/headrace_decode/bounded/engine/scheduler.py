@@ -4,8 +4,7 @@ They add requests of their own that read a context again. vLLM schedules these l
 They go before waiting requests, since they are what gives memory back; and where nobody waits, in
 small chunks (`pace`), so that answers go on. Nobody waits for their output.
 
-A request streams (`course.Stream`) where an engine with a gate is told that all do, and where its
-context and answer are longer than the cache.
+Requests of engines with a gate may stream instead (`streams`).
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from headrace_decode.bounded.engine.course import Course, Part, Stream
+from headrace_decode.bounded.engine.course import Course, Part
 from headrace_decode.bounded.engine.following import TOLD, Drop, Told
 from headrace_decode.bounded.engine.pace import Pace
 from headrace_decode.bounded.engine.settings import settings_of
+from headrace_decode.bounded.engine.streams import Streams
 from headrace_decode.sparse.engine.offload.scheduler import (
     OffloadingTakingUp,
     OffloadingTakingUpAsync,
-    keep_to_itself,
 )
 from headrace_decode.sparse.offload.switch import Mode
 from headrace_decode.techniques import BOUNDED, share_in
@@ -40,13 +39,13 @@ class _Bounds:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._courses: dict[str, Course] = {}
-        self._streams: dict[str, Stream] = {}
-        self._untold: set[str] = set()
-        """Of these, those that the worker does not know."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
         self._gated = settings is not None and settings.calibration is not None
-        self._all_stream = settings is not None and settings.stream
+        manager = self._offloads  # type: ignore[attr-defined]
+        self._streams: Streams | None = None
+        if settings is not None and settings.calibration is not None and manager is not None:
+            self._streams = Streams(self, manager, settings.stream)
         self._pace = Pace(1 + self.num_spec_tokens)  # type: ignore[attr-defined]
         # vLLM reads in each step how many tokens of a prompt it may have. This is our copy of that.
         self.scheduler_config: Any = copy.copy(self.scheduler_config)  # type: ignore[has-type]
@@ -54,36 +53,14 @@ class _Bounds:
 
     def add_request(self, request: Any) -> None:
         """As vLLM's."""
-        stream = self._stream(request)
-        if stream is not None:
-            manager: Any = self._offloads  # type: ignore[attr-defined]
-            self._streams[request.request_id] = stream
-            self._untold.add(request.request_id)
-            manager.windows[request.request_id] = stream.window(self._step_tokens)  # type: ignore[attr-defined]
-            # What it computes depends on what is dropped until then.
-            keep_to_itself(request)
-            request.skip_reading_prefix_cache = True
-            request.block_hashes, request._block_hasher = [], None
+        streams = self._streams is not None and self._streams.begin(request)
         super().add_request(request)  # type: ignore[misc]
-        if stream is None:
+        if not streams:
             self._begin_course(request)
-
-    def _stream(self, request: Any) -> Stream | None:
-        """Of a request that streams."""
-        share = share_in(request.sampling_params, BOUNDED)
-        manager: Any = self._offloads  # type: ignore[attr-defined]
-        if not self._gated or share is None or manager is None or request.prompt_token_ids is None:
-            return None
-        usable = manager.block_pool.num_gpu_blocks - 1
-        stream = Stream(request.num_prompt_tokens, share, manager.block_size)
-        behind = self._most_tokens(request) - stream.blocks * manager.block_size  # type: ignore[attr-defined]
-        most = max(stream.window(self._step_tokens), stream.kept - (-behind // manager.block_size))  # type: ignore[attr-defined]
-        wanted = self._all_stream or self._too_long(request)  # type: ignore[attr-defined]
-        return stream if wanted and stream.worthwhile and most <= usable else None
 
     def _stays(self, request: Any) -> bool:
         """As `_Offloads._stays`."""
-        return request.request_id in self._streams
+        return self._streams is not None and request.request_id in self._streams
 
     def _begin_course(self, request: Any) -> None:
         share = share_in(request.sampling_params, BOUNDED)
@@ -104,9 +81,9 @@ class _Bounds:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's."""
-        told = Told(streams=self._untold)
-        self._untold = set()
-        self._stream_on(told)
+        told = Told()
+        if self._streams is not None:
+            self._streams.before(told)
         course = self._go_on(told)
         reading = course is not None and course.reader in self.requests  # type: ignore[attr-defined]
         paced = reading and not self._others_wait()
@@ -116,6 +93,8 @@ class _Bounds:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.scheduler_config.long_prefill_token_threshold = self._chunk
+        if self._streams is not None:
+            self._streams.behind(told, output)
         if course is not None:
             rows = output.num_scheduled_tokens.get(course.reader, 0)
             told.layers = course.score(rows or self._pace.rows, reading)
@@ -155,26 +134,12 @@ class _Bounds:
     def _attended(self, request: Any) -> int:
         """As `_Offloads._attended`."""
         name, tokens = request.request_id, int(request.num_computed_tokens)
-        if (stream := self._streams.get(name)) is not None and stream.dropped:
-            return tokens - (stream.dropped - stream.kept) * self._offloads.block_size  # type: ignore[attr-defined]
+        if self._streams is not None:
+            tokens -= self._streams.gone(name)
         course = self._courses.get(name)
         if course is None or not course.dropped:
             return tokens
         return tokens - (course.blocks - course.kept) * self._offloads.block_size  # type: ignore[attr-defined]
-
-    def _stream_on(self, told: Told) -> None:
-        """Have requests choose what they hold that are a segment longer, or all there."""
-        requests: dict[str, Any] = self.requests  # type: ignore[attr-defined]
-        manager: Any = self._offloads  # type: ignore[attr-defined]
-        for name, stream in list(self._streams.items()):
-            request = requests.get(name)
-            if request is None:
-                del self._streams[name], manager.windows[name]
-                continue
-            due = stream.due(request.num_computed_tokens, request.num_preemptions)
-            if due is not None:
-                kept = manager.drop(name, stream.kept, due)
-                told.drops[name] = Drop(due * manager.block_size, kept)
 
     def _go_on(self, told: Told) -> Course | None:
         """Begin a part, or drop a context that was read and scored; the course that is under way.

@@ -12,6 +12,7 @@ the newest of them each time, turned to positions behind all that is there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,23 +47,40 @@ def scores(told: Tensor, asked: Tensor, keys: Tensor, scale: float, rope: Rope) 
     return torch.hypot(told, own.root_mean_square()).masked_fill_(absent, NOWHERE)
 
 
+class Held(NamedTuple):
+    """What is held of the segments that were chosen from.
+
+    Attributes:
+        told: what the gate said of it, fp32 [layers, kv_heads, places] in the order of a head's
+            cells, `NOWHERE` behind them.
+    """
+
+    dropped: Dropped
+    told: Tensor
+
+
 class Streaming:
     """One request.
 
     Args:
         cells: of the cache. scale: of the logits. rope, gate: of the model.
+        held: what it begins with.
 
     Attributes:
-        held: of the segments that were chosen from; None before the first.
+        held: None before the first choice.
     """
 
-    def __init__(self, cells: Cells, scale: float, rope: Rope, gate: Gate) -> None:
+    def __init__(
+        self, cells: Cells, scale: float, rope: Rope, gate: Gate, held: Held | None = None
+    ) -> None:
         self._cells, self._scale, self._rope, self._gate = cells, scale, rope, gate
-        self.held: Dropped | None = None
-        layers = len(cells.layers)
-        self._told = torch.empty(layers, cells.kv_heads, 0)
-        """What the gate said of what is held, in the order of a head's cells."""
-        self._came: list[Tensor] = [torch.empty(0)] * layers
+        self.held = held
+        self._came: list[Tensor] = [torch.empty(0)] * len(cells.layers)
+
+    @property
+    def tokens(self) -> int:
+        """Of the context, that were chosen from."""
+        return 0 if self.held is None else self.held.dropped.tokens
 
     def rows(self, first_token: int, count: int) -> StreamedRow | None:
         """Which rows of a step are among the newest of the prompt; None if none is.
@@ -81,7 +99,7 @@ class Streaming:
         both = torch.cat([before, queries]) if len(before) else queries
         self._came[layer] = both[-EARLIER_TOKENS:].clone()
 
-    def drop(self, tokens: int, units: Ids, room: Ids) -> Dropped:
+    def drop(self, tokens: int, units: Ids, room: Ids) -> Held:
         """Choose what is held from now on; that.
 
         Args:
@@ -89,24 +107,28 @@ class Streaming:
             units: int64 [n], those that are new since the last time.
             room: cells to keep it in; those that held it before may be among them.
         """
-        before = 0 if self.held is None else self.held.tokens
-        old, layers = self._told.shape[-1], range(len(self._came))
+        layers = range(len(self._came))
+        before = torch.empty(len(layers), self._cells.kv_heads, 0)
+        if self.held is not None:
+            before = self.held.told
+        old = before.shape[-1]
         all_told, all_scores = list[Tensor](), list[Tensor]()
         for layer in layers:
             keys, values = self._both(layer, units)
-            turned = at_start(self._rope, keys[:, old:].transpose(0, 1).float(), before)
+            turned = at_start(self._rope, keys[:, old:].transpose(0, 1).float(), self.tokens)
             fresh = self._gate.scores(layer, turned, values[:, old:])
-            told = torch.cat([self._told[layer], fresh], 1)
+            told = torch.cat([before[layer], fresh], 1)
             asked = self._came[layer].float()
             all_scores.append(scores(told, asked, keys.float(), self._scale, self._rope))
             all_told.append(told)
         kept = keep_units(torch.stack(all_scores), len(room), self._cells.unit_tokens)
         both = (self._both(layer, units) for layer in layers)
-        self.held = Dropped.of(tokens, kept, both, room, self._cells)
-        counts = torch.from_numpy(self.held.counts)[..., None] * self._cells.unit_tokens
+        dropped = Dropped.of(tokens, kept, both, room, self._cells)
+        counts = torch.from_numpy(dropped.counts)[..., None] * self._cells.unit_tokens
         filled = torch.arange(int(counts.max())) < counts
-        self._told = torch.full(filled.shape, NOWHERE)
-        self._told[filled] = torch.stack(all_told)[kept]
+        told = torch.full(filled.shape, NOWHERE)
+        told[filled] = torch.stack(all_told)[kept]
+        self.held = Held(dropped, told)
         return self.held
 
     def _both(self, layer: int, units: Ids) -> KV:
@@ -114,7 +136,7 @@ class Streaming:
         fresh = self._cells.read(layer, units)
         if self.held is None:
             return fresh
-        old = self._cells.read_cells(self.held.cells[layer].astype(np.int64))
+        old = self._cells.read_cells(self.held.dropped.cells[layer].astype(np.int64))
         keys, values = (torch.cat(pair, 1) for pair in zip(old, fresh, strict=True))
         return keys, values
 

@@ -5,6 +5,7 @@ What has left stays in the arrays and is masked, so nothing here saves memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,14 @@ class Streamed:
 
     @classmethod
     def of(
-        cls, model: Model, rope: Rope, tokens: Tensor, gate: Gate, share: float, unit_tokens: int
+        cls,
+        model: Model,
+        rope: Rope,
+        tokens: Tensor,
+        gate: Gate,
+        share: float,
+        unit_tokens: int,
+        turns: Sequence[int] = (),
     ) -> Streamed | None:
         """Stream it; None where the share leaves no unit for each head beside what stands behind
         the last whole block.
@@ -79,33 +87,36 @@ class Streamed:
         Args:
             tokens: int64 [n]. share: of all pairs, that is held in the end.
             unit_tokens: of what heads keep.
+            turns: first tokens that earlier prompts had, ascending. Each goes on from what is held
+                of the one before.
         """
         n, heads = len(tokens), model.layers * model.kv_heads
-        course = Stream(n, share, BLOCK_TOKENS)
-        units = int(heads * (share * n - n % BLOCK_TOKENS)) // unit_tokens
-        if units < heads:
+        ends = [*turns, n]
+        units = [int(heads * (share * end - end % BLOCK_TOKENS)) // unit_tokens for end in ends]
+        if min(units) < heads:
             return None
         kv, most, chosen = model.empty(n), 0, 0
         kept = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.bool)
         told = torch.zeros(kept.shape)
-        newest = Newest()
-        for begin in range(0, n, STEP_TOKENS):
-            rows = torch.arange(begin, min(n, begin + STEP_TOKENS))
-            end = int(rows[-1]) + 1
-            kept[..., rows] = True
-            most = max(most, int(kept.sum()))
-            model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=newest.see)
-            due = course.due(end, 0)
-            if due is None:
-                continue
-            new, whole = slice(chosen, due * BLOCK_TOKENS), slice(due * BLOCK_TOKENS)
-            found = []
-            for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-                turned = at_start(rope, keys[new], chosen)
-                told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
-                here, there = told[layer, :, whole], keys[whole].transpose(0, 1)
-                found.append(scores(here, newest[layer], there, model.dim**-0.5, rope))
-            kept[..., whole] = keep_units(torch.stack(found), units, unit_tokens)
-            told[..., whole].masked_fill_(~kept[..., whole], NOWHERE)
-            chosen = due * BLOCK_TOKENS
+        for last, room in zip(ends, units, strict=True):
+            course, newest = Stream(last, share, BLOCK_TOKENS), Newest()
+            course.begin_at(chosen // BLOCK_TOKENS, 0)
+            for begin in range(chosen, last, STEP_TOKENS):
+                rows = torch.arange(begin, min(last, begin + STEP_TOKENS))
+                kept[..., rows] = True
+                most = max(most, int(kept.sum()))
+                model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=newest.see)
+                due = course.due(int(rows[-1]) + 1, 0)
+                if due is None:
+                    continue
+                new, whole = slice(chosen, due * BLOCK_TOKENS), slice(due * BLOCK_TOKENS)
+                found = []
+                for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+                    turned = at_start(rope, keys[new], chosen)
+                    told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
+                    here, there = told[layer, :, whole], keys[whole].transpose(0, 1)
+                    found.append(scores(here, newest[layer], there, model.dim**-0.5, rope))
+                kept[..., whole] = keep_units(torch.stack(found), room, unit_tokens)
+                told[..., whole].masked_fill_(~kept[..., whole], NOWHERE)
+                chosen = due * BLOCK_TOKENS
         return cls(kv.keys, kv.values, kept, most)

@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     _get_attn_isa,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, replace_as
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
@@ -32,6 +33,7 @@ from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_decode.techniques import SPARSE, share_in
 
 __all__ = [
+    "BlockHash",
     "CPUAttentionBackend",
     "CPUAttentionBackendImpl",
     "CPUAttentionMetadata",
@@ -39,6 +41,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "make_block_hash_with_group_id",
     "register_kv_cache_spec",
     "replace_as",
 ]
