@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Ray's workers have niceness 15 otherwise, and get 3 % of a core beside another test.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # A killed engine leaves its sockets: here they go with the run.
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", str(run.folder()))
     # A Ray node starts as many workers as it has cores otherwise, whether or not they are needed.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     startup = str(Path(sitecustomize.__file__).parent)

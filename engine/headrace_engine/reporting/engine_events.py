@@ -12,6 +12,7 @@ engine's own memory are followed, and of the first KV cache group where a model 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -170,7 +171,8 @@ class EngineEvents:
         Raises:
             OSError: there can be no temporary folder.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-events-"))
+        beside = os.environ.get("VLLM_RPC_BASE_PATH")  # vLLM's own sockets
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-events-", dir=beside))
         self.events, self.replay = (f"ipc://{self._folder / name}" for name in ("events", "replay"))
         self.held = HeldBlocks()
         self._numbers = Sequence()

@@ -202,6 +202,8 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
     environment.setdefault("RAY_worker_niceness", "0")
     # `uv run headrace up` would otherwise build a fresh environment for every worker.
     environment |= {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONHASHSEED": "0"}
+    # A killed engine leaves its sockets: here they go with the node.
+    environment.setdefault("VLLM_RPC_BASE_PATH", str(temp_dir))
     environment |= auth_environment(temp_dir)
     environment |= {**spec.environment, TOKEN_VARIABLE: spec.token}
     before = shm_names()
