@@ -56,12 +56,15 @@ class Streams:
             return False
         self._streams[name] = stream
         self._untold.add(name)
-        self._manager.windows[name] = stream.window(self._scheduler._step_tokens)
+        self._manager.windows[name] = self._window(stream)
         keep_to_itself(request)
         request.skip_reading_prefix_cache = True
         self._hashes[name] = request.block_hashes
         request.block_hashes, request._block_hasher = [], None
         return True
+
+    def _window(self, stream: Stream) -> int:
+        return stream.window(self._scheduler._step_tokens)
 
     def _stream(self, request: Any) -> Stream | None:
         share, block_tokens = share_in(request.sampling_params, BOUNDED), self._manager.block_size
@@ -71,7 +74,7 @@ class Streams:
         stream = Stream(request.num_prompt_tokens, share, block_tokens)
         behind = scheduler._most_tokens(request) - stream.blocks * block_tokens
         whole = stream.kept - (-behind // block_tokens)
-        most = max(stream.window(scheduler._step_tokens), whole)
+        most = max(self._window(stream), whole)
         wanted = self._all or scheduler._too_long(request)
         return stream if wanted and stream.worthwhile and most <= usable else None
 
@@ -123,10 +126,15 @@ class Streams:
                 return  # what this one holds may be what one before it lacks
             if window is None or request.num_computed_tokens or request.status not in BEGINS:
                 continue
-            stream, most = self._streams[name], request.num_prompt_tokens - 1
-            found = self._remembered.longest(self._hashes[name], most // self._manager.block_size)
-            if found is not None and found[1].held <= stream.kept:
-                blocks, kept = found
+            most = (request.num_prompt_tokens - 1) // self._manager.block_size
+            found = self._remembered.longest(self._hashes[name], most)
+            if found is None:
+                continue
+            blocks, kept = found
+            more = max(0, kept.held - self._streams[name].kept)  # of a prompt that was longer
+            if more <= free and window + more <= usable:
+                free -= more
+                self._manager.windows[name] = window + more
                 self._manager.recall(name, kept, blocks)
                 self._begin_at(request, blocks)
                 self._recalled[name] = kept.number
@@ -146,6 +154,7 @@ class Streams:
                     request.prefill_stats.set(request.num_prompt_tokens, cached, 0)
             else:
                 self._manager.free(name)
+                self._manager.windows[name] = self._window(self._streams[name])
                 self._begin_at(request, 0)
         self._recalled = {}
         # The worker does not drop of those that lost their blocks in the same step.
