@@ -59,23 +59,27 @@ def ours(
     for name, one in STREAMING.items():
         if one.refit is None and not ablated:
             continue
-        rows.append(streamed(lm, found, name, one, MAIN_SHARE))
-        print(f"  {found.case.name}: {name}: KL {rows[-1]['kl']:.4f}", flush=True)
+        rows += streamed(lm, found, name, one, MAIN_SHARE)
     if gate is not None:
         for (name, turns), share in itertools.product(STREAMED.items(), SHARES):
             own = Gated(gate_of(folder, gate), turns)
-            rows.append(streamed(lm, found, name, own, share))
-            print(f"  {found.case.name}: {name} at {share}: KL {rows[-1]['kl']:.4f}", flush=True)
+            rows += streamed(lm, found, name, own, share)
     return rows
 
 
-def streamed(lm: LM, context: Context, name: str, one: Streaming | Gated, share: float) -> Row:
-    """With the most that was ever held, as a share of the context's KV."""
+def streamed(
+    lm: LM, context: Context, name: str, one: Streaming | Gated, share: float
+) -> list[Row]:
+    """A row, with the most that was ever held, as a share of the context's KV; none where the
+    context is too short."""
     case = context.case
     pairs = lm.layers * lm.kv_heads * case.first
-    held, most = one.held(lm, torch.tensor(case.tokens[: case.first]), int(share * pairs))
-    row = judged(lm, case, name, share, held, context.exact)
-    return row | {"most_held": most / pairs}
+    found = one.held(lm, torch.tensor(case.tokens[: case.first]), int(share * pairs))
+    if found is None:
+        return []
+    row = judged(lm, case, name, share, found[0], context.exact) | {"most_held": found[1] / pairs}
+    print(f"  {case.name}: {name} at {share}: KL {row['kl']:.4f}", flush=True)
+    return [row]
 
 
 def gate_of(folder: str, file: Path) -> Gate:

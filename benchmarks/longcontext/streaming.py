@@ -121,12 +121,13 @@ class Gated:
     gate: Gate
     turns: tuple[float, ...] = ()
 
-    def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
-        """As `Streaming.held`."""
+    def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int] | None:
+        """As `Streaming.held`; None where an engine would not stream so short a context."""
         share = total / (lm.layers * lm.kv_heads * len(tokens))
         turns = [int(part * len(tokens)) for part in self.turns]
         found = Streamed.of(lm, lm.rope, tokens, self.gate, share, UNIT_TOKENS, turns)
-        assert found is not None
+        if found is None:
+            return None
         held = Held([], [])
         for lists, one in ((held.keys, found.keys), (held.values, found.values)):
             lists += [

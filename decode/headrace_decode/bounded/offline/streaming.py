@@ -88,17 +88,19 @@ class Streamed:
             tokens: int64 [n]. share: of all pairs, that is held in the end.
             unit_tokens: of what heads keep.
             turns: first tokens that earlier prompts had, ascending. Each goes on from what is held
-                of the one before.
+                of the one before. Of those that are too short in the same way nothing is held.
         """
         n, heads = len(tokens), model.layers * model.kv_heads
-        ends = [*turns, n]
-        units = [int(heads * (share * end - end % BLOCK_TOKENS)) // unit_tokens for end in ends]
-        if min(units) < heads:
+
+        def units(end: int) -> int:
+            return int(heads * (share * end - end % BLOCK_TOKENS)) // unit_tokens
+
+        if units(n) < heads:
             return None
         kv, most, chosen = model.empty(n), 0, 0
         kept = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.bool)
         told = torch.zeros(kept.shape)
-        for last, room in zip(ends, units, strict=True):
+        for last in [*(end for end in turns if units(end) >= heads), n]:
             course, newest = Stream(last, share, BLOCK_TOKENS), Newest()
             course.begin_at(chosen // BLOCK_TOKENS, 0)
             for begin in range(chosen, last, STEP_TOKENS):
@@ -116,7 +118,7 @@ class Streamed:
                     told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
                     here, there = told[layer, :, whole], keys[whole].transpose(0, 1)
                     found.append(scores(here, newest[layer], there, model.dim**-0.5, rope))
-                kept[..., whole] = keep_units(torch.stack(found), room, unit_tokens)
+                kept[..., whole] = keep_units(torch.stack(found), units(last), unit_tokens)
                 told[..., whole].masked_fill_(~kept[..., whole], NOWHERE)
                 chosen = due * BLOCK_TOKENS
         return cls(kv.keys, kv.values, kept, most)
