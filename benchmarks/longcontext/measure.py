@@ -29,7 +29,7 @@ STREAMING = {
 }
 STREAMED = {
     "streamed with a gate": (),
-    "streamed with a gate, in two turns": (0.6,),
+    "streamed with a gate, in two turns": (0.8,),
 }
 """And the shares of the context that earlier prompts had."""
 

@@ -76,12 +76,12 @@ def test_a_prompt_goes_on_from_what_is_held_of_its_beginning(engine: SparseEngin
 
 
 def test_a_shorter_prompt_goes_on_from_what_a_longer_one_held(engine: SparseEngine) -> None:
-    longer = noise(3000, 74)
+    longer = noise(3400, 74)
     engine.do("streamed_answer", tokens=longer, share=0.25, count=2)
-    shorter = [*longer[: 14 * 128], *noise(700, 75)]
+    shorter = [*longer[: 24 * 128], *noise(100, 75)]
     found = engine.do("streamed_answer", tokens=shorter, share=0.25, count=40)
-    assert found["cached"] == 14 * 128, "in six blocks, and it keeps five"
-    assert found["chosen"] == [14 * 128, 19 * 128] and found["right"]
+    assert found["cached"] == 24 * 128, "in seven blocks, and it keeps six"
+    assert found["chosen"] == [16 * 128, 24 * 128] and found["right"]
     assert nothing_is_left(engine)
 
 

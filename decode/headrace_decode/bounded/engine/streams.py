@@ -109,7 +109,7 @@ class Streams:
         kept = self._remembered.add(self._hashes[name][blocks - 1], self._streams[name].kept)
         if kept is None:
             return None
-        self._manager.remember(name, kept)
+        self._manager.remember(name, kept.number)
         return kept.number
 
     def _recall(self) -> None:
@@ -135,7 +135,7 @@ class Streams:
             if more <= free and window + more <= usable:
                 free -= more
                 self._manager.windows[name] = window + more
-                self._manager.recall(name, kept, blocks)
+                self._manager.recall(name, *kept, blocks)
                 self._begin_at(request, blocks)
                 self._recalled[name] = kept.number
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_decode.bounded.engine.remembered import Kept
 from headrace_decode.sparse.engine._vllm_compat import (
     BlockHash,
     FullAttentionManager,
@@ -136,32 +135,34 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         self._slots[request_id] = self.block_pool.get_new_blocks(kept)
         return self.slots(request_id)
 
-    def remember(self, request_id: str, kept: Kept) -> None:
-        """Have the blocks that a request's context is kept in be found, until others need them."""
-        for name, block in zip(self._names(kept), self._slots[request_id], strict=True):
+    def remember(self, request_id: str, number: int) -> None:
+        """Have the blocks that a request's context is kept in be found by this number, until others
+        need them."""
+        slots = self._slots[request_id]
+        for name, block in zip(self._names(number, len(slots)), slots, strict=True):
             self.block_pool._insert_block_hash(name, block, num_tokens=self.block_size)
 
-    def is_there(self, kept: Kept) -> bool:
-        """Whether all of the blocks can be found."""
-        return None not in self._found(kept)
+    def is_there(self, number: int, held: int) -> bool:
+        """Whether all of so many blocks can be found."""
+        return None not in self._found(number, held)
 
-    def recall(self, request_id: str, kept: Kept, blocks: int) -> None:
-        """Have a request that waits hold what is remembered, in place of its first blocks."""
-        found = self._found(kept)
+    def recall(self, request_id: str, number: int, held: int, blocks: int) -> None:
+        """Have a request that waits hold these blocks in place of its first ones."""
+        found = self._found(number, held)
         self.block_pool.touch(found)
         self._slots[request_id] = found
         self.req_to_blocks[request_id] = [self._null_block] * blocks
 
-    def _found(self, kept: Kept) -> list[Any]:
+    def _found(self, number: int, held: int) -> list[Any]:
         find = self.block_pool.cached_block_hash_to_block.get_one_block
-        return [find(name) for name in self._names(kept)]
+        return [find(name) for name in self._names(number, held)]
 
-    def _names(self, kept: Kept) -> list[Any]:
+    def _names(self, number: int, held: int) -> list[Any]:
         return [
             make_block_hash_with_group_id(
-                BlockHash(b"kept %d, block %d" % (kept.number, number)), self.kv_cache_group_id
+                BlockHash(b"kept %d, block %d" % (number, block)), self.kv_cache_group_id
             )
-            for number in range(kept.held)
+            for block in range(held)
         ]
 
     def may_drop(self, request_id: str, kept: int, last: int) -> bool:
