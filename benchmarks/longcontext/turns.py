@@ -5,7 +5,7 @@
 SmolLM2 in bfloat16 on one thread, with a file of `headrace calibrate bounded`. A prompt of 4,000
 tokens is answered with 100; a quarter of its KV is kept. The next prompt has all of these and 200
 more tokens. The same prompt under another salt finds nothing of what was held. The cache has room
-for two contexts while they are streamed.
+for the model's 8,192 tokens.
 
     first_token_vs_anew     seconds to the first token of the next turn, over those of the same
                             prompt under another salt; median of the conversations
@@ -19,9 +19,8 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.longcontext.dropping import BATCH_TOKENS, SHARE
-from benchmarks.sparse.serving import Engine, report, same_first
-from headrace.model.kvbudget import Asked, streamed_blocks
+from benchmarks.longcontext.dropping import BATCH_TOKENS, SHARE, blocks_of
+from benchmarks.sparse.serving import LONGEST, Engine, report, same_first
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
 
@@ -35,7 +34,7 @@ def measured(gate: Path | None) -> dict[str, float]:
     engine = Engine(
         SparseSettings("off"),
         BoundedSettings(calibration=str(gate), stream=True),
-        num_gpu_blocks_override=streamed_blocks(Asked(1, 2, PROMPT + ANSWER, ANSWER), SHARE) + 1,
+        num_gpu_blocks_override=blocks_of(LONGEST) + 1,
         max_num_batched_tokens=BATCH_TOKENS,
         async_scheduling=False,
         scheduler_cls="headrace_decode.bounded.engine.scheduler.BoundingTakingUp",
