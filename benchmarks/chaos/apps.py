@@ -120,7 +120,7 @@ class DirectApp(App):
         self._prefix = f"ray::ServeReplica:{app}:"
 
     def status(self) -> Status:
-        """`replicas` alone: those that have begun their engine, have it, and are not stopped."""
+        """`replicas` alone: those that have started, have their engine, and are not stopped."""
         replicas = []
         for process in psutil.process_iter(["name", "status"]):
             name = str(process.info["name"])

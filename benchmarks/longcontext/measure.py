@@ -61,9 +61,9 @@ def ours(
             continue
         rows += streamed(lm, found, name, one, MAIN_SHARE)
     if gate is not None:
+        of_model = gate_of(folder, gate)
         for (name, turns), share in itertools.product(STREAMED.items(), SHARES):
-            own = Gated(gate_of(folder, gate), turns)
-            rows += streamed(lm, found, name, own, share)
+            rows += streamed(lm, found, name, Gated(of_model, turns), share)
     return rows
 
 

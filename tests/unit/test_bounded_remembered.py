@@ -44,7 +44,7 @@ def test_the_longest_begin_that_is_there_is_found(
     gone = {each.number for each in naive.values() if each.number in lost}
     assert remembered.forget() == gone and len(remembered) == len(naive) - len(gone)
     left = [each.number for each in naive.values() if each.number not in lost]
-    assert remembered.forget(frozenset(left[:1])) == set(left[:1])
+    assert remembered.forget(left[:1]) == set(left[:1])
 
 
 def manager_of(blocks: int) -> OffloadManager:

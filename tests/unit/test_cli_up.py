@@ -169,7 +169,6 @@ def test_detached_with_keys_and_tls_it_answers_until_down_and_then_nothing_is_le
     assert headrace(environment, "down").stdout.strip() == "nothing is running"
 
 
-@pytest.mark.slow
 def test_a_kv_budget_that_cannot_be_kept_is_refused_before_ray_starts(
     environment: dict[str, str],
 ) -> None:
@@ -179,6 +178,7 @@ def test_a_kv_budget_that_cannot_be_kept_is_refused_before_ray_starts(
     assert not list(Path(environment["HEADRACE_STATE"]).glob("*.json"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_foreground_leaves_nothing(environment: dict[str, str]) -> None:
     with foreground(environment) as process:
         instance = state(environment)

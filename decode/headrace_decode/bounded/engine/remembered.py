@@ -13,7 +13,7 @@ forgotten.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 LEAST_SHARE = 0.75
@@ -70,7 +70,7 @@ class Remembered:
                 return blocks, kept
         return None
 
-    def forget(self, numbers: frozenset[int] = frozenset()) -> set[int]:
+    def forget(self, numbers: Collection[int | None] = ()) -> set[int]:
         """Forget these, and what is not there any more; the numbers of all of them."""
         gone = {
             key: kept.number

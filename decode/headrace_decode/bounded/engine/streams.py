@@ -159,5 +159,5 @@ class Streams:
         self._recalled = {}
         # The worker does not drop of those that lost their blocks in the same step.
         preempted = told.drops.keys() & (output.preempted_req_ids or set())
-        lost = (told.drops[name].remembered for name in preempted)
-        told.forgotten |= self._remembered.forget(frozenset(filter(None, lost)))
+        if lost := {told.drops[name].remembered for name in preempted}:
+            told.forgotten |= self._remembered.forget(lost)

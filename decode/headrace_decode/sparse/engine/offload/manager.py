@@ -12,7 +12,7 @@ Other requests are managed by vLLM's code for full attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,26 +144,24 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
 
     def is_there(self, number: int, held: int) -> bool:
         """Whether all of so many blocks can be found."""
-        return None not in self._found(number, held)
+        return all(block is not None for block in self._found(number, held))
 
     def recall(self, request_id: str, number: int, held: int, blocks: int) -> None:
         """Have a request that waits hold these blocks in place of its first ones."""
-        found = self._found(number, held)
+        found = list(self._found(number, held))
         self.block_pool.touch(found)
         self._slots[request_id] = found
         self.req_to_blocks[request_id] = [self._null_block] * blocks
 
-    def _found(self, number: int, held: int) -> list[Any]:
-        find = self.block_pool.cached_block_hash_to_block.get_one_block
-        return [find(name) for name in self._names(number, held)]
+    def _found(self, number: int, held: int) -> Iterator[Any]:
+        return map(
+            self.block_pool.cached_block_hash_to_block.get_one_block, self._names(number, held)
+        )
 
-    def _names(self, number: int, held: int) -> list[Any]:
-        return [
-            make_block_hash_with_group_id(
-                BlockHash(b"kept %d, block %d" % (number, block)), self.kv_cache_group_id
-            )
-            for block in range(held)
-        ]
+    def _names(self, number: int, held: int) -> Iterator[Any]:
+        for block in range(held):
+            name = BlockHash(b"kept %d, block %d" % (number, block))
+            yield make_block_hash_with_group_id(name, self.kv_cache_group_id)
 
     def may_drop(self, request_id: str, kept: int, last: int) -> bool:
         """Whether there are so many blocks, with those that nobody else has of the ones that go."""
