@@ -137,7 +137,8 @@ def question_free(lm: LM, case: Case, budget: float) -> Corrected | None:
 
 def no_probe(lm: LM, case: Case, budget: float) -> Corrected:
     """The prior alone."""
-    return with_depths(lm, case, Rule().depths(case.offsets, None, lm.layers, budget))
+    depths = Rule().depths(case.offsets, None, lm.layers, budget)
+    return with_depths(lm, case, depths, drifts=True)
 
 
 def no_draft(lm: LM, case: Case, budget: float) -> Corrected | None:
@@ -145,8 +146,14 @@ def no_draft(lm: LM, case: Case, budget: float) -> Corrected | None:
     return corrected(lm, case, budget, drafts=0)
 
 
+def drift_left(lm: LM, case: Case, budget: float) -> Corrected | None:
+    """Tokens that are not computed stay as they were placed."""
+    return corrected(lm, case, budget, drifts=False)
+
+
 def with_drift(lm: LM, case: Case, budget: float) -> Corrected | None:
-    """Our rule with drift as a third factor, taken where a layer has just computed K and V."""
+    """Our rule with drift as a third factor, taken where a layer has just computed K and V, and
+    nothing for tokens that are not computed."""
     probed = case.probed(lm)
     left = budget - probed.rows / len(case.chunk)
     if left <= 0:
@@ -194,7 +201,8 @@ ABLATIONS: dict[str, Correct] = {
     "ours, no probe": no_probe,
     "ours, no draft": no_draft,
     "ours, no prior": ours(Rule(prior=0.0)),
-    "ours, with drift": with_drift,
+    "ours, drift left": drift_left,
+    "ours, drift left, but a factor": with_drift,
     "ours, no decay": ours(Rule(decay=np.inf)),
     "ours, bottom-right mask": wrong_mask,
 }

@@ -19,6 +19,9 @@ from torch import Tensor
 
 _LINEAR_IN_POSITION = ("default", "linear", "llama3")
 
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines, each fp32 [tokens or 1, 1, head_dim / 2]."""
+
 
 class RopeError(ValueError):
     """Keys of this model cannot be moved."""
@@ -71,13 +74,22 @@ class Rope:
         Returns:
             Likewise, in the dtype of `keys`.
         """
-        half = keys.shape[-1] // 2
-        by = torch.as_tensor(difference, dtype=torch.float64, device=keys.device)
-        angles = by.reshape(-1, 1, 1) * self.speeds.to(keys.device)
-        cos, sin = angles.cos().float(), angles.sin().float()
-        first, second = keys[..., :half].float(), keys[..., half:].float()
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-        return turned.to(keys.dtype)
+        return turn(keys, self.turns(difference, keys.device))
+
+    def turns(self, difference: int | Tensor, device: torch.device | None = None) -> Turns:
+        """What `turn` turns keys by so many positions with; `difference` as of `shift`."""
+        by = torch.as_tensor(difference, dtype=torch.float64, device=device)
+        angles = by.reshape(-1, 1, 1) * self.speeds.to(by.device)
+        return angles.cos().float(), angles.sin().float()
+
+
+def turn(keys: Tensor, turns: Turns) -> Tensor:
+    """As `Rope.shift`, for who turns by the same positions often."""
+    cos, sin = turns
+    half = keys.shape[-1] // 2
+    first, second = keys[..., :half].float(), keys[..., half:].float()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.to(keys.dtype)
 
 
 def _llama3(speeds: Tensor, scaling: Mapping[str, Any]) -> Tensor:

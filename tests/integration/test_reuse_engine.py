@@ -92,12 +92,36 @@ class TestPlacing:
         assert found["keys"] < EXACT and found["values"] == 0 and found["others"]
 
 
+def nested(seed: int) -> tuple[list[int], list[list[object]], list[int]]:
+    """The same but for its last token, and in how many layers each is computed: two of five tokens
+    of runs in none."""
+    tokens, runs = runs_prompt()
+    depths = random.Random(seed).choices([0, 0, *range(1, LAYERS + 1)], k=len(tokens) - 1)
+    at = {p for _, _, length, new in runs for p in range(new, new + length)}  # type: ignore[operator, arg-type]
+    return tokens[:-1], runs, [d if p in at else LAYERS for p, d in enumerate(depths)]
+
+
 def runs_prompt() -> tuple[list[int], list[list[object]]]:
     """A prompt with both documents in it, and the runs that are in them."""
     head, between, last = noise(40, 5), noise(30, 6), noise(25, 7)
     tokens = head + OTHER[17:290] + between + DOCUMENT[100:650] + last
     second = 40 + 273 + 30
     return tokens, [["other", 17, 273, 40], ["document", 100, 550, second]]
+
+
+class TestDrift:
+    @pytest.mark.parametrize("seed", range(2))
+    def test_tokens_that_are_not_computed_get_the_drift_that_plain_torch_sees(
+        self, engine: ReusingEngine, seed: int
+    ) -> None:
+        tokens, runs, depths = nested(seed)
+        found = engine.do("drifted", tokens=tokens, runs=runs, depths=depths, rows=10_000)
+        assert max(found["keys"], found["values"]) < EXACT < 0.01 < found["moved"]
+
+    def test_rows_that_come_in_parts_tell_as_much_by_the_end(self, engine: ReusingEngine) -> None:
+        tokens, runs, depths = nested(2)
+        found = engine.do("drifted", tokens=tokens, runs=runs, depths=depths, rows=100)
+        assert max(found["keys"], found["values"]) < found["moved"] / 2
 
 
 class TestRequests:

@@ -8,6 +8,7 @@ Its connector keeps documents' KV as the store keeps blocks. A request says in i
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
+from headrace_engine.rope import Rope
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
@@ -27,6 +29,11 @@ from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.placing import Placer, StoredRun
 from headrace_prefill.reuse.engine.probe import Probe
 from headrace_prefill.reuse.engine.rows import RowEngine, Rows
+from headrace_prefill.reuse.engine.side_pass import SidePass, SideRequest
+from headrace_prefill.reuse.offline.correct import Case, with_depths
+from headrace_prefill.reuse.offline.exact import Exact
+from headrace_prefill.reuse.offline.lm import LM
+from headrace_prefill.reuse.offline.prompts import Prompt
 from tests.support import reusing, run
 from tests.support.plain_llama import PlainLlama
 from tests.support.program import IN_ONE_PROCESS, engine_environment
@@ -34,7 +41,7 @@ from tests.support.program import IN_ONE_PROCESS, engine_environment
 BLOCK, BLOCKS = 128, 64
 SCRATCH = (40, 33, 52, 21, 61, 37, 29, 46)
 """Blocks, in no order, for rows that the engine's scheduler knows nothing of: it must be idle."""
-MODEL: dict[str, PlainLlama] = {}
+ROPE: dict[str, Rope] = {}
 DOCUMENTS: dict[str, Stored] = {}
 
 
@@ -60,12 +67,6 @@ class Stored:
             old=first,
             new=new,
         )
-
-
-def rotated(keys: Tensor, distance: int) -> Tensor:
-    """Keys [n, heads, dim] moved by so many positions."""
-    [model] = MODEL.values()
-    return model.rotate(keys.float(), torch.full((len(keys),), distance))
 
 
 def layout_of(rows: RowEngine) -> BlockLayout:
@@ -106,7 +107,7 @@ class TestedConnector(ReuseConnector):
         return Planned(runs, choose, last)
 
     def placer(self, rows: RowEngine) -> Placer:
-        return Placer(rows.kv, layout_of(rows), rotated)
+        return Placer(rows.kv, layout_of(rows), ROPE["tiny"])
 
 
 class ReusingEngine:
@@ -138,7 +139,8 @@ class Engine:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._plain = MODEL["tiny"] = PlainLlama(Path(model))
+        self._plain, self._folder = PlainLlama(Path(model)), model
+        ROPE["tiny"] = Rope.of(json.loads((Path(model) / "config.json").read_text()))
         self._llm = LLM(
             model,
             dtype="float32",
@@ -349,6 +351,35 @@ class Engine:
                 torch.equal(a[:, ~within], b[:, ~within])
                 for a, b in zip((keys, values), whole, strict=True)
             ),
+        }
+
+    def drifted(
+        self, tokens: list[int], runs: list[list[Any]], depths: list[int], rows: int
+    ) -> dict[str, float]:
+        """Fill a prompt with the side pass, so many rows a step: errors against plain torch, and
+        how far the first run's drift moves what is not computed."""
+        table, lm = self._table(), LM(self._folder)
+        self._fill([5] * len(tokens), table)
+        placed = [DOCUMENTS[name].run(*rest) for name, *rest in runs]
+        request = SideRequest(
+            *("it", np.array(tokens), table, 0, placed), lambda _: np.array(depths)
+        )
+        side = SidePass(self._rows, self._connector.placer(self._rows))
+        side.start(request)
+        while len(side):
+            assert not side.step(rows).failed
+        chunks = [(new, length) for _, _, length, new in runs]
+        before = [DOCUMENTS[name].tokens[:first] for name, first, _, _ in runs]
+        prompt = Prompt("it", tokens, chunks, before, len(tokens), "inside", 1.0)
+        case = Case.of(lm, prompt, Exact.of(lm, tokens, 1))
+        wanted, stale = (
+            with_depths(lm, case, np.array(depths), drifts=drifts).kv for drifts in (True, False)
+        )
+        keys, values = self._read(table, len(tokens))
+        return {
+            "keys": _error(keys, wanted.keys),
+            "values": _error(values, wanted.values),
+            "moved": _error(wanted.keys, stale.keys),
         }
 
     # Requests

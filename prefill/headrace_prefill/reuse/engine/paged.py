@@ -144,6 +144,16 @@ class PagedKV:
         """Where the caches are."""
         return self.caches[0].device
 
+    @property
+    def kv_heads(self) -> int:
+        """Of each layer."""
+        return self.caches[0].shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Of K, and of V."""
+        return self.caches[0].shape[3] // 2
+
     def kernel_blocks(self, table: BlockTable) -> NDArray[np.int64]:
         """A request's blocks in the kernel's numbering: consecutive ones form a block."""
         parts = self.block_tokens // self.kernel_tokens

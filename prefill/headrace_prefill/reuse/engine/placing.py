@@ -10,7 +10,7 @@ summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_engine.rope import Rope
 from headrace_kvstore.checksum import copy_sum
 from headrace_kvstore.layout import BlockLayout
 from headrace_prefill.reuse.engine.paged import BlockTable, PagedKV, halves, stored_blocks
-
-Rotate = Callable[[Tensor, int], Tensor]
-"""(K [n, heads, head_dim], new - old position) -> K'."""
 
 
 class LostKV(Exception):
@@ -88,15 +86,16 @@ class Placer:
     Args:
         kv: the cache, layers in the model's order.
         layout: of stored blocks, and so of this cache; layers in the order of `kv`.
-        rotate: as `Rotate`.
+        rope: of the model; also an attribute.
     """
 
-    def __init__(self, kv: PagedKV, layout: BlockLayout, rotate: Rotate) -> None:
+    def __init__(self, kv: PagedKV, layout: BlockLayout, rope: Rope) -> None:
         if len(layout.layers) != len(kv.caches):
             raise ValueError(f"{len(layout.layers)} stored layers, {len(kv.caches)} in the engine")
         if kv.kernel_tokens != kv.block_tokens:
             raise ValueError("blocks of several kernel blocks cannot be placed by token")
-        self._kv, self._layout, self._rotate = kv, layout, rotate
+        self.rope = rope
+        self._kv, self._layout = kv, layout
         self._bytes = np.empty((len(kv.caches), layout.layer_bytes), np.uint8)
 
     def place(self, piece: Piece, table: BlockTable) -> None:
@@ -123,7 +122,7 @@ class Placer:
             block = stored_blocks(torch.from_numpy(self._bytes[layer : layer + 1]), cache)
             keys, values = (half[0, :, tokens].transpose(0, 1) for half in self._halves(block))
             keys, values = keys.to(cache.device), values.to(cache.device)
-            self._kv.put(layer, slots, self._rotate(keys, run.new - run.old), values)
+            self._kv.put(layer, slots, self.rope.shift(keys, run.new - run.old), values)
 
     def _halves(self, block: Tensor) -> tuple[Tensor, Tensor]:
         return halves(block, self._kv.order)

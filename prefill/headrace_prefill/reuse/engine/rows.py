@@ -31,6 +31,9 @@ Watch = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
 """Called behind each layer's attention with the layer's number, the queries of the rows that it
 computes and what they got, each [rows, heads * head_dim], and which rows of the whole batch these
 are. The rows' own K and V are in the cache. What they got may be written over."""
+Fresh = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
+"""Called before it with the layer's number, K and V of the rows, each [rows, kv_heads * head_dim],
+K rotated, and which rows of the whole batch these are. They are not yet in the cache."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,14 @@ class RowEngine:
         return int(self.decoder.logits(row)[-1].argmax())
 
     @torch.inference_mode()
-    def compute(self, parts: Sequence[Rows], watch: Watch | None = None) -> Tensor:
+    def compute(
+        self, parts: Sequence[Rows], watch: Watch | None = None, fresh: Fresh | None = None
+    ) -> Tensor:
         """Compute rows and leave their K and V in the cache.
 
         Args:
             parts: rows of one prompt each; a prompt appears once.
-            watch: sees each layer's attention.
+            watch: sees each layer's attention. fresh: sees each layer's K and V.
 
         Returns:
             [rows that went through all layers, width]: what the model's head takes.
@@ -134,7 +139,8 @@ class RowEngine:
                 slots = self._on_device(batch.slots[alive])
                 metadata = self._metadata(batch, alive, tables, slots)
             hidden, residual = self._layer(
-                number, layer, positions, hidden, residual, metadata, slots, watch, alive
+                *(number, layer, positions, hidden, residual, metadata, slots),
+                *(watch, fresh, alive),
             )
         if residual is None or not len(alive):
             return hidden[:0]
@@ -151,18 +157,28 @@ class RowEngine:
         metadata: Any,
         slots: Any,
         watch: Watch | None,
+        fresh: Fresh | None,
         alive: NDArray[np.int64],
     ) -> tuple[Tensor, Tensor]:
-        hook = None
+        hooks = []
+        attention = self.decoder.attention[number]
         if watch is not None:
-            hook = self.decoder.attention[number].register_forward_hook(
-                lambda _, arguments, output: watch(number, arguments[0], output, alive)
-            )
+            hooks += [
+                attention.register_forward_hook(
+                    lambda _, arguments, output: watch(number, arguments[0], output, alive)
+                )
+            ]
+        if fresh is not None:
+            hooks += [
+                attention.register_forward_pre_hook(
+                    lambda _, arguments: fresh(number, arguments[1], arguments[2], alive)
+                )
+            ]
         try:
             with self._contexts.layer(number, metadata, slots):
                 hidden, residual = layer(positions, hidden, residual)
         finally:
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
         assert residual is not None
         return hidden, residual

@@ -8,7 +8,8 @@ its budget of rows, whatever clients send:
              They are exact, and models attend to the first of them more than to any other
     probe    if asked for: the prompt's last rows and a draft of the answer, row by row, to learn
              what they attend to
-    compute  chosen rows, in ascending order of position; positions that no run covers at all layers
+    compute  chosen rows, in ascending order of position; positions that no run covers at all
+             layers. What they show of their runs' drift is added to the runs' other tokens
 
 Rows of several requests are computed as one batch, oldest request first. A request can be cancelled
 between any two steps; nothing but its own slots was written. The prompt's last token is not part of
@@ -25,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_engine.rope import Rope
+from headrace_prefill.reuse.engine.drifting import Drifting
 from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.placing import LostKV, Piece, Placer, StoredRun
 from headrace_prefill.reuse.engine.probe import Probe
@@ -126,7 +129,7 @@ class SidePass:
 
     def start(self, request: SideRequest) -> None:
         """Begin with a request; `step` goes on with it."""
-        self._passes[request.request_id] = _Pass(self._engine, request)
+        self._passes[request.request_id] = _Pass(self._engine, self._placer.rope, request)
 
     def cancel(self, request_id: str) -> bool:
         """Leave a request as it is; False if it is not, or no longer, under way."""
@@ -169,16 +172,26 @@ class SidePass:
         if not parts:
             return
         ends = np.cumsum([len(rows.positions) for _, rows in parts])
+        batch = np.concatenate([rows.positions for _, rows in parts])
+
+        def cut(alive: NDArray[np.int64]) -> Iterator[tuple[_Pass, slice, NDArray[np.int64]]]:
+            """Requests, which of these rows are theirs, and their positions."""
+            cuts = np.searchsorted(alive, ends)
+            for (each, _), first, end in zip(parts, [0, *cuts[:-1]], cuts, strict=True):
+                yield each, slice(first, end), batch[alive[first:end]]
 
         def watch(layer: int, queries: Tensor, output: Tensor, alive: NDArray[np.int64]) -> None:
             self.rows_computed += len(alive)
-            cuts = np.searchsorted(alive, ends)
-            for (each, rows), first, end in zip(parts, [0, *cuts[:-1]], cuts, strict=True):
+            for each, part, positions in cut(alive):
                 if each.probe is not None:
-                    part = slice(first, end)
-                    each.probe.watch(layer, queries[part], output[part], rows.positions)
+                    each.probe.watch(layer, queries[part], output[part], positions)
 
-        hidden = self._engine.compute([rows for _, rows in parts], watch)
+        def fresh(layer: int, keys: Tensor, values: Tensor, alive: NDArray[np.int64]) -> None:
+            for each, part, positions in cut(alive):
+                if each.drifting is not None:
+                    each.drifting.see(layer, keys[part], values[part], positions)
+
+        hidden = self._engine.compute([rows for _, rows in parts], watch, fresh)
         through = [int((rows.depths >= self._engine.layers).sum()) for _, rows in parts]
         for (each, rows), end in zip(parts, np.cumsum(through), strict=True):
             try:
@@ -190,13 +203,14 @@ class SidePass:
 class _Pass:
     """One request under way."""
 
-    def __init__(self, engine: RowEngine, request: SideRequest) -> None:
-        self.request, self._engine = request, engine
+    def __init__(self, engine: RowEngine, rope: Rope, request: SideRequest) -> None:
+        self.request, self._engine, self._rope = request, engine, rope
         tokens = engine.kv.block_tokens
         pieces = [piece for run in request.runs for piece in run.pieces(tokens)]
         self._pieces: Iterator[Piece] = iter(pieces)
         self._unplaced = len(pieces)
         self.probe: Probe | None = None
+        self.drifting: Drifting | None = None
         self._lead = request.lead() if request.last is not None else np.empty(0, np.int64)
         self._leads = self._drafting = False
         self._rows: Rows | None = None
@@ -273,6 +287,8 @@ class _Pass:
         depths = np.where(request.covered(), depths.clip(0, layers), layers)
         depths[: request.start] = 0
         depths[self._lead] = 0
+        kv = self._engine.kv
+        self.drifting = Drifting(kv, self._rope, request.table, request.runs, depths)
         positions = np.flatnonzero(depths)
         self._rows = Rows(request.table, positions, request.token_ids[positions], depths[positions])
         self._at, self.done = 0, not len(positions)

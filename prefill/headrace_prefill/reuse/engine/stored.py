@@ -85,7 +85,7 @@ class StoredReuseConnector(ReuseConnector):
         assert self._rope is not None
         caches = {f"layers.{n}": cache for n, cache in enumerate(rows.kv.caches)}
         layout = BlockLayout.of_tensors(caches, self._num_blocks, self._opened.held)
-        return Placer(rows.kv, layout, self._rope.shift)
+        return Placer(rows.kv, layout, self._rope)
 
     def shutdown(self) -> None:
         self._opened.close()

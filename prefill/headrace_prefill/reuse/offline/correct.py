@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_prefill.reuse.drift import Drift
 from headrace_prefill.reuse.offline.exact import Exact
 from headrace_prefill.reuse.offline.lm import KV, LM
 from headrace_prefill.reuse.offline.prompts import Prompt
@@ -112,6 +113,7 @@ def corrected(
     stand_in: bool = False,
     drafts: int = DRAFT_TOKENS,
     sees: Sees | None = None,
+    drifts: bool = True,
 ) -> Corrected | None:
     """Correct by a rule and a probe, which the budget pays for.
 
@@ -119,6 +121,7 @@ def corrected(
         budget: share of (token of a chunk, layer) pairs.
         stand_in: probe without the prompt's question.
         drafts: tokens of the probe's draft.
+        drifts: as of `with_depths`.
 
     Returns:
         None where the probe alone costs more.
@@ -128,7 +131,7 @@ def corrected(
     if left <= 0:
         return None
     depths = rule.depths(case.offsets, probed.mass, lm.layers, left)
-    done = with_depths(lm, case, depths, sees)
+    done = with_depths(lm, case, depths, sees, drifts)
     return replace(done, by_layer=[n + probed.rows for n in done.by_layer])
 
 
@@ -137,17 +140,49 @@ def with_depths(
     case: Case,
     depths: Int,
     sees: Sees | None = None,
+    drifts: bool = False,
 ) -> Corrected:
     """Compute each position in so many leading layers.
 
     Args:
         depths: int64 [n].
+        drifts: whether tokens that are not computed get the drift that others show.
     """
     kv, going = case.placed.clone(), torch.from_numpy(depths)
     rows = torch.from_numpy(np.flatnonzero(depths))
-    # K and V of a row's last layer need no attention; nor does the prompt's last token.
-    lm.compute(
-        case.exact.tokens, kv, rows, lambda layer, at, k, v: going[at] > layer + 1, sees=sees
-    )
+    chunks = case.prompt.chunks if drifts else []
+    runs = [_Run(lm, case.placed, kv, going, *chunk) for chunk in chunks]
+
+    def keep(layer: int, at: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for run in runs:
+            run.see(layer, at, k, v)
+        # K and V of a row's last layer need no attention; nor does the prompt's last token.
+        return going[at] > layer + 1
+
+    lm.compute(case.exact.tokens, kv, rows, keep, sees=sees)
     chunk = depths[case.chunk]
     return Corrected(kv, [int((chunk > layer).sum()) for layer in range(lm.layers)])
+
+
+class _Run:
+    """A chunk whose tokens get the drift that those show which are computed."""
+
+    def __init__(
+        self, lm: LM, placed: KV, into: KV, depths: Tensor, first: int, length: int
+    ) -> None:
+        self._placed, self._into = placed, into
+        self._positions = torch.arange(first, first + length)
+        mine = depths[self._positions]
+        self._drift = Drift(lm.rope, lm.layers, lm.kv_heads, lm.dim, first, mine)
+
+    def see(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """A layer has computed K and V of these rows and not written them."""
+        mine = torch.isin(rows, self._positions)
+        if not layer or not mine.any():
+            return
+        at, left = rows[mine], self._positions[self._drift.left(layer)]
+        by_key = keys[mine] - self._placed.keys[layer, at]
+        by_value = values[mine] - self._placed.values[layer, at]
+        more = self._drift.saw(layer, at - self._positions[0], by_key, by_value)
+        self._into.keys[layer, left] += more[0]
+        self._into.values[layer, left] += more[1]
