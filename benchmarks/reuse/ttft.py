@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--tokens", type=int, default=6000, metavar="N")
     parser.add_argument("--share", type=float, default=0.8, metavar="SHARE")
-    parser.add_argument("--budget", type=float, default=0.15, metavar="SHARE")
+    parser.add_argument("--budget", type=float, default=0.1, metavar="SHARE")
     parser.add_argument("--prompts", type=int, default=5, metavar="N")
     parser.add_argument("--policy", choices=("local", "remote", "cost"), default="local")
     options = parser.parse_args()

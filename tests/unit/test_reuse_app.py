@@ -34,7 +34,7 @@ def test_it_is_off_and_changes_nothing_by_default() -> None:
 def test_a_third_connector_has_the_stores_settings() -> None:
     one = engine()
     made = add_reuse(ON, [one])
-    assert made is not None and (made.mode, made.budget) == ("request", 0.15)
+    assert made is not None and (made.mode, made.budget) == ("request", 0.1)
     connectors = one["kv_transfer_config"]["kv_connector_extra_config"]["connectors"]
     assert [each["kv_connector"] for each in connectors] == [
         *("NixlConnector", "HeadraceConnector", "StoredReuseConnector"),

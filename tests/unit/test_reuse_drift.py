@@ -38,9 +38,9 @@ def test_what_all_computed_tokens_are_off_by_the_others_get_at_their_own_positio
     more = of.saw(LAYER, torch.arange(n), shared(n, BY_KEY), BY_VALUE.expand(n, -1, -1))
     trusted = n / (n + DOUBT_ROWS)
     wanted = ROPE.shift(BY_KEY.expand(10, -1, -1), FIRST + torch.arange(40, 50))
-    torch.testing.assert_close(more[0], trusted * wanted)
-    torch.testing.assert_close(more[1], trusted * BY_VALUE)
-    assert of.left(LAYER).tolist() == list(range(40, 50))
+    torch.testing.assert_close(more[0][40:], trusted * wanted)
+    torch.testing.assert_close(more[1][40:], trusted * BY_VALUE.expand(10, -1, -1))
+    assert not more[0][:40].any() and not more[1][:40].any()
 
 
 def test_layers_and_heads_know_nothing_of_each_other() -> None:
@@ -48,7 +48,7 @@ def test_layers_and_heads_know_nothing_of_each_other() -> None:
     one = shared(40, BY_KEY)
     one[:, 1] = 0
     keys, values = of.saw(LAYER, torch.arange(40), one, torch.zeros_like(one))
-    assert keys[:, 0].any() and not keys[:, 1].any() and not values.any()
+    assert keys[40:, 0].any() and not keys[:, 1].any() and not values.any()
     zero = torch.zeros_like(one)
     assert not of.saw(2, torch.arange(40), zero, zero)[0].any()
 
@@ -57,7 +57,7 @@ def test_tokens_that_are_far_off_count_no_more_than_others() -> None:
     off = BY_VALUE.expand(40, -1, -1).clone()
     off[:4] *= -100
     _, found = drift(computed(40)).saw(LAYER, torch.arange(40), torch.zeros_like(off), off)
-    mean = off.mean(0)
+    found, mean = found[-1], off.mean(0)
     assert (found - BY_VALUE).norm() < 0.5 * BY_VALUE.norm() < (mean - BY_VALUE).norm()
 
 
@@ -65,7 +65,7 @@ def test_one_token_says_little() -> None:
     _, found = drift(computed(1)).saw(
         LAYER, torch.zeros(1, dtype=torch.int64), torch.zeros(1, HEADS, DIM), BY_VALUE[None]
     )
-    torch.testing.assert_close(found, BY_VALUE / (1 + DOUBT_ROWS))
+    torch.testing.assert_close(found[-1], BY_VALUE / (1 + DOUBT_ROWS))
 
 
 @pytest.mark.parametrize("cuts", [[1], [7, 20], [3, 4, 5]])
@@ -80,6 +80,11 @@ def test_parts_add_up_to_the_whole(cuts: list[int]) -> None:
     torch.testing.assert_close(tuple(total), whole)
 
 
-def test_a_token_is_left_in_the_layers_that_do_not_compute_it() -> None:
-    depths = torch.tensor([0, 1, 2, 3])
-    assert [drift(depths).left(layer).tolist() for layer in range(3)] == [[0], [0, 1], [0, 1, 2]]
+def test_a_token_gets_it_in_the_layers_that_do_not_compute_it() -> None:
+    of = drift(torch.tensor([0, 1, 2, 3]))
+    off = BY_VALUE.expand(1, -1, -1)
+    for layer in range(LAYERS):
+        both = of.saw(layer, torch.tensor([3]), off, off)
+        assert all(
+            more.flatten(1).any(1).tolist() == [n <= layer for n in range(4)] for more in both
+        )

@@ -28,7 +28,7 @@ class ReuseSection(Section):
 
     mode: Mode = _mode("reuse", ". It is done only where it saves time")
     budget: float = Field(
-        default=0.15,
+        default=0.1,
         ge=0,
         le=1,
         description="Share of the reused tokens' KV that is computed again, over all layers. More "

@@ -39,16 +39,12 @@ class Drift:
     def __init__(
         self, rope: Rope, layers: int, kv_heads: int, head_dim: int, first: int, depths: Tensor
     ) -> None:
-        self._depths = depths
+        self._depths = depths[:, None, None]
         self._cos, self._sin = rope.turns(first + torch.arange(len(depths)), depths.device)
         shape = layers, 2 * kv_heads, head_dim
         self._sums, self._given = (torch.zeros(shape, device=depths.device) for _ in range(2))
         self._weights = torch.zeros(*shape[:2], 1, device=depths.device)
         self._rows = [0] * layers
-
-    def left(self, layer: int) -> Tensor:
-        """Which of the run's tokens a layer does not compute: int64 [m], from 0."""
-        return (self._depths <= layer).nonzero().flatten()
 
     def saw(
         self, layer: int, tokens: Tensor, keys: Tensor, values: Tensor
@@ -60,8 +56,8 @@ class Drift:
             keys, values: fresh less placed, fp32 [n, kv_heads, head_dim]; keys rotated.
 
         Returns:
-            What is to be added to K and V of the tokens that are `left`, besides what earlier calls
-            said: fp32 [m, kv_heads, head_dim], rotated, and [kv_heads, head_dim].
+            What is to be added to K, rotated, and to V, besides what earlier calls said: fp32
+            [length, kv_heads, head_dim], 0 for tokens that the layer computes.
         """
         both = torch.cat([turn(keys, (self._cos[tokens], -self._sin[tokens])), values], 1)
         weights = both.norm(dim=-1, keepdim=True).clamp(min=LEAST).reciprocal()
@@ -72,5 +68,5 @@ class Drift:
         found = trusted * self._sums[layer] / self._weights[layer]
         by_key, by_value = (found - self._given[layer]).chunk(2)
         self._given[layer] = found
-        left = self.left(layer)
-        return turn(by_key[None], (self._cos[left], self._sin[left])), by_value
+        left = self._depths <= layer
+        return turn(by_key[None], (self._cos * left, self._sin * left)), by_value * left

@@ -64,17 +64,14 @@ class _Run:
         self, kv: PagedKV, rope: Rope, table: BlockTable, run: StoredRun, depths: NDArray[np.int64]
     ) -> None:
         self.first, self.end = run.new, run.new + run.length
-        self._kv, positions = kv, np.arange(self.first, self.end)
-        self._slots = torch.from_numpy(table.slots(positions)).to(kv.device)
+        self._kv, self._table = kv, table
         mine = torch.from_numpy(depths[self.first : self.end]).to(kv.device)
         self._drift = Drift(rope, len(kv.caches), kv.kv_heads, kv.head_dim, self.first, mine)
 
     def see(self, layer: int, keys: Tensor, values: Tensor, positions: NDArray[np.int64]) -> None:
         at = torch.from_numpy(positions - self.first).to(self._kv.device)
-        placed = self._kv.gather(layer, self._slots[at])
+        slots = torch.from_numpy(self._table.slots(positions)).to(self._kv.device)
+        placed = self._kv.gather(layer, slots)
         fresh = (one.view_as(placed[0]).float() for one in (keys, values))
         off = (new - old.float() for new, old in zip(fresh, placed, strict=True))
-        more = self._drift.saw(layer, at, *off)
-        left = self._slots[self._drift.left(layer)]
-        old = self._kv.gather(layer, left)
-        self._kv.put(layer, left, *(one.float() + by for one, by in zip(old, more, strict=True)))
+        self._kv.add(layer, self._table, self.first, *self._drift.saw(layer, at, *off))

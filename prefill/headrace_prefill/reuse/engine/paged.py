@@ -171,3 +171,12 @@ class PagedKV:
         block, offset = slots // self.kernel_tokens, slots % self.kernel_tokens
         to_keys[block, :, offset] = keys.to(to_keys.dtype)
         to_values[block, :, offset] = values.to(to_values.dtype)
+
+    def add(self, layer: int, table: BlockTable, first: int, keys: Tensor, values: Tensor) -> None:
+        """Add to K and V of a request's positions from `first` on: fp32 [n, heads, head_dim]."""
+        blocks, size = self.kernel_blocks(table), self.kernel_tokens
+        for block in range(first // size, -(-(first + len(keys)) // size)):
+            begin, end = max(first, block * size), min(first + len(keys), (block + 1) * size)
+            within = slice(begin - block * size, end - block * size)
+            for into, more in zip(self._halves[layer], (keys, values), strict=True):
+                into[blocks[block], :, within] += more[begin - first : end - first].transpose(0, 1)

@@ -180,9 +180,9 @@ class _Run:
         mine = torch.isin(rows, self._positions)
         if not layer or not mine.any():
             return
-        at, left = rows[mine], self._positions[self._drift.left(layer)]
+        at = rows[mine]
         by_key = keys[mine] - self._placed.keys[layer, at]
         by_value = values[mine] - self._placed.values[layer, at]
         more = self._drift.saw(layer, at - self._positions[0], by_key, by_value)
-        self._into.keys[layer, left] += more[0]
-        self._into.values[layer, left] += more[1]
+        self._into.keys[layer, self._positions] += more[0]
+        self._into.values[layer, self._positions] += more[1]
