@@ -42,6 +42,18 @@ def test_what_is_put_is_gathered_and_nothing_else_changes(layout: str, order: Or
     assert int((kv.caches[1] != before).sum()) == 2 * keys.numel()
 
 
+@pytest.mark.parametrize(("layout", "order"), CASES)
+def test_what_is_added_is_added_and_nothing_else_changes(layout: str, order: Order) -> None:
+    kv = PagedKV([cache(layout), cache(layout, 1)], order, 2 * TOKENS)
+    table, before = BlockTable(np.array([2, 0]), 2 * TOKENS), kv.caches[1].clone()
+    slots = torch.from_numpy(table.slots(np.arange(5, 26)))
+    placed, more = kv.gather(1, slots), torch.randn(2, 21, HEADS, DIM)
+    kv.add(1, table, 5, *more)
+    for found, old, by in zip(kv.gather(1, slots), placed, more, strict=True):
+        assert torch.equal(found, old + by)
+    assert int((kv.caches[1] != before).sum()) == more.numel()
+
+
 def test_cuda_keeps_a_tokens_key_and_value_in_one_row() -> None:
     one = cache("LBNHC")
     kv = PagedKV([one], Order.JOINED, TOKENS)
