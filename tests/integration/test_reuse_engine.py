@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -92,21 +93,21 @@ class TestPlacing:
         assert found["keys"] < EXACT and found["values"] == 0 and found["others"]
 
 
-def nested(seed: int) -> tuple[list[int], list[list[object]], list[int]]:
-    """The same but for its last token, and in how many layers each is computed: two of five tokens
-    of runs in none."""
-    tokens, runs = runs_prompt()
-    depths = random.Random(seed).choices([0, 0, *range(1, LAYERS + 1)], k=len(tokens) - 1)
-    at = {p for _, _, length, new in runs for p in range(new, new + length)}  # type: ignore[operator, arg-type]
-    return tokens[:-1], runs, [d if p in at else LAYERS for p, d in enumerate(depths)]
-
-
-def runs_prompt() -> tuple[list[int], list[list[object]]]:
+def runs_prompt() -> tuple[list[int], list[list[Any]]]:
     """A prompt with both documents in it, and the runs that are in them."""
     head, between, last = noise(40, 5), noise(30, 6), noise(25, 7)
     tokens = head + OTHER[17:290] + between + DOCUMENT[100:650] + last
     second = 40 + 273 + 30
     return tokens, [["other", 17, 273, 40], ["document", 100, 550, second]]
+
+
+def nested(seed: int) -> tuple[list[int], list[list[Any]], list[int]]:
+    """`runs_prompt` but for its last token, and in how many layers each token is computed: many of
+    those of runs in none."""
+    tokens, runs = runs_prompt()
+    depths = random.Random(seed).choices([0, 0, *range(1, LAYERS + 1)], k=len(tokens) - 1)
+    at = {p for _, _, length, new in runs for p in range(new, new + length)}
+    return tokens[:-1], runs, [d if p in at else LAYERS for p, d in enumerate(depths)]
 
 
 class TestDrift:

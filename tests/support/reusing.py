@@ -357,7 +357,7 @@ class Engine:
         self, tokens: list[int], runs: list[list[Any]], depths: list[int], rows: int
     ) -> dict[str, float]:
         """Fill a prompt with the side pass, so many rows a step: errors against plain torch, and
-        how far the first run's drift moves what is not computed."""
+        how far drift moves what is not computed."""
         table, lm = self._table(), LM(self._folder)
         self._fill([5] * len(tokens), table)
         placed = [DOCUMENTS[name].run(*rest) for name, *rest in runs]

@@ -38,9 +38,7 @@ class Drifting:
         runs: Sequence[StoredRun],
         depths: NDArray[np.int64],
     ) -> None:
-        # What began its own prompt and begins this one is not off.
-        moved = [run for run in runs if run.new or run.old]
-        self._runs = [_Run(kv, rope, table, run, depths) for run in moved]
+        self._runs = [_Run(kv, rope, table, run, depths) for run in runs if run.moved]
 
     def see(self, layer: int, keys: Tensor, values: Tensor, positions: NDArray[np.int64]) -> None:
         """A layer has computed rows and not yet written them.

@@ -48,6 +48,11 @@ class StoredRun:
     old: int
     new: int
 
+    @property
+    def moved(self) -> bool:
+        """Whether its KV may be off: what began its own prompt and begins this one is not."""
+        return bool(self.new or self.old)
+
     def pieces(self, block_tokens: int) -> Iterator[Piece]:
         """The run, cut where stored blocks end.
 

@@ -163,17 +163,17 @@ class RowEngine:
         hooks = []
         attention = self.decoder.attention[number]
         if watch is not None:
-            hooks += [
+            hooks.append(
                 attention.register_forward_hook(
                     lambda _, arguments, output: watch(number, arguments[0], output, alive)
                 )
-            ]
+            )
         if fresh is not None:
-            hooks += [
+            hooks.append(
                 attention.register_forward_pre_hook(
                     lambda _, arguments: fresh(number, arguments[1], arguments[2], alive)
                 )
-            ]
+            )
         try:
             with self._contexts.layer(number, metadata, slots):
                 hidden, residual = layer(positions, hidden, residual)

@@ -96,7 +96,7 @@ class SideRequest:
     def lead(self) -> NDArray[np.int64]:
         """Positions without KV before the first run that stood behind other text, ascending: what
         is computed there depends on no run."""
-        moved = [run.new for run in self.runs if run.new or run.old]
+        moved = [run.new for run in self.runs if run.moved]
         return np.flatnonzero(~self.covered()[: min(moved, default=0)])
 
 

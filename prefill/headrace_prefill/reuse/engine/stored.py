@@ -67,8 +67,8 @@ class StoredReuseConnector(ReuseConnector):
         found, n = begin.found, len(begin.token_ids)
         runs = [self._run(run) for run in found["runs"]]
         last = found["last"] if found["last"] < n else None
-        moved = [(run.new, run.length) for run in runs if run.new or run.old]
-        exact = [run.length for run in runs if not (run.new or run.old)]
+        moved = [(run.new, run.length) for run in runs if run.moved]
+        exact = [run.length for run in runs if not run.moved]
         offsets, share = offsets_of(n, moved), float(found["share"])
         probe = 0 if last is None else n - last + 1 + DRAFT_TOKENS
         share = max(0.0, share - probe / max(1, int((offsets >= 0).sum())))
