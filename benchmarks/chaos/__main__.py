@@ -105,7 +105,9 @@ def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, A
         victim = FAULTS[fault](app, rng.randrange(100))
         back_s = app.wait_whole(victim if fault.startswith("kill") else "")
         hit.append(Hit(fault, victim, broken_s, time.monotonic()))
+        longest_s = max(gaps_by_fault(list(load.seen), hit[-1:])[fault], default=0.0)
         said = f"{number}/{len(drawn)} {fault}: all there again after {back_s:.0f} s"
+        said += f", longest silence {longest_s:.1f} s"
         if measured:
             time.sleep(SETTLED_S + WINDOW_S)
             now = time.monotonic()
