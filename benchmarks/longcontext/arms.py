@@ -11,13 +11,15 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
+from headrace_decode.bounded.engine.streaming import as_later
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import Always, keep, keep_units
-from headrace_decode.bounded.refit import RIDGE
+from headrace_decode.bounded.refit import FITTED_ROWS, RIDGE
 from headrace_decode.bounded.scores import pooled
 from headrace_prefill.reuse.offline.lm import LM
 
 OURS = "ours"
+AS_ENGINES = f"{OURS}, as an engine keeps it"
 SHARES = 0.5, 0.25, 0.12
 MAIN_SHARE = 0.25
 UNIT_TOKENS = 32
@@ -100,7 +102,8 @@ class Arm:
         scores: what tokens are ranked by.
         refit: the ridge that values are fitted with; None leaves them.
         budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
-        queries: that values are fitted to: "sampled" repeating rows, "earlier" ones, or "both".
+        queries: that values are fitted to: "sampled" repeating rows, "earlier" ones, "both", or the
+            "last" rows, as an engine does.
         unit_tokens: heads keep whole units of so many tokens, and all behind the last full one.
         main: whether it is measured at every share.
     """
@@ -120,7 +123,7 @@ class Arm:
         kept = self._kept(lm, context, scores, int(share * scores.numel()))
         stays = [[head.nonzero()[:, 0] for head in layer] for layer in kept]
         whole = Held.whole(context.kv, 0, scores.shape[-1])
-        return whole.kept(stays, self._asked(context), self.refit)
+        return whole.kept(stays, self._asked(lm, context), self.refit)
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape
@@ -150,8 +153,10 @@ class Arm:
         kept[..., full] = keep_units(scores[..., full], units, self.unit_tokens, self.always)
         return kept
 
-    def _asked(self, context: Context) -> list[Tensor]:
+    def _asked(self, lm: LM, context: Context) -> list[Tensor]:
         """Queries that values are fitted to, by layer."""
+        if self.queries == "last":
+            return [as_later(one, lm.rope)[-FITTED_ROWS:] for one in context.last]
         kinds = {"sampled": context.sampled, "earlier": context.earlier}
         if self.queries != "both":
             return kinds[self.queries]
@@ -169,7 +174,8 @@ def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
 ARMS = (
     Arm(OURS, main=True),
     Arm(f"{OURS}, values as they were", refit=None, main=True),
-    Arm(f"{OURS}, as an engine keeps it", latest, None, unit_tokens=UNIT_TOKENS, main=True),
+    Arm(AS_ENGINES, latest, queries="last", unit_tokens=UNIT_TOKENS, main=True),
+    Arm(f"{AS_ENGINES}, values as they were", latest, None, unit_tokens=UNIT_TOKENS, main=True),
     Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
     Arm(f"{OURS}, repetition alone, values as they were", repeated, None),
     Arm(f"{OURS}, repetition alone, largest weight", largest, queries="sampled"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.longcontext.judge import judged_rows
 from benchmarks.longcontext.texts import Case
+from headrace_decode.bounded.engine.streaming import as_later
 from headrace_decode.bounded.offline.reading import repeat
 from headrace_decode.bounded.scores import Received
 from headrace_prefill.reuse.offline.lm import KV, LM
@@ -85,10 +86,9 @@ def computed(lm: LM, case: Case) -> Context:
     shape = lm.kv_heads, n, lm.dim**-0.5
     repeated = [Looked(*shape) for _ in range(lm.layers)]
     expected, latest = ([Received(*shape) for _ in range(lm.layers)] for _ in range(2))
-    turn = n + torch.arange(len(last[0])) % WINDOW_TOKENS - torch.arange(n - len(last[0]), n)
     for layer, own in enumerate(keys):
         expected[layer].add(earlier[layer], own)
-        latest[layer].add(lm.rope.shift(last[layer], turn), own)
+        latest[layer].add(as_later(last[layer], lm.rope), own)
     sampled = repetition(lm, tokens[:n], kv.part(0, n), repeated, some)
     seen = repeated, expected, latest
     return Context(case, kv.part(0, n), exact[judged_rows(case)], last, sampled, earlier, *seen)

@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,13 +44,13 @@ def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
 def ours(
     folder: str, number: int, tokens: int, held_out: bool, ablated: bool, gate: Path | None = None
 ) -> list[Row]:
-    """Our arms on context `number`, a row of each; with a gate's file two more."""
+    """Our arms on context `number`, a row of each; with a gate's file more."""
     lm, encode = model(folder)
     begun = time.monotonic()
     found = computed(lm, case(number, encode, tokens, held_out=held_out))
     print(f"  {found.case.name}: computed after {time.monotonic() - begun:.0f} s", flush=True)
     rows = []
-    for arm, share in plan(ablated, () if gate is None else (gated_arm(folder, gate),)):
+    for arm, share in plan(ablated, () if gate is None else gated_arms(folder, gate)):
         rows.append(measured(lm, found, arm, share))
         print(
             f"  {found.case.name}: {arm.name} at {share}: KL {rows[-1]['kl']:.4f} "
@@ -88,10 +89,11 @@ def gate_of(folder: str, file: Path) -> Gate:
     return read_gate(file, shape, UNIT_TOKENS)
 
 
-def gated_arm(folder: str, gate: Path) -> Arm:
-    """As an engine with this file keeps contexts."""
-    scores = gated(gate_of(folder, gate))
-    return Arm(f"{OURS}, with a gate", scores, None, unit_tokens=UNIT_TOKENS, main=True)
+def gated_arms(folder: str, gate: Path) -> tuple[Arm, Arm]:
+    """As an engine with this file keeps contexts, and without its fit of values."""
+    scores, name = gated(gate_of(folder, gate)), f"{OURS}, with a gate"
+    fits = Arm(name, scores, queries="last", unit_tokens=UNIT_TOKENS, main=True)
+    return fits, replace(fits, name=f"{name}, values as they were", refit=None)
 
 
 def plan(ablated: bool, more: Sequence[Arm] = ()) -> Iterator[tuple[Arm, float]]:

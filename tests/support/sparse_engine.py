@@ -257,9 +257,9 @@ class Engine:
         whole, layers, n = [*tokens, *answer], self._plain.layers, len(tokens)
         nothing = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
         exact = self._plain.compute(whole, [layers] * len(whole), nothing, nothing)
-        gone = self._gone(following.cells, held, exact.keys)
+        gone, values = self._held(following.cells, held, exact.keys, exact.values)
         depths = [0] * first + [layers] * (len(whole) - first)
-        over = self._plain.compute(whole, depths, exact.keys, exact.values, gone=gone)
+        over = self._plain.compute(whole, depths, exact.keys, values, gone=gone)
         return {
             "tokens": answer,
             "exact": self._agrees(exact.logits[n - 1 : first], answer[: first - n + 1]),
@@ -307,9 +307,9 @@ class Engine:
             for row in found[0]:
                 if not choices or choices[-1][1] is not row.held:
                     at = row.held.cells.astype("int64")
-                    keys = [following.cells.read_cells(layer)[0] for layer in at]
+                    there = [following.cells.read_cells(layer) for layer in at]
                     first = row.kv_tokens - (row.tokens.stop - row.tokens.start)
-                    choices.append((first, row.held, keys))
+                    choices.append((first, row.held, there))
             return found
 
         following.of_step = watched
@@ -326,7 +326,7 @@ class Engine:
         for number, (begin, end) in enumerate(itertools.pairwise(begins)):
             if number:
                 _, held, there = choices[number - 1]
-                gone = self._absent(there, held, keys)
+                gone, values = self._absent(there, held, keys, values)
             depths = [0] * begin + [layers] * (end - begin) + [0] * (len(whole) - end)
             found = self._plain.compute(whole, depths, keys, values, gone=gone)
             keys, values = found.keys, found.values
@@ -341,23 +341,29 @@ class Engine:
             "after": taken[-1],
         }
 
-    def _gone(self, cells: Any, held: Any, keys: Tensor) -> Tensor:
+    def _held(self, cells: Any, held: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """As `_absent`, of what is held now."""
-        there = [cells.read_cells(layer.astype("int64"))[0] for layer in held.cells]
-        return self._absent(there, held, keys)
+        there = [cells.read_cells(layer.astype("int64")) for layer in held.cells]
+        return self._absent(there, held, keys, values)
 
-    def _absent(self, there: list[Tensor], held: Any, keys: Tensor) -> Tensor:
+    def _absent(
+        self, there: list[Any], held: Any, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Which of a prompt's keys [layers, n, kv_heads, dim] are in no cell, of which `there` are
-        the keys, [kv_heads, places, dim] of each layer: bool [layers, kv_heads, n]."""
+        K and V, [kv_heads, places, dim] of each layer: bool [layers, kv_heads, n]. And the prompt's
+        values, those of the cells among them."""
         gone = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
-        gone[..., : held.tokens] = True
+        gone[..., : held.tokens], values = True, values.clone()
         for layer, counts in enumerate(held.counts):
             for head, count in enumerate(counts):
-                mine = there[layer][head, : count * SparseSettings.unit_tokens]
+                mine, fitted = (
+                    one[head, : count * SparseSettings.unit_tokens] for one in there[layer]
+                )
                 distance = torch.cdist(mine, keys[layer, : held.tokens, head])
                 assert distance.amin(1).max() < 1e-2
-                gone[layer, head, distance.argmin(1)] = False
-        return gone
+                at = distance.argmin(1)
+                gone[layer, head, at], values[layer, at, head] = False, fitted
+        return gone, values
 
     def aborted(self, requests: list[dict[str, Any]], after: int) -> dict[str, Any]:
         """Abort requests after so many steps; what `offload` and `bounded` say one step later, and

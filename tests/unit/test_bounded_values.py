@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_decode.bounded.refit import refitted
+from headrace_decode.bounded.refit import FITTED_ROWS, fitted, refitted
 from headrace_decode.bounded.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, pooled, repeats
 
 DIM = 8
@@ -109,6 +109,33 @@ def test_where_all_is_kept_or_nothing_is_asked_values_stay() -> None:
     keys, values, queries = one_head(20, 50, 5)
     assert torch.equal(refitted(keys, values, torch.arange(20), queries), values)
     assert torch.equal(refitted(keys, values, torch.arange(9), queries[:0]), values[:9])
+
+
+def test_with_many_tokens_and_alike_queries_a_fit_is_still_found() -> None:
+    keys, values, queries = one_head(20_000, 200, 7)
+    found = refitted(keys, values, torch.arange(19_000), 1e-3 * queries)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_heads_of_a_layer_are_fitted_to_the_newest_rows(dtype: torch.dtype) -> None:
+    heads, group, places, rows = 2, 3, 40, FITTED_ROWS + 9
+    keys, values = torch.randn(2, heads, places, DIM, generator=rng(8)).to(dtype)
+    asked = torch.randn(rows, heads * group, DIM, generator=rng(9))
+    kept = torch.rand(heads, places, generator=rng(10)) < 0.3
+    there = kept | (torch.rand(heads, places, generator=rng(11)) < 0.8)
+    there[0] = True
+    found = fitted(keys, values.masked_fill(~there[..., None], torch.nan), kept, asked, 0.5, there)
+    assert found.dtype == dtype
+    for head in range(heads):
+        k, v = keys[head, there[head]].float(), values[head, there[head]].float()
+        at = kept[head, there[head]].nonzero()[:, 0]
+        mine = asked[-FITTED_ROWS:, group * head : group * (head + 1)].flatten(0, 1) * 0.5
+        assert torch.equal(found[head, kept[head]], refitted(k, v, at, mine).to(dtype))
+        left = there[head] & ~kept[head]
+        assert torch.equal(found[head, left], values[head, left])
+    whole = fitted(keys, values, kept, asked, 0.5)
+    assert torch.equal(whole[0], found[0])
 
 
 @pytest.mark.parametrize(("count", "ridge"), [(0, 1.0), (3, 0.0)])

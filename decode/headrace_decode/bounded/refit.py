@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 RIDGE = 1e-3
+LEAST_RIDGE = 1e-6
+"""Of a token. The square has eigenvalues up to `rows`, of which fp32 rounds a tenth of this."""
+FITTED_ROWS = 64
+"""Newest of a context, to whose queries an engine fits values."""
 
 
 def refitted(
@@ -45,10 +49,38 @@ def refitted(
     rows, count = weights.shape
     # The smaller of the two forms of the same solution.
     small = weights.T @ weights if count <= rows else weights @ weights.T
-    small.diagonal().add_(ridge * rows / count)
+    small.diagonal().add_(rows * max(ridge / count, LEAST_RIDGE))
     factor = torch.linalg.cholesky(small)
     if count <= rows:
         change = torch.cholesky_solve(weights.T @ missing, factor)
     else:
         change = weights.T @ torch.cholesky_solve(missing, factor)
     return values[kept] + change
+
+
+def fitted(
+    keys: Tensor,
+    values: Tensor,
+    kept: Tensor,
+    asked: Tensor,
+    scale: float,
+    there: Tensor | None = None,
+) -> Tensor:
+    """`refitted` for all heads of a layer, as engines do it: values, of which those of kept tokens
+    are changed.
+
+    Args:
+        keys, values: [kv_heads, places, head_dim], of one float dtype, keys rotated.
+        kept: bool [kv_heads, places].
+        asked: queries of the context's newest rows as if they came later, fp32
+            [rows, heads, head_dim], rotated. The last `FITTED_ROWS` count.
+        scale: of the logits.
+        there: bool [kv_heads, places], where there is a token; None: everywhere.
+    """
+    changed, last = values.clone(), asked[-FITTED_ROWS:] * scale
+    for head, queries in enumerate(last.unflatten(1, (len(keys), -1)).unbind(1)):
+        here = torch.ones_like(kept[head]) if there is None else there[head]
+        k, v = keys[head, here].float(), values[head, here].float()
+        at = kept[head, here].nonzero()[:, 0]
+        changed[head, kept[head]] = refitted(k, v, at, queries.flatten(0, 1)).to(values.dtype)
+    return changed

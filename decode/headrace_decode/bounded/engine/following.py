@@ -6,6 +6,7 @@ request holds then is copied at the begin of that step, before anything is writt
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -140,19 +141,18 @@ class Following:
             self._remembered.pop(number, None)
 
     def _drop(self, name: str, drop: Drop) -> None:
-        room, units = self.cells.of_blocks(drop.blocks), self._units(self._blocks(name))
-        end = drop.tokens // self.cells.unit_tokens
+        room = self.cells.of_blocks(drop.blocks)
         if (stream := self._streams.get(name)) is not None:
-            new = units[stream.tokens // self.cells.unit_tokens : end]
+            per = self.cells.unit_tokens
+            new = self._units(self._blocks(name))[stream.tokens // per : drop.tokens // per]
             kept = stream.drop(drop.tokens, new, room)
             if drop.remembered is not None:
                 self._remembered[drop.remembered] = kept
             held = kept.dropped
         else:
-            scores = self._readings.pop(name).scores()
-            stays = keep_units(scores, len(room), self.cells.unit_tokens)
-            layers = range(len(self.cells.layers))
-            whole = (self.cells.read(layer, units[:end]) for layer in layers)
+            reading = self._readings.pop(name)
+            stays = keep_units(reading.scores(), len(room), self.cells.unit_tokens)
+            whole = itertools.starmap(reading.fitted, enumerate(stays))
             held = Dropped.of(drop.tokens, stays, whole, room, self.cells)
         self.dropped += name not in self._dropped
         self._dropped[name] = held

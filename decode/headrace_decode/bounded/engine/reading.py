@@ -10,6 +10,9 @@ there, and behind it a part of the context once more. Two kinds of their rows co
 
 With a gate (`headrace_decode.bounded.gate`) none repeats: the gate tells what repeating rows would
 say, and one request computes the context's last rows.
+
+Values that stay are fitted to what the last of the context's own rows ask for
+(`headrace_decode.bounded.refit`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import torch
 from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.engine.dropped import KV
 from headrace_decode.bounded.gate import Gate, at_start
+from headrace_decode.bounded.refit import fitted
 from headrace_decode.bounded.scores import Received, pooled
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_engine.rope import Rope
@@ -75,9 +80,12 @@ class Reading:
             return [Received(cells.kv_heads, again.tokens, scale) for _ in cells.layers]
 
         self._units, self._cells, self._rope, self._gate = units, cells, rope, gate
+        self._scale = scale
         self._repeating, self._earlier = of_layers(), of_layers()
         self._told: dict[int, Tensor] = {}
         self._came: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in cells.layers]
+        self._asked: list[list[Tensor]] = [[] for _ in cells.layers]
+        """Earlier rows' queries, turned."""
         self._next = 0
 
     def came(self, layer: int, queries: Tensor, turn: Tensor | None) -> None:
@@ -101,11 +109,13 @@ class Reading:
             if self._gate is not None and layer not in self._told:
                 values = self._cells.layers[layer].read_values(self._units)
                 values = values.transpose(0, 1).flatten(1, 2)
-                turned = at_start(self._rope, keys.transpose(0, 1))
-                self._told[layer] = self._gate.scores(layer, turned, values)
+                begun = at_start(self._rope, keys.transpose(0, 1))
+                self._told[layer] = self._gate.scores(layer, begun, values)
             for queries, turn in came:
                 if turn is not None:
-                    self._earlier[layer].add(self._rope.shift(queries.float(), turn), keys)
+                    turned = self._rope.shift(queries.float(), turn)
+                    self._earlier[layer].add(turned, keys)
+                    self._asked[layer].append(turned)
             repeating = [queries for queries, turn in came if turn is None]
             if repeating:
                 self._repeating[layer].add(torch.cat(repeating).float(), keys)
@@ -123,6 +133,11 @@ class Reading:
         earlier = torch.stack([one.root_mean_square() for one in self._earlier])
         told = torch.stack([self._told[layer] for layer in range(len(self._earlier))])
         return torch.hypot(told, earlier)
+
+    def fitted(self, layer: int, kept: Tensor) -> KV:
+        """K and V of one layer, those of kept tokens being what stays: bool [kv_heads, tokens]."""
+        keys, values = self._cells.read(layer, self._units)
+        return keys, fitted(keys, values, kept, torch.cat(self._asked[layer]), self._scale)
 
 
 @dataclass(frozen=True)

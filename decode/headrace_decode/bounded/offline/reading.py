@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_decode.bounded.engine.course import EARLIER_TOKENS
-from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
+from headrace_decode.bounded.engine.streaming import as_later
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.offline.streaming import Masked, Newest, Streamed
+from headrace_decode.bounded.refit import fitted
 from headrace_decode.bounded.scores import Received, repeats
 from headrace_decode.sparse.offline.calibrate import TAIL_TOKENS, Model
 from headrace_engine.rope import Rope
@@ -66,13 +66,15 @@ class Computed:
         tokens: int64 [n].
         keys, values: fp32 [layers, n, kv_heads, head_dim].
         turned: keys at position 0, [layers, kv_heads, n, head_dim].
-        latest: fp32 [layers, kv_heads, n], attention from its last rows as if they came later.
+        asked: queries of its last rows as if they came later, [layers, rows, heads, head_dim].
+        latest: fp32 [layers, kv_heads, n], the attention that they pay.
     """
 
     tokens: Tensor
     keys: Tensor
     values: Tensor
     turned: Tensor
+    asked: Tensor
     latest: Tensor
 
     @classmethod
@@ -85,15 +87,14 @@ class Computed:
             model.compute(
                 tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=last.see
             )
-        rows = torch.arange(n)[-EARLIER_TOKENS:]
-        behind = n + torch.arange(len(rows)) % BEHIND_TOKENS - rows
+        asked = torch.stack([as_later(last[layer], rope) for layer in range(model.layers)])
         latest = []
-        for layer, keys in enumerate(kv.keys):
+        for queries, keys in zip(asked, kv.keys, strict=True):
             received = Received(model.kv_heads, n, model.dim**-0.5)
-            received.add(rope.shift(last[layer], behind), keys.transpose(0, 1))
+            received.add(queries, keys.transpose(0, 1))
             latest.append(received.root_mean_square())
         turned = torch.stack([at_start(rope, keys) for keys in kv.keys])
-        return cls(tokens, kv.keys, kv.values, turned, torch.stack(latest))
+        return cls(tokens, kv.keys, kv.values, turned, asked, torch.stack(latest))
 
     def repeated(self, model: Model) -> Tensor:
         """Attention that keys get from rows that repeat: fp32 [layers, kv_heads, n]."""
@@ -108,6 +109,12 @@ class Computed:
         pairs = zip(self.turned, self.values, strict=True)
         told = [gate.scores(n, keys, v.transpose(0, 1)) for n, (keys, v) in enumerate(pairs)]
         return torch.hypot(torch.stack(told), self.latest)
+
+    def fitted(self, kept: Tensor) -> Tensor:
+        """Values as an engine has them that keeps these, bool [layers, kv_heads, n]."""
+        keys, values = (one.transpose(1, 2) for one in (self.keys, self.values))
+        layers, scale = zip(keys, values, kept, self.asked, strict=True), keys.shape[-1] ** -0.5
+        return torch.stack([fitted(*layer, scale) for layer in layers]).transpose(1, 2)
 
 
 def divergences(
@@ -136,7 +143,7 @@ def divergences(
     found = {}
     for share in SHARES:
         kept = keep_units(scores, int(share * scores.numel()) // unit_tokens, unit_tokens)
-        said = [follow(*all_of, kept)]
+        said = [follow(context.keys, context.fitted(kept), kept)]
         streamed = Streamed.of(model, rope, whole[:n], gate, share, unit_tokens)
         if streamed is not None:
             said.append(follow(streamed.keys, streamed.values, streamed.kept))
