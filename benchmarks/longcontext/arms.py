@@ -14,7 +14,7 @@ from headrace_decode.bounded.budgets import by_entropy, entropies
 from headrace_decode.bounded.engine.streaming import as_later
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import Always, keep, keep_units
-from headrace_decode.bounded.refit import FITTED_ROWS, RIDGE
+from headrace_decode.bounded.refit import RIDGE, some
 from headrace_decode.bounded.scores import pooled
 from headrace_prefill.reuse.offline.lm import LM
 
@@ -156,7 +156,7 @@ class Arm:
     def _asked(self, lm: LM, context: Context) -> list[Tensor]:
         """Queries that values are fitted to, by layer."""
         if self.queries == "last":
-            return [as_later(one, lm.rope)[-FITTED_ROWS:] for one in context.last]
+            return [some(as_later(one, lm.rope)) for one in context.last]
         kinds = {"sampled": context.sampled, "earlier": context.earlier}
         if self.queries != "both":
             return kinds[self.queries]

@@ -25,7 +25,7 @@ from headrace_decode.bounded.engine.streaming import Streaming
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.offline.streaming import STEP_TOKENS, Masked, Streamed
-from headrace_decode.bounded.refit import FITTED_ROWS, refitted
+from headrace_decode.bounded.refit import refitted
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
@@ -126,7 +126,7 @@ class Context:
         kept = keep_units(lined, units, UNIT)
         found = torch.zeros_like(before)
         for layer in range(LAYERS):
-            asked = ROPE.shift(self.queries[layer, rows], later - rows)[-FITTED_ROWS:]
+            asked = ROPE.shift(self.queries[layer, rows], later - rows)[:: len(rows) // 64]
             for head in range(KV_HEADS):
                 stays = places[layer, head, kept[layer, head]]
                 found[layer, head, stays] = True
@@ -270,12 +270,12 @@ def test_a_stream_is_followed_from_its_first_step_to_its_end() -> None:
 def test_what_was_held_of_a_prompt_is_what_a_later_one_begins_with() -> None:
     context, gate = Context(6, 5), gate_of()
     following = Following(
-        context.cells, SCALE, ROPE, {"x": context.blocks, "y": [0, 0, 0, 4]}.__getitem__, gate
+        context.cells, SCALE, ROPE, {"x": context.blocks, "y": [0, 0, 0, 4, 5]}.__getitem__, gate
     )
 
     def computed(name: str, begin: int, end: int) -> list[Dropped]:
         step = [BatchRow(name, None, end)], np.array([0, end - begin]), np.array([end])
-        dropped, read = following.of_step(*step, units_of([0, 0, 0, 4])[None])
+        dropped, read = following.of_step(*step, units_of([0, 0, 0, 4, 5])[None])
         for layer in range(LAYERS):
             following.see(read, layer, context.queries[layer, begin:end])
         return [each.held for each in dropped]
@@ -283,15 +283,15 @@ def test_what_was_held_of_a_prompt_is_what_a_later_one_begins_with() -> None:
     following.step_begins((), (), Told(streams={"x"}))
     computed("x", 0, 3 * BLOCK)
     following.step_begins((), (), Told(drops={"x": Drop(3 * BLOCK, [7], remembered=1)}))
-    [first] = computed("x", 3 * BLOCK, 4 * BLOCK)
-    following.step_begins((), (), Told(drops={"x": Drop(4 * BLOCK, [8], remembered=2)}))
-    [second] = computed("x", 4 * BLOCK, 4 * BLOCK + 1)
+    [first] = computed("x", 3 * BLOCK, 5 * BLOCK)
+    following.step_begins((), (), Told(drops={"x": Drop(5 * BLOCK, [8], remembered=2)}))
+    [second] = computed("x", 5 * BLOCK, 5 * BLOCK + 1)
     following.step_begins({"x"}, (), Told(streams={"y"}))
     assert not computed("y", 0, 1), "it waits"
     following.step_begins((), (), Told(recalls={"y": 1}, forgotten={2}))
-    assert computed("y", 3 * BLOCK, 4 * BLOCK) == [first]
-    following.step_begins((), (), Told(drops={"y": Drop(4 * BLOCK, [9])}))
-    [again] = computed("y", 4 * BLOCK, 4 * BLOCK + 1)
+    assert computed("y", 3 * BLOCK, 5 * BLOCK) == [first]
+    following.step_begins((), (), Told(drops={"y": Drop(5 * BLOCK, [9])}))
+    [again] = computed("y", 5 * BLOCK, 5 * BLOCK + 1)
     assert np.array_equal(again.counts, second.counts)
     filled = np.arange(again.cells.shape[-1]) < again.counts[..., None]
     both = (context.cells.read_cells(each.cells[filled][None]) for each in (again, second))

@@ -118,8 +118,8 @@ def test_with_many_tokens_and_alike_queries_a_fit_is_still_found() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_heads_of_a_layer_are_fitted_to_the_newest_rows(dtype: torch.dtype) -> None:
-    heads, group, places, rows = 2, 3, 40, FITTED_ROWS + 9
+def test_all_heads_of_a_layer_are_fitted_to_some_of_the_rows(dtype: torch.dtype) -> None:
+    heads, group, places, rows = 2, 3, 40, 3 * FITTED_ROWS
     keys, values = torch.randn(2, heads, places, DIM, generator=rng(8)).to(dtype)
     asked = torch.randn(rows, heads * group, DIM, generator=rng(9))
     kept = torch.rand(heads, places, generator=rng(10)) < 0.3
@@ -130,7 +130,7 @@ def test_all_heads_of_a_layer_are_fitted_to_the_newest_rows(dtype: torch.dtype) 
     for head in range(heads):
         k, v = keys[head, there[head]].float(), values[head, there[head]].float()
         at = kept[head, there[head]].nonzero()[:, 0]
-        mine = asked[-FITTED_ROWS:, group * head : group * (head + 1)].flatten(0, 1) * 0.5
+        mine = asked[::3, group * head : group * (head + 1)].flatten(0, 1) * 0.5
         assert torch.equal(found[head, kept[head]], refitted(k, v, at, mine).to(dtype))
         left = there[head] & ~kept[head]
         assert torch.equal(found[head, left], values[head, left])

@@ -21,7 +21,7 @@ RIDGE = 1e-3
 LEAST_RIDGE = 1e-6
 """Of a token. The square has eigenvalues up to `rows`, of which fp32 rounds a tenth of this."""
 FITTED_ROWS = 64
-"""Newest of a context, to whose queries an engine fits values."""
+"""To whose queries an engine fits values, or a few more."""
 
 
 def refitted(
@@ -58,6 +58,11 @@ def refitted(
     return values[kept] + change
 
 
+def some(asked: Tensor) -> Tensor:
+    """Evenly spaced rows of these, `FITTED_ROWS` or a few more."""
+    return asked[:: max(1, len(asked) // FITTED_ROWS)]
+
+
 def fitted(
     keys: Tensor,
     values: Tensor,
@@ -73,12 +78,12 @@ def fitted(
         keys, values: [kv_heads, places, head_dim], of one float dtype, keys rotated.
         kept: bool [kv_heads, places].
         asked: queries of the context's newest rows as if they came later, fp32
-            [rows, heads, head_dim], rotated. The last `FITTED_ROWS` count.
+            [rows, heads, head_dim], rotated. Only `some` count.
         scale: of the logits.
         there: bool [kv_heads, places], where there is a token; None: everywhere.
     """
-    changed, last = values.clone(), asked[-FITTED_ROWS:] * scale
-    for head, queries in enumerate(last.unflatten(1, (len(keys), -1)).unbind(1)):
+    changed = values.clone()
+    for head, queries in enumerate((some(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)):
         here = torch.ones_like(kept[head]) if there is None else there[head]
         k, v = keys[head, here].float(), values[head, here].float()
         at = kept[head, here].nonzero()[:, 0]
