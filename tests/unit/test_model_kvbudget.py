@@ -128,7 +128,7 @@ def test_a_way_that_does_not_fit_says_what_it_needs() -> None:
 
 @pytest.mark.parametrize(
     ("read", "name", "least"),
-    [(4.0, "all", 1.0), (3.9, "bounded", 0.5), (1.5, "offloaded", 0.3), (0.5, "offloaded", 0.05)],
+    [(4.0, "all", 1.0), (3.9, "bounded", 0.5), (1.5, "bounded", 0.3), (0.5, "offloaded", 0.05)],
 )
 def test_a_step_that_may_read_little_keeps_or_attends_to_less_than_memory_allows(
     read: float, name: str, least: float
