@@ -111,9 +111,11 @@ def test_where_all_is_kept_or_nothing_is_asked_values_stay() -> None:
     assert torch.equal(refitted(keys, values, torch.arange(9), queries[:0]), values[:9])
 
 
-def test_with_many_tokens_and_alike_queries_a_fit_is_still_found() -> None:
-    keys, values, queries = one_head(20_000, 200, 7)
-    found = refitted(keys, values, torch.arange(19_000), 1e-3 * queries)
+def test_with_many_tokens_and_queries_that_all_look_at_the_first_a_fit_is_still_found() -> None:
+    """The ridge of so many tokens is less than what fp32 rounds of the square."""
+    keys, values, queries = one_head(200_000, 200, 7)
+    keys[:3] = 3.0
+    found = refitted(keys, values, torch.arange(190_000), queries.abs())
     assert found.isfinite().all()
 
 
