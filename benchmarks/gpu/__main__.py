@@ -26,6 +26,8 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
     fused_decode_triton_vs_torch        decode attention of a layer that mixes two layers' KV, 8
                                         rows of 32K tokens: mixed by our Triton kernel / by torch
     fused_decode_triton_vs_one_layer    the same / attention to one layer's KV without mixing
+    card_24gb_peak_gb.KV,               an engine that is held to 24 GB, with 32K tokens of a 7B
+    card_24gb_token_ms.KV               model (targets 23.8 and 120)
     drafting_N_at_once                  tokens per second of N requests with drafts, over without
 
 Each part runs in a process of its own; one that fails is named and left out.
@@ -51,6 +53,7 @@ PARTS = {
     "engine": "An engine with the KV store",
     "split": "Prefill and decode apart on one card",
     "drafting": "Drafting",
+    "card": "32K tokens of a 7B model on a card of 24 GB",
     "sparse": "Sparse decode attention",
     "fusion": "Layers that mix two layers' KV",
 }

@@ -36,15 +36,16 @@ def engine(arm: str) -> dict[str, float]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
-    from headrace.model import resolve
+    from benchmarks.gpu.engine import random_weights, the_model
     from headrace_decode.speculation.settings import engine_arguments
 
     llm = LLM(
-        os.environ.get("HEADRACE_GPU_MODEL") or str(resolve(None)),
+        the_model(),
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=max(AT_ONCE),
         gpu_memory_utilization=0.8,
+        **random_weights(),
         **(engine_arguments(DRAFT_TOKENS) if arm == "on" else {}),
     )
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

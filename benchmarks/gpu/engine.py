@@ -1,10 +1,11 @@
 """An engine on one card with the KV store: first tokens of hits, and what loads cost others.
 
-SmolLM2-135M in bfloat16 with vLLM's own graphs, or the model that HEADRACE_GPU_MODEL names. A
-prompt is computed and saved, forgotten by the engine's own cache, and asked again, in turns with
-one that nobody has seen: from DRAM, from a StoreNode's files once DRAM is emptied, and from a
-second StoreNode on the same machine, which has the blocks in an arena of its own. For inter-token
-latencies, requests decode while prompts come whose KV is in DRAM, in turns with no such prompts.
+SmolLM2-135M in bfloat16 with vLLM's own graphs, or the model that HEADRACE_GPU_MODEL names; a
+folder without weights gets random ones. A prompt is computed and saved, forgotten by the engine's
+own cache, and asked again, in turns with one that nobody has seen: from DRAM, from a StoreNode's
+files once DRAM is emptied, and from a second StoreNode on the same machine, which has the blocks in
+an arena of its own; HEADRACE_GPU_TIERS names fewer tiers. For inter-token latencies, requests
+decode while prompts come whose KV is in DRAM, in turns with no such prompts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import statistics
 import time
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,16 @@ from headrace_engine.ports import free_port_block
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.table import READY
 
+TIERS = os.environ.get("HEADRACE_GPU_TIERS", "dram,nvme,peer").split(",")
 CONTEXTS = (512, 2048, 7680)
 TURNS, WARM = 7, 2
 RUNNING, GAPS, LOADED = 8, 200, 4096
 SETTLE_S, WRITE_S = 0.5, 120.0
+DRAM = "24GiB"
 SECRET = "of the two nodes of this benchmark"
 
 
-def store_connector(name: str, dram_bytes: str = "8GiB") -> dict[str, Any]:
+def store_connector(name: str, dram_bytes: str = DRAM) -> dict[str, Any]:
     """Of an engine with the store `name`."""
     return {
         "kv_connector": "HeadraceConnector",
@@ -65,6 +69,7 @@ def make_llm(
         dtype="bfloat16",
         max_model_len=positions,
         gpu_memory_utilization=memory,
+        **random_weights(),
         **also,
     )
 
@@ -74,6 +79,21 @@ def the_model() -> str:
     from headrace.model import resolve
 
     return os.environ.get("HEADRACE_GPU_MODEL") or str(resolve(None))
+
+
+def model_config() -> dict[str, Any]:
+    """Its config.json."""
+    from transformers import AutoConfig
+
+    found: dict[str, Any] = AutoConfig.from_pretrained(the_model()).to_dict()
+    return found
+
+
+def random_weights() -> dict[str, Any]:
+    """vLLM's arguments for a model of which there is a folder, but no weights."""
+    folder = Path(the_model())
+    given = not folder.is_dir() or any(folder.glob("*.safetensors"))
+    return {} if given else {"load_format": "dummy", "skip_tokenizer_init": True}
 
 
 class Engine:
@@ -133,12 +153,12 @@ class Engine:
 def measured() -> dict[str, Any]:
     """Seconds, by context and kind; latencies by arm."""
     name = f"headrace-gpu-bench-{uuid.uuid4().hex[:8]}"
-    store = {"name": name, "dram_bytes": "8GiB"}
+    store = {"name": name, "dram_bytes": DRAM}
     try:
         engine = Engine(name)
-        with node(store, "32GiB") as tool:
+        with node(store, "32GiB") if "nvme" in TIERS else nullcontext() as tool:
             found: dict[str, Any] = {str(n): _first_tokens(engine, n, tool) for n in CONTEXTS}
-        for n in CONTEXTS:
+        for n in CONTEXTS if "peer" in TIERS else ():
             found[str(n)] |= _from_peer(engine, n, store)
         found["itl"] = _latencies(engine)
         return found
@@ -147,20 +167,20 @@ def measured() -> dict[str, Any]:
             (Path("/dev/shm") / each).unlink(missing_ok=True)
 
 
-def _first_tokens(engine: Engine, tokens: int, tool: NodeTool) -> dict[str, float]:
+def _first_tokens(engine: Engine, tokens: int, tool: NodeTool | None) -> dict[str, float]:
     prompts = [noise(tokens + 32, seed=tokens + n) for n in range(TURNS + WARM)]
-    before = tool.stats()["tiers"]["nvme"]["blocks"]
+    before = tool.stats()["tiers"]["nvme"]["blocks"] if tool else 0
     wanted = before + len(prompts) * (tokens // engine.block_tokens)
     for prompt in prompts:
         engine.first_token_s(prompt)
-    taken: dict[str, list[float]] = {"dram": [], "nvme": [], "cold": []}
-    for number, medium in enumerate(("dram", "nvme")):
+    taken: dict[str, list[float]] = {"cold": []}
+    for number, medium in enumerate(("dram", "nvme") if tool else ("dram",)):
         engine.settle()
-        if medium == "nvme":
+        if tool and medium == "nvme":
             tool.wait_for(lambda stats: stats["tiers"]["nvme"]["blocks"] >= wanted, WRITE_S)
             tool.forget_dram()
         hits, cold = _in_turns(engine, tokens, prompts, 1_000_000 + 100 * number)
-        taken[medium] += hits
+        taken[medium] = hits
         taken["cold"] += cold
     return {kind: statistics.median(each) for kind, each in taken.items()}
 
@@ -254,11 +274,13 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
     ratios = {
         f"ttft_{medium}_vs_cold_{n}": found[str(n)][medium] / found[str(n)]["cold"]
         for medium in ("dram", "nvme")
+        if medium in TIERS
         for n in CONTEXTS
     }
     ratios |= {
         f"ttft_peer_vs_cold_{n}": found[str(n)]["peer"] / found[str(n)]["cold_beside_peer"]
         for n in CONTEXTS
+        if "peer" in TIERS
     }
     return ratios | {
         f"itl_p{p}_beside_loads_vs_none": itl[f"loads_p{p}_s"] / itl[f"none_p{p}_s"]
@@ -274,7 +296,8 @@ def markdown(found: dict[str, Any]) -> str:
     ]
     for tokens in CONTEXTS:
         one = found[str(tokens)]
-        times = " | ".join(f"{1e3 * one[kind]:.1f}" for kind in ("dram", "nvme", "peer", "cold"))
+        each = (one.get(kind) for kind in ("dram", "nvme", "peer", "cold"))
+        times = " | ".join("-" if taken is None else f"{1e3 * taken:.1f}" for taken in each)
         lines.append(f"| {tokens:,} | {times} |")
     itl = {name: 1e3 * seconds for name, seconds in found["itl"].items()}
     lines.append(

@@ -8,6 +8,7 @@ the tables and attends. Keys are random: the time does not depend on which units
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from headrace_decode.sparse.kernels.summaries import DeviceSummaries
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 4
 """Llama 3 8B, some of its layers."""
-SHARE, CONTEXTS, ROWS, UNITS = 0.05, (32768, 131072), (1, 4, 8), (16, 32)
+SHARE, CONTEXTS, ROWS, UNITS = 0.05, (131072, 32768), (1, 4, 8), (32, 16)
 TURNS = 30
 KERNELS: dict[str, Kernel] = {"Triton": triton_attention, "FlashAttention": flash_attention}
 
@@ -35,7 +36,8 @@ def measured() -> dict[str, Any]:
     for context in CONTEXTS:
         for rows in ROWS:
             for unit in UNITS:
-                found[f"{context}.{rows}.{unit}"] = _of(context, rows, unit)
+                found[f"{context}.{rows}.{unit}"] = one = _of(context, rows, unit)
+                print(f"sparse: {context}.{rows}.{unit}: {one}", file=sys.stderr, flush=True)
                 torch.cuda.empty_cache()
     return found
 

@@ -48,6 +48,12 @@ def test_any_bytes_decode_to_the_cpus_numbers(name: str, dtype: str) -> None:
         kernels.check_any_bytes_decode("cuda", name, shape, seed)
 
 
+def test_nans_stay_nans() -> None:
+    from tests.support import device_kernels as kernels
+
+    kernels.check_nans_stay("cuda")
+
+
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**126])
 def test_what_the_cpu_refuses_is_refused(name: str, value: float) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.engine import make_llm, the_model
+from benchmarks.gpu.engine import make_llm, model_config
+from benchmarks.gpu.noise import noise_calibration
 
 pytestmark = pytest.mark.gpu
 
@@ -37,32 +37,12 @@ def test_the_backend_holds(order: tuple[int, ...], monkeypatch: pytest.MonkeyPat
     device.check_overwritten_blocks("cuda", within)
 
 
-def any_calibration(path: Path) -> Path:
-    """A file of the model, of a basis that was learned from noise."""
-    import numpy as np
-    from transformers import AutoConfig
-
-    from headrace_decode.sparse.basis import Moments
-    from headrace_decode.sparse.calibration_file import Shape
-    from headrace_decode.sparse.engine.calibration import Calibration, write
-
-    shape = Shape.of(AutoConfig.from_pretrained(the_model()).to_dict())
-    rng, bases = np.random.default_rng(0), []
-    queries, units = (shape.kv_heads, 300, shape.head_dim), (20, shape.kv_heads, UNIT)
-    for _ in range(shape.layers):
-        moments = Moments(shape.kv_heads, shape.head_dim)
-        moments.add_queries(rng.normal(size=queries).astype(np.float32))
-        moments.add_units(rng.normal(size=(*units, shape.head_dim)).astype(np.float32))
-        bases.append(moments.basis())
-    write(path, Calibration("noise", shape, UNIT, {0.3: 0.1}, 0.1, 0.3), bases)
-    return path
-
-
 @pytest.fixture(scope="module", params=["0", "1"], ids=["first runner", "second runner"])
 def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from headrace_decode.sparse.engine.settings import SparseSettings
 
-    file = any_calibration(tmp_path_factory.mktemp("sparse") / "noise.safetensors")
+    folder = tmp_path_factory.mktemp("sparse")
+    file = noise_calibration(folder / "noise.safetensors", model_config(), UNIT)
     settings = SparseSettings(unit_tokens=UNIT, calibration=str(file))
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)

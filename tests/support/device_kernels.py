@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from headrace_kvstore import checksum
 from headrace_kvstore.codec import CODECS, LayerShape, Order, Unfit
 from headrace_kvstore.device.codec_kernels import DeviceCoder, LayerStrides
 from headrace_kvstore.device.kernels import copy_sum
+from headrace_kvstore.device.numbers import EXACT, float_of, narrow
 
 GAP_BYTES = 64
 """Between pieces of memory that must stay as they are."""
@@ -105,6 +108,23 @@ def check_any_bytes_decode(device: str, name: str, shape: LayerShape, seed: int)
         for each in (wanted, into.cpu().numpy()[0])
     ]
     assert torch.equal(*numbers)
+
+
+def check_nans_stay(device: str) -> None:
+    """NaNs are rounded to NaNs, a GPU's own (the first) too; the largest number to infinity."""
+    given = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F7FFFFF], np.uint32)
+    bits = torch.from_numpy(given.view(np.int32)).to(device)
+    into = torch.zeros(len(given), dtype=torch.int16, device=device)
+    _narrowed[(1,)](bits, into, len(given), "bfloat16", **EXACT)
+    found = into.cpu().view(torch.bfloat16)
+    assert found.isnan().tolist() == [True, True, True, False]
+    assert found[-1] == float("inf")
+
+
+@triton.jit
+def _narrowed(bits, into, COUNT: tl.constexpr, FORMAT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(into + at, narrow(float_of(tl.load(bits + at)), FORMAT).to(tl.int16))
 
 
 def check_unfit(device: str, name: str, shape: LayerShape, value: float) -> None:

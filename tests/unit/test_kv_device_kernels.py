@@ -132,6 +132,11 @@ def test_any_bytes_decode_to_the_cpus_numbers(name: str, dtype: str, seed: int) 
 
 
 @inside
+def test_nans_stay_nans() -> None:
+    kernels.check_nans_stay("cpu")
+
+
+@inside
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**126])
 def test_what_the_cpu_refuses_is_refused(name: str, value: float) -> None:

@@ -56,12 +56,16 @@ def float_of(bits):
 
 @triton.jit
 def narrow(value, FORMAT: tl.constexpr):
-    """The 16 bits of a finite float32, rounded to float16, or else to bfloat16; as int32."""
+    """The 16 bits of a float32, rounded to float16, or else to bfloat16; as int32.
+
+    A NaN stays one. That of a GPU, 0x7FFFFFFF, would be rounded up to -0.
+    """
     if FORMAT == "float16":
         found = value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     else:
         bits = bits_of(value)
         found = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+        found = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, found)
     return found
 
 

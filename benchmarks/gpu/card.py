@@ -1,0 +1,253 @@
+"""32K tokens of a 7B model on a card that is held to 24 GB: bytes at the peak, and time of a token.
+
+Shapes of Llama 2 7B and of Mistral 7B (8 KV heads in place of 32) with random weights, and the
+former with one layer's KV for two (`kind: fused`). An engine in a process of its own computes a
+prompt of 32,704 random tokens and answers with 64. torch may not take more than the cap leaves; the
+peak is what the card itself says is taken, asked for every 2 ms. The limit of a token's time is
+that of reading weights and KV once, at the speed of a copy within the card. An engine that cannot
+hold the prompt says so before it starts, and is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.noise import noise_calibration
+from benchmarks.gpu.timing import milliseconds
+from benchmarks.kvstore.engine_node import noise
+
+TOKENS, ANSWER, STEP = 32768, 64, 2048
+CAP_BYTES, ENGINE_BYTES = 23_800_000_000, 22_800_000_000
+"""What may be taken at most, and what the engine is told that it has."""
+COPIED_BYTES = 4 << 30
+UNIT = 32
+SPARSE_WORKER = "headrace_decode.sparse.engine.worker.SparseTakingUpWorker"
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": TOKENS,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = LLAMA | {"num_key_value_heads": 8, "intermediate_size": 14336}
+FUSED = LLAMA | {
+    "architectures": ["KVFusionLlamaForCausalLM"],
+    "kv_fusion": {"kind": "fused", "storage_layers": 16},
+}
+ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8, 32 KV heads": (LLAMA, {"kv_cache_dtype": "fp8"}),
+    "FusedKV, 32 KV heads in 16 layers": (FUSED, {}),
+    "bf16, 8 KV heads": (GROUPED, {}),
+    "bf16, 8 KV heads, sparse attention to 10 %": (GROUPED, {"share": 0.1}),
+    "bf16, 32 KV heads": (LLAMA, {}),
+}
+"""Name: config.json, and the engine's arguments."""
+
+
+def measured() -> dict[str, Any]:
+    """What each arm's process found, or why it has nothing."""
+    found = {}
+    for name in ARMS:
+        command = [sys.executable, "-m", "benchmarks.gpu.card", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        lines = done.stdout.strip().splitlines() or ["{}"]
+        told = json.loads(lines[-1]) if done.returncode == 0 else {}
+        found[name] = told or {"refused": f"its process ended with {done.returncode}; see above"}
+        print(f"card: {name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+    return found
+
+
+class Peak:
+    """The most bytes of the card that were taken while it was looked at."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._over = threading.Event()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            free, total = torch.cuda.mem_get_info()
+            self.bytes = max(self.bytes, total - free)
+
+
+def arm(name: str) -> dict[str, Any]:
+    """One arm, in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    model, options = ARMS[name]
+    bytes_a_ms = COPIED_BYTES / _copy_ms()
+    free, total = torch.cuda.mem_get_info()
+    own = total - free
+    torch.cuda.set_per_process_memory_fraction((CAP_BYTES - own) / total)
+    peak = Peak()
+    with tempfile.TemporaryDirectory() as folder, peak.watched():
+        found = _engine(Path(folder), model, options, ENGINE_BYTES / total)
+    if "refused" in found:
+        return found
+    return found | {"peak_bytes": peak.bytes, "limit_ms": found["read_bytes"] / bytes_a_ms}
+
+
+def _copy_ms() -> float:
+    """Of a copy within the card that reads and writes `COPIED_BYTES` in all."""
+    there, here = torch.empty(2, COPIED_BYTES // 2, dtype=torch.uint8, device="cuda")
+    took = statistics.median(milliseconds(partial(there.copy_, here)) for _ in range(10))
+    del there, here
+    torch.cuda.empty_cache()
+    return took
+
+
+def _engine(
+    folder: Path, model: dict[str, Any], options: dict[str, Any], memory: float
+) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    from headrace_prefill.fusion.engine.plugin import register
+
+    register()
+    (folder / "config.json").write_text(json.dumps(model))
+    given = dict(options)
+    extra = None
+    if (share := given.pop("share", None)) is not None:
+        given |= _sparse(folder, model)
+        extra = {"sparse": share}
+    try:
+        llm = LLM(
+            str(folder),
+            dtype="bfloat16",
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=TOKENS,
+            max_num_seqs=4,
+            max_num_batched_tokens=STEP,
+            enable_prefix_caching=False,
+            gpu_memory_utilization=memory,
+            compilation_config={
+                "mode": 0,
+                "cudagraph_mode": "PIECEWISE" if extra else "FULL_DECODE_ONLY",
+            },
+            **given,
+        )
+    except ValueError as error:
+        return {"refused": str(error).split("\n")[0]}
+    engine = llm.llm_engine
+    cache = engine.vllm_config.cache_config
+    blocks = cache.num_gpu_blocks or 0
+    sampling = SamplingParams(
+        max_tokens=ANSWER, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
+    )
+
+    def answered(tokens: int) -> tuple[float, list[float]]:
+        """Seconds to the first token, and between those behind it."""
+        began_s, times = time.perf_counter(), list[float]()
+        prompt = [token % model["vocab_size"] for token in noise(tokens, seed=tokens)]
+        engine.add_request("one", {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                times += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(times))
+        return times[0] - began_s, [b - a for a, b in pairwise(times)]
+
+    answered(STEP + 100)  # kernels are compiled
+    first_s, gaps_s = answered(TOKENS - ANSWER)
+    [weights] = llm.apply_model(_weights_bytes)
+    kv = _kv_bytes(engine.vllm_config.compilation_config.static_forward_context)
+    kv_tokens = blocks * cache.block_size
+    return {
+        "weights_bytes": weights,
+        "kv_bytes_a_token": kv / kv_tokens,
+        "kv_tokens": kv_tokens,
+        "first_token_s": first_s,
+        "token_ms": 1e3 * statistics.median(gaps_s),
+        "slowest_token_ms": 1e3 * max(gaps_s),
+        "read_bytes": weights + kv / kv_tokens * TOKENS,
+    }
+
+
+def _weights_bytes(model: torch.nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def _kv_bytes(layers: dict[str, Any]) -> int:
+    """Of the cache of an engine's layers; some share theirs."""
+    caches = {each.kv_cache.data_ptr(): each.kv_cache for each in layers.values()}
+    return sum(each.numel() * each.element_size() for each in caches.values())
+
+
+def _sparse(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
+    from headrace_decode.sparse.engine.settings import SparseSettings
+
+    file = noise_calibration(folder / "noise.safetensors", model, UNIT)
+    settings = SparseSettings(unit_tokens=UNIT, calibration=str(file))
+    return {"worker_cls": SPARSE_WORKER, "additional_config": settings.additional_config()}
+
+
+def figures(found: dict[str, Any]) -> dict[str, float]:
+    """Of each arm that could hold the prompt: GB at the peak, ms a token, and over the limit."""
+    told: dict[str, float] = {}
+    for name, one in found.items():
+        if "refused" not in one:
+            told[f"card_24gb_peak_gb.{name}"] = one["peak_bytes"] / 1e9
+            told[f"card_24gb_token_ms.{name}"] = one["token_ms"]
+            told[f"card_24gb_token_vs_limit.{name}"] = one["token_ms"] / one["limit_ms"]
+    return told
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """A table of what was measured."""
+    head = (
+        *("KV", "a token's, KiB", "tokens that the cache holds", "peak, GB"),
+        *("first token, s", "a token, ms", "slowest, ms", "over its limit"),
+    )
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for name, one in found.items():
+        if "refused" in one:
+            lines.append(f"| {name} | {one['refused']}" + " | " * (len(head) - 2) + " |")
+            continue
+        row = (
+            *(f"{one['kv_bytes_a_token'] / 1024:.0f}", f"{one['kv_tokens']:,}"),
+            *(f"{one['peak_bytes'] / 1e9:.1f}", f"{one['first_token_s']:.1f}"),
+            *(f"{one['token_ms']:.1f}", f"{one['slowest_token_ms']:.1f}"),
+            f"{one['token_ms'] / one['limit_ms']:.2f}",
+        )
+        lines.append(f"| {name} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(json.dumps(arm(sys.argv[1])))

@@ -1,0 +1,34 @@
+"""Sparse attention's calibration of a model with random weights: bases learned from noise.
+
+What is chosen with them means nothing. How long choosing takes does not depend on it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def noise_calibration(path: Path, config: dict[str, Any], unit_tokens: int) -> Path:
+    """Write such a file.
+
+    Args:
+        config: the model's config.json.
+        unit_tokens: of a unit.
+    """
+    from headrace_decode.sparse.basis import Moments
+    from headrace_decode.sparse.calibration_file import Shape
+    from headrace_decode.sparse.engine.calibration import Calibration, write
+
+    shape = Shape.of(config)
+    rng, bases = np.random.default_rng(0), []
+    queries, units = (shape.kv_heads, 300, shape.head_dim), (20, shape.kv_heads, unit_tokens)
+    for _ in range(shape.layers):
+        moments = Moments(shape.kv_heads, shape.head_dim)
+        moments.add_queries(rng.normal(size=queries).astype(np.float32))
+        moments.add_units(rng.normal(size=(*units, shape.head_dim)).astype(np.float32))
+        bases.append(moments.basis())
+    write(path, Calibration("noise", shape, unit_tokens, {0.3: 0.1}, 0.1, 0.3), bases)
+    return path
