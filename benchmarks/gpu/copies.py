@@ -57,10 +57,11 @@ class Stage:
         stride = np.uint64(LAYERS * self.cache.stored_layer_bytes)
         self.payloads = np.uint64(self.address) + np.arange(blocks, dtype=np.uint64) * stride
         self.seeds = np.arange(blocks * LAYERS, dtype=np.uint64).reshape(blocks, LAYERS)
-        self.sums = self.save()
+        self.save()
 
-    def save(self) -> np.ndarray:
-        return self.cache.save(self.blocks, self.payloads, self.seeds)
+    def save(self) -> None:
+        """A codec stores other bytes of what it decoded, so each save has sums of its own."""
+        self.sums = self.cache.save(self.blocks, self.payloads, self.seeds)
 
     def load(self) -> None:
         """As a step's load: so many layers under way. Raises RuntimeError for wrong bytes."""
