@@ -11,11 +11,10 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
-from headrace_decode.bounded.engine.streaming import as_later
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import Always, keep, keep_units
 from headrace_decode.bounded.refit import RIDGE, some
-from headrace_decode.bounded.scores import pooled
+from headrace_decode.bounded.scores import as_later, pooled
 from headrace_prefill.reuse.offline.lm import LM
 
 OURS = "ours"
@@ -103,7 +102,7 @@ class Arm:
         refit: the ridge that values are fitted with; None leaves them.
         budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
         queries: that values are fitted to: "sampled" repeating rows, "earlier" ones, "both", or the
-            "last" rows, as an engine does.
+            "last" rows, as an engine does, which moves keys, too.
         unit_tokens: heads keep whole units of so many tokens, and all behind the last full one.
         main: whether it is measured at every share.
     """
@@ -123,7 +122,8 @@ class Arm:
         kept = self._kept(lm, context, scores, int(share * scores.numel()))
         stays = [[head.nonzero()[:, 0] for head in layer] for layer in kept]
         whole = Held.whole(context.kv, 0, scores.shape[-1])
-        return whole.kept(stays, self._asked(lm, context), self.refit)
+        moves = self.queries == "last" and self.refit is not None
+        return whole.kept(stays, self._asked(lm, context), self.refit, moves)
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape

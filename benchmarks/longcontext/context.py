@@ -10,9 +10,8 @@ from torch import Tensor
 
 from benchmarks.longcontext.judge import judged_rows
 from benchmarks.longcontext.texts import Case
-from headrace_decode.bounded.engine.streaming import as_later
 from headrace_decode.bounded.offline.reading import repeat
-from headrace_decode.bounded.scores import Received
+from headrace_decode.bounded.scores import Received, as_later
 from headrace_prefill.reuse.offline.lm import KV, LM
 
 BLOCK_TOKENS = 2048

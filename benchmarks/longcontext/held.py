@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_decode.bounded.refit import refitted
+from headrace_decode.bounded.refit import move, refitted
 from headrace_prefill.reuse.offline.lm import KV, LM, Attend
 
 
@@ -39,7 +39,11 @@ class Held:
         return sum(len(head) for layer in self.keys for head in layer)
 
     def kept(
-        self, stays: list[list[Tensor]], queries: Sequence[Tensor], ridge: float | None
+        self,
+        stays: list[list[Tensor]],
+        queries: Sequence[Tensor],
+        ridge: float | None,
+        moves: bool = False,
     ) -> Held:
         """What stays of it, with values that make up for what leaves.
 
@@ -47,6 +51,7 @@ class Held:
             stays: int64 [k] by layer and head, of what the head holds.
             queries: that values are fitted to, by layer, fp32 [rows, heads, head_dim].
             ridge: of the fit; None leaves values as they are.
+            moves: whether keys move as well.
         """
         found = Held([], [])
         for layer, asked in enumerate(queries):
@@ -54,13 +59,17 @@ class Held:
                 (self.keys[layer][head], self.values[layer][head], at)
                 for head, at in enumerate(stays[layer])
             ]
-            by_head = asked.unflatten(1, (len(here), -1)).unbind(1)
-            found.keys.append([k[at] for k, _, at in here])
+            scaled = asked.unflatten(1, (len(here), -1)) * asked.shape[-1] ** -0.5
+            by_head = [one.flatten(0, 1) for one in scaled.unbind(1)]
+            found.keys.append(
+                [
+                    k[at] + move(k, at, one) if moves else k[at]
+                    for (k, _, at), one in zip(here, by_head, strict=True)
+                ]
+            )
             found.values.append(
                 [
-                    refitted(k, v, at, one.flatten(0, 1) * k.shape[-1] ** -0.5, ridge)
-                    if ridge is not None and len(at)
-                    else v[at]
+                    refitted(k, v, at, one, ridge) if ridge is not None and len(at) else v[at]
                     for (k, v, at), one in zip(here, by_head, strict=True)
                 ]
             )

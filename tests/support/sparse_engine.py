@@ -24,6 +24,7 @@ from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offline.calibrate import Learning
 from headrace_prefill.reuse.offline.lm import LM
 from tests.support import run
+from tests.support.moved import positions_of
 from tests.support.plain_llama import PlainLlama
 from tests.support.program import IN_ONE_PROCESS, engine_environment
 from tests.support.tiny import HEAD_DIM, KV_HEADS
@@ -257,9 +258,10 @@ class Engine:
         whole, layers, n = [*tokens, *answer], self._plain.layers, len(tokens)
         nothing = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
         exact = self._plain.compute(whole, [layers] * len(whole), nothing, nothing)
-        gone, values = self._held(following.cells, held, exact.keys, exact.values)
+        there = [following.cells.read_cells(layer.astype("int64")) for layer in held.cells]
+        gone, keys, values = self._absent(there, held, exact.keys, exact.values)
         depths = [0] * first + [layers] * (len(whole) - first)
-        over = self._plain.compute(whole, depths, exact.keys, values, gone=gone)
+        over = self._plain.compute(whole, depths, keys, values, gone=gone)
         return {
             "tokens": answer,
             "exact": self._agrees(exact.logits[n - 1 : first], answer[: first - n + 1]),
@@ -326,7 +328,7 @@ class Engine:
         for number, (begin, end) in enumerate(itertools.pairwise(begins)):
             if number:
                 _, held, there = choices[number - 1]
-                gone, values = self._absent(there, held, keys, values)
+                gone, keys, values = self._absent(there, held, keys, values)
             depths = [0] * begin + [layers] * (end - begin) + [0] * (len(whole) - end)
             found = self._plain.compute(whole, depths, keys, values, gone=gone)
             keys, values = found.keys, found.values
@@ -341,29 +343,23 @@ class Engine:
             "after": taken[-1],
         }
 
-    def _held(self, cells: Any, held: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_absent`, of what is held now."""
-        there = [cells.read_cells(layer.astype("int64")) for layer in held.cells]
-        return self._absent(there, held, keys, values)
-
     def _absent(
         self, there: list[Any], held: Any, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Which of a prompt's keys [layers, n, kv_heads, dim] are in no cell, of which `there` are
         K and V, [kv_heads, places, dim] of each layer: bool [layers, kv_heads, n]. And the prompt's
-        values, those of the cells among them."""
+        keys and values, those of the cells among them."""
         gone = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
-        gone[..., : held.tokens], values = True, values.clone()
+        gone[..., : held.tokens], keys, values = True, keys.clone(), values.clone()
         for layer, counts in enumerate(held.counts):
             for head, count in enumerate(counts):
-                mine, fitted = (
+                moved, fitted = (
                     one[head, : count * SparseSettings.unit_tokens] for one in there[layer]
                 )
-                distance = torch.cdist(mine, keys[layer, : held.tokens, head])
-                assert distance.amin(1).max() < 1e-2
-                at = distance.argmin(1)
-                gone[layer, head, at], values[layer, at, head] = False, fitted
-        return gone, values
+                at = positions_of(moved, keys[layer, : held.tokens, head])
+                gone[layer, head, at] = False
+                keys[layer, at, head], values[layer, at, head] = moved, fitted
+        return gone, keys, values
 
     def aborted(self, requests: list[dict[str, Any]], after: int) -> dict[str, Any]:
         """Abort requests after so many steps; what `offload` and `bounded` say one step later, and

@@ -23,11 +23,11 @@ from headrace_decode.bounded.engine.course import (
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow, DroppedStep
 from headrace_decode.bounded.engine.following import Drop, Following, Told
 from headrace_decode.bounded.engine.pace import LEAST, LONGER, Pace
-from headrace_decode.bounded.engine.reading import BEHIND_TOKENS, Again, Reading, counting
+from headrace_decode.bounded.engine.reading import Again, Reading, counting
 from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
+from headrace_decode.bounded.scores import BEHIND_TOKENS, LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.engine._vllm_compat import attention, schedule
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow

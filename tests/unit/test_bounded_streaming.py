@@ -20,16 +20,17 @@ from headrace_decode.bounded.engine.course import (
 )
 from headrace_decode.bounded.engine.dropped import Dropped
 from headrace_decode.bounded.engine.following import Drop, Following, Told
-from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
 from headrace_decode.bounded.engine.streaming import Streaming
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.offline.streaming import STEP_TOKENS, Masked, Streamed
-from headrace_decode.bounded.refit import refitted
+from headrace_decode.bounded.refit import move, refitted
+from headrace_decode.bounded.scores import BEHIND_TOKENS
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
 from headrace_prefill.reuse.offline.lm import LM
+from tests.support.moved import positions_of
 from tests.support.prompts import noise
 from tests.support.tiny import tiny_llama
 
@@ -66,7 +67,7 @@ class Context:
             2, LAYERS, KV_HEADS, self.tokens, DIM, generator=rng(seed)
         )
         self.queries = torch.randn(LAYERS, self.tokens, HEADS, DIM, generator=rng(seed + 1))
-        self.fitted = self.values.clone()
+        self.moved, self.fitted = self.keys.clone(), self.values.clone()
         """As they are held."""
         for layer in range(LAYERS):
             for head, at in enumerate(self.cells.number(layer, units_of(self.blocks))):
@@ -80,8 +81,8 @@ class Context:
             for head, count in enumerate(counts):
                 at = stream.held.dropped.cells[layer, head, :count].astype(np.int64)
                 keys, values = (one[0] for one in self.cells.read_cells(at[None]))
-                positions = torch.cdist(keys, self.keys[layer, head]).argmin(1)
-                assert torch.equal(keys, self.keys[layer, head, positions])
+                positions = torch.cdist(keys, self.moved[layer, head]).argmin(1)
+                assert torch.allclose(keys, self.moved[layer, head, positions], atol=1e-5)
                 assert torch.allclose(values, self.fitted[layer, head, positions], atol=1e-5)
                 found[layer, head, positions] = True
                 assert int(found[layer, head].sum()) == UNIT * count
@@ -94,7 +95,7 @@ class Context:
             before: as `held`, with the tokens that are new.
             end: of the context so far.
 
-        `fitted` has the values then.
+        `moved` and `fitted` have the keys and the values then.
         """
         scores = torch.zeros(LAYERS, KV_HEADS, end)
         rows = torch.arange(max(0, end - EARLIER_TOKENS), end)
@@ -107,7 +108,7 @@ class Context:
             for head in range(KV_HEADS):
                 there = before[layer, head, :end]
                 of_group = asked[:, 2 * head : 2 * head + 2].flatten(0, 1) * SCALE
-                weights = (of_group @ self.keys[layer, head, :end][there].T).softmax(-1)
+                weights = (of_group @ self.moved[layer, head, :end][there].T).softmax(-1)
                 own = weights.square().mean(0).sqrt()
                 scores[layer, head, there] = torch.hypot(told[head, there], own)
         # Without what is gone, a head's tokens keep their order: what is there is lined up.
@@ -132,9 +133,10 @@ class Context:
                 found[layer, head, stays] = True
                 of_group = asked[:, 2 * head : 2 * head + 2].flatten(0, 1) * SCALE
                 there = before[layer, head, :end].nonzero()[:, 0]
-                keys, values = self.keys[layer, head, there], self.fitted[layer, head, there]
+                keys, values = self.moved[layer, head, there], self.fitted[layer, head, there]
                 at = torch.searchsorted(there, stays)
                 self.fitted[layer, head, stays] = refitted(keys, values, at, of_group)
+                self.moved[layer, head, stays] += move(keys, at, of_group)
         self._last = end
         return found
 
@@ -203,7 +205,7 @@ def test_plain_torch_foresees_what_an_engine_holds(turns: tuple[int, ...]) -> No
                     cells.layers[layer].write(units, *split)
                 chosen = due * BLOCK
                 held = stream.drop(chosen, units, room)
-                kept[..., :chosen] = held_of(stream, cells, kv.keys[:, :chosen], kv.values)
+                kept[..., :chosen] = held_of(stream, cells, kv.keys, kv.values)
     assert torch.equal(kept, foreseen.kept)
     for mine, foreseens in ((kv.keys, foreseen.keys), (kv.values, foreseen.values)):
         assert torch.allclose(mine, foreseens, atol=1e-4)
@@ -212,17 +214,18 @@ def test_plain_torch_foresees_what_an_engine_holds(turns: tuple[int, ...]) -> No
 
 
 def held_of(stream: Streaming, cells: Cells, keys: Tensor, values: Tensor) -> Tensor:
-    """Which of these keys, [layers, n, kv_heads, dim], are in a cell: [layers, kv_heads, n]. Their
-    values become those of the cells."""
+    """Which tokens of the context are in a cell: [layers, kv_heads, n]. Their keys and values,
+    [layers, positions, kv_heads, dim], become those of the cells."""
     assert stream.held is not None
-    found = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
-    for layer, counts in enumerate(stream.held.dropped.counts):
+    dropped, there = stream.held.dropped, cells.read_cells
+    found = torch.zeros(keys.shape[0], keys.shape[2], dropped.tokens, dtype=torch.bool)
+    for layer, counts in enumerate(dropped.counts):
         for head, count in enumerate(counts):
-            at = stream.held.dropped.cells[layer, head, :count].astype(np.int64)
-            there, held = (one[0] for one in cells.read_cells(at[None]))
-            positions = torch.cdist(there, keys[layer, :, head]).argmin(1)
+            at = dropped.cells[layer, head, :count].astype(np.int64)
+            moved, fitted = (one[0] for one in there(at[None]))
+            positions = positions_of(moved, keys[layer, : dropped.tokens, head])
             found[layer, head, positions] = True
-            values[layer, positions, head] = held
+            keys[layer, positions, head], values[layer, positions, head] = moved, fitted
     return found
 
 

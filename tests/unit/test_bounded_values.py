@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_decode.bounded.refit import FITTED_ROWS, fitted, refitted
+from headrace_decode.bounded.refit import FITTED_ROWS, fitted, move, refitted
 from headrace_decode.bounded.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, pooled, repeats
 
 DIM = 8
@@ -119,6 +119,37 @@ def test_with_many_tokens_and_queries_that_all_look_at_the_first_a_fit_is_still_
     assert found.isfinite().all()
 
 
+@given(st.integers(2, 30), st.integers(1, 60), st.integers(0, 99), st.data())
+def test_moving_solves_the_ridge_regression(
+    tokens: int, rows: int, seed: int, data: st.DataObject
+) -> None:
+    keys, _, queries = one_head(tokens, rows, seed)
+    kept, ridge = torch.arange(data.draw(st.integers(1, tokens - 1))), 0.1
+    asked, logits = queries.double(), (queries @ keys.T).double()
+    missing = logits.exp().sum(-1).log() - logits[:, kept].exp().sum(-1).log()
+    penalty = (ridge * asked.square().sum() / DIM).sqrt() * torch.eye(DIM, dtype=torch.float64)
+    longer = torch.cat([asked, penalty]), torch.cat([missing, torch.zeros(DIM).double()])
+    [expected] = torch.linalg.lstsq(longer[0], longer[1][None].mT).solution.T
+    assert torch.allclose(move(keys, kept, queries, ridge).double(), expected, atol=1e-4)
+
+
+def test_moved_keys_have_the_weight_of_all_of_the_context_for_queries_that_were_not_seen() -> None:
+    keys, _, queries = one_head(60, 600, 3)
+    queries += 2.0  # with no direction in common no vector could tell
+    kept = torch.arange(0, 60, 4)
+    whole, part = (queries @ keys.T).logsumexp(-1), (queries @ keys[kept].T).logsumexp(-1)
+    moved = part + queries @ move(keys, kept, queries[:500])
+    before, after = ((whole - each)[500:].abs().mean() for each in (part, moved))
+    assert after < 0.5 * before
+
+
+def test_where_all_is_kept_or_nothing_is_asked_keys_stay() -> None:
+    keys, _, queries = one_head(20, 50, 5)
+    assert not move(keys, torch.arange(20), queries).any()
+    assert not move(keys, torch.arange(9), queries[:0]).any()
+    assert not move(keys, torch.arange(0), queries).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_heads_of_a_layer_are_fitted_to_some_of_the_rows(dtype: torch.dtype) -> None:
     heads, group, places, rows = 2, 3, 40, 3 * FITTED_ROWS
@@ -127,17 +158,28 @@ def test_all_heads_of_a_layer_are_fitted_to_some_of_the_rows(dtype: torch.dtype)
     kept = torch.rand(heads, places, generator=rng(10)) < 0.3
     there = kept | (torch.rand(heads, places, generator=rng(11)) < 0.8)
     there[0] = True
-    found = fitted(keys, values.masked_fill(~there[..., None], torch.nan), kept, asked, 0.5, there)
-    assert found.dtype == dtype
+    nothing = ~there[..., None]
+    both = keys.masked_fill(nothing, torch.nan), values.masked_fill(nothing, torch.nan)
+    moved, changed = fitted(*both, kept, asked, 0.5, there)
+    assert moved.dtype == changed.dtype == dtype
     for head in range(heads):
         k, v = keys[head, there[head]].float(), values[head, there[head]].float()
         at = kept[head, there[head]].nonzero()[:, 0]
         mine = asked[::3, group * head : group * (head + 1)].flatten(0, 1) * 0.5
-        assert torch.equal(found[head, kept[head]], refitted(k, v, at, mine).to(dtype))
+        assert torch.equal(changed[head, kept[head]], refitted(k, v, at, mine).to(dtype))
+        assert torch.equal(moved[head, kept[head]], (k[at] + move(k, at, mine)).to(dtype))
         left = there[head] & ~kept[head]
-        assert torch.equal(found[head, left], values[head, left])
-    whole = fitted(keys, values, kept, asked, 0.5)
-    assert torch.equal(whole[0], found[0])
+        assert torch.equal(changed[head, left], values[head, left])
+        assert torch.equal(moved[head, left], keys[head, left])
+    for mine, its in zip(fitted(keys, values, kept, asked, 0.5), (moved, changed), strict=True):
+        assert torch.equal(mine[0], its[0])
+
+
+def test_a_head_that_keeps_all_or_nothing_stays_as_it_is() -> None:
+    keys, values = torch.randn(2, 2, 40, DIM, generator=rng(8))
+    kept = torch.stack([torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.bool)])
+    moved, changed = fitted(keys, values, kept, torch.randn(64, 2, DIM, generator=rng(9)), 0.5)
+    assert torch.equal(moved, keys) and torch.equal(changed, values)
 
 
 @pytest.mark.parametrize(("count", "ridge"), [(0, 1.0), (3, 0.0)])

@@ -1,15 +1,26 @@
-"""Gives the kept tokens values that make up for the dropped ones.
+"""Changes kept keys and values so that they make up for the dropped ones.
 
-Over the kept keys S alone a query q attends with weights A_S(q) in place of A(q). Its result would
-be A_S V_S and should be A V. Values are free to change: positions, keys and bytes stay as they are.
-With queries that stand for later ones, one row each, the change of values is a ridge regression,
+Over the kept keys S alone a query q attends with weights A_S(q) in place of A(q). Two things are
+lost: values that left, and the weight that all of the context had against what comes behind it.
+Both are fitted for each layer and KV head, in closed form, to queries that stand for later ones,
+one row each. Positions and bytes stay as they are.
 
-    D = argmin |A_S (V_S + D) - A V|^2 + ridge * rows / |S| * |D|^2,
+Keys. All that stay move by one vector,
 
-solved in closed form for each layer and KV head, over the queries of its group. The ridge says how
-much better a fit must be to be worth a change, so values that no query tells about do not move.
-Source: the idea of fitting values to attention's output is that of Attention Matching (arXiv
-2602.16284), which fits new keys and biases as well.
+    u = argmin sum (q u - m(q))^2 + ridge * trace(Q^T Q) / dim * |u|^2,
+    m(q) = logsumexp(q K) - logsumexp(q K_S)
+
+so that the sum of their weights' numerators becomes what it was. Weights among them stay as they
+are, since q u is the same for all.
+
+Values. The result of attention would be A_S V_S and should be A V:
+
+    D = argmin |A_S (V_S + D) - A V|^2 + ridge * rows / |S| * |D|^2
+
+Each ridge says how much better a fit must be to be worth a change, so what no query tells about
+does not move.
+Source: Attention Matching (arXiv 2602.16284) fits new keys, values, and a bias for each key, to
+attention's output and its mass. Here keys have no bias that a kernel would have to know.
 """
 
 from __future__ import annotations
@@ -17,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-RIDGE = 1e-3
+RIDGE, KEY_RIDGE = 1e-3, 1.0
 LEAST_RIDGE = 1e-6
 """Of a token. The square has eigenvalues up to `rows`, of which fp32 rounds a tenth of this."""
 FITTED_ROWS = 64
@@ -43,7 +54,11 @@ def refitted(
         raise ValueError(f"{len(kept)} tokens and a ridge of {ridge}: both are above 0")
     if len(kept) == len(keys) or not len(queries):
         return values[kept]
-    logits = queries @ keys.T
+    return values[kept] + _change(queries @ keys.T, values, kept, ridge)
+
+
+def _change(logits: Tensor, values: Tensor, kept: Tensor, ridge: float) -> Tensor:
+    """D, for logits [rows, tokens] of all tokens."""
     weights = logits[:, kept].softmax(-1)
     missing = logits.softmax(-1) @ values - weights @ values[kept]
     rows, count = weights.shape
@@ -52,10 +67,24 @@ def refitted(
     small.diagonal().add_(rows * max(ridge / count, LEAST_RIDGE))
     factor = torch.linalg.cholesky(small)
     if count <= rows:
-        change = torch.cholesky_solve(weights.T @ missing, factor)
-    else:
-        change = weights.T @ torch.cholesky_solve(missing, factor)
-    return values[kept] + change
+        return torch.cholesky_solve(weights.T @ missing, factor)
+    return weights.T @ torch.cholesky_solve(missing, factor)
+
+
+def move(keys: Tensor, kept: Tensor, queries: Tensor, ridge: float = KEY_RIDGE) -> Tensor:
+    """The vector that the kept keys of one head move by: fp32 [head_dim]; arguments as of
+    `refitted`."""
+    if not len(kept) or len(kept) == len(keys) or not len(queries):
+        return keys.new_zeros(keys.shape[1])
+    return _move(queries @ keys.T, kept, queries, ridge)
+
+
+def _move(logits: Tensor, kept: Tensor, queries: Tensor, ridge: float) -> Tensor:
+    missing = logits.logsumexp(-1) - logits[:, kept].logsumexp(-1)
+    asked = queries.double()
+    square = asked.T @ asked
+    square.diagonal().add_(ridge * square.diagonal().mean())
+    return torch.linalg.solve(square, asked.T @ missing.double()).to(queries.dtype)
 
 
 def some(asked: Tensor) -> Tensor:
@@ -70,9 +99,9 @@ def fitted(
     asked: Tensor,
     scale: float,
     there: Tensor | None = None,
-) -> Tensor:
-    """`refitted` for all heads of a layer, as engines do it: values, of which those of kept tokens
-    are changed.
+) -> tuple[Tensor, Tensor]:
+    """Both fits for all heads of a layer, as engines do them: keys and values, of which those of
+    kept tokens are changed.
 
     Args:
         keys, values: [kv_heads, places, head_dim], of one float dtype, keys rotated.
@@ -82,10 +111,14 @@ def fitted(
         scale: of the logits.
         there: bool [kv_heads, places], where there is a token; None: everywhere.
     """
-    changed = values.clone()
+    moved, changed = keys.clone(), values.clone()
     for head, queries in enumerate((some(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)):
         here = torch.ones_like(kept[head]) if there is None else there[head]
-        k, v = keys[head, here].float(), values[head, here].float()
         at = kept[head, here].nonzero()[:, 0]
-        changed[head, kept[head]] = refitted(k, v, at, queries.flatten(0, 1)).to(values.dtype)
-    return changed
+        if not len(at) or len(at) == int(here.sum()):
+            continue
+        k, v, q = keys[head, here].float(), values[head, here].float(), queries.flatten(0, 1)
+        logits = q @ k.T
+        moved[head, kept[head]] = (k[at] + _move(logits, at, q, KEY_RIDGE)).to(keys.dtype)
+        changed[head, kept[head]] = (v[at] + _change(logits, v, at, RIDGE)).to(values.dtype)
+    return moved, changed

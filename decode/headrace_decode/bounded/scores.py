@@ -20,12 +20,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from headrace_engine.rope import Rope
+
 ROWS_AT_ONCE = 64
 PART_TOKENS = 256
 """Of a context that are repeated together. In longer parts, rows look more into their own part and
 less into the context."""
 LEAD_TOKENS = 8
 """Of a context that stand before the repetition of a part, so that heads know where to look."""
+BEHIND_TOKENS = 64
+"""Positions behind a context that its own rows are turned to, one after the other."""
+NOWHERE = -1.0
+"""Score of a place without a token: below all others."""
 
 
 def repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, int, int]]:
@@ -37,6 +43,22 @@ def repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, 
         raise ValueError(f"nothing to repeat: {tokens} tokens in parts of {part_tokens}")
     for begin in range(0, tokens, part_tokens):
         yield max(0, begin - LEAD_TOKENS), begin, min(tokens, begin + part_tokens)
+
+
+def turned_by(rows: Tensor, first: int, tokens: int) -> Tensor:
+    """Positions that a context's own rows are turned by: int64 [rows].
+
+    Args:
+        rows: int64 [rows], their positions. first: of the first that counts.
+        tokens: of the context.
+    """
+    return tokens + (rows - first) % BEHIND_TOKENS - rows
+
+
+def as_later(asked: Tensor, rope: Rope) -> Tensor:
+    """Queries of the newest rows, fp32 [rows, heads, head_dim], as if they came behind the last of
+    them."""
+    return rope.shift(asked, turned_by(torch.arange(len(asked)), 0, len(asked)))
 
 
 class Received:
@@ -89,3 +111,16 @@ def pooled(parts: Sequence[Received]) -> Tensor:
     """
     squares = [one.root_mean_square().square() for one in parts]
     return torch.stack(squares).sum(0).sqrt()
+
+
+def with_gate(told: Tensor, asked: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """One layer's scores of what is there: fp32 [kv_heads, places], `NOWHERE` where nothing is.
+
+    Args:
+        told: of the gate, fp32 [kv_heads, places], below 0 where nothing is.
+        asked: of `as_later`.
+        keys: fp32 [kv_heads, places, head_dim], rotated. scale: of the logits.
+    """
+    own = Received(len(told), told.shape[1], scale)
+    own.add(asked, keys, told < 0)
+    return torch.hypot(told, own.root_mean_square()).masked_fill_(told < 0, NOWHERE)

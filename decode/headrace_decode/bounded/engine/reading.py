@@ -11,7 +11,7 @@ there, and behind it a part of the context once more. Two kinds of their rows co
 With a gate (`headrace_decode.bounded.gate`) none repeats: the gate tells what repeating rows would
 say, and one request computes the context's last rows.
 
-Values that stay are fitted to what the last of the context's own rows ask for
+What stays is fitted to what the last of the context's own rows ask for
 (`headrace_decode.bounded.refit`).
 """
 
@@ -27,12 +27,9 @@ from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.dropped import KV
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.refit import fitted
-from headrace_decode.bounded.scores import Received, pooled
+from headrace_decode.bounded.scores import Received, pooled, turned_by
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_engine.rope import Rope
-
-BEHIND_TOKENS = 64
-"""Positions behind a context that its own rows are turned to, one after the other."""
 
 
 class Again(NamedTuple):
@@ -136,8 +133,8 @@ class Reading:
 
     def fitted(self, layer: int, kept: Tensor) -> KV:
         """K and V of one layer, those of kept tokens being what stays: bool [kv_heads, tokens]."""
-        keys, values = self._cells.read(layer, self._units)
-        return keys, fitted(keys, values, kept, torch.cat(self._asked[layer]), self._scale)
+        both = self._cells.read(layer, self._units)
+        return fitted(*both, kept, torch.cat(self._asked[layer]), self._scale)
 
 
 @dataclass(frozen=True)
@@ -186,5 +183,4 @@ def counting(
     if earlier.start == earlier.stop and repeating.start == repeating.stop:
         return None
     at = first + torch.arange(earlier.start, earlier.stop) - first_token
-    turn = again.tokens + (at - again.earlier) % BEHIND_TOKENS - at
-    return ReadRow(reading, earlier, repeating, turn)
+    return ReadRow(reading, earlier, repeating, turned_by(at, again.earlier, again.tokens))

@@ -6,8 +6,8 @@ budget, a segment, and the tokens of a step. Rows of later segments attend to wh
 
 A token's score has two parts (`headrace_decode.bounded.scores`). What rows that repeat would say
 comes from the gate, once, when its segment is there. What the context's own rows ask for comes from
-the newest of them each time, turned to positions behind all that is there. Values that stay are
-fitted to what the same rows ask for (`headrace_decode.bounded.refit`).
+the newest of them each time, turned to positions behind all that is there. What stays is fitted to
+what the same rows ask for (`headrace_decode.bounded.refit`).
 """
 
 from __future__ import annotations
@@ -22,36 +22,12 @@ from torch import Tensor
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS
 from headrace_decode.bounded.engine.dropped import KV, Dropped
-from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.refit import fitted
-from headrace_decode.bounded.scores import Received
+from headrace_decode.bounded.scores import NOWHERE, as_later, with_gate
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_engine.rope import Rope
-
-NOWHERE = -1.0
-"""Score of a place without a token: below all others."""
-
-
-def as_later(asked: Tensor, rope: Rope) -> Tensor:
-    """Queries of the newest rows, fp32 [rows, heads, head_dim], as if they came behind the last of
-    them."""
-    rows = torch.arange(len(asked))
-    return rope.shift(asked, len(asked) + rows % BEHIND_TOKENS - rows)
-
-
-def scores(told: Tensor, asked: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """One layer's scores of what is there: fp32 [kv_heads, places], `NOWHERE` where nothing is.
-
-    Args:
-        told: of the gate, fp32 [kv_heads, places], below 0 where nothing is.
-        asked: of `as_later`.
-        keys: fp32 [kv_heads, places, head_dim], rotated. scale: of the logits.
-    """
-    own = Received(len(told), told.shape[1], scale)
-    own.add(asked, keys, told < 0)
-    return torch.hypot(told, own.root_mean_square()).masked_fill_(told < 0, NOWHERE)
 
 
 class Held(NamedTuple):
@@ -126,17 +102,16 @@ class Streaming:
             fresh = self._gate.scores(layer, turned, values[:, old:])
             told = torch.cat([before[layer], fresh], 1)
             asked.append(as_later(self._came[layer].float(), self._rope))
-            all_scores.append(scores(told, asked[-1], keys.float(), self._scale))
+            all_scores.append(with_gate(told, asked[-1], keys.float(), self._scale))
             all_told.append(told)
         kept = keep_units(torch.stack(all_scores), len(room), self._cells.unit_tokens)
 
         def fit(layer: int) -> KV:
-            keys, values = self._both(layer, units)
             there = all_told[layer] >= 0
-            return keys, fitted(keys, values, kept[layer], asked[layer], self._scale, there)
+            both = self._both(layer, units)
+            return fitted(*both, kept[layer], asked[layer], self._scale, there)
 
-        both = map(fit, layers)
-        dropped = Dropped.of(tokens, kept, both, room, self._cells)
+        dropped = Dropped.of(tokens, kept, map(fit, layers), room, self._cells)
         counts = torch.from_numpy(dropped.counts)[..., None] * self._cells.unit_tokens
         filled = torch.arange(int(counts.max())) < counts
         told = torch.full(filled.shape, NOWHERE)

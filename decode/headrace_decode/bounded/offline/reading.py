@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_decode.bounded.engine.streaming import as_later
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.offline.streaming import Masked, Newest, Streamed
 from headrace_decode.bounded.refit import fitted
-from headrace_decode.bounded.scores import Received, repeats
+from headrace_decode.bounded.scores import Received, as_later, repeats
 from headrace_decode.sparse.offline.calibrate import TAIL_TOKENS, Model
 from headrace_engine.rope import Rope
 
@@ -110,11 +109,14 @@ class Computed:
         told = [gate.scores(n, keys, v.transpose(0, 1)) for n, (keys, v) in enumerate(pairs)]
         return torch.hypot(torch.stack(told), self.latest)
 
-    def fitted(self, kept: Tensor) -> Tensor:
-        """Values as an engine has them that keeps these, bool [layers, kv_heads, n]."""
+    def fitted(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as an engine has them that keeps these, bool [layers, kv_heads, n]: fp32
+        [layers, n, kv_heads, head_dim] each."""
         keys, values = (one.transpose(1, 2) for one in (self.keys, self.values))
         layers, scale = zip(keys, values, kept, self.asked, strict=True), keys.shape[-1] ** -0.5
-        return torch.stack([fitted(*layer, scale) for layer in layers]).transpose(1, 2)
+        both = zip(*(fitted(*layer, scale) for layer in layers), strict=True)
+        moved, changed = (torch.stack(one).transpose(1, 2) for one in both)
+        return moved, changed
 
 
 def divergences(
@@ -143,7 +145,7 @@ def divergences(
     found = {}
     for share in SHARES:
         kept = keep_units(scores, int(share * scores.numel()) // unit_tokens, unit_tokens)
-        said = [follow(context.keys, context.fitted(kept), kept)]
+        said = [follow(*context.fitted(kept), kept)]
         streamed = Streamed.of(model, rope, whole[:n], gate, share, unit_tokens)
         if streamed is not None:
             said.append(follow(streamed.keys, streamed.values, streamed.kept))

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS, Stream
-from headrace_decode.bounded.engine.streaming import NOWHERE, as_later, scores
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.refit import fitted
+from headrace_decode.bounded.scores import NOWHERE, as_later, with_gate
 from headrace_decode.sparse.offline.calibrate import Model
 from headrace_engine.rope import Rope
 
@@ -61,7 +61,7 @@ class Streamed:
     """A context that was streamed.
 
     Attributes:
-        keys, values: fp32 [layers, n, kv_heads, head_dim], values as they are held.
+        keys, values: fp32 [layers, n, kv_heads, head_dim], as they are held.
         kept: bool [layers, kv_heads, n], what is held in the end.
         most: (layer, head, token) that were held at once, at most.
     """
@@ -119,13 +119,13 @@ class Streamed:
                     told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
                     here, there = told[layer, :, whole], keys[whole].transpose(0, 1)
                     asked.append(as_later(newest[layer], rope))
-                    found.append(scores(here, asked[-1], there, model.dim**-0.5))
+                    found.append(with_gate(here, asked[-1], there, model.dim**-0.5))
                 stays = keep_units(torch.stack(found), units(last), unit_tokens)
                 for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
                     k, v = (one[whole].transpose(0, 1) for one in (keys, values))
                     there, scale = kept[layer, :, whole], model.dim**-0.5
-                    changed = fitted(k, v, stays[layer], asked[layer], scale, there)
-                    values[whole] = changed.transpose(0, 1)
+                    k, v = fitted(k, v, stays[layer], asked[layer], scale, there)
+                    keys[whole], values[whole] = k.transpose(0, 1), v.transpose(0, 1)
                 kept[..., whole] = stays
                 told[..., whole].masked_fill_(~stays, NOWHERE)
                 chosen = due * BLOCK_TOKENS
