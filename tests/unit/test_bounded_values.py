@@ -148,6 +148,7 @@ def test_where_all_is_kept_or_nothing_is_asked_keys_stay() -> None:
     assert not move(keys, torch.arange(20), queries).any()
     assert not move(keys, torch.arange(9), queries[:0]).any()
     assert not move(keys, torch.arange(0), queries).any()
+    assert not move(keys, torch.arange(9), torch.zeros_like(queries)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

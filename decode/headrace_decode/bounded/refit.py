@@ -54,13 +54,14 @@ def refitted(
         raise ValueError(f"{len(kept)} tokens and a ridge of {ridge}: both are above 0")
     if len(kept) == len(keys) or not len(queries):
         return values[kept]
-    return values[kept] + _change(queries @ keys.T, values, kept, ridge)
+    logits = queries @ keys.T
+    whole, weights = logits.softmax(-1), logits[:, kept].softmax(-1)
+    return values[kept] + _change(whole, weights, values, kept, ridge)
 
 
-def _change(logits: Tensor, values: Tensor, kept: Tensor, ridge: float) -> Tensor:
-    """D, for logits [rows, tokens] of all tokens."""
-    weights = logits[:, kept].softmax(-1)
-    missing = logits.softmax(-1) @ values - weights @ values[kept]
+def _change(whole: Tensor, weights: Tensor, values: Tensor, kept: Tensor, ridge: float) -> Tensor:
+    """D, for A [rows, tokens] and A_S [rows, k]."""
+    missing = whole @ values - weights @ values[kept]
     rows, count = weights.shape
     # The smaller of the two forms of the same solution.
     small = weights.T @ weights if count <= rows else weights @ weights.T
@@ -76,15 +77,24 @@ def move(keys: Tensor, kept: Tensor, queries: Tensor, ridge: float = KEY_RIDGE) 
     `refitted`."""
     if not len(kept) or len(kept) == len(keys) or not len(queries):
         return keys.new_zeros(keys.shape[1])
-    return _move(queries @ keys.T, kept, queries, ridge)
+    logits = queries @ keys.T
+    (_, whole), (_, part) = _attention(logits), _attention(logits[:, kept])
+    return _move(whole - part, queries, ridge)
 
 
-def _move(logits: Tensor, kept: Tensor, queries: Tensor, ridge: float) -> Tensor:
-    missing = logits.logsumexp(-1) - logits[:, kept].logsumexp(-1)
+def _move(missing: Tensor, queries: Tensor, ridge: float) -> Tensor:
+    """u, for m [rows]."""
     asked = queries.double()
     square = asked.T @ asked
-    square.diagonal().add_(ridge * square.diagonal().mean())
+    square.diagonal().add_(ridge * square.diagonal().mean() + torch.finfo(square.dtype).tiny)
     return torch.linalg.solve(square, asked.T @ missing.double()).to(queries.dtype)
+
+
+def _attention(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [rows, tokens], and the logarithm of what they were divided by, [rows]."""
+    weights = logits.softmax(-1)
+    most, at = weights.max(-1)
+    return weights, logits.gather(-1, at[:, None])[:, 0] - most.log()
 
 
 def some(asked: Tensor) -> Tensor:
@@ -119,6 +129,8 @@ def fitted(
             continue
         k, v, q = keys[head, here].float(), values[head, here].float(), queries.flatten(0, 1)
         logits = q @ k.T
-        moved[head, kept[head]] = (k[at] + _move(logits, at, q, KEY_RIDGE)).to(keys.dtype)
-        changed[head, kept[head]] = (v[at] + _change(logits, v, at, RIDGE)).to(values.dtype)
+        (whole, sums), (weights, part) = _attention(logits), _attention(logits[:, at])
+        moved[head, kept[head]] = (k[at] + _move(sums - part, q, KEY_RIDGE)).to(keys.dtype)
+        change = _change(whole, weights, v, at, RIDGE)
+        changed[head, kept[head]] = (v[at] + change).to(values.dtype)
     return moved, changed

@@ -53,7 +53,7 @@ from headrace_decode.sparse.layout import Layout
 from headrace_decode.sparse.offload.sizes import footprint
 from headrace_decode.sparse.summaries import RANK_BESIDE
 
-BOUNDED_KL = {0.5: 0.0003, 0.25: 0.0075, 0.12: 0.058}
+BOUNDED_KL = {0.5: 0.0004, 0.25: 0.0054, 0.12: 0.037}
 """Mean KL of a token in nats by share, as an engine keeps contexts that it reads again:
 SmolLM2-135M, six contexts of 3,000 tokens (docs/bounded.md, `python -m benchmarks.longcontext`)."""
 BLOCK_TOKENS = 128
