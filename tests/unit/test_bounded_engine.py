@@ -21,12 +21,13 @@ from headrace_decode.bounded.engine.course import (
     Course,
 )
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow, DroppedStep
-from headrace_decode.bounded.engine.following import Drop, Following, Told
+from headrace_decode.bounded.engine.following import Drop, Fit, Following, Told
 from headrace_decode.bounded.engine.pace import LEAST, LONGER, Pace
 from headrace_decode.bounded.engine.reading import Again, Reading, counting
 from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.refit import fitted
 from headrace_decode.bounded.scores import BEHIND_TOKENS, LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.engine._vllm_compat import attention, schedule
 from headrace_decode.sparse.engine.keys import LayerKeys
@@ -173,6 +174,35 @@ def test_scores_are_those_of_all_rows_in_whatever_parts_they_came() -> None:
     assert torch.allclose(whole.scores()[1, 0], kinds.sqrt(), atol=1e-5)
 
 
+def test_layers_are_fitted_to_every_fourth_of_the_contexts_last_rows_some_in_each_step() -> None:
+    cells, n = cells_of(4), 2 * BLOCK
+    keys, values = fill(cells, [3, 1], n)
+    again = Again("x", n, n - EARLIER_TOKENS, n + 10)
+    queries = torch.randn(EARLIER_TOKENS + 40, HEADS, DIM, generator=rng(5))
+    facts = units_of([3, 1]), cells, SCALE, ROPE
+    whole, parts = (Reading(again, *facts) for _ in range(2))
+    for reading, steps in ((whole, [len(queries)]), (parts, [17, 60, 1, 42, 176])):
+        at = 0
+        for count in steps:
+            one = counting(again, reading, 0, n - EARLIER_TOKENS + at, count)
+            for layer in range(LAYERS):
+                if one is not None:
+                    one.see(layer, queries[at : at + count])
+            reading.score(2)
+            at += count
+    for layers in (1, 0, LAYERS):
+        parts.fit(IN_BLOCK, layers)
+    stays, found = parts.kept(IN_BLOCK)
+    assert int(stays.sum()) == IN_BLOCK * UNIT and len(found) == LAYERS
+    last = torch.arange(0, EARLIER_TOKENS, 4)
+    asked = ROPE.shift(queries[last], n + last % BEHIND_TOKENS - (n - EARLIER_TOKENS + last))
+    wanted = [fitted(*each, asked, SCALE) for each in zip(keys, values, stays, strict=True)]
+    for kept in (found, whole.kept(IN_BLOCK)[1]):
+        for layer, heads in enumerate(kept):
+            for mine, its in zip(heads, wanted[layer], strict=True):
+                assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(mine, its, strict=True))
+
+
 def attended(keys: Tensor, values: Tensor, query: Tensor) -> Tensor:
     """[dim] of one head."""
     return (query * SCALE @ keys.T).softmax(-1) @ values
@@ -199,8 +229,11 @@ def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int, 
         scores[0] *= 5  # the first layer keeps more than a block has room for in one
         units = units_of(blocks)
         kept = keep_units(scores, IN_BLOCK, UNIT)
-        whole = (cells.read(layer, units[: context * PER]) for layer in range(LAYERS))
-        held = Dropped.of(tokens, kept, whole, cells.of_blocks(slots), cells)
+        layers = (
+            [(k[:tokens][at], v[:tokens][at]) for k, v, at in zip(*heads, strict=True)]
+            for heads in zip(keys, values, kept, strict=True)
+        )
+        held = Dropped.of(tokens, kept, layers, cells.of_blocks(slots), cells)
         assert held.counts.tolist() == (kept.sum(-1) // UNIT).tolist()
         for name in {*blocks[:context]} - {*slots}:  # others write there
             cells.write(cells.of_blocks([name]), *torch.full((2, IN_BLOCK * UNIT, DIM), 1e4))
@@ -244,7 +277,10 @@ def test_a_request_is_followed_from_its_reading_to_its_end() -> None:
     assert not dropped and len(read) == 1 and "x" not in following
     for layer in range(LAYERS):
         following.see(read, layer, torch.randn(41, HEADS, DIM, generator=rng(3)))
-    following.step_begins({"x-again-1"}, (), Told(drops={"x": Drop(n, [7])}))
+    following.step_begins({"x-again-1"}, (), Told(fits={"x": Fit(1, 1)}))
+    assert "x" not in following
+    following.step_begins((), {"y"}, Told(fits={"y": Fit(1, 1)}))  # it was preempted meanwhile
+    following.step_begins((), (), Told(drops={"x": Drop(n, [7])}))
     assert "x" in following and following.dropped == 1
     lengths = np.array([n + 1, 9])
     rows = [BatchRow("x", None, n), BatchRow("other", None, 1)]
@@ -363,7 +399,7 @@ def test_parts_of_one_course_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 256, 300])
-def test_all_layers_are_scored_behind_the_last_part_and_no_more(rows: int) -> None:
+def test_all_layers_are_scored_behind_the_last_part_and_then_fitted_and_no_more(rows: int) -> None:
     one = course(4000)
     assert 1 <= one.score(rows, reading=True) <= 2 * LAYERS
     while not one.all_read:
@@ -373,8 +409,12 @@ def test_all_layers_are_scored_behind_the_last_part_and_no_more(rows: int) -> No
     while not one.all_scored:
         scored += one.score(rows, reading=False)
     assert scored == LAYERS and one.score(rows, reading=False) == 0
+    layers = 0
+    while not one.all_fitted:
+        layers += one.fit(rows)
+    assert layers == LAYERS and one.fit(rows) == 0
     one.start_over()
-    assert not one.all_scored
+    assert not one.all_scored and not one.all_fitted
 
 
 def test_rows_settle_where_a_step_takes_as_much_longer_as_it_may() -> None:

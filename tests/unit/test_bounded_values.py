@@ -161,26 +161,24 @@ def test_all_heads_of_a_layer_are_fitted_to_some_of_the_rows(dtype: torch.dtype)
     there[0] = True
     nothing = ~there[..., None]
     both = keys.masked_fill(nothing, torch.nan), values.masked_fill(nothing, torch.nan)
-    moved, changed = fitted(*both, kept, asked, 0.5, there)
-    assert moved.dtype == changed.dtype == dtype
-    for head in range(heads):
+    found = fitted(*both, kept, asked, 0.5, there)
+    for head, (moved, changed) in enumerate(found):
+        assert moved.dtype == changed.dtype == dtype
         k, v = keys[head, there[head]].float(), values[head, there[head]].float()
         at = kept[head, there[head]].nonzero()[:, 0]
         mine = asked[::3, group * head : group * (head + 1)].flatten(0, 1) * 0.5
-        assert torch.equal(changed[head, kept[head]], refitted(k, v, at, mine).to(dtype))
-        assert torch.equal(moved[head, kept[head]], (k[at] + move(k, at, mine)).to(dtype))
-        left = there[head] & ~kept[head]
-        assert torch.equal(changed[head, left], values[head, left])
-        assert torch.equal(moved[head, left], keys[head, left])
-    for mine, its in zip(fitted(keys, values, kept, asked, 0.5), (moved, changed), strict=True):
-        assert torch.equal(mine[0], its[0])
+        assert torch.equal(changed, refitted(k, v, at, mine).to(dtype))
+        assert torch.equal(moved, (k[at] + move(k, at, mine)).to(dtype))
+    everywhere = fitted(keys, values, kept, asked, 0.5)
+    assert all(torch.equal(*pair) for pair in zip(everywhere[0], found[0], strict=True))
 
 
 def test_a_head_that_keeps_all_or_nothing_stays_as_it_is() -> None:
     keys, values = torch.randn(2, 2, 40, DIM, generator=rng(8))
     kept = torch.stack([torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.bool)])
-    moved, changed = fitted(keys, values, kept, torch.randn(64, 2, DIM, generator=rng(9)), 0.5)
-    assert torch.equal(moved, keys) and torch.equal(changed, values)
+    whole, none = fitted(keys, values, kept, torch.randn(64, 2, DIM, generator=rng(9)), 0.5)
+    assert torch.equal(whole[0], keys[0]) and torch.equal(whole[1], values[0])
+    assert not len(none[0]) and not len(none[1])
 
 
 @pytest.mark.parametrize(("count", "ridge"), [(0, 1.0), (3, 0.0)])

@@ -102,6 +102,10 @@ def some(asked: Tensor) -> Tensor:
     return asked[:: max(1, len(asked) // FITTED_ROWS)]
 
 
+Kept = list[tuple[Tensor, Tensor]]
+"""By KV head: K and V of what it keeps, each [k, head_dim]."""
+
+
 def fitted(
     keys: Tensor,
     values: Tensor,
@@ -109,9 +113,8 @@ def fitted(
     asked: Tensor,
     scale: float,
     there: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Both fits for all heads of a layer, as engines do them: keys and values, of which those of
-    kept tokens are changed.
+) -> Kept:
+    """Both fits for all heads of a layer, as engines do them; in the dtype of the keys.
 
     Args:
         keys, values: [kv_heads, places, head_dim], of one float dtype, keys rotated.
@@ -121,16 +124,17 @@ def fitted(
         scale: of the logits.
         there: bool [kv_heads, places], where there is a token; None: everywhere.
     """
-    moved, changed = keys.clone(), values.clone()
+    found: Kept = []
     for head, queries in enumerate((some(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)):
         here = torch.ones_like(kept[head]) if there is None else there[head]
         at = kept[head, here].nonzero()[:, 0]
         if not len(at) or len(at) == int(here.sum()):
+            found.append((keys[head, kept[head]], values[head, kept[head]]))
             continue
         k, v, q = keys[head, here].float(), values[head, here].float(), queries.flatten(0, 1)
         logits = q @ k.T
         (whole, sums), (weights, part) = _attention(logits), _attention(logits[:, at])
-        moved[head, kept[head]] = (k[at] + _move(sums - part, q, KEY_RIDGE)).to(keys.dtype)
-        change = _change(whole, weights, v, at, RIDGE)
-        changed[head, kept[head]] = (v[at] + change).to(values.dtype)
-    return moved, changed
+        moved = k[at] + _move(sums - part, q, KEY_RIDGE)
+        changed = v[at] + _change(whole, weights, v, at, RIDGE)
+        found.append((moved.to(keys.dtype), changed.to(values.dtype)))
+    return found

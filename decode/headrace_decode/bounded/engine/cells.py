@@ -34,6 +34,8 @@ class Cells:
             raise ValueError(why)
         self.layers, self.block_units = list(layers), block_units
         self.kv_heads, self.unit_tokens = layers[0].kv_heads, layers[0].unit_tokens
+        self.in_block = len(layers) * block_units * self.kv_heads
+        """Cells of a block of the scheduler."""
         self._units = layers[0].blocks
         shape = len(layers) * self._units * self.kv_heads, 1, *first.shape[2:]
         size = first.shape[2] * first.shape[3]

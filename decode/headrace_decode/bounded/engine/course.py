@@ -1,11 +1,11 @@
 """Decides when a bounded request reads its context again, in which parts, and when it may drop; and
 of one whose context is streamed, when it chooses what it holds.
 
-    prompt computed -> part by part, each a request of its own -> the rest is scored -> as soon as
-    there is room: drop
+    prompt computed -> part by part, each a request of its own -> the rest is scored -> what will
+    stay is fitted -> as soon as there is room: drop
 
-Queries of a part are scored while the next part is read, one layer after the other, so that no step
-has much of it.
+Queries of a part are scored while the next part is read, one layer after the other, and layers are
+fitted one after the other, so that no step has much of it.
 
 What is dropped are whole blocks of the prompt. The rest of it, and the answer, stay as they are.
 
@@ -91,7 +91,7 @@ class Course:
         self._at = 0
         self.reader = ""
         """Name of the part that was begun last."""
-        self._unscored = layers
+        self._unscored = self._unfitted = layers
         self.dropped = False
 
     @property
@@ -114,11 +114,25 @@ class Course:
             rows: that read again in this step or, if none does any more, might have.
             reading: whether a part is being read.
         """
-        layers = math.ceil(self._layers * rows / PART_TOKENS)
+        layers = self._layers_beside(rows)
         if self.all_read and not reading:
             layers = min(layers, self._unscored)
             self._unscored -= layers
         return layers
+
+    @property
+    def all_fitted(self) -> bool:
+        return self._unfitted == 0
+
+    def fit(self, rows: int) -> int:
+        """Layers to fit in a step, once all are scored; `rows` that might have read again in it."""
+        layers = min(self._layers_beside(rows), self._unfitted)
+        self._unfitted -= layers
+        return layers
+
+    def _layers_beside(self, rows: int) -> int:
+        """To score a layer, or to fit it, takes about as long as scoring it for a part."""
+        return math.ceil(self._layers * rows / PART_TOKENS)
 
     def next_part(self) -> Part:
         """The part that follows those before."""
@@ -132,7 +146,8 @@ class Course:
 
     def start_over(self) -> None:
         """Its KV is gone."""
-        self._at, self._unscored, self.dropped = 0, self._layers, False
+        self._at, self._unscored, self._unfitted = 0, self._layers, self._layers
+        self.dropped = False
 
 
 class Stream:

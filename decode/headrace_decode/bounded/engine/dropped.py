@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.refit import Kept
 from headrace_decode.sparse.engine.attention import Kernel
 from headrace_decode.sparse.engine.keys import Ids
-
-KV = tuple[Tensor, Tensor]
-"""K and V, each [kv_heads, places, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Dropped:
 
     @classmethod
     def of(
-        cls, tokens: int, kept: Tensor, layers: Iterable[KV], room: Ids, cells: Cells
+        cls, tokens: int, kept: Tensor, layers: Iterable[Kept], room: Ids, cells: Cells
     ) -> Dropped:
         """Copy what stays of a context to cells.
 
@@ -53,17 +51,17 @@ class Dropped:
         Args:
             tokens: of the context, whole blocks.
             kept: bool [layers, kv_heads, places], whole units of each head.
-            layers: K and V at these places, by layer.
+            layers: what heads keep, by layer.
             room: cells to copy to, as many as units stay, or more.
         """
         counts = kept.sum(-1).numpy() // cells.unit_tokens
         table, at = np.zeros((*counts.shape, int(counts.max())), np.int32), 0
         copies: list[tuple[Ids, Tensor, Tensor]] = []
-        for layer, (keys, values) in enumerate(layers):
-            for head, stays in enumerate(kept[layer]):
+        for layer, heads in enumerate(layers):
+            for head, both in enumerate(heads):
                 count = int(counts[layer, head])
                 mine = room[at : at + count]
-                copies.append((mine, keys[head, stays], values[head, stays]))
+                copies.append((mine, *both))
                 table[layer, head, :count] = mine
                 at += count
         for copy in copies:

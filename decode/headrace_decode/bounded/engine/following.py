@@ -6,7 +6,6 @@ request holds then is copied at the begin of that step, before anything is writt
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow
 from headrace_decode.bounded.engine.reading import Again, Reading, ReadRow, counting
 from headrace_decode.bounded.engine.streaming import Held, StreamedRow, Streaming
 from headrace_decode.bounded.gate import Gate
-from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
@@ -47,6 +45,17 @@ class Drop(NamedTuple):
     remembered: int | None = None
 
 
+class Fit(NamedTuple):
+    """What is done ahead of a `Drop`.
+
+    Attributes:
+        blocks: that the context will be kept in. layers: that are fitted in this step.
+    """
+
+    blocks: int
+    layers: int
+
+
 @dataclass
 class Told:
     """What the scheduler says with a step.
@@ -55,6 +64,7 @@ class Told:
         again: new requests that read a context again.
         streams: new requests whose context is streamed.
         layers: of the context that is read, to be scored with the queries that came so far.
+        fits: by request that was read and scored.
         drops: by request.
         recalls: by request that streams and begins in this step: the number of what it begins with.
         forgotten: numbers.
@@ -63,6 +73,7 @@ class Told:
     again: dict[str, Again] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
     layers: int = 0
+    fits: dict[str, Fit] = field(default_factory=dict)
     drops: dict[str, Drop] = field(default_factory=dict)
     recalls: dict[str, int] = field(default_factory=dict)
     forgotten: set[int] = field(default_factory=set)
@@ -111,11 +122,14 @@ class Following:
             ended, preempted: requests whose blocks it takes away.
 
         Raises:
-            KeyError: a request drops whose context was not read. Its blocks are others' already.
+            KeyError: a request fits or drops whose context was not read. Its blocks are others'.
         """
         for each in self._readings.values():  # one, but for those that are about to end
             each.score(told.layers)
         gone = {*ended, *preempted}
+        for name in told.fits.keys() - gone:
+            fit = told.fits[name]
+            self._readings[name].fit(fit.blocks * self.cells.in_block, fit.layers)
         for name in told.drops.keys() - gone:
             self._drop(name, told.drops[name])
         for name in gone:
@@ -150,10 +164,8 @@ class Following:
                 self._remembered[drop.remembered] = kept
             held = kept.dropped
         else:
-            reading = self._readings.pop(name)
-            stays = keep_units(reading.scores(), len(room), self.cells.unit_tokens)
-            whole = itertools.starmap(reading.fitted, enumerate(stays))
-            held = Dropped.of(drop.tokens, stays, whole, room, self.cells)
+            stays, kept_of = self._readings.pop(name).kept(len(room))
+            held = Dropped.of(drop.tokens, stays, kept_of, room, self.cells)
         self.dropped += name not in self._dropped
         self._dropped[name] = held
         logger.info("%s: KV of %d tokens is kept in %d blocks", name, drop.tokens, len(drop.blocks))

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.engine.dropped import KV
 from headrace_decode.bounded.gate import Gate, at_start
-from headrace_decode.bounded.refit import fitted
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.refit import FITTED_ROWS, Kept, fitted
 from headrace_decode.bounded.scores import Received, pooled, turned_by
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_engine.rope import Rope
@@ -82,8 +82,12 @@ class Reading:
         self._told: dict[int, Tensor] = {}
         self._came: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in cells.layers]
         self._asked: list[list[Tensor]] = [[] for _ in cells.layers]
-        """Earlier rows' queries, turned."""
+        """Queries of every `_step`th of the earlier rows, turned."""
+        self._turned = [0] * len(cells.layers)
+        self._step = max(1, (again.tokens - again.earlier) // FITTED_ROWS)
         self._next = 0
+        self._stays: Tensor | None = None
+        self._kept: list[Kept] = []
 
     def came(self, layer: int, queries: Tensor, turn: Tensor | None) -> None:
         """Keep queries until the layer is scored.
@@ -112,7 +116,9 @@ class Reading:
                 if turn is not None:
                     turned = self._rope.shift(queries.float(), turn)
                     self._earlier[layer].add(turned, keys)
-                    self._asked[layer].append(turned)
+                    first = -self._turned[layer] % self._step
+                    self._asked[layer].append(turned[first :: self._step].clone())
+                    self._turned[layer] += len(turned)
             repeating = [queries for queries, turn in came if turn is None]
             if repeating:
                 self._repeating[layer].add(torch.cat(repeating).float(), keys)
@@ -131,10 +137,23 @@ class Reading:
         told = torch.stack([self._told[layer] for layer in range(len(self._earlier))])
         return torch.hypot(told, earlier)
 
-    def fitted(self, layer: int, kept: Tensor) -> KV:
-        """K and V of one layer, those of kept tokens being what stays: bool [kv_heads, tokens]."""
-        both = self._cells.read(layer, self._units)
-        return fitted(*both, kept, torch.cat(self._asked[layer]), self._scale)
+    def fit(self, units: int, layers: int) -> None:
+        """Choose what stays, if that is not done, and fit so many more layers.
+
+        Args:
+            units: that stay, the same each time.
+        """
+        if self._stays is None:
+            self._stays = keep_units(self.scores(), units, self._cells.unit_tokens)
+        for layer in range(len(self._stays))[len(self._kept) :][:layers]:
+            both, asked = self._cells.read(layer, self._units), torch.cat(self._asked[layer])
+            self._kept.append(fitted(*both, self._stays[layer], asked, self._scale))
+
+    def kept(self, units: int) -> tuple[Tensor, list[Kept]]:
+        """What stays, bool [layers, kv_heads, tokens], and K and V of it by layer; as `fit`."""
+        self.fit(units, len(self._came))
+        assert self._stays is not None
+        return self._stays, self._kept
 
 
 @dataclass(frozen=True)

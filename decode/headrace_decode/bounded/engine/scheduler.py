@@ -17,10 +17,11 @@ from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from headrace_decode.bounded.engine.course import Course, Part
-from headrace_decode.bounded.engine.following import TOLD, Drop, Told
+from headrace_decode.bounded.engine.following import TOLD, Drop, Fit, Told
 from headrace_decode.bounded.engine.pace import Pace
 from headrace_decode.bounded.engine.settings import settings_of
 from headrace_decode.bounded.engine.streams import Streams
+from headrace_decode.bounded.scores import PART_TOKENS
 from headrace_decode.sparse.engine.offload.scheduler import (
     OffloadingTakingUp,
     OffloadingTakingUpAsync,
@@ -86,7 +87,8 @@ class _Bounds:
             self._streams.before(told)
         course = self._go_on(told)
         reading = course is not None and course.reader in self.requests  # type: ignore[attr-defined]
-        paced = reading and not self._others_wait()
+        others = self._others_wait()
+        paced = reading and not others
         if paced:
             self.scheduler_config.long_prefill_token_threshold = self._pace.rows
         try:
@@ -95,7 +97,11 @@ class _Bounds:
             self.scheduler_config.long_prefill_token_threshold = self._chunk
         if self._streams is not None:
             self._streams.behind(told, output)
-        if course is not None:
+        if course is not None and course.all_scored:
+            layers = course.fit(PART_TOKENS if others else self._pace.rows)
+            if layers:
+                told.fits[course.request_id] = Fit(course.kept, layers)
+        elif course is not None:
             rows = output.num_scheduled_tokens.get(course.reader, 0)
             told.layers = course.score(rows or self._pace.rows, reading)
             if paced and rows == self._pace.rows:
@@ -142,8 +148,8 @@ class _Bounds:
         return tokens - (course.blocks - course.kept) * self._offloads.block_size  # type: ignore[attr-defined]
 
     def _go_on(self, told: Told) -> Course | None:
-        """Begin a part, or drop a context that was read and scored; the course that is under way.
-        One context is read at a time."""
+        """Begin a part, or drop a context that was read, scored and fitted. Returns the course that
+        is under way: one context is read at a time."""
         requests: dict[str, Any] = self.requests  # type: ignore[attr-defined]
         manager: Any = self._offloads  # type: ignore[attr-defined]
         first: Course | None = None
@@ -165,7 +171,7 @@ class _Bounds:
             part = first.next_part()
             told.again[part.name] = part.again
             self._read(request, part, manager.block_size)
-        elif first.all_scored and manager.may_drop(first.request_id, first.kept, first.blocks):
+        elif first.all_fitted and manager.may_drop(first.request_id, first.kept, first.blocks):
             kept = manager.drop(first.request_id, first.kept, first.blocks)
             told.drops[first.request_id] = Drop(first.blocks * manager.block_size, kept)
             first.dropped = True

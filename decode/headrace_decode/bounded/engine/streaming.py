@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS
-from headrace_decode.bounded.engine.dropped import KV, Dropped
+from headrace_decode.bounded.engine.dropped import Dropped
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.refit import fitted
+from headrace_decode.bounded.refit import Kept, fitted
 from headrace_decode.bounded.scores import NOWHERE, as_later, with_gate
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_engine.rope import Rope
@@ -106,9 +106,8 @@ class Streaming:
             all_told.append(told)
         kept = keep_units(torch.stack(all_scores), len(room), self._cells.unit_tokens)
 
-        def fit(layer: int) -> KV:
-            there = all_told[layer] >= 0
-            both = self._both(layer, units)
+        def fit(layer: int) -> Kept:
+            both, there = self._both(layer, units), all_told[layer] >= 0
             return fitted(*both, kept[layer], asked[layer], self._scale, there)
 
         dropped = Dropped.of(tokens, kept, map(fit, layers), room, self._cells)
@@ -119,8 +118,9 @@ class Streaming:
         self.held = Held(dropped, told)
         return self.held
 
-    def _both(self, layer: int, units: Ids) -> KV:
-        """What is held, a place for each unit of the head that has most, and what is new."""
+    def _both(self, layer: int, units: Ids) -> tuple[Tensor, Tensor]:
+        """K and V, each [kv_heads, places, head_dim], of what is held, a place for each unit of the
+        head that has most, and of what is new."""
         fresh = self._cells.read(layer, units)
         if self.held is None:
             return fresh

@@ -112,11 +112,14 @@ class Computed:
     def fitted(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """K and V as an engine has them that keeps these, bool [layers, kv_heads, n]: fp32
         [layers, n, kv_heads, head_dim] each."""
-        keys, values = (one.transpose(1, 2) for one in (self.keys, self.values))
-        layers, scale = zip(keys, values, kept, self.asked, strict=True), keys.shape[-1] ** -0.5
-        both = zip(*(fitted(*layer, scale) for layer in layers), strict=True)
-        moved, changed = (torch.stack(one).transpose(1, 2) for one in both)
-        return moved, changed
+        keys, values = self.keys.clone(), self.values.clone()
+        for layer, (stays, asked) in enumerate(zip(kept, self.asked, strict=True)):
+            k, v = (one[layer].transpose(0, 1) for one in (self.keys, self.values))
+            of_heads = fitted(k, v, stays, asked, k.shape[-1] ** -0.5)
+            for head, (moved, changed) in enumerate(of_heads):
+                keys[layer, stays[head], head] = moved
+                values[layer, stays[head], head] = changed
+        return keys, values
 
 
 def divergences(

@@ -124,8 +124,10 @@ class Streamed:
                 for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
                     k, v = (one[whole].transpose(0, 1) for one in (keys, values))
                     there, scale = kept[layer, :, whole], model.dim**-0.5
-                    k, v = fitted(k, v, stays[layer], asked[layer], scale, there)
-                    keys[whole], values[whole] = k.transpose(0, 1), v.transpose(0, 1)
+                    of_heads = fitted(k, v, stays[layer], asked[layer], scale, there)
+                    for head, (moved, changed) in enumerate(of_heads):
+                        at = stays[layer, head].nonzero()[:, 0]
+                        keys[at, head], values[at, head] = moved, changed
                 kept[..., whole] = stays
                 told[..., whole].masked_fill_(~stays, NOWHERE)
                 chosen = due * BLOCK_TOKENS
