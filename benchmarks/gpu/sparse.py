@@ -2,7 +2,8 @@
 
 Each arm computes the attention of some layers, one after another, as one CUDA graph; with more KV
 than the card's cache holds, no layer finds its data there. Ours scores all units, chooses, writes
-the tables and attends. Keys are random: the time does not depend on which units are chosen.
+the tables and attends; two more arms are its scores alone, and scores and choice. Keys are random:
+the time does not depend on which units are chosen.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headrace_decode.sparse.engine.counts import chosen_units, units_of
 from headrace_decode.sparse.kernels._vllm_compat import flash_attention, triton_attention
 from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
 from headrace_decode.sparse.kernels.cache import HeadCache
+from headrace_decode.sparse.kernels.choosing import scores, tables
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 4
@@ -78,12 +80,23 @@ def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
         for summaries, cache in zip(made, caches, strict=True):
             attend(summaries, cache, query, step, DIM**-0.5, kernel)
 
-    arms: dict[str, Callable[[], None]] = {}
+    def parts(with_choice: bool) -> None:
+        for summaries, cache in zip(made, caches, strict=True):
+            if with_choice:
+                rest = step.counts, step.chosen, step.newest, cache.heads_apart, DIM**-0.5
+                tables(summaries, query, step.units, *rest, step.most)
+            else:
+                scores(summaries, query, step.units, step.counts, DIM**-0.5)
+
+    functions: dict[str, Callable[[], None]] = {
+        "scores": partial(parts, False),
+        "scores and choice": partial(parts, True),
+    }
     for name, kernel in KERNELS.items():
-        for kind, function in (("dense", dense), ("sparse", sparse)):
-            replay = graph(partial(function, kernel))
-            if replay is not None:
-                arms[f"{kind}, {name}"] = replay
+        functions |= {f"dense, {name}": partial(dense, kernel)}
+        functions |= {f"sparse, {name}": partial(sparse, kernel)}
+    replays = {name: graph(function) for name, function in functions.items()}
+    arms = {name: replay for name, replay in replays.items() if replay is not None}
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(TURNS):
         for name, arm in arms.items():
@@ -119,6 +132,7 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """A table of what was measured."""
     names = [f"{kind}, {name}" for kind in ("dense", "sparse") for name in KERNELS]
+    names += ["scores", "scores and choice"]
     head = ["KV", "rows", "unit", *(f"{name}, ms" for name in names), "best dense / best sparse"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
     for key, one in found.items():
