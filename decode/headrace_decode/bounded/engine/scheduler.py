@@ -87,8 +87,7 @@ class _Bounds:
             self._streams.before(told)
         course = self._go_on(told)
         reading = course is not None and course.reader in self.requests  # type: ignore[attr-defined]
-        others = self._others_wait()
-        paced = reading and not others
+        paced = reading and not self._others_wait()
         if paced:
             self.scheduler_config.long_prefill_token_threshold = self._pace.rows
         try:
@@ -97,10 +96,9 @@ class _Bounds:
             self.scheduler_config.long_prefill_token_threshold = self._chunk
         if self._streams is not None:
             self._streams.behind(told, output)
-        if course is not None and course.all_scored:
-            layers = course.fit(PART_TOKENS if others else self._pace.rows)
-            if layers:
-                told.fits[course.request_id] = Fit(course.kept, layers)
+        if course is not None and course.all_scored and not course.all_fitted:
+            rows = PART_TOKENS if self._others_wait() else self._pace.rows
+            told.fits[course.request_id] = Fit(course.kept, course.fit(rows))
         elif course is not None:
             rows = output.num_scheduled_tokens.get(course.reader, 0)
             told.layers = course.score(rows or self._pace.rows, reading)
