@@ -18,7 +18,7 @@ from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.geometry import PAGE_BYTES
 from headrace_kvstore.checksum import block_seed, copy, layer_seeds
 from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.scheduler import Load, Save, Work
+from headrace_kvstore.connector.work import Load, Save, Work
 from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.parts import Parts

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
+from headrace_kvstore.connector.scheduler import SchedulerHalf
+from headrace_kvstore.connector.work import Work
 
 B = 16
 

@@ -30,7 +30,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from headrace_engine.store_connector import HeadraceConnector
 from headrace_kvstore.connector.connector import StepMetadata
-from headrace_kvstore.connector.scheduler import Load, Save, Work
+from headrace_kvstore.connector.work import Load, Save, Work
 
 BLOCKS, TOKENS, HEAD_DIM, LATENT = 6, 32, 32, 96
 HASHES = [bytes([n + 1]) * 32 for n in range(BLOCKS)]

@@ -44,6 +44,7 @@ class SparseEngine:
         offload_gib: of host memory. blocks, longest, batch: as of `Engine`.
         runner: as on a card (`as_card`), with this model runner of vLLM's; None: as on a CPU.
         bounded: whether requests may drop KV of their contexts. gated: with a gate, of chance.
+        store: where its KV store's memory is; None: it has none.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SparseEngine:
         runner: str | None = None,
         bounded: bool = False,
         gated: bool = False,
+        store: Path | None = None,
     ) -> None:
         self._folder = TemporaryDirectory()
         self.log = Path(self._folder.name) / "log"
@@ -71,6 +73,7 @@ class SparseEngine:
         options: dict[str, Any] = {"model": model, "sparse": int(sparse), "blocks": blocks}
         options |= {"offload": offload_gib, "longest": longest, "batch": batch}
         options |= {"bounded": 1} if bounded else {}
+        options |= {"store": store} if store is not None else {}
         if runner is not None:
             options["block"] = SparseSettings.unit_tokens
         if calibrated is not None:
@@ -105,12 +108,16 @@ def calibrate(model: Path, tokens: list[int], file: Path) -> None:
 def write_gate(model: Path, file: Path) -> None:
     """Write a gate for a model, of chance."""
     shape = Shape.of(json.loads((model / "config.json").read_text()))
+    told = Measured("tiny", shape, SparseSettings.unit_tokens, {0.25: 0.1})
+    gates.write(file, told, gate_of_chance(shape))
+
+
+def gate_of_chance(shape: Shape) -> Gate:
+    """Of such a model."""
     heads, size, width = (shape.layers, shape.kv_heads), 2 * shape.head_dim, 4
     shapes = (*heads, size, width), (*heads, width), (*heads, width), (*heads, size), heads
     rng = torch.Generator().manual_seed(0)
-    gate = Gate(*(0.1 * torch.randn(each, generator=rng) for each in shapes))
-    unit = SparseSettings.unit_tokens
-    gates.write(file, Measured("tiny", shape, unit, {0.25: 0.1}), gate)
+    return Gate(*(0.1 * torch.randn(each, generator=rng) for each in shapes))
 
 
 class Engine:
@@ -119,6 +126,7 @@ class Engine:
     Args:
         offload_gib: of host memory. blocks: of the cache. longest: tokens of a request.
         batch: tokens of a step. block: tokens of a block.
+        store: as of `SparseEngine`.
     """
 
     def __init__(
@@ -133,8 +141,10 @@ class Engine:
         block: int,
         bounded: int,
         gate: str | None,
+        store: str | None,
     ) -> None:
         from vllm import LLM
+        from vllm.config import KVTransferConfig
 
         from headrace_decode.sparse.engine.bound import BOUND
 
@@ -149,6 +159,14 @@ class Engine:
         if bounded:
             told["scheduler_cls"] = BOUNDING_SCHEDULERS[True]
             told["additional_config"] |= BoundedSettings(calibration=gate).additional_config()
+        if store:
+            told["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="HeadraceConnector",
+                kv_connector_module_path="headrace_engine.store_connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"folder": store, "dram_bytes": 64 << 20, "node": False},
+            )
         self._llm = LLM(
             model,
             dtype="float32",
@@ -318,7 +336,7 @@ class Engine:
         answer, taken, cached = self._bounded_steps(tokens, share, count)
         following.of_step = of_step
         for number, (_, held, _) in enumerate(self._choices):
-            if held is choices[0][1]:
+            if same(held, choices[0][1]):
                 choices = self._choices[:number] + choices
         self._choices = choices
         whole, layers = [*tokens, *answer], self._plain.layers
@@ -415,6 +433,11 @@ class Engine:
         return sum(int(m.value) for m in metrics if m.name == "vllm:num_preemptions")
 
 
+def same(held: Any, other: Any) -> bool:
+    """Whether both are what was held of one context at one time."""
+    return held.tokens == other.tokens and bool((held.counts == other.counts).all())
+
+
 def asked_of(request: dict[str, Any]) -> dict[str, Any] | None:
     """A request's extra arguments. One that `arrives` says that its KV comes as a whole, as from a
     prefill engine."""
@@ -430,12 +453,13 @@ def main() -> None:
     parser.add_argument("--sparse", type=int, default=1)
     parser.add_argument("--calibration")
     parser.add_argument("--gate")
+    parser.add_argument("--store")
     parser.add_argument("--offload", type=float, default=0)
     sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128, "bounded": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    told = [*(getattr(args, name) for name in sizes), args.gate]
+    told = [*(getattr(args, name) for name in sizes), args.gate, args.store]
     serve(lambda: Engine(args.model, bool(args.sparse), args.calibration, args.offload, *told))
 
 

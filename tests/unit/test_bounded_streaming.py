@@ -198,6 +198,7 @@ def test_plain_torch_foresees_what_an_engine_holds(turns: tuple[int, ...]) -> No
                 )
                 if (due := course.due(end, 0)) is None:
                     continue
+                course.dropped = due
                 units = np.arange(chosen // UNIT, due * PER)
                 for layer in range(lm.layers):
                     both = (one[layer][chosen : due * BLOCK] for one in (kv.keys, kv.values))
@@ -322,6 +323,8 @@ def test_a_stream_never_holds_more_than_its_window_and_ends_with_what_it_keeps(
         due = stream.due(computed, preemptions)
         if due is not None:
             assert dropped < due <= stream.blocks and due * BLOCK <= computed
+            assert stream.due(computed, preemptions) == due, "it may be put off"
+            stream.dropped = due
             dropped, slots, freed = due, stream.kept, due
         if computed == prompt:
             break

@@ -15,7 +15,7 @@ from headrace_kvstore._vllm_compat import runs_layer_hooks
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.connector import StepMetadata, StoreConnector
 from headrace_kvstore.connector.load_price import Price, Run
-from headrace_kvstore.connector.scheduler import Load, Work
+from headrace_kvstore.connector.work import Load, Work
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf
 from headrace_kvstore.settings import StoreSettings
 from tests.support.fake_device import FakeDevice, FakeStream

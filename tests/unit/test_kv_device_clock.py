@@ -9,7 +9,7 @@ import pytest
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.pipeline import LayerPipeline
-from headrace_kvstore.connector.scheduler import Load, Shape, Work
+from headrace_kvstore.connector.work import Load, Shape, Work
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.device.clock import PENDING_STEPS, HostClock, StepTimer
 from headrace_kvstore.settings import StoreSettings

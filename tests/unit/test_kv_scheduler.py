@@ -8,16 +8,8 @@ import pytest
 
 from headrace_engine.steptime import StepTime
 from headrace_kvstore.connector.load_price import Price, pairs
-from headrace_kvstore.connector.scheduler import (
-    MAX_SAVES_IN_FLIGHT,
-    Load,
-    Save,
-    SchedulerHalf,
-    Shape,
-    Work,
-    medium_of,
-    step_shape,
-)
+from headrace_kvstore.connector.scheduler import MAX_SAVES_IN_FLIGHT, SchedulerHalf, medium_of
+from headrace_kvstore.connector.work import Load, Save, Shape, Work, step_shape
 from tests.support.kvscheduling import B, Engine, Store, Tiers, hashes, request
 
 
@@ -375,3 +367,42 @@ def test_rows_and_their_drafts_are_no_prompt() -> None:
 def test_a_place_says_its_medium_or_is_in_a_file() -> None:
     assert medium_of(SimpleNamespace(medium="remote")) == "remote"
     assert medium_of("place") == "nvme"
+
+
+def test_blocks_are_saved_and_loaded_under_names_that_are_no_prompts() -> None:
+    store, names = Store(), [b"a", b"b", b"c"]
+    engine = Engine(
+        store,
+        request(4 * B),
+        costs=SimpleNamespace(compute_s=lambda first, end: float(end - first)),
+    )
+    half = engine.half
+    assert half.lacking(names) == [True] * 3
+    half.save([7, 9, 8], names, "technique:x:", 6 * B)
+    assert engine.pool.held == [7, 8, 9] and half.busy
+    [save] = engine.idle().saves.values()
+    assert save == Save([7, 9, 8], names, [b"", b"a", b"b"], [0, 1, 2], "technique:x:", 2.0 * B)
+    half.save([17, 19, 18], names, "", 6 * B)
+    store.held.update(names)
+    half.saved([0, 1])
+    assert engine.pool.held == [] and not half.busy
+    half.save([17, 19, 18], names, "", 6 * B)
+    assert not half.busy, "they are there"
+    half.load("r", [5, 6], names[:2])
+    assert engine.idle().ahead == {"r": Load([5, 6], names[:2])} and store.leased == names[:2]
+
+
+def test_not_too_many_of_them_are_saved_at_once() -> None:
+    engine = Engine(Store(), request(4 * B))
+    many = [b"%d" % n for n in range(MAX_SAVES_IN_FLIGHT)]
+    engine.half.save([*range(len(many))], many, "", B)
+    assert len(engine.pool.held) == len(many)
+    engine.half.save([900], [b"x"], "", B)
+    assert 900 not in engine.pool.held and engine.half.counts["save_busy"] == 1
+
+
+@pytest.mark.parametrize("off", ["load", "save"])
+def test_a_direction_that_is_off_is_off_for_them(off: str) -> None:
+    engine = Engine(Store(held={b"a"}), request(4 * B), **{off: False})
+    engine.half.save([7], [b"b"], "", B)
+    assert engine.half.lacking([b"a"]) == [off == "load"] and engine.half.busy == (off == "load")

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_kvstore.arena.arena import Arena, LockBusyError
 from headrace_kvstore.connector.connector import ArenaIndex
-from headrace_kvstore.connector.scheduler import Load, Shape, Work
+from headrace_kvstore.connector.work import Load, Shape, Work
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
 from tests.support.kvworker import HASHES, LAYER_BYTES, LAYERS, NAMES, Node, save
 

@@ -205,7 +205,7 @@ def test_a_streamed_cache_holds_what_is_kept_and_a_segment_of_one_context(
 ) -> None:
     found = way(plan(FACTS, asked(contexts, at_once, host), bounded_kl=GATED_KL), "streamed")
     kept = math.ceil(found.share * 60)
-    blocks = 1 + kept + 8 + 4 + (at_once - 1) * (kept + 4)
+    blocks = 1 + at_once + kept + 8 + 4 + (at_once - 1) * (kept + 4)  # one describes each
     assert found.sizes.cache == blocks * 128 * FACTS.kv_bytes_per_token and not found.why_not
     # Requests that refuse fit in the cache, or leave for host memory.
     assert (found.sizes.host, bool(found.sizes.beside)) == (host * WHOLE, bool(host))

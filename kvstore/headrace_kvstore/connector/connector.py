@@ -39,7 +39,7 @@ from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.opened import OpenedArena
-from headrace_kvstore.connector.scheduler import ArenaIndex, SchedulerHalf, Work
+from headrace_kvstore.connector.scheduler import ArenaIndex, SchedulerHalf
 from headrace_kvstore.connector.stats import (
     LOSSES,
     LoadTime,
@@ -47,6 +47,7 @@ from headrace_kvstore.connector.stats import (
     StorePromMetrics,
     StoreStats,
 )
+from headrace_kvstore.connector.work import Work
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.device.placing import place_worker
 from headrace_kvstore.layout import BlockLayout
@@ -170,27 +171,27 @@ class StoreConnector(KVConnectorBase_V1):
     # Scheduler half
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._half.bind(gpu_block_pool)
+        self.half.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        self._half.added(request)
+        self.half.added(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tokens = self._half.matched(request, num_computed_tokens)
-        return tokens, bool(tokens) and self._half.loads_ahead(request)
+        tokens = self.half.matched(request, num_computed_tokens)
+        return tokens, bool(tokens) and self.half.loads_ahead(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepMetadata(self._half.step(scheduler_output))
+        return StepMetadata(self.half.step(scheduler_output))
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._half.finished(request, block_ids)
+        self.half.finished(request, block_ids)
         return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -209,13 +210,24 @@ class StoreConnector(KVConnectorBase_V1):
             self._ended[job] = self._ended.get(job, 0) + workers
             if self._ended[job] >= self._workers:
                 del self._ended[job]
-                self._half.saved([job])
+                self.half.saved([job])
 
     def _loaded(self, price: Price, sample: LoadSample) -> None:
         price.loaded(*sample)
         more_s = price.more_s(sample.medium)
         if more_s is not None:
             self._arena.measured(sample.medium, more_s / self._opened.block_bytes)
+
+    @classmethod
+    def exact_half(cls, connector: Any) -> SchedulerHalf | None:
+        """The scheduler half of the store in a scheduler's connector, if it gives back the bytes
+        that it was given.
+
+        Args:
+            connector: vLLM's, or None; the store's may be one of several in it.
+        """
+        found = [c for c in getattr(connector, "_connectors", [connector]) if isinstance(c, cls)]
+        return found[0].half if found and not found[0]._opened.codec.lossy else None
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
@@ -229,7 +241,8 @@ class StoreConnector(KVConnectorBase_V1):
             logger.warning("blocks that were not saved whole keep their room a while: %s", error)
 
     @property
-    def _half(self) -> SchedulerHalf:
+    def half(self) -> SchedulerHalf:
+        """The scheduler half, in a scheduler."""
         assert self._scheduler is not None, "a call for the scheduler half"
         return self._scheduler
 
@@ -313,7 +326,7 @@ class StoreConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
-            return None if self._scheduler is None else self._reporter.report(self._half.counts)
+            return None if self._scheduler is None else self._reporter.report(self.half.counts)
         first, counts = self._opened.rank == 0, dict(self._worker.counts)
         if not first:  # the first worker speaks of blocks, the others of what they lost
             counts = {event: n for event, n in counts.items() if event in LOSSES}

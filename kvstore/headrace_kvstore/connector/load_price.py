@@ -55,7 +55,7 @@ class StepTime(Protocol):
     def observe(
         self, prompt: float, rows: float, draft: float, context: float, pairs: float, seconds: float
     ) -> bool:
-        """Learn one step (`scheduler.Shape`)."""
+        """Learn one step (`work.Shape`)."""
         ...
 
     def added_s(self, prompt: float, pairs: float) -> float:
@@ -102,7 +102,7 @@ class Price:
     def computed(
         self, prompt: int, rows: int, draft: int, context: int, pairs: int, seconds: float
     ) -> None:
-        """A step computed so much (`scheduler.Shape`); seconds without any waiting for KV."""
+        """A step computed so much (`work.Shape`); seconds without any waiting for KV."""
         self._step.observe(prompt, rows, draft, context, pairs, seconds)
 
     def loaded(self, medium: str, blocks: int, seconds: float) -> None:

@@ -18,6 +18,9 @@ request holds its own. Nothing else waits for a copy: requests finish, are preem
 they would without a store.
 
 Blocks of a request whose salt is marked (`headrace_kvstore.salts`) are neither loaded nor saved.
+
+An engine's scheduler may also have blocks saved and loaded that are no prompt's, under names that
+it makes itself (`lacking`, `load`, `save`).
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.load_price import Price, Run, pairs
+from headrace_kvstore.connector.load_price import Price, Run
 from headrace_kvstore.connector.node_tiers import NodeTiers
+from headrace_kvstore.connector.work import Load, Save, Work, step_shape
 from headrace_kvstore.salts import is_marked
 
 logger = logging.getLogger("headrace.kvstore")
@@ -64,70 +68,6 @@ class ArenaIndex:
         """Keep blocks from eviction while they are loaded. Where they are gone, or the lock is
         held, checksums tell what is read without a lease."""
         self._arena.lease(self._row, hashes, self._lease_s, self._workers)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Blocks to copy from the store into the engine's cache, by block id and block hash.
-
-    Attributes:
-        places: where slower tiers hold those that may not be in DRAM, by hash.
-        limits_s: of each request that loads from there, how long that may take.
-    """
-
-    blocks: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
-    places: dict[bytes, Any] = field(default_factory=dict)
-    limits_s: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Blocks of one request to copy into the store, and where they stand for the eviction policy.
-
-    Attributes:
-        blocks: block ids in the engine's cache.
-        hashes: their block hashes.
-        parents: the hash of the block before each; empty for a root.
-        depths: how many blocks stand before each.
-        tenant: the request's cache salt.
-        compute_s: predicted seconds to compute each; 0 before anything was measured.
-    """
-
-    blocks: list[int]
-    hashes: list[bytes]
-    parents: list[bytes]
-    depths: list[int]
-    tenant: str = ""
-    compute_s: list[float] | float = 0.0
-
-
-class Shape(NamedTuple):
-    """What a step computes.
-
-    Attributes:
-        prompt: prompt tokens.
-        rows: requests that decode, one token each. draft: draft tokens.
-        context: tokens of all rows.
-        pairs: sum over the prompt tokens of the tokens that each attends to.
-    """
-
-    prompt: int
-    rows: int
-    draft: int
-    context: int
-    pairs: int
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the worker half does in one step: `load` for the step itself, `ahead` by request for a
-    later one, `saves` by job number; `shape` of a step that computes prompts."""
-
-    load: Load = field(default_factory=Load)
-    ahead: dict[str, Load] = field(default_factory=dict)
-    saves: dict[int, Save] = field(default_factory=dict)
-    shape: Shape | None = None
 
 
 @dataclass(slots=True)
@@ -433,16 +373,47 @@ class SchedulerHalf:
         ]
         if not places:
             return
-        costs, size = self._costs, self._block_tokens
-        compute_s = [(costs and costs.compute_s(i * size, (i + 1) * size)) or 0.0 for i in places]
-        save = Save(
-            blocks=[known.blocks[i] for i in places],
-            hashes=[names[i - first] for i in places],
-            parents=[bytes(hashes[i - 1]) if i else b"" for i in places],
-            depths=places,
-            tenant=request.cache_salt or "",
-            compute_s=compute_s,
+        size = self._block_tokens
+        self._queue(
+            Save(
+                blocks=[known.blocks[i] for i in places],
+                hashes=[names[i - first] for i in places],
+                parents=[bytes(hashes[i - 1]) if i else b"" for i in places],
+                depths=places,
+                tenant=request.cache_salt or "",
+                compute_s=[self._compute_s(i * size, (i + 1) * size) for i in places],
+            )
         )
+
+    def lacking(self, names: Sequence[bytes]) -> list[bool]:
+        """Which blocks DRAM has not; all if nothing is loaded from there."""
+        return self._index.lacking(names) if self._loads else [True] * len(names)
+
+    def load(self, request_id: str, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Copy blocks from DRAM ahead of a request's step; vLLM is told as of its other loads."""
+        self._index.lease(names)
+        self._work.ahead[request_id] = Load(list(blocks), list(names))
+
+    def save(self, blocks: Sequence[int], names: Sequence[bytes], salt: str, tokens: int) -> None:
+        """Copy blocks to DRAM as soon as the next step is computed, unless they are there, or too
+        many others are being copied.
+
+        Args:
+            salt: of their request. tokens: of a prompt, that would be computed without them.
+        """
+        if not self._saves or self._pool is None or not any(self._index.lacking(names)):
+            return
+        if self._saving and len(self._saving) + len(names) > MAX_SAVES_IN_FLIGHT:
+            self.counts["save_busy"] += len(names)
+            return
+        each_s = self._compute_s(0, tokens) / len(names)
+        parents = [b"", *names[:-1]]
+        self._queue(Save([*blocks], [*names], parents, [*range(len(names))], salt, each_s))
+
+    def _compute_s(self, first: int, end: int) -> float:
+        return (self._costs and self._costs.compute_s(first, end)) or 0.0
+
+    def _queue(self, save: Save) -> None:
         self._pool.touch([self._pool.blocks[block] for block in save.blocks])
         self._saving.update(save.hashes)
         self._held[self._next_job] = save
@@ -457,19 +428,3 @@ def _is_apart(request: Any) -> bool:
 def medium_of(place: Any) -> str:
     """Which tier a place is in: what it says itself, else the node's files."""
     return str(getattr(place, "medium", "nvme"))
-
-
-def step_shape(output: Any) -> Shape:
-    """Of the step in vLLM's SchedulerOutput. A prompt's only missing token counts as a row."""
-    cached = output.scheduled_cached_reqs
-    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    prompt = rows = draft = context = attended = 0
-    for name, tokens in output.num_scheduled_tokens.items():
-        drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
-        start = before.get(name, 0)
-        if tokens - drafted > 1:
-            prompt, attended = prompt + tokens, attended + pairs(start, start + tokens)
-        else:
-            rows, draft, context = rows + 1, draft + drafted, context + start + 1
-    return Shape(prompt, rows, draft, context, attended)

@@ -31,7 +31,7 @@ from headrace_kvstore.arena.writers import Writer
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline, ThisThread, Threads
-from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
+from headrace_kvstore.connector.work import Load, Save, Shape, Work
 from headrace_kvstore.device.clock import StepTimer
 from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
@@ -49,7 +49,7 @@ Seeds = Callable[[Sequence[bytes]], np.ndarray]
 
 
 class StepSample(NamedTuple):
-    """What a step that computed prompts took, waits for KV left out; as `scheduler.Shape`."""
+    """What a step that computed prompts took, waits for KV left out; as `work.Shape`."""
 
     prompt: int
     rows: int

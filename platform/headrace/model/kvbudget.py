@@ -6,15 +6,17 @@ An engine is to answer n requests at once, each of p prompt and a answer tokens.
 |-----------|---------------------------------------------------------|--------------|-------------|
 | all       | n * whole                                               |              |             |
 | bounded   | whole + reading + (n - 1) * (kept + tail)               |              |             |
-| streamed  | kept + segment + step + (n - 1) * (kept + tail)         | see below    | see below   |
+| streamed  | n * described + kept + segment + step                   | see below    | see below   |
+|           | + (n - 1) * (kept + tail)                               |              |             |
 | offloaded | n * (slots + window); if that is whole or more:         | see below    | n * whole   |
 |           | whole + (n - 1) * (slots + window)                      |              |             |
 
 `whole` is p + a in blocks. A bounded context is kept in `kept`, a share of its prompt's whole
 blocks, and `tail`, all tokens behind them. One is there as a whole, and `reading`, what reads it
 again (docs/bounded.md). Where contexts are streamed none is: one is longer by `segment` and `step`
-than what is kept of it. That takes a gate. If the cache then cannot hold `whole`, host memory does,
-for requests that refuse.
+than what is kept of it. That takes a gate. What is kept is described in `described` blocks more,
+for the store (`headrace_decode.bounded.engine.stored`). If the cache then cannot hold `whole`, host
+memory does, for requests that refuse.
 `slots` and `window` are those of `headrace_decode.sparse.offload.sizes`.
 A context that is longer than the cache is computed within the window. One that fits arrives as a
 whole, and leaves when the next one comes.
@@ -46,6 +48,7 @@ from headrace_decode.bounded.engine.course import (
     SEGMENT_TOKENS,
     kept_blocks,
 )
+from headrace_decode.bounded.engine.stored import Layout as Described
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.engine.counts import LEAST_TOKENS, chosen_units
@@ -289,6 +292,8 @@ def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) 
 def _streamed(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -> Sizes:
     whole, cache = _blocks(asked.context_tokens), streamed_blocks(asked, share)
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
+    layout = Described(facts.kv_layers, facts.kv_heads, unit_tokens, BLOCK_TOKENS, block_bytes)
+    cache += asked.contexts * layout.described_in(_kept(asked, share)[0])
     read = asked.contexts * sum(_kept(asked, share)) * block_bytes
     if cache >= whole:
         return Sizes((cache + NULL_BLOCK) * block_bytes, read)

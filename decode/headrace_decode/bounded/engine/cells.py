@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.sparse.engine.keys import Ids, LayerKeys
@@ -41,6 +43,7 @@ class Cells:
         size = first.shape[2] * first.shape[3]
         whole = first.as_strided(shape, (size, size, first.shape[3], 1))
         self._all = LayerKeys(whole)
+        self._bytes = whole.flatten(1).view(torch.uint8)
         self.kernel = self._all.as_kernel()
         """K and V as the attention kernel takes them, a cell a block."""
 
@@ -79,6 +82,16 @@ class Cells:
         """
         shape = len(cells), 1, self.unit_tokens
         self._all.write(cells, keys.unflatten(0, shape), values.unflatten(0, shape))
+
+    def write_bytes(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """Have blocks of the scheduler hold bytes, [n], in place of KV; 0 behind them."""
+        room = self._bytes[torch.from_numpy(self.of_blocks(blocks))].zero_()
+        room.view(-1)[: len(data)] = torch.from_numpy(data)
+        self._bytes[torch.from_numpy(self.of_blocks(blocks))] = room
+
+    def read_bytes(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """What they hold: [n]."""
+        return self._bytes[torch.from_numpy(self.of_blocks(blocks))].view(-1).numpy()
 
 
 def why_apart(caches: Sequence[Tensor]) -> str | None:

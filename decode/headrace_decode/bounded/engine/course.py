@@ -185,7 +185,7 @@ class Stream:
         return self.kept + segment + math.ceil(step_tokens / self._block_tokens)
 
     def due(self, computed_tokens: int, preemptions: int) -> int | None:
-        """First blocks of the context to choose from now; None to go on.
+        """First blocks of the context to choose from now, which are then `dropped`; None to go on.
 
         Args:
             computed_tokens: of the request. preemptions: how often it was preempted.
@@ -197,7 +197,4 @@ class Stream:
         least = math.ceil(SEGMENT_TOKENS / self._block_tokens)
         if not self.dropped:
             least += self.kept
-        if new < (1 if there == self.blocks else least):
-            return None
-        self.dropped = there
-        return there
+        return None if new < (1 if there == self.blocks else least) else there

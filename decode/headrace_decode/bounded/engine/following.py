@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.engine.description import describe, described
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow
 from headrace_decode.bounded.engine.reading import Again, Reading, ReadRow, counting
 from headrace_decode.bounded.engine.streaming import Held, StreamedRow, Streaming
@@ -38,11 +39,25 @@ class Drop(NamedTuple):
         tokens: of the context: all of it, or of one that is streamed, so far.
         blocks: of the scheduler, to keep it in.
         remembered: number of what is held then (`Remembered`); None if it is not.
+        described: how many of the blocks, the first ones, describe the others (`description`).
     """
 
     tokens: int
     blocks: list[int]
     remembered: int | None = None
+    described: int = 0
+
+
+class Came(NamedTuple):
+    """What a request begins with that came from a store.
+
+    Attributes:
+        tokens, blocks, described: as of the `Drop` that another request had.
+    """
+
+    tokens: int
+    blocks: list[int]
+    described: int
 
 
 class Fit(NamedTuple):
@@ -67,6 +82,7 @@ class Told:
         fits: by request that was read and scored.
         drops: by request.
         recalls: by request that streams and begins in this step: the number of what it begins with.
+        came: by such a request, where that is not in the engine's memory of what was held.
         forgotten: numbers.
     """
 
@@ -76,6 +92,7 @@ class Told:
     fits: dict[str, Fit] = field(default_factory=dict)
     drops: dict[str, Drop] = field(default_factory=dict)
     recalls: dict[str, int] = field(default_factory=dict)
+    came: dict[str, Came] = field(default_factory=dict)
     forgotten: set[int] = field(default_factory=set)
 
 
@@ -143,10 +160,12 @@ class Following:
             if again.begins:
                 self._readings.pop(again.request_id, None)
         self._again.update(told.again)
-        anew = told.streams | told.recalls.keys() | (self._streams.keys() & gone)
-        for name in anew - {*ended}:
+        begun = told.recalls.keys() | told.came.keys()
+        for name in (told.streams | begun | (self._streams.keys() & gone)) - {*ended}:
             assert self._gate is not None
             held = self._remembered[told.recalls[name]] if name in told.recalls else None
+            if name in told.came:
+                held = self._opened(told.came[name])
             made = Streaming(self.cells, self._scale, self._rope, self._gate, held)
             self._streams[name] = made
             if held is not None:
@@ -154,12 +173,18 @@ class Following:
         for number in told.forgotten:
             self._remembered.pop(number, None)
 
+    def _opened(self, came: Came) -> Held:
+        description = self.cells.read_bytes(came.blocks[: came.described])
+        return described(description, came.tokens, came.blocks[came.described :], self.cells)
+
     def _drop(self, name: str, drop: Drop) -> None:
-        room = self.cells.of_blocks(drop.blocks)
+        room = self.cells.of_blocks(drop.blocks[drop.described :])
         if (stream := self._streams.get(name)) is not None:
             per = self.cells.unit_tokens
             new = self._units(self._blocks(name))[stream.tokens // per : drop.tokens // per]
             kept = stream.drop(drop.tokens, new, room)
+            if drop.described:
+                self.cells.write_bytes(drop.blocks[: drop.described], describe(kept))
             if drop.remembered is not None:
                 self._remembered[drop.remembered] = kept
             held = kept.dropped

@@ -22,6 +22,11 @@ shorter prompt had: answers erred 1.5 times as much as over a prompt that was co
 stood for 0.6 of it, and 1.1 times at 0.8 (docs/bounded.md)."""
 
 
+def least_of(hashes: Sequence[bytes]) -> int:
+    """First blocks of a prompt, at least, that what it begins with stands for."""
+    return max(1, math.ceil(LEAST_SHARE * len(hashes)))
+
+
 class Kept(NamedTuple):
     """What was remembered once.
 
@@ -63,8 +68,7 @@ class Remembered:
         Args:
             hashes: of the prompt's full blocks. most: of these, that it may be.
         """
-        least = max(1, math.ceil(LEAST_SHARE * len(hashes)))
-        for blocks in range(min(most, len(hashes)), least - 1, -1):
+        for blocks in range(min(most, len(hashes)), least_of(hashes) - 1, -1):
             kept = self._kept.get(hashes[blocks - 1])
             if kept is not None and self._is_there(*kept):
                 return blocks, kept

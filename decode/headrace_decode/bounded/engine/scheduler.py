@@ -46,7 +46,7 @@ class _Bounds:
         manager = self._offloads  # type: ignore[attr-defined]
         self._streams: Streams | None = None
         if settings is not None and settings.calibration is not None and manager is not None:
-            self._streams = Streams(self, manager, settings.stream)
+            self._streams = Streams(self, manager, settings, self._settings.unit_tokens)  # type: ignore[attr-defined]
         self._pace = Pace(1 + self.num_spec_tokens)  # type: ignore[attr-defined]
         # vLLM reads in each step how many tokens of a prompt it may have. This is our copy of that.
         self.scheduler_config: Any = copy.copy(self.scheduler_config)  # type: ignore[has-type]
@@ -107,14 +107,20 @@ class _Bounds:
         setattr(output, TOLD, told)
         return output
 
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """As vLLM's; learns what reading again costs."""
+        if self._streams is not None:
+            self._streams.loaded(model_runner_output.kv_connector_output)
         paced: Any = getattr(scheduler_output, PACED, None)
         if paced is not None:
             alone_s, begun_s = paced
             begun_s = max(begun_s, self._returned_s)  # type: ignore[attr-defined]
             self._pace.saw(self._clock() - begun_s, alone_s)  # type: ignore[attr-defined]
-        return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        return super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output, *args, **kwargs
+        )
 
     def _others_wait(self) -> bool:
         """Whether a request waits, for memory as a rule, or its own prompt is being computed."""

@@ -2,23 +2,29 @@
 
 A request streams (`course.Stream`) where an engine with a gate is told that all do, and where its
 context and answer are longer than the cache. It begins with what an earlier one held of the same
-first tokens, if that is still there (`remembered`). vLLM takes it then for one whose first tokens
-came from elsewhere.
+first tokens, if that is still there (`remembered`), or in the node's store (`arrivals`). vLLM takes
+it then for one whose first tokens came from elsewhere.
 """
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from headrace_decode.bounded.engine.arrivals import Arrivals
+from headrace_decode.bounded.engine.calibration import digest
 from headrace_decode.bounded.engine.course import Stream
 from headrace_decode.bounded.engine.following import Drop, Told
-from headrace_decode.bounded.engine.remembered import Remembered
+from headrace_decode.bounded.engine.remembered import Remembered, least_of
+from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.bounded.engine.stored import Layout
 from headrace_decode.sparse.engine.offload.manager import OffloadManager
 from headrace_decode.sparse.engine.offload.scheduler import CONSIDERED, keep_to_itself
 from headrace_decode.techniques import BOUNDED, share_in
+from headrace_kvstore.connector.connector import StoreConnector
 
 BEGINS = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
@@ -28,11 +34,18 @@ class Streams:
 
     Args:
         scheduler: that offloads. manager: its blocks.
-        all_stream: whether all bounded requests do that free enough.
+        settings: with a gate. unit_tokens: of what heads keep.
     """
 
-    def __init__(self, scheduler: Any, manager: OffloadManager, all_stream: bool) -> None:
-        self._scheduler, self._manager, self._all = scheduler, manager, all_stream
+    def __init__(
+        self, scheduler: Any, manager: OffloadManager, settings: BoundedSettings, unit_tokens: int
+    ) -> None:
+        self._scheduler, self._manager, self._all = scheduler, manager, settings.stream
+        self._layout = Layout.of(scheduler.kv_cache_config, unit_tokens)
+        store = StoreConnector.exact_half(scheduler.connector)
+        assert settings.calibration is not None
+        about = b"" if store is None else self._layout.told + digest(Path(settings.calibration))
+        self._arrivals = Arrivals(manager, store, about)
         self._streams: dict[str, Stream] = {}
         self._hashes: dict[str, list[bytes]] = {}
         """Of their prompts' full blocks."""
@@ -63,8 +76,12 @@ class Streams:
         request.block_hashes, request._block_hasher = [], None
         return True
 
+    def _described(self, stream: Stream) -> int:
+        """Blocks that are to describe what it holds."""
+        return self._layout.described_in(stream.kept) if self._arrivals else 0
+
     def _window(self, stream: Stream) -> int:
-        return stream.window(self._scheduler._step_tokens)
+        return stream.window(self._scheduler._step_tokens) + self._described(stream)
 
     def _stream(self, request: Any) -> Stream | None:
         share, block_tokens = share_in(request.sampling_params, BOUNDED), self._manager.block_size
@@ -73,7 +90,7 @@ class Streams:
         scheduler, usable = self._scheduler, self._manager.block_pool.num_gpu_blocks - 1
         stream = Stream(request.num_prompt_tokens, share, block_tokens)
         behind = scheduler._most_tokens(request) - stream.blocks * block_tokens
-        whole = stream.kept - (-behind // block_tokens)
+        whole = stream.kept + self._described(stream) - (-behind // block_tokens)
         most = max(self._window(stream), whole)
         wanted = self._all or scheduler._too_long(request)
         return stream if wanted and stream.worthwhile and most <= usable else None
@@ -89,24 +106,31 @@ class Streams:
         """A step is about to be scheduled: have requests choose what they hold that are a segment
         longer, or all there, and those that wait first begin with what is remembered."""
         told.streams, self._untold = self._untold, set()
+        size = self._manager.block_size
         for name, stream in list(self._streams.items()):
             request = self._scheduler.requests.get(name)
             if request is None:
                 del self._streams[name], self._hashes[name], self._manager.windows[name]
+                self._arrivals.forget(name)
                 continue
             due = stream.due(request.num_computed_tokens, request.num_preemptions)
-            if due is not None:
-                kept = self._manager.drop(name, stream.kept, due)
-                number = self._remember(name, due)
-                told.drops[name] = Drop(due * self._manager.block_size, kept, number)
+            described = self._described(stream)
+            held = stream.kept + described
+            if due is not None and self._manager.may_drop(name, held, due):
+                stream.dropped = due
+                blocks = self._manager.drop(name, held, due)
+                number = self._remember(name, due, held)
+                told.drops[name] = Drop(due * size, blocks, number, described)
                 told.forgotten |= self._remembered.forget()
+                if least_of(self._hashes[name]) <= due <= len(self._hashes[name]):
+                    self._arrivals.save(name, self._hashes[name][due - 1], due * size)
         self._recall()
 
-    def _remember(self, name: str, blocks: int) -> int | None:
+    def _remember(self, name: str, blocks: int, held: int) -> int | None:
         """Remember what a request holds of so many blocks of its context; the number of that."""
         if len(self._hashes[name]) < blocks:
             return None
-        kept = self._remembered.add(self._hashes[name][blocks - 1], self._streams[name].kept)
+        kept = self._remembered.add(self._hashes[name][blocks - 1], held)
         if kept is None:
             return None
         self._manager.remember(name, kept.number)
@@ -115,7 +139,7 @@ class Streams:
     def _recall(self) -> None:
         scheduler, pool = self._scheduler, self._manager.block_pool
         room = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
-        if not (self._remembered and room):
+        if not ((self._remembered or self._arrivals) and room):
             return
         free, usable = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
         for request in itertools.islice(scheduler.waiting, min(room, CONSIDERED)):
@@ -126,18 +150,30 @@ class Streams:
                 return  # what this one holds may be what one before it lacks
             if window is None or request.num_computed_tokens or request.status not in BEGINS:
                 continue
+            hashes, stream = self._hashes[name], self._streams[name]
             most = (request.num_prompt_tokens - 1) // self._manager.block_size
-            found = self._remembered.longest(self._hashes[name], most)
-            if found is None:
+            blocks, kept = self._remembered.longest(hashes, most) or (0, None)
+            stored = self._arrivals.find(name, hashes, least_of(hashes), most)
+            if stored is not None and stored.blocks <= blocks:
+                stored = None
+            if stored is not None:
+                blocks, held = stored.blocks, len(stored.names)
+            elif kept is not None:
+                held = kept.held
+            else:
                 continue
-            blocks, kept = found
-            more = max(0, kept.held - self._streams[name].kept)  # of a prompt that was longer
-            if more <= free and window + more <= usable:
-                free -= more
-                self._manager.windows[name] = window + more
+            own = stream.kept + self._described(stream)
+            more = max(0, held - own)  # of a prompt that was longer
+            if more > free or window + more > usable:
+                continue
+            free -= more
+            self._manager.windows[name] = window + more
+            if stored is not None:
+                self._arrivals.begin(request, stored, self._layout.described_of(held))
+            elif kept is not None:
                 self._manager.recall(name, *kept, blocks)
-                self._begin_at(request, blocks)
                 self._recalled[name] = kept.number
+            self._begin_at(request, blocks)
 
     def _begin_at(self, request: Any, blocks: int) -> None:
         request.num_computed_tokens = blocks * self._manager.block_size
@@ -145,19 +181,34 @@ class Streams:
 
     def behind(self, told: Told, output: Any) -> None:
         """A step was scheduled: tell what requests begin with. Those that wait on give it back."""
-        for name, number in self._recalled.items():
-            request = self._scheduler.requests[name]
-            if name in output.num_scheduled_tokens:
-                told.recalls[name] = number
-                if request.prefill_stats and not request.num_preemptions:
-                    cached = self._streams[name].dropped * self._manager.block_size
-                    request.prefill_stats.set(request.num_prompt_tokens, cached, 0)
-            else:
-                self._manager.free(name)
-                self._manager.windows[name] = self._window(self._streams[name])
-                self._begin_at(request, 0)
+        for name in [*self._recalled, *self._arrivals.here()]:
+            request, cached = self._scheduler.requests[name], 0
+            if name not in output.num_scheduled_tokens:
+                self._give_back(name)
+                continue
+            tokens = self._streams[name].dropped * self._manager.block_size
+            if name in self._recalled:
+                told.recalls[name], cached = self._recalled[name], tokens
+            elif (came := self._arrivals.pop(name)) is not None:
+                told.came[name] = came
+            if request.prefill_stats and not request.num_preemptions:
+                request.prefill_stats.set(request.num_prompt_tokens, cached, tokens - cached)
         self._recalled = {}
         # The worker does not drop of those that lost their blocks in the same step.
         preempted = told.drops.keys() & (output.preempted_req_ids or set())
         if lost := {told.drops[name].remembered for name in preempted}:
             told.forgotten |= self._remembered.forget(lost)
+        self._arrivals.scheduled(self._scheduler.requests, preempted)
+
+    def loaded(self, output: Any) -> None:
+        """A step is over; its KVConnectorOutput, or None."""
+        for name in self._arrivals.loaded(output):
+            if not self._scheduler.requests[name].is_finished():
+                self._give_back(name)
+
+    def _give_back(self, name: str) -> None:
+        """Have a request that was to begin with something compute all of its prompt."""
+        self._arrivals.pop(name)
+        self._manager.free(name)
+        self._manager.windows[name] = self._window(self._streams[name])
+        self._begin_at(self._scheduler.requests[name], 0)

@@ -112,6 +112,7 @@ class Streamed:
                 due = course.due(int(rows[-1]) + 1, 0)
                 if due is None:
                     continue
+                course.dropped = due
                 new, whole = slice(chosen, due * BLOCK_TOKENS), slice(due * BLOCK_TOKENS)
                 found, asked = list[Tensor](), list[Tensor]()
                 for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):

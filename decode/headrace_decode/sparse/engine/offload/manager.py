@@ -146,6 +146,12 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         """Whether all of so many blocks can be found."""
         return all(block is not None for block in self._found(number, held))
 
+    def stand_in(self, request_id: str, held: int, blocks: int) -> None:
+        """Have a request that waits hold so many blocks, which others fill, in place of its first
+        ones."""
+        self._slots[request_id] = self.block_pool.get_new_blocks(held)
+        self.req_to_blocks[request_id] = [self._null_block] * blocks
+
     def recall(self, request_id: str, number: int, held: int, blocks: int) -> None:
         """Have a request that waits hold these blocks in place of its first ones."""
         found = list(self._found(number, held))
@@ -165,7 +171,8 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
 
     def may_drop(self, request_id: str, kept: int, last: int) -> bool:
         """Whether there are so many blocks, with those that nobody else has of the ones that go."""
-        alone = sum(block.ref_cnt == 1 for block in self.req_to_blocks[request_id][:last])
+        go = [*self.req_to_blocks[request_id][:last], *self._slots.get(request_id, ())]
+        alone = sum(block.ref_cnt == 1 and not block.is_null for block in go)
         return kept <= int(self.block_pool.get_num_free_blocks()) + alone
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:

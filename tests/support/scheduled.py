@@ -1,0 +1,167 @@
+"""vLLM's own scheduler with both halves of the store's connector; nobody computes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode, KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from headrace_engine.store_connector import HeadraceConnector
+from tests.support.tiny import tiny_llama
+
+BLOCKS, BLOCK, UNIT, LAYERS = 40, 128, 32, 2
+SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+NAMES = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+STEP = SimpleNamespace(attn_metadata="a step", cudagraph_runtime_mode=CUDAGraphMode.NONE)
+
+
+class Scheduled:
+    """A scheduler, and a worker whose cache holds random bytes.
+
+    Args:
+        folder: of the arena.
+        blocks: of the cache. scheduler: its class. spec: of a layer. step_tokens: of a step.
+        told: `additional_config`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        blocks: int = BLOCKS,
+        scheduler: Any = Scheduler,
+        spec: Any = SPEC,
+        step_tokens: int = 4096,
+        told: dict[str, Any] | None = None,
+    ) -> None:
+        init_none_hash(sha256_cbor)
+        config = EngineArgs(
+            model=str(tiny_llama()),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=4096,
+            max_num_batched_tokens=step_tokens,
+            num_gpu_blocks_override=blocks,
+            additional_config=told or {},
+            async_scheduling=False,
+            disable_hybrid_kv_cache_manager=True,
+            prefix_caching_hash_algo="sha256_cbor",
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="HeadraceConnector",
+                kv_connector_module_path="headrace_engine.store_connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={
+                    "name": "ahead",
+                    "folder": str(folder),
+                    "dram_bytes": 64 << 20,
+                    "node": False,
+                },
+            ),
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.block_size = BLOCK
+        size = blocks * spec.page_size_bytes
+        cache = KVCacheConfig(
+            blocks,
+            [KVCacheTensor(size, [name], size, spec.page_size_bytes) for name in NAMES],
+            [KVCacheGroupSpec(NAMES, spec)],
+        )
+        register_all_kvcache_specs(config)
+        manager = StructuredOutputManager(config)
+        self.scheduler: Any = scheduler(config, cache, manager, block_size=BLOCK)
+        self.connector: Any = self.scheduler.connector
+        self.worker: Any = HeadraceConnector(config, KVConnectorRole.WORKER, cache)
+        units = torch.randn(LAYERS, blocks * BLOCK // UNIT, 2, UNIT, 128)
+        self.caches = dict(zip(NAMES, units, strict=True))
+        self.worker.register_kv_caches(self.caches)
+        self.steps: list[dict[str, int]] = []
+
+    def step(self) -> None:
+        """Schedule, have the worker do its part, and take in its output."""
+        output = self.scheduler.schedule()
+        self.steps.append(dict(output.num_scheduled_tokens))
+        self.begins(output)
+        worker = self.worker
+        worker.bind_connector_metadata(output.kv_connector_metadata)
+        worker.start_load_kv(STEP)
+        for name in NAMES:
+            worker.wait_for_layer_load(name)
+        _, received = worker.get_finished(set())
+        told = KVConnectorOutput(
+            finished_recving=received,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        names = list(output.num_scheduled_tokens)
+        done = [self.scheduler.requests[n].num_computed_tokens for n in names]
+        wanted = [self.scheduler.requests[n].num_tokens for n in names]
+        sampled = [[30] if a >= b else [] for a, b in zip(done, wanted, strict=True)]
+        places = {name: number for number, name in enumerate(names)}
+        result = ModelRunnerOutput(names, places, sampled, kv_connector_output=told)
+        self.scheduler.update_from_output(output, result)
+
+    def begins(self, output: Any) -> None:
+        """What a worker does with a step's output before anything else."""
+
+    def until(self, condition: Any) -> None:
+        limit = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < limit, "it does not come about"
+            self.step()
+            time.sleep(0.001)
+
+    def add(
+        self, name: str, prompt: int | list[int], answer: int, extra: Any = None, salt: str = ""
+    ) -> Request:
+        """A request with these tokens, or so many."""
+        params = SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra)
+        if isinstance(prompt, int):
+            prompt = [(prompt * 7 + n) % 1000 + 20 for n in range(prompt)]
+        hasher = get_request_block_hasher(BLOCK, sha256_cbor)
+        made = Request(name, prompt, params, None, block_hasher=hasher, cache_salt=salt or None)
+        self.scheduler.add_request(made)
+        return made
+
+    def served(self, name: str, tokens: int) -> list[torch.Tensor]:
+        """Serve a request: its KV is then in the store and not in the engine. Returns that KV."""
+        self.add(name, tokens, 2)
+        self.step()
+        [blocks] = self.scheduler.kv_cache_manager.get_block_ids(name)
+        held = [
+            self.blocks(each)[blocks[: tokens // BLOCK]].clone() for each in self.caches.values()
+        ]
+        self.until(lambda: not self.scheduler.requests and not self.connector.half.busy)
+        assert self.scheduler.reset_prefix_cache()
+        for each in self.caches.values():
+            each.zero_()
+        return held
+
+    @staticmethod
+    def blocks(cache: torch.Tensor) -> torch.Tensor:
+        """A layer's by block of the scheduler."""
+        return cache.unflatten(0, (-1, BLOCK // UNIT))
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.connector.shutdown()
