@@ -4,13 +4,18 @@
 
 SmolLM2 in bfloat16 on one thread, with a file of `headrace calibrate bounded`. A prompt of 4,000
 tokens is answered with 100; a quarter of its KV is kept. The next prompt has all of these and 200
-more tokens. The same prompt under another salt finds nothing of what was held. The cache has room
-for the model's 8,192 tokens.
+more tokens. The same prompt under another salt finds nothing of what was held. Under a third one
+the engine has forgotten what it held, as one that never had it, and finds it in the node's store.
+The cache has room for the model's 8,192 tokens.
 
     first_token_vs_anew     seconds to the first token of the next turn, over those of the same
                             prompt under another salt; median of the conversations
-    first_token.turn_s, first_token.anew_s
-    same_tokens             of an answer of 50, before it differs from the other's; mean
+    stored_vs_anew          the same of one that begins with what the store has
+    first_token.turn_s, first_token.stored_s, first_token.anew_s
+    same_tokens             of an answer of 50, before it differs from that of a prompt that was
+                            computed anew; mean
+    stored_same_tokens      before the answer that begins with what the store has differs from that
+                            which begins with what the engine held
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.longcontext.dropping import BATCH_TOKENS, SHARE, blocks_of
 from benchmarks.sparse.serving import LONGEST, Engine, report, same_first
@@ -31,6 +37,7 @@ def measured(gate: Path | None) -> dict[str, float]:
     """The figures."""
     if gate is None:
         raise SystemExit("--gate FILE is needed: `headrace calibrate bounded --out FILE` makes one")
+    memory = TemporaryDirectory(dir="/dev/shm")
     engine = Engine(
         SparseSettings("off"),
         BoundedSettings(calibration=str(gate), stream=True),
@@ -38,6 +45,17 @@ def measured(gate: Path | None) -> dict[str, float]:
         max_num_batched_tokens=BATCH_TOKENS,
         async_scheduling=False,
         scheduler_cls="headrace_decode.bounded.engine.scheduler.BoundingTakingUp",
+        kv_transfer_config={
+            "kv_connector": "HeadraceConnector",
+            "kv_connector_module_path": "headrace_engine.store_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "folder": memory.name,
+                "dram_bytes": "2GiB",
+                "node": False,
+            },
+        },
     )
 
     def answer(prompt: list[int], count: int, salt: str) -> tuple[list[int], float]:
@@ -50,22 +68,35 @@ def measured(gate: Path | None) -> dict[str, float]:
                 tokens += each.token_ids
         return tokens, first_s
 
-    turns, anew, same = list[float](), list[float](), list[int]()
-    texts = engine.prompts(PROMPT + MORE, CONVERSATIONS + 1)
-    answer(texts.pop(), 2, "warm")
+    seconds: dict[str, list[float]] = {"turn": [], "stored": [], "anew": []}
+    same, stored_same = list[int](), list[int]()
+    *texts, warm, short = engine.prompts(PROMPT + MORE, CONVERSATIONS + 2)
+    answer(warm, 2, "warm")
     for number, text in enumerate(texts):
-        said, _ = answer(text[:PROMPT], ANSWER, f"a{number}")
+        said: list[int] = []
+        for salt in "sa":
+            said, _ = answer(text[:PROMPT], ANSWER, f"{salt}{number}")
+            answer(short[:64], 2, "")  # by then copies to the store have ended
         prompt = [*text[:PROMPT], *said, *text[PROMPT:]]
-        found, turn_s = answer(prompt, NEXT, f"a{number}")
-        other, anew_s = answer(prompt, NEXT, f"b{number}")
-        turns.append(turn_s)
-        anew.append(anew_s)
-        same.append(same_first(found, other))
+        answers = {}
+        for name, salt in {"turn": "a", "stored": "s", "anew": "b"}.items():
+            if name == "stored" and not engine.llm.reset_prefix_cache():
+                raise RuntimeError("the engine does not forget what it held")
+            answers[name], first_s = answer(prompt, NEXT, f"{salt}{number}")
+            answer(short[:64], 2, "")
+            seconds[name].append(first_s)
+        same.append(same_first(answers["turn"], answers["anew"]))
+        stored_same.append(same_first(answers["turn"], answers["stored"]))
+
+    def over_anew(name: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[name], seconds["anew"], strict=True))
+
     return {
-        "first_token_vs_anew": statistics.median(a / b for a, b in zip(turns, anew, strict=True)),
-        "first_token.turn_s": statistics.median(turns),
-        "first_token.anew_s": statistics.median(anew),
+        "first_token_vs_anew": over_anew("turn"),
+        "stored_vs_anew": over_anew("stored"),
+        **{f"first_token.{name}_s": statistics.median(each) for name, each in seconds.items()},
         "same_tokens": statistics.mean(same),
+        "stored_same_tokens": statistics.mean(stored_same),
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
@@ -18,15 +18,27 @@ from headrace_decode.bounded.engine.arrivals import Arrivals
 from headrace_decode.bounded.engine.calibration import digest
 from headrace_decode.bounded.engine.course import Stream
 from headrace_decode.bounded.engine.following import Drop, Told
-from headrace_decode.bounded.engine.remembered import Remembered, least_of
+from headrace_decode.bounded.engine.remembered import Kept, Remembered, least_of
 from headrace_decode.bounded.engine.settings import BoundedSettings
-from headrace_decode.bounded.engine.stored import Layout
+from headrace_decode.bounded.engine.stored import Found, Layout
 from headrace_decode.sparse.engine.offload.manager import OffloadManager
 from headrace_decode.sparse.engine.offload.scheduler import CONSIDERED, keep_to_itself
 from headrace_decode.techniques import BOUNDED, share_in
 from headrace_kvstore.connector.connector import StoreConnector
 
 BEGINS = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+
+
+class _Begin(NamedTuple):
+    """What a request may begin with.
+
+    Attributes:
+        blocks: first ones of its prompt, that it stands for. held: that it takes.
+    """
+
+    blocks: int
+    held: int
+    where: Kept | Found
 
 
 class Streams:
@@ -150,30 +162,35 @@ class Streams:
                 return  # what this one holds may be what one before it lacks
             if window is None or request.num_computed_tokens or request.status not in BEGINS:
                 continue
-            hashes, stream = self._hashes[name], self._streams[name]
-            most = (request.num_prompt_tokens - 1) // self._manager.block_size
-            blocks, kept = self._remembered.longest(hashes, most) or (0, None)
-            stored = self._arrivals.find(name, hashes, least_of(hashes), most)
-            if stored is not None and stored.blocks <= blocks:
-                stored = None
-            if stored is not None:
-                blocks, held = stored.blocks, len(stored.names)
-            elif kept is not None:
-                held = kept.held
-            else:
+            begin, stream = self._begin_of(request), self._streams[name]
+            if begin is None:
                 continue
             own = stream.kept + self._described(stream)
-            more = max(0, held - own)  # of a prompt that was longer
+            more = max(0, begin.held - own)  # of a prompt that was longer
             if more > free or window + more > usable:
                 continue
             free -= more
             self._manager.windows[name] = window + more
-            if stored is not None:
-                self._arrivals.begin(request, stored, self._layout.described_of(held))
-            elif kept is not None:
-                self._manager.recall(name, *kept, blocks)
-                self._recalled[name] = kept.number
-            self._begin_at(request, blocks)
+            if isinstance(begin.where, Kept):
+                self._manager.recall(name, *begin.where, begin.blocks)
+                self._recalled[name] = begin.where.number
+            else:
+                described = self._layout.described_of(begin.held)
+                self._arrivals.begin(request, begin.where, described)
+            self._begin_at(request, begin.blocks)
+
+    def _begin_of(self, request: Any) -> _Begin | None:
+        """The longest that a request may begin with; what the engine has goes before as much in the
+        store."""
+        name, hashes = request.request_id, self._hashes[request.request_id]
+        most = (request.num_prompt_tokens - 1) // self._manager.block_size
+        found: _Begin | None = None
+        if (own := self._remembered.longest(hashes, most)) is not None:
+            found = _Begin(own[0], own[1].held, own[1])
+        stored = self._arrivals.find(name, hashes, least_of(hashes), most)
+        if stored is not None and (found is None or stored.blocks > found.blocks):
+            return _Begin(stored.blocks, len(stored.names), stored)
+        return found
 
     def _begin_at(self, request: Any, blocks: int) -> None:
         request.num_computed_tokens = blocks * self._manager.block_size
