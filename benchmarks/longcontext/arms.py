@@ -13,7 +13,7 @@ from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import Always, keep, keep_units
-from headrace_decode.bounded.refit import RIDGE, some
+from headrace_decode.bounded.refit import KEY_RIDGE, RIDGE, some
 from headrace_decode.bounded.scores import as_later, pooled
 from headrace_prefill.reuse.offline.lm import LM
 
@@ -25,6 +25,9 @@ UNIT_TOKENS = 32
 """Of what an engine's heads keep."""
 HEADS_FLOOR = 0.02
 """Of a head's tokens, under budgets that follow from entropy."""
+Ridges = tuple[float | None, float | None]
+RIDGES, LEFT = (RIDGE, KEY_RIDGE), (None, None)
+"""Both fits, and none."""
 Scores = Callable[[LM, Context], Tensor]
 """fp32 [layers, heads, tokens]."""
 
@@ -99,17 +102,17 @@ class Arm:
 
     Attributes:
         scores: what tokens are ranked by.
-        refit: the ridge that values are fitted with; None leaves them.
+        ridges: of the fits of values and of keys (`headrace_decode.bounded.refit.fit`).
         budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
-        queries: that values are fitted to: "sampled" repeating rows, "earlier" ones, "both", or the
-            "last" rows, as an engine does, which moves keys, too.
+        queries: that both are fitted to: "sampled" repeating rows, "earlier" ones, "both", or the
+            "last" rows, as an engine does.
         unit_tokens: heads keep whole units of so many tokens, and all behind the last full one.
         main: whether it is measured at every share.
     """
 
     name: str
     scores: Scores = both
-    refit: float | None = RIDGE
+    ridges: Ridges = RIDGES
     budgets: str = "all"
     always: Always = field(default_factory=Always)
     queries: str = "both"
@@ -122,8 +125,7 @@ class Arm:
         kept = self._kept(lm, context, scores, int(share * scores.numel()))
         stays = [[head.nonzero()[:, 0] for head in layer] for layer in kept]
         whole = Held.whole(context.kv, 0, scores.shape[-1])
-        moves = self.queries == "last" and self.refit is not None
-        return whole.kept(stays, self._asked(lm, context), self.refit, moves)
+        return whole.kept(stays, self._asked(lm, context), *self.ridges)
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape
@@ -154,7 +156,7 @@ class Arm:
         return kept
 
     def _asked(self, lm: LM, context: Context) -> list[Tensor]:
-        """Queries that values are fitted to, by layer."""
+        """Queries that both are fitted to, by layer."""
         if self.queries == "last":
             return [some(as_later(one, lm.rope)) for one in context.last]
         kinds = {"sampled": context.sampled, "earlier": context.earlier}
@@ -173,20 +175,32 @@ def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
 
 ARMS = (
     Arm(OURS, main=True),
-    Arm(f"{OURS}, values as they were", refit=None, main=True),
+    Arm(f"{OURS}, keys as they were", ridges=(RIDGE, None), main=True),
+    Arm(f"{OURS}, keys and values as they were", ridges=LEFT, main=True),
     Arm(AS_ENGINES, latest, queries="last", unit_tokens=UNIT_TOKENS, main=True),
-    Arm(f"{AS_ENGINES}, values as they were", latest, None, unit_tokens=UNIT_TOKENS, main=True),
+    Arm(
+        *(f"{AS_ENGINES}, keys and values as they were", latest),
+        ridges=LEFT,
+        unit_tokens=UNIT_TOKENS,
+        main=True,
+    ),
     Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
-    Arm(f"{OURS}, repetition alone, values as they were", repeated, None),
+    Arm(f"{OURS}, repetition alone, keys and values as they were", repeated, ridges=LEFT),
     Arm(f"{OURS}, repetition alone, largest weight", largest, queries="sampled"),
     Arm(f"{OURS}, no repetition", expected, queries="earlier", main=True),
-    Arm(f"{OURS}, no repetition, values as they were", expected, None),
+    Arm(f"{OURS}, no repetition, keys and values as they were", expected, ridges=LEFT),
     Arm(f"{OURS}, times values", times_values(both)),
     Arm(f"{OURS}, a budget for each layer", budgets="layer"),
     Arm(f"{OURS}, a budget for each head", budgets="head"),
     Arm(f"{OURS}, two layers whole", always=Always(whole_layers=2)),
     Arm(f"{OURS}, budgets by entropy", budgets="entropy"),
-    Arm("entropy, two layers whole", window, None, "entropy", Always(whole_layers=2), main=True),
-    Arm("entropy", window, None, "entropy"),
-    Arm("window scores, one budget", window, None),
+    Arm(
+        *("entropy, two layers whole", window),
+        ridges=LEFT,
+        budgets="entropy",
+        always=Always(whole_layers=2),
+        main=True,
+    ),
+    Arm("entropy", window, ridges=LEFT, budgets="entropy"),
+    Arm("window scores, one budget", window, ridges=LEFT),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_decode.bounded.refit import move, refitted
+from headrace_decode.bounded.refit import KEY_RIDGE, RIDGE, fit
 from headrace_prefill.reuse.offline.lm import KV, LM, Attend
 
 
@@ -42,37 +42,26 @@ class Held:
         self,
         stays: list[list[Tensor]],
         queries: Sequence[Tensor],
-        ridge: float | None,
-        moves: bool = False,
+        ridge: float | None = RIDGE,
+        key_ridge: float | None = KEY_RIDGE,
     ) -> Held:
-        """What stays of it, with values that make up for what leaves.
+        """What stays of it, with keys and values that make up for what leaves.
 
         Args:
             stays: int64 [k] by layer and head, of what the head holds.
-            queries: that values are fitted to, by layer, fp32 [rows, heads, head_dim].
-            ridge: of the fit; None leaves values as they are.
-            moves: whether keys move as well.
+            queries: that both are fitted to, by layer, fp32 [rows, heads, head_dim].
+            ridge, key_ridge: as of `fit`.
         """
         found = Held([], [])
         for layer, asked in enumerate(queries):
-            here = [
-                (self.keys[layer][head], self.values[layer][head], at)
-                for head, at in enumerate(stays[layer])
+            heads = self.keys[layer], self.values[layer], stays[layer]
+            scaled = asked.unflatten(1, (len(stays[layer]), -1)) * asked.shape[-1] ** -0.5
+            both = [
+                fit(k, v, at, one.flatten(0, 1), ridge, key_ridge)
+                for k, v, at, one in zip(*heads, scaled.unbind(1), strict=True)
             ]
-            scaled = asked.unflatten(1, (len(here), -1)) * asked.shape[-1] ** -0.5
-            by_head = [one.flatten(0, 1) for one in scaled.unbind(1)]
-            found.keys.append(
-                [
-                    k[at] + move(k, at, one) if moves else k[at]
-                    for (k, _, at), one in zip(here, by_head, strict=True)
-                ]
-            )
-            found.values.append(
-                [
-                    refitted(k, v, at, one, ridge) if ridge is not None and len(at) else v[at]
-                    for (k, v, at), one in zip(here, by_head, strict=True)
-                ]
-            )
+            found.keys.append([k for k, _ in both])
+            found.values.append([v for _, v in both])
         return found
 
     def joined(self, other: Held) -> Held:

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.longcontext.arms import ARMS, MAIN_SHARE, OURS, SHARES, UNIT_TOKENS, Arm, gated
+from benchmarks.longcontext.arms import (
+    ARMS,
+    LEFT,
+    MAIN_SHARE,
+    OURS,
+    SHARES,
+    UNIT_TOKENS,
+    Arm,
+    gated,
+)
 from benchmarks.longcontext.context import Context, computed
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.judge import Row, judge, judged_rows
@@ -26,7 +35,7 @@ from headrace_prefill.reuse.offline.lm import LM
 
 STREAMING = {
     "streamed in four blocks": Streaming(4),
-    "streamed in four blocks, values as they were": Streaming(4, None),
+    "streamed in four blocks, keys and values as they were": Streaming(4, LEFT),
 }
 STREAMED = {
     "streamed with a gate": (),
@@ -58,7 +67,7 @@ def ours(
             flush=True,
         )
     for name, one in STREAMING.items():
-        if one.refit is None and not ablated:
+        if one.ridges == LEFT and not ablated:
             continue
         rows += streamed(lm, found, name, one, MAIN_SHARE)
     if gate is not None:
@@ -90,10 +99,10 @@ def gate_of(folder: str, file: Path) -> Gate:
 
 
 def gated_arms(folder: str, gate: Path) -> tuple[Arm, Arm]:
-    """As an engine with this file keeps contexts, and without its fit of values."""
+    """As an engine with this file keeps contexts, and without its fits."""
     scores, name = gated(gate_of(folder, gate)), f"{OURS}, with a gate"
     fits = Arm(name, scores, queries="last", unit_tokens=UNIT_TOKENS, main=True)
-    return fits, replace(fits, name=f"{name}, values as they were", refit=None)
+    return fits, replace(fits, name=f"{name}, keys and values as they were", ridges=LEFT)
 
 
 def plan(ablated: bool, more: Sequence[Arm] = ()) -> Iterator[tuple[Arm, float]]:

@@ -2,7 +2,7 @@
 
 `Streaming`: each block is computed over what is held of those before it. It is repeated once, so
 that its tokens and the older ones are ranked by the same attention. What does not fit leaves, and
-the values that stay are fitted. Never is more held than the budget and one block. Positions stay as
+what stays is fitted. Never is more held than the budget and one block. Positions stay as
 they are.
 
 `Gated`: as an engine streams with a gate.
@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.longcontext.arms import UNIT_TOKENS
+from benchmarks.longcontext.arms import RIDGES, UNIT_TOKENS, Ridges
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import Always, keep
 from headrace_decode.bounded.offline.streaming import Streamed
-from headrace_decode.bounded.refit import RIDGE
 from headrace_decode.bounded.scores import LEAD_TOKENS, Received
 from headrace_prefill.reuse.offline.lm import LM
 
@@ -33,11 +32,11 @@ class Streaming:
     """
     Attributes:
         blocks: that a context is cut into.
-        refit: the ridge that values are fitted with; None leaves them.
+        ridges: as of `Arm`.
     """
 
     blocks: int
-    refit: float | None = RIDGE
+    ridges: Ridges = RIDGES
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
         """What is held of the context in the end, and the most pairs that were ever held."""
@@ -78,7 +77,7 @@ class Streaming:
                     [kept[layer, head, one].nonzero()[:, 0] for head, one in enumerate(heads)]
                     for layer, heads in enumerate(at)
                 ]
-                held = held.kept(stays, both, self.refit)
+                held = held.kept(stays, both, *self.ridges)
                 at = [
                     [one[stay] for one, stay in zip(*pair, strict=True)]
                     for pair in zip(at, stays, strict=True)

@@ -13,8 +13,9 @@ KV that must not meet other KV of the same tokens gets a mark in front of all th
     technique:MARK:...          MARK holds no colon
 
 Blocks under a marked salt live in engines only: the store neither supplies nor keeps them
-(`connector.scheduler`), but for what an engine saves under names of its own. `EXACT` is the one mark today; a request without a technique has none, so
-its keys are what they are without any of this. No client may send a salt that looks marked.
+(`connector.scheduler`), but for what an engine saves under names of its own. `EXACT` is one
+such mark; a request without a technique has none, so its keys are what they are without any of
+this. No client may send a salt that looks marked.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from headrace_decode.bounded.engine.streaming import Streaming
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.offline.streaming import STEP_TOKENS, Masked, Streamed
-from headrace_decode.bounded.refit import move, refitted
+from headrace_decode.bounded.refit import fit
 from headrace_decode.bounded.scores import BEHIND_TOKENS
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
@@ -135,8 +135,8 @@ class Context:
                 there = before[layer, head, :end].nonzero()[:, 0]
                 keys, values = self.moved[layer, head, there], self.fitted[layer, head, there]
                 at = torch.searchsorted(there, stays)
-                self.fitted[layer, head, stays] = refitted(keys, values, at, of_group)
-                self.moved[layer, head, stays] += move(keys, at, of_group)
+                moved, changed = fit(keys, values, at, of_group)
+                self.moved[layer, head, stays], self.fitted[layer, head, stays] = moved, changed
         self._last = end
         return found
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_decode.bounded.refit import FITTED_ROWS, fitted, move, refitted
+from headrace_decode.bounded.refit import FITTED_ROWS, fit, fitted
 from headrace_decode.bounded.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, pooled, repeats
 
 DIM = 8
@@ -58,6 +60,19 @@ def test_each_token_is_repeated_once_behind_what_leads_to_it(tokens: int, block:
 def test_nothing_to_repeat_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to repeat"):
         list(repeats(0))
+
+
+def refitted(*arguments: Any) -> Tensor:
+    return fit(*arguments)[1]
+
+
+def move(keys: Tensor, kept: Tensor, queries: Tensor, ridge: float = 1.0) -> Tensor:
+    """What all kept keys of a head move by; 0 where none is kept."""
+    moved, values = fit(keys, keys, kept, queries, None, ridge)
+    assert torch.equal(values, keys[kept])
+    by = moved - keys[kept]
+    assert torch.allclose(by, by[:1].expand_as(by), atol=1e-5)
+    return by.mean(0) if len(by) else keys.new_zeros(keys.shape[1])
 
 
 def one_head(tokens: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,8 +182,8 @@ def test_all_heads_of_a_layer_are_fitted_to_some_of_the_rows(dtype: torch.dtype)
         k, v = keys[head, there[head]].float(), values[head, there[head]].float()
         at = kept[head, there[head]].nonzero()[:, 0]
         mine = asked[::3, group * head : group * (head + 1)].flatten(0, 1) * 0.5
-        assert torch.equal(changed, refitted(k, v, at, mine).to(dtype))
-        assert torch.equal(moved, (k[at] + move(k, at, mine)).to(dtype))
+        alone = fit(k, v, at, mine)
+        assert torch.equal(changed, alone[1].to(dtype)) and torch.equal(moved, alone[0].to(dtype))
     everywhere = fitted(keys, values, kept, asked, 0.5)
     assert all(torch.equal(*pair) for pair in zip(everywhere[0], found[0], strict=True))
 
@@ -181,8 +196,16 @@ def test_a_head_that_keeps_all_or_nothing_stays_as_it_is() -> None:
     assert not len(none[0]) and not len(none[1])
 
 
-@pytest.mark.parametrize(("count", "ridge"), [(0, 1.0), (3, 0.0)])
-def test_nothing_kept_and_no_ridge_are_refused(count: int, ridge: float) -> None:
+@pytest.mark.parametrize("ridges", [(0.0, 1.0), (1.0, 0.0), (float("nan"), None)])
+def test_a_ridge_that_is_not_above_0_is_refused(ridges: tuple[float, float | None]) -> None:
     keys, values, queries = one_head(20, 50, 6)
     with pytest.raises(ValueError, match="above 0"):
-        refitted(keys, values, torch.arange(count), queries, ridge)
+        fit(keys, values, torch.arange(3), queries, *ridges)
+
+
+def test_each_fit_is_the_same_without_the_other() -> None:
+    keys, values, queries = one_head(60, 200, 6)
+    both = fit(keys, values, torch.arange(9), queries)
+    assert torch.equal(both[0], fit(keys, values, torch.arange(9), queries, None)[0])
+    alone = fit(keys, values, torch.arange(9), queries, key_ridge=None)
+    assert torch.equal(both[1], alone[1]) and torch.equal(alone[0], keys[:9])

@@ -35,28 +35,43 @@ FITTED_ROWS = 64
 """To whose queries an engine fits values, or a few more."""
 
 
-def refitted(
-    keys: Tensor, values: Tensor, kept: Tensor, queries: Tensor, ridge: float = RIDGE
-) -> Tensor:
-    """Values of the kept tokens of one head: fp32 [k, head_dim].
+Kept = tuple[Tensor, Tensor]
+"""K and V of what one KV head keeps, each [k, head_dim]."""
+
+
+def fit(
+    keys: Tensor,
+    values: Tensor,
+    kept: Tensor,
+    queries: Tensor,
+    ridge: float | None = RIDGE,
+    key_ridge: float | None = KEY_RIDGE,
+) -> Kept:
+    """Both fits for one head.
 
     Args:
         keys, values: fp32 [tokens, head_dim], keys rotated.
         kept: int64 [k], positions.
         queries: fp32 [rows, head_dim], of all heads of the group, rotated, times the scale of the
             logits. All keys stand before them.
-        ridge: above 0; larger moves values less.
+        ridge, key_ridge: above 0; larger changes less. None leaves values, or keys, as they are.
 
     Raises:
-        ValueError: nothing is kept, or the ridge is not above 0.
+        ValueError: a ridge is not above 0.
     """
-    if not len(kept) or not ridge > 0:
-        raise ValueError(f"{len(kept)} tokens and a ridge of {ridge}: both are above 0")
-    if len(kept) == len(keys) or not len(queries):
-        return values[kept]
+    for each in (ridge, key_ridge):
+        if each is not None and not each > 0:
+            raise ValueError(f"a ridge of {each}: it is above 0")
+    k, v = keys[kept], values[kept]
+    if len(kept) in (0, len(keys)) or not len(queries):
+        return k, v
     logits = queries @ keys.T
-    whole, weights = logits.softmax(-1), logits[:, kept].softmax(-1)
-    return values[kept] + _change(whole, weights, values, kept, ridge)
+    (whole, sums), (weights, part) = _attention(logits), _attention(logits[:, kept])
+    if key_ridge is not None:
+        k = k + _move(sums - part, queries, key_ridge)
+    if ridge is not None:
+        v = v + _change(whole, weights, values, kept, ridge)
+    return k, v
 
 
 def _change(whole: Tensor, weights: Tensor, values: Tensor, kept: Tensor, ridge: float) -> Tensor:
@@ -70,16 +85,6 @@ def _change(whole: Tensor, weights: Tensor, values: Tensor, kept: Tensor, ridge:
     if count <= rows:
         return torch.cholesky_solve(weights.T @ missing, factor)
     return weights.T @ torch.cholesky_solve(missing, factor)
-
-
-def move(keys: Tensor, kept: Tensor, queries: Tensor, ridge: float = KEY_RIDGE) -> Tensor:
-    """The vector that the kept keys of one head move by: fp32 [head_dim]; arguments as of
-    `refitted`."""
-    if not len(kept) or len(kept) == len(keys) or not len(queries):
-        return keys.new_zeros(keys.shape[1])
-    logits = queries @ keys.T
-    (_, whole), (_, part) = _attention(logits), _attention(logits[:, kept])
-    return _move(whole - part, queries, ridge)
 
 
 def _move(missing: Tensor, queries: Tensor, ridge: float) -> Tensor:
@@ -102,10 +107,6 @@ def some(asked: Tensor) -> Tensor:
     return asked[:: max(1, len(asked) // FITTED_ROWS)]
 
 
-Kept = list[tuple[Tensor, Tensor]]
-"""By KV head: K and V of what it keeps, each [k, head_dim]."""
-
-
 def fitted(
     keys: Tensor,
     values: Tensor,
@@ -113,7 +114,7 @@ def fitted(
     asked: Tensor,
     scale: float,
     there: Tensor | None = None,
-) -> Kept:
+) -> list[Kept]:
     """Both fits for all heads of a layer, as engines do them; in the dtype of the keys.
 
     Args:
@@ -124,17 +125,11 @@ def fitted(
         scale: of the logits.
         there: bool [kv_heads, places], where there is a token; None: everywhere.
     """
-    found: Kept = []
+    found: list[Kept] = []
     for head, queries in enumerate((some(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)):
         here = torch.ones_like(kept[head]) if there is None else there[head]
+        k, v = keys[head, here], values[head, here]
         at = kept[head, here].nonzero()[:, 0]
-        if not len(at) or len(at) == int(here.sum()):
-            found.append((keys[head, kept[head]], values[head, kept[head]]))
-            continue
-        k, v, q = keys[head, here].float(), values[head, here].float(), queries.flatten(0, 1)
-        logits = q @ k.T
-        (whole, sums), (weights, part) = _attention(logits), _attention(logits[:, at])
-        moved = k[at] + _move(sums - part, q, KEY_RIDGE)
-        changed = v[at] + _change(whole, weights, v, at, RIDGE)
-        found.append((moved.to(keys.dtype), changed.to(values.dtype)))
+        both = fit(k.float(), v.float(), at, queries.flatten(0, 1))
+        found.append((both[0].to(k.dtype), both[1].to(v.dtype)))
     return found

@@ -41,7 +41,7 @@ class Dropped:
 
     @classmethod
     def of(
-        cls, tokens: int, kept: Tensor, layers: Iterable[Kept], room: Ids, cells: Cells
+        cls, tokens: int, kept: Tensor, layers: Iterable[list[Kept]], room: Ids, cells: Cells
     ) -> Dropped:
         """Copy what stays of a context to cells.
 

@@ -87,7 +87,7 @@ class Reading:
         self._step = max(1, (again.tokens - again.earlier) // FITTED_ROWS)
         self._next = 0
         self._stays: Tensor | None = None
-        self._kept: list[Kept] = []
+        self._kept: list[list[Kept]] = []
 
     def came(self, layer: int, queries: Tensor, turn: Tensor | None) -> None:
         """Keep queries until the layer is scored.
@@ -149,7 +149,7 @@ class Reading:
             both, asked = self._cells.read(layer, self._units), torch.cat(self._asked[layer])
             self._kept.append(fitted(*both, self._stays[layer], asked, self._scale))
 
-    def kept(self, units: int) -> tuple[Tensor, list[Kept]]:
+    def kept(self, units: int) -> tuple[Tensor, list[list[Kept]]]:
         """What stays, bool [layers, kv_heads, tokens], and K and V of it by layer; as `fit`."""
         self.fit(units, len(self._came))
         assert self._stays is not None

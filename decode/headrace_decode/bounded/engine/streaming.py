@@ -106,7 +106,7 @@ class Streaming:
             all_told.append(told)
         kept = keep_units(torch.stack(all_scores), len(room), self._cells.unit_tokens)
 
-        def fit(layer: int) -> Kept:
+        def fit(layer: int) -> list[Kept]:
             both, there = self._both(layer, units), all_told[layer] >= 0
             return fitted(*both, kept[layer], asked[layer], self._scale, there)
 
