@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
+from benchmarks.longcontext.quantised import quantised, ratio
 from headrace_decode.bounded.budgets import by_entropy, entropies
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import Always, keep, keep_units
@@ -107,6 +108,7 @@ class Arm:
         queries: that both are fitted to: "sampled" repeating rows, "earlier" ones, "both", or the
             "last" rows, as an engine does.
         unit_tokens: heads keep whole units of so many tokens, and all behind the last full one.
+        codec: of the store, that what is kept lies in; then it is so much more. None: as it is.
         main: whether it is measured at every share.
     """
 
@@ -117,15 +119,22 @@ class Arm:
     always: Always = field(default_factory=Always)
     queries: str = "both"
     unit_tokens: int = 1
+    codec: str | None = None
     main: bool = False
 
     def held(self, lm: LM, context: Context, share: float) -> Held:
         """What stays under a share of the bytes."""
         scores = self.scores(lm, context)
-        kept = self._kept(lm, context, scores, int(share * scores.numel()))
+        pairs = min(1.0, share / self.bytes_of_pair(lm)) * scores.numel()
+        kept = self._kept(lm, context, scores, int(pairs))
         stays = [[head.nonzero()[:, 0] for head in layer] for layer in kept]
         whole = Held.whole(context.kv, 0, scores.shape[-1])
-        return whole.kept(stays, self._asked(lm, context), *self.ridges)
+        held = whole.kept(stays, self._asked(lm, context), *self.ridges)
+        return held if self.codec is None else quantised(held, self.codec)
+
+    def bytes_of_pair(self, lm: LM) -> float:
+        """Of what it keeps, over those of the engine's own KV."""
+        return 1.0 if self.codec is None else ratio(self.codec, lm.dim)
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape
@@ -139,11 +148,7 @@ class Arm:
         budgets = torch.full((layers, heads), total // (layers * heads))
         if self.budgets == "entropy":
             entropy = [_entropy(lm, context, layer) for layer in range(layers)]
-            floor = int(HEADS_FLOOR * tokens) + self.always.sinks + self.always.newest
-            whole = min(self.always.whole_layers, layers)
-            left = total - whole * heads * tokens
-            rest = by_entropy(torch.stack(entropy[whole:]), left, tokens, floor)
-            budgets = torch.cat([torch.full((whole, heads), tokens), rest])
+            budgets = entropy_budgets(torch.stack(entropy), total, tokens, self.always)
         return keep(scores, total, self.always, budgets)
 
     def _in_units(self, scores: Tensor, total: int) -> Tensor:
@@ -165,6 +170,15 @@ class Arm:
         return [torch.cat(pair) for pair in zip(*kinds.values(), strict=True)]
 
 
+def entropy_budgets(entropy: Tensor, total: int, tokens: int, always: Always) -> Tensor:
+    """As `by_entropy`, behind the layers that stay whole."""
+    layers, heads = entropy.shape
+    floor = int(HEADS_FLOOR * tokens) + always.sinks + always.newest
+    whole = min(always.whole_layers, layers)
+    rest = by_entropy(entropy[whole:], total - whole * heads * tokens, tokens, floor)
+    return torch.cat([torch.full((whole, heads), tokens), rest])
+
+
 def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
     """Of the last rows' attention, meaned over the heads of a group: fp32 [kv_heads]."""
     queries = context.window[layer].transpose(0, 1) * lm.dim**-0.5
@@ -175,6 +189,8 @@ def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
 
 ARMS = (
     Arm(OURS, main=True),
+    Arm(f"{OURS}, in fp8", codec="fp8", main=True),
+    Arm(f"{OURS}, in int4", codec="int4", main=True),
     Arm(f"{OURS}, keys as they were", ridges=(RIDGE, None), main=True),
     Arm(f"{OURS}, keys and values as they were", ridges=LEFT, main=True),
     Arm(AS_ENGINES, latest, queries="last", unit_tokens=UNIT_TOKENS, main=True),

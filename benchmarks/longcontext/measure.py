@@ -25,7 +25,7 @@ from benchmarks.longcontext.context import Context, computed
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.judge import Row, judge, judged_rows
 from benchmarks.longcontext.peers import pressed
-from benchmarks.longcontext.streaming import Gated, Streaming
+from benchmarks.longcontext.streaming import ByEntropy, Gated, Streaming
 from benchmarks.longcontext.texts import Case, case
 from benchmarks.plain import model
 from headrace_decode.bounded.engine.calibration import read_gate
@@ -33,9 +33,10 @@ from headrace_decode.bounded.gate import Gate
 from headrace_decode.sparse.calibration_file import Shape
 from headrace_prefill.reuse.offline.lm import LM
 
-STREAMING = {
+STREAMING: dict[str, Streaming | ByEntropy] = {
     "streamed in four blocks": Streaming(4),
     "streamed in four blocks, keys and values as they were": Streaming(4, LEFT),
+    "streamed in four blocks by entropy, two layers whole": ByEntropy(4),
 }
 STREAMED = {
     "streamed with a gate": (),
@@ -67,7 +68,7 @@ def ours(
             flush=True,
         )
     for name, one in STREAMING.items():
-        if one.ridges == LEFT and not ablated:
+        if one == Streaming(4, LEFT) and not ablated:
             continue
         rows += streamed(lm, found, name, one, MAIN_SHARE)
     if gate is not None:
@@ -78,7 +79,7 @@ def ours(
 
 
 def streamed(
-    lm: LM, context: Context, name: str, one: Streaming | Gated, share: float
+    lm: LM, context: Context, name: str, one: Streaming | ByEntropy | Gated, share: float
 ) -> list[Row]:
     """A row, with the most that was ever held, as a share of the context's KV; none where the
     context is too short."""
@@ -114,7 +115,8 @@ def plan(ablated: bool, more: Sequence[Arm] = ()) -> Iterator[tuple[Arm, float]]
 
 def measured(lm: LM, context: Context, arm: Arm, share: float) -> Row:
     held = arm.held(lm, context, share)
-    return judged(lm, context.case, arm.name, share, held, context.exact)
+    row = judged(lm, context.case, arm.name, share, held, context.exact)
+    return row | {"kept": row["kept"] * arm.bytes_of_pair(lm)}
 
 
 def judged(lm: LM, one: Case, name: str, share: float, held: Held, exact: torch.Tensor) -> Row:

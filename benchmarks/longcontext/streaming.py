@@ -5,6 +5,8 @@ that its tokens and the older ones are ranked by the same attention. What does n
 what stays is fitted. Never is more held than the budget and one block. Positions stay as
 they are.
 
+`ByEntropy`: blocks, and what is dropped by entropy in place of that.
+
 `Gated`: as an engine streams with a gate.
 """
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.longcontext.arms import RIDGES, UNIT_TOKENS, Ridges
+from benchmarks.longcontext.arms import LEFT, RIDGES, UNIT_TOKENS, Ridges, entropy_budgets
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.gate import Gate
@@ -25,6 +27,7 @@ from headrace_decode.bounded.scores import LEAD_TOKENS, Received
 from headrace_prefill.reuse.offline.lm import LM
 
 ABSENT = -1.0
+SHALLOW_WHOLE = Always(whole_layers=2)
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,8 @@ class Streaming:
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
         """What is held of the context in the end, and the most pairs that were ever held."""
-        shape = lm.layers, lm.kv_heads
-        empty = [[torch.empty(0, lm.dim)] * shape[1] for _ in range(shape[0])]
-        held, most = Held(empty, empty), 0
-        at = [[torch.empty(0, dtype=torch.int64)] * shape[1] for _ in range(shape[0])]
-        squares = torch.full((*shape, len(tokens)), ABSENT)
+        held, at, most = *nothing(lm), 0
+        squares = torch.full((lm.layers, lm.kv_heads, len(tokens)), ABSENT)
         size = -(-len(tokens) // self.blocks)
         for begin in range(0, len(tokens), size):
             end = min(len(tokens), begin + size)
@@ -60,9 +60,7 @@ class Streaming:
 
             rows = torch.arange(begin, end)
             lm.compute(tokens, kv, rows, attend=held.attend(begin), watch=watch)
-            held = held.joined(Held.whole(kv, begin, end))
-            fresh = torch.arange(begin, end)
-            at = [[torch.cat([one, fresh]) for one in layer] for layer in at]
+            held, at = held.joined(Held.whole(kv, begin, end)), with_all(at, begin, end)
             squares[..., begin:end] = 0.0
             most = max(most, held.pairs)
             asked = self._repeated(lm, tokens[:end], held, at, squares, begin)
@@ -73,15 +71,8 @@ class Streaming:
                         scores[layer, head, at[layer][head]] += one
                 kept = keep(scores, total, Always())
                 both = [torch.cat(pair) for pair in zip(asked, own, strict=True)]
-                stays = [
-                    [kept[layer, head, one].nonzero()[:, 0] for head, one in enumerate(heads)]
-                    for layer, heads in enumerate(at)
-                ]
+                stays, at = of_these(at, kept)
                 held = held.kept(stays, both, *self.ridges)
-                at = [
-                    [one[stay] for one, stay in zip(*pair, strict=True)]
-                    for pair in zip(at, stays, strict=True)
-                ]
                 squares[..., :end].masked_fill_(~kept, ABSENT)
         return held, most
 
@@ -107,6 +98,72 @@ class Streaming:
         lm.compute(again, lm.empty(len(again)), rows, watch=watch, attend=held.attend(end))
         step = max(1, -(-len(asked[0]) // SAMPLED_ROWS))
         return [one[::step] for one in asked]
+
+
+@dataclass(frozen=True)
+class ByEntropy:
+    """Blocks, and what a block's last rows look at: tokens are ranked by the attention that they
+    pay, heads have budgets by its entropy, and two layers stay whole. Nothing is repeated."""
+
+    blocks: int
+
+    def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
+        """As `Streaming.held`."""
+        held, at, most = *nothing(lm), 0
+        size = -(-len(tokens) // self.blocks)
+        for begin in range(0, len(tokens), size):
+            end = min(len(tokens), begin + size)
+            kv, last = lm.empty(end), list[Tensor]()
+
+            def watch(layer: int, rows: Tensor, q: Tensor, last: list[Tensor] = last) -> None:
+                last.append(q[-WINDOW_TOKENS:] * lm.dim**-0.5)
+
+            lm.compute(tokens, kv, torch.arange(begin, end), attend=held.attend(begin), watch=watch)
+            held, at = held.joined(Held.whole(kv, begin, end)), with_all(at, begin, end)
+            most = max(most, held.pairs)
+            if held.pairs <= total:
+                continue
+            scores = torch.full((lm.layers, lm.kv_heads, end), ABSENT)
+            entropy = torch.empty(scores.shape[:2])
+            for layer, queries in enumerate(last):
+                by_head = queries.unflatten(1, (lm.kv_heads, -1)).unbind(1)
+                for head, (keys, asked) in enumerate(zip(held.keys[layer], by_head, strict=True)):
+                    weights = (asked.flatten(0, 1) @ keys.T).softmax(-1)
+                    scores[layer, head, at[layer][head]] = weights.mean(0)
+                    entropy[layer, head] = torch.special.entr(weights).sum(-1).mean()
+            budgets = entropy_budgets(entropy, total, end, SHALLOW_WHOLE)
+            stays, at = of_these(at, keep(scores, total, SHALLOW_WHOLE, budgets))
+            held = held.kept(stays, last, *LEFT)
+        return held, most
+
+
+Positions = list[list[Tensor]]
+"""Of what is held, by layer and head: int64 [k], ascending."""
+
+
+def nothing(lm: LM) -> tuple[Held, Positions]:
+    """What is held before the first block."""
+    empty = [[torch.empty(0, lm.dim)] * lm.kv_heads for _ in range(lm.layers)]
+    at = [[torch.empty(0, dtype=torch.int64)] * lm.kv_heads for _ in range(lm.layers)]
+    return Held(empty, empty), at
+
+
+def with_all(at: Positions, begin: int, end: int) -> Positions:
+    """With all tokens of a block behind them."""
+    fresh = torch.arange(begin, end)
+    return [[torch.cat([one, fresh]) for one in layer] for layer in at]
+
+
+def of_these(at: Positions, kept: Tensor) -> tuple[Positions, Positions]:
+    """Which of what is held stays, as of `Held.kept`, and its positions."""
+    stays = [
+        [kept[layer, head, one].nonzero()[:, 0] for head, one in enumerate(heads)]
+        for layer, heads in enumerate(at)
+    ]
+    left = [
+        [one[stay] for one, stay in zip(*pair, strict=True)] for pair in zip(at, stays, strict=True)
+    ]
+    return stays, left
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from benchmarks.longcontext.figures import figures
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.judge import judge, judged_rows
 from benchmarks.longcontext.measure import measured
-from benchmarks.longcontext.streaming import Streaming
+from benchmarks.longcontext.quantised import quantised, ratio
+from benchmarks.longcontext.streaming import ByEntropy, Streaming
 from benchmarks.longcontext.texts import FACTS, KINDS, TURNS, Case, case
 from headrace_prefill.reuse.offline.lm import LM
 
@@ -95,7 +96,7 @@ def test_every_arm_keeps_within_its_share(lm: LM, context: Context, arm: Arm) ->
     always = arm.always
     share = 0.9 if always.whole_layers else 0.25
     held = arm.held(lm, context, share)
-    assert 0 < held.pairs <= share * PAIRS
+    assert 0 < held.pairs * arm.bytes_of_pair(lm) <= share * PAIRS
     assert all(len(k) >= always.sinks + always.newest for layer in held.keys for k in layer)
 
 
@@ -119,6 +120,34 @@ def test_streaming_holds_the_budget_and_one_block_at_most(lm: LM, context: Conte
     total = PAIRS // 4
     held, most = Streaming(4).held(lm, torch.tensor(context.case.tokens[:FIRST]), total)
     assert held.pairs == total and most <= total + PAIRS // 4
+
+
+def test_streaming_by_entropy_keeps_two_layers_whole_and_the_budget(
+    lm: LM, context: Context
+) -> None:
+    tokens = torch.tensor(context.case.tokens)
+    total = int(0.9 * PAIRS)
+    held, most = ByEntropy(4).held(lm, tokens[:FIRST], total)
+    assert 0 < held.pairs <= total <= most <= total + PAIRS // 4
+    assert [len(k) for layer in held.keys[:2] for k in layer] == [FIRST] * 4
+    assert len({len(k) for k in held.keys[2]}) == HEADS, "heads have budgets of their own"
+    whole, _ = ByEntropy(4).held(lm, tokens[:FIRST], PAIRS)
+    logp = whole.follow(lm, tokens, FIRST)[judged_rows(context.case)]
+    torch.testing.assert_close(logp, context.exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("codec", "bytes_", "error"), [("fp8", 0.55, 0.07), ("int4", 0.33, 0.2)])
+def test_quantised_kv_is_near_what_it_was_in_fewer_bytes(
+    codec: str, bytes_: float, error: float
+) -> None:
+    rng = torch.Generator().manual_seed(2)
+    keys, values = ([torch.randn(n, 64, generator=rng) for n in (0, 1, 40, 64)] for _ in range(2))
+    found = quantised(Held([keys], [values]), codec)
+    for mine, its in ((keys, found.keys[0]), (values, found.values[0])):
+        for one, other in zip(mine, its, strict=True):
+            assert one.shape == other.shape
+            assert not len(one) or float((one - other).norm() / one.norm()) < error
+    assert 0.25 < ratio(codec, 64) < bytes_
 
 
 def test_figures_compare_with_the_best_press(context: Context) -> None:

@@ -1,0 +1,52 @@
+"""KV that is held in fewer bits, by the codecs of the store: what they make of it, and bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.longcontext.held import Held
+from headrace_kvstore.codec import CODECS, Coder, LayerShape, Order
+
+TOKENS = 32
+"""That share scales: a unit of a head, the last one filled up with the head's last token."""
+ENGINE_BYTES = 2
+"""Of an element of the KV that shares are of."""
+
+
+def coder_of(codec: str, dim: int) -> Coder:
+    """Of a head's units."""
+    return CODECS[codec]().bind(LayerShape(1, TOKENS, dim, "float32", Order.VEC))
+
+
+def ratio(codec: str, dim: int) -> float:
+    """Bytes over those of the engine's own KV."""
+    return coder_of(codec, dim).stored_bytes / (2 * TOKENS * dim * ENGINE_BYTES)
+
+
+def quantised(held: Held, codec: str) -> Held:
+    """As it comes back."""
+    found, coder = Held([], []), coder_of(codec, held.keys[0][0].shape[1])
+    for keys, values in zip(held.keys, held.values, strict=True):
+        both = [_there_and_back(coder, k, v) for k, v in zip(keys, values, strict=True)]
+        found.keys.append([k for k, _ in both])
+        found.values.append([v for _, v in both])
+    return found
+
+
+def _there_and_back(coder: Coder, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    count, dim = keys.shape
+    if not count:
+        return keys, values
+    places = torch.arange(-(-count // TOKENS) * TOKENS).clamp(max=count - 1)
+    k, v = (one[places].unflatten(0, (-1, TOKENS)) for one in (keys, values))
+    units = torch.cat([k.transpose(1, 2).flatten(1), v.flatten(1)], 1).numpy()
+    stored = np.zeros(coder.stored_bytes, np.uint8)
+    for unit in units:
+        coder.encode(unit.view(np.uint8), stored)
+        coder.decode(stored, unit.view(np.uint8))
+    found = torch.from_numpy(units).unflatten(1, (2, -1))
+    k = found[:, 0].unflatten(1, (dim, TOKENS)).transpose(1, 2)
+    v = found[:, 1].unflatten(1, (TOKENS, dim))
+    return k.flatten(0, 1)[:count], v.flatten(0, 1)[:count]
