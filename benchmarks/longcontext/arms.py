@@ -27,8 +27,8 @@ UNIT_TOKENS = 32
 HEADS_FLOOR = 0.02
 """Of a head's tokens, under budgets that follow from entropy."""
 Ridges = tuple[float | None, float | None]
-RIDGES, LEFT = (RIDGE, KEY_RIDGE), (None, None)
-"""Both fits, and none."""
+VALUES, BOTH, LEFT = (RIDGE, None), (RIDGE, KEY_RIDGE), (None, None)
+"""What is fitted."""
 Scores = Callable[[LM, Context], Tensor]
 """fp32 [layers, heads, tokens]."""
 
@@ -114,7 +114,7 @@ class Arm:
 
     name: str
     scores: Scores = both
-    ridges: Ridges = RIDGES
+    ridges: Ridges = VALUES
     budgets: str = "all"
     always: Always = field(default_factory=Always)
     queries: str = "both"
@@ -189,11 +189,11 @@ def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
 
 ARMS = (
     Arm(OURS, main=True),
-    Arm(f"{OURS}, in fp8", codec="fp8", main=True),
-    Arm(f"{OURS}, in int4", codec="int4", main=True),
-    Arm(f"{OURS}, keys as they were", ridges=(RIDGE, None), main=True),
-    Arm(f"{OURS}, keys and values as they were", ridges=LEFT, main=True),
-    Arm(AS_ENGINES, latest, queries="last", unit_tokens=UNIT_TOKENS, main=True),
+    Arm(f"{OURS}, values as they were", ridges=LEFT, main=True),
+    Arm(f"{OURS}, keys moved", ridges=BOTH, main=True),
+    Arm(f"{OURS}, keys moved, in fp8", ridges=BOTH, codec="fp8", main=True),
+    Arm(f"{OURS}, keys moved, in int4", ridges=BOTH, codec="int4", main=True),
+    Arm(AS_ENGINES, latest, BOTH, queries="last", unit_tokens=UNIT_TOKENS, main=True),
     Arm(
         *(f"{AS_ENGINES}, keys and values as they were", latest),
         ridges=LEFT,
@@ -201,10 +201,10 @@ ARMS = (
         main=True,
     ),
     Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
-    Arm(f"{OURS}, repetition alone, keys and values as they were", repeated, ridges=LEFT),
+    Arm(f"{OURS}, repetition alone, values as they were", repeated, ridges=LEFT),
     Arm(f"{OURS}, repetition alone, largest weight", largest, queries="sampled"),
     Arm(f"{OURS}, no repetition", expected, queries="earlier", main=True),
-    Arm(f"{OURS}, no repetition, keys and values as they were", expected, ridges=LEFT),
+    Arm(f"{OURS}, no repetition, values as they were", expected, ridges=LEFT),
     Arm(f"{OURS}, times values", times_values(both)),
     Arm(f"{OURS}, a budget for each layer", budgets="layer"),
     Arm(f"{OURS}, a budget for each head", budgets="head"),

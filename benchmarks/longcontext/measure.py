@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.longcontext.arms import (
     ARMS,
+    BOTH,
     LEFT,
     MAIN_SHARE,
     OURS,
@@ -35,7 +36,7 @@ from headrace_prefill.reuse.offline.lm import LM
 
 STREAMING: dict[str, Streaming | ByEntropy] = {
     "streamed in four blocks": Streaming(4),
-    "streamed in four blocks, keys and values as they were": Streaming(4, LEFT),
+    "streamed in four blocks, values as they were": Streaming(4, LEFT),
     "streamed in four blocks by entropy, two layers whole": ByEntropy(4),
 }
 STREAMED = {
@@ -102,7 +103,7 @@ def gate_of(folder: str, file: Path) -> Gate:
 def gated_arms(folder: str, gate: Path) -> tuple[Arm, Arm]:
     """As an engine with this file keeps contexts, and without its fits."""
     scores, name = gated(gate_of(folder, gate)), f"{OURS}, with a gate"
-    fits = Arm(name, scores, queries="last", unit_tokens=UNIT_TOKENS, main=True)
+    fits = Arm(name, scores, BOTH, queries="last", unit_tokens=UNIT_TOKENS, main=True)
     return fits, replace(fits, name=f"{name}, keys and values as they were", ridges=LEFT)
 
 

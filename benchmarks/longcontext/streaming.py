@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.longcontext.arms import LEFT, RIDGES, UNIT_TOKENS, Ridges, entropy_budgets
+from benchmarks.longcontext.arms import LEFT, UNIT_TOKENS, VALUES, Ridges, entropy_budgets
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.gate import Gate
@@ -39,7 +39,7 @@ class Streaming:
     """
 
     blocks: int
-    ridges: Ridges = RIDGES
+    ridges: Ridges = VALUES
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
         """What is held of the context in the end, and the most pairs that were ever held."""
