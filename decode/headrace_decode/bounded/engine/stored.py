@@ -50,7 +50,7 @@ def names_of(context: bytes, gate: bytes, count: int) -> list[bytes]:
     """Names of what is held of a context in so many blocks.
 
     Args:
-        context: hash of its last block. gate: tells gates apart.
+        context: hash of its last block. gate: tells gates, and layouts of KV, apart.
     """
     return [_name(context, gate, n, n == count - 1) for n in range(count)]
 
@@ -60,9 +60,7 @@ def _name(context: bytes, gate: bytes, number: int, last: bool) -> bytes:
     return sha256(told + gate + context).digest()[: len(context)]
 
 
-def find(
-    lacking: Store, hashes: Sequence[bytes], gate: bytes, least: int, most: int
-) -> Found | None:
+def find(store: Store, hashes: Sequence[bytes], gate: bytes, least: int, most: int) -> Found | None:
     """The longest begin of a prompt of which something is held.
 
     Args:
@@ -70,14 +68,14 @@ def find(
     """
     lengths = range(min(most, len(hashes)), max(least, 1) - 1, -1)
     firsts = [_name(hashes[blocks - 1], gate, 0, False) for blocks in lengths]
-    there = (b for b, lacks in zip(lengths, lacking.lacking(firsts), strict=True) if not lacks)
+    there = (b for b, lacks in zip(lengths, store.lacking(firsts), strict=True) if not lacks)
     if (blocks := next(there, None)) is None:
         return None
     context = hashes[blocks - 1]
     lasts = [_name(context, gate, n, True) for n in range(1, 2 * blocks)]
-    counts = (n for n, lacks in enumerate(lacking.lacking(lasts), 2) if not lacks)
+    counts = (n for n, lacks in enumerate(store.lacking(lasts), 2) if not lacks)
     names = names_of(context, gate, next(counts, 0))
-    return Found(blocks, names) if names and not any(lacking.lacking(names)) else None
+    return Found(blocks, names) if names and not any(store.lacking(names)) else None
 
 
 class Layout(NamedTuple):
