@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from headrace_decode.bounded.engine.following import Came
+from headrace_decode.bounded.engine.following import Drop
 from headrace_decode.bounded.engine.stored import Found, Store, find, names_of
 from headrace_decode.sparse.engine.offload.manager import OffloadManager
 
@@ -31,7 +31,7 @@ class Arrivals:
         self._manager, self._store, self._about = manager, store, about
         self._found: dict[str, Found | None] = {}
         """By request that the store was asked for."""
-        self._coming: dict[str, Came] = {}
+        self._coming: dict[str, Drop] = {}
         self._here: set[str] = set()
         """Those of them whose load has ended."""
         self._saved: dict[str, tuple[bytes, int]] = {}
@@ -54,7 +54,7 @@ class Arrivals:
         self._manager.stand_in(name, len(found.names), found.blocks)
         slots = self._manager.slots(name)
         self._store.load(name, slots, found.names)
-        self._coming[name] = Came(tokens, slots, described)
+        self._coming[name] = Drop(tokens, slots, described=described)
         self._found[name] = None
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -73,7 +73,7 @@ class Arrivals:
         """Requests whose load has ended, and who have not begun."""
         return list(self._here)
 
-    def pop(self, name: str) -> Came | None:
+    def pop(self, name: str) -> Drop | None:
         """What was loaded for a request, if anything was: it begins with it, or gives it back."""
         self._here.discard(name)
         return self._coming.pop(name, None)

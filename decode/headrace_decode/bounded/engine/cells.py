@@ -85,9 +85,10 @@ class Cells:
 
     def write_bytes(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
         """Have blocks of the scheduler hold bytes, [n], in place of KV; 0 behind them."""
-        room = self._bytes[torch.from_numpy(self.of_blocks(blocks))].zero_()
+        cells = torch.from_numpy(self.of_blocks(blocks))
+        room = torch.zeros(len(cells), self._bytes.shape[1], dtype=torch.uint8)
         room.view(-1)[: len(data)] = torch.from_numpy(data)
-        self._bytes[torch.from_numpy(self.of_blocks(blocks))] = room
+        self._bytes[cells] = room
 
     def read_bytes(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """What they hold: [n]."""

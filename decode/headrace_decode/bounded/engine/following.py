@@ -48,18 +48,6 @@ class Drop(NamedTuple):
     described: int = 0
 
 
-class Came(NamedTuple):
-    """What a request begins with that came from a store.
-
-    Attributes:
-        tokens, blocks, described: as of the `Drop` that another request had.
-    """
-
-    tokens: int
-    blocks: list[int]
-    described: int
-
-
 class Fit(NamedTuple):
     """What is done ahead of a `Drop`.
 
@@ -82,7 +70,7 @@ class Told:
         fits: by request that was read and scored.
         drops: by request.
         recalls: by request that streams and begins in this step: the number of what it begins with.
-        came: by such a request, where that is not in the engine's memory of what was held.
+        came: by such a request, if that came from a store: what another request kept.
         forgotten: numbers.
     """
 
@@ -92,7 +80,7 @@ class Told:
     fits: dict[str, Fit] = field(default_factory=dict)
     drops: dict[str, Drop] = field(default_factory=dict)
     recalls: dict[str, int] = field(default_factory=dict)
-    came: dict[str, Came] = field(default_factory=dict)
+    came: dict[str, Drop] = field(default_factory=dict)
     forgotten: set[int] = field(default_factory=set)
 
 
@@ -173,7 +161,7 @@ class Following:
         for number in told.forgotten:
             self._remembered.pop(number, None)
 
-    def _opened(self, came: Came) -> Held:
+    def _opened(self, came: Drop) -> Held:
         description = self.cells.read_bytes(came.blocks[: came.described])
         return described(description, came.tokens, came.blocks[came.described :], self.cells)
 

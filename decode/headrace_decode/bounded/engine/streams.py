@@ -126,9 +126,11 @@ class Streams:
                 self._arrivals.forget(name)
                 continue
             due = stream.due(request.num_computed_tokens, request.num_preemptions)
+            if due is None:
+                continue
             described = self._described(stream)
             held = stream.kept + described
-            if due is not None and self._manager.may_drop(name, held, due):
+            if self._manager.may_drop(name, held, due):
                 stream.dropped = due
                 blocks = self._manager.drop(name, held, due)
                 number = self._remember(name, due, held)
