@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_decode.bounded.refit import KEY_RIDGE, RIDGE, fit
+from headrace_decode.bounded.refit import fit
 from headrace_prefill.reuse.offline.lm import KV, LM, Attend
 
 
@@ -42,8 +42,8 @@ class Held:
         self,
         stays: list[list[Tensor]],
         queries: Sequence[Tensor],
-        ridge: float | None = RIDGE,
-        key_ridge: float | None = KEY_RIDGE,
+        ridge: float | None,
+        key_ridge: float | None,
     ) -> Held:
         """What stays of it, with keys and values that make up for what leaves.
 
