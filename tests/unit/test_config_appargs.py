@@ -101,8 +101,17 @@ def test_the_headrace_section_is_what_build_app_reads(tmp_path: Path) -> None:
     config = load_config(overrides=[f"gateway.api_keys_file={tmp_path / 'keys'}"])
     section = AppSection.model_validate(to_app_args(config, hash_of(b"operator"))["headrace"])
     assert section.gateway.api_keys_file == str(tmp_path / "keys")  # gateways read it again
-    assert section.gateway.admin_key_hash == hash_of(b"operator")
+    assert section.gateway.operator_key_hash == hash_of(b"operator")
     assert section.router == config.router
+
+
+def test_an_admin_key_of_the_configuration_is_kept_beside_the_command_lines_own() -> None:
+    config = load_config(overrides=[f"gateway.admin_key_hash={hash_of(b'root-key')}"])
+    assert config.gateway.asks_for_keys
+    for operator in (None, hash_of(b"operator")):
+        section = AppSection.model_validate(to_app_args(config, operator)["headrace"])
+        assert section.gateway.admin_key_hash == hash_of(b"root-key")
+        assert section.gateway.operator_key_hash == operator
 
 
 def test_router_settings_mirror_the_routers_own() -> None:

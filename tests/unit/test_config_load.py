@@ -165,11 +165,12 @@ def test_keys_are_refused_where_nothing_would_check_them(path: str) -> None:
     assert line.startswith(
         f'token_path: is "{path}", which checks no API key, but gateway.api_keys'
     )
-    with pytest.raises(ValueError, match="checks no API key"):
-        AppSection.model_validate({"token_path": path, "gateway": {"api_keys": ["sk-12345678"]}})
+    for gateway in ({"api_keys": ["sk-12345678"]}, {"admin_key_hash": hash_of(b"root-key")}):
+        with pytest.raises(ValueError, match="checks no API key"):
+            AppSection.model_validate({"token_path": path, "gateway": gateway})
 
 
-@pytest.mark.parametrize("key", ["short", "with space", "ümlaut-key"])
+@pytest.mark.parametrize("key", ["short", "with space", "ümlaut-key", "a-line-end\n"])
 def test_a_key_that_cannot_be_one_is_refused_without_being_shown(key: str) -> None:
     line = only_problem(f"gateway.api_keys={json.dumps([key])}")
     assert "key 0 must be 8 or more visible ASCII characters" in line

@@ -66,6 +66,7 @@ RATIO = "headrace_plan_ttft_error_ratio"
 WRONG = series("vllm_headrace_transfers_total", event="unproved_content")
 REFUSED = series("headrace_gateway_refused_total", status="429", code="too_many_requests")
 OLDEST = series("headrace_gateway_oldest_report_seconds")
+KEYS_STALE = series("headrace_gateway_keys_stale")
 
 
 def blocks(event: str) -> str:
@@ -109,6 +110,7 @@ HEALTHY: Series = {
     tiers("nvme", "read-only"): steady(0),
     tiers("nvme", "off"): steady(0),
     OLDEST: steady(0.2),
+    KEYS_STALE: steady(0),
     series("vllm_num_requests_running", ReplicaId="d"): steady(8),
     WAITING: steady(2),
     series(f"{RATIO}_bucket", kind="remote", le="0.5"): counts(10),
@@ -168,6 +170,7 @@ CASES = {
         ("ReplicasRestart",), {started(f"new-{at}"): fresh(12 - 3 * at, 3) for at in range(4)}
     ),
     "a replica is silent": Case(("ReplicaSilent",), {OLDEST: steady(0.2, 9, 5)}),
+    "a key file cannot be read": Case(("KeysStale",), {KEYS_STALE: steady(0, 1, 5)}),
     "the queue grows": Case(("QueueGrows",), {WAITING: f"2x{END - 31} 2+2x30"}),
     "predictions are wrong": Case(
         ("PredictionsWrong",),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.config.filestamp import FIRST_RETRY_S
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, read_keys, write_keys
-from headrace.gateway.door.keys import ANYONE, LOOK_EVERY_S, Caller, Keys
+from headrace.gateway.door import keys as keys_module
+from headrace.gateway.door.keys import ANYONE, Caller, Keys
 from headrace.gateway.errors import ApiError
 from tests.support.clock import Clock
 
@@ -27,6 +34,13 @@ def file_of(folder: Path, *entries: dict[str, object]) -> Path:
     return file
 
 
+def raising(error: Exception) -> Callable[..., Any]:
+    def read(*_: object, **__: object) -> Any:
+        raise error
+
+    return read
+
+
 def bearer(key: str) -> bytes:
     return b"Bearer " + key.encode()
 
@@ -35,6 +49,14 @@ def refused(keys: Keys, authorization: bytes | None) -> int:
     with pytest.raises(ApiError) as caught:
         keys.caller(authorization)
     return caught.value.status
+
+
+def refused_or_none(keys: Keys, authorization: bytes) -> int | None:
+    try:
+        keys.caller(authorization)
+    except ApiError as error:
+        return error.status
+    return None
 
 
 def test_without_keys_everybody_is_one_trust_domain() -> None:
@@ -71,38 +93,116 @@ def test_each_key_of_the_configuration_is_a_tenant_of_its_own() -> None:
     assert first.role == "user"
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    clock = Clock()
-    file = file_of(tmp_path, entry("old"))
-    keys = Keys(file=str(file), now_s=clock)
+async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    keys = Keys(file=str(file_of(tmp_path, entry("old"))))
     file_of(tmp_path, entry("new", tenant="b"))
-    assert keys.caller(bearer("old")).tenant == "shop"  # it has not been looked at yet
-    clock.now_s += LOOK_EVERY_S
+    await keys.refresh()
     assert keys.caller(bearer("new")).tenant == "b"
     assert refused(keys, bearer("old")) == 401
 
 
-@pytest.mark.parametrize("text", ["", "keys: [", "keys: []", "a plain line", "keys: [{name: x}]"])
-def test_a_file_that_becomes_useless_changes_nothing(
+async def test_a_revoked_key_is_refused_soon_also_while_no_request_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 0.01)
+    keys = Keys(file=str(file_of(tmp_path, entry("old"))))
+    keys.start()
+    try:
+        file_of(tmp_path, entry("new"))
+        async with asyncio.timeout(10):
+            while refused_or_none(keys, bearer("old")) is None:
+                await asyncio.sleep(0.01)
+    finally:
+        await keys.aclose()
+
+
+USELESS = ["", "keys: [", "keys: []", "a plain line", "keys: [{name: x}]", "keys: {}", "- keys"]
+
+
+@pytest.mark.parametrize("text", USELESS)
+async def test_a_file_that_becomes_useless_changes_nothing_and_is_shown(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
     file = file_of(tmp_path, entry("abc"))
-    keys = Keys(file=str(file), now_s=clock)
+    keys = Keys(file=str(file))
+    assert not keys.are_stale
     file.write_text(text)
-    clock.now_s += LOOK_EVERY_S
     with caplog.at_level(logging.ERROR):
-        assert keys.caller(bearer("abc")).tenant == "shop"
-    assert "stay as they were" in caplog.text
-
-
-def test_a_file_that_is_removed_changes_nothing(tmp_path: Path) -> None:
-    clock = Clock()
-    file = file_of(tmp_path, entry("abc"))
-    keys = Keys(file=str(file), now_s=clock)
-    file.unlink()
-    clock.now_s += LOOK_EVERY_S
+        await keys.refresh()
     assert keys.caller(bearer("abc")).tenant == "shop"
+    assert "stay as they were" in caplog.text
+    assert keys.are_stale
+
+
+async def test_a_file_that_is_removed_changes_nothing(tmp_path: Path) -> None:
+    file = file_of(tmp_path, entry("abc"))
+    keys = Keys(file=str(file))
+    file.unlink()
+    await keys.refresh()
+    assert keys.caller(bearer("abc")).tenant == "shop"
+    assert keys.are_stale
+
+
+async def test_a_file_that_cannot_be_read_is_tried_again_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    keys = Keys(file=str(file_of(tmp_path, entry("bob"))), now_s=clock)
+    file_of(tmp_path, entry("new"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", raising(PermissionError(13, "Permission denied")))
+        await keys.refresh()
+        assert keys.caller(bearer("bob")).tenant == "shop"
+    await keys.refresh()  # its time has not come yet
+    assert keys.are_stale
+    clock.now_s += FIRST_RETRY_S
+    await keys.refresh()
+    assert refused(keys, bearer("bob")) == 401
+    assert not keys.are_stale
+
+
+async def test_a_change_of_mode_or_owner_alone_is_seen_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_of(tmp_path, entry("bob"))
+    keys = Keys(file=str(file), now_s=Clock())
+    file_of(tmp_path, entry("new"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", raising(PermissionError(13, "Permission denied")))
+        await keys.refresh()
+    file.chmod(0o640)
+    await keys.refresh()
+    assert refused(keys, bearer("bob")) == 401
+
+
+async def test_a_file_is_parsed_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`benchmarks.hostile` measures the longest stall."""
+    keys = Keys(file=str(file_of(tmp_path, entry("old"))))
+    file_of(tmp_path, entry("new"))
+    threads = set()
+    read = keys_module.read_entries
+
+    def seen(file: Path) -> Iterator[KeyEntry]:
+        threads.add(threading.get_ident())
+        return read(file)
+
+    monkeypatch.setattr(keys_module, "read_entries", seen)
+    await keys.refresh()
+    assert threads and threading.get_ident() not in threads
+
+
+def test_reading_many_keys_leaves_few_objects_to_the_garbage_collector(tmp_path: Path) -> None:
+    """A collection of many objects holds the interpreter, and with it every stream."""
+    many = [KeyEntry(name=f"k{n}", hash=hash_of(b"%d" % n), tenant="shop") for n in range(2000)]
+    write_keys(tmp_path / "keys.yaml", KeyFile(keys=many))
+    del many
+    gc.collect()
+    before = len(gc.get_objects())
+    keys = Keys(file=str(tmp_path / "keys.yaml"))
+    assert len(gc.get_objects()) - before < 200
+    assert keys.caller(bearer("1999")).name == "k1999"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +214,9 @@ def test_a_file_that_is_removed_changes_nothing(tmp_path: Path) -> None:
         ([entry("a", colour="red")], "keys[0].colour"),
         ([entry("a", max_concurrent=0)], "keys[0].max_concurrent"),
         ([entry("a", tenant="a b")], "keys[0].tenant"),
+        ([entry("a", slo_classes="x")], "keys[0].slo_classes"),
+        ([entry("ok"), entry("a", slo="x", slo_classes=["y"])], "keys[1]"),
+        ([entry("a", tenant="a\n")], "keys[0].tenant"),
         ([entry("a"), entry("a")], "two keys have the name"),
         ([entry("a"), {**entry("a"), "name": "b"}], "two keys have the hash"),
     ],
@@ -153,12 +256,12 @@ def test_a_key_sends_no_more_a_minute_than_it_may_and_is_told_when_to_come_again
         pass
 
 
-def test_what_a_key_has_under_way_outlives_a_new_file(tmp_path: Path) -> None:
+async def test_what_a_key_has_under_way_outlives_a_new_file(tmp_path: Path) -> None:
     clock = Clock()
     keys = Keys(file=str(file_of(tmp_path, entry("abc"))), now_s=clock)
     with keys.caller(bearer("abc")).request(clock()):
         file_of(tmp_path, entry("abc", max_concurrent=1))
-        clock.now_s += LOOK_EVERY_S
+        await keys.refresh()
         with pytest.raises(ApiError), keys.caller(bearer("abc")).request(clock()):
             pass
 
@@ -170,3 +273,65 @@ def test_a_written_file_is_the_owners_alone_and_reads_back(tmp_path: Path) -> No
     assert os.stat(file).st_mode & 0o777 == 0o600
     assert read_keys(file) == written
     assert [each.name for each in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+def test_a_replaced_file_keeps_its_owner_group_and_mode(tmp_path: Path) -> None:
+    """A gateway that runs as another user than `headrace keys` can read it as before."""
+    file = tmp_path / "keys.yaml"
+    write_keys(file, KeyFile(keys=[KeyEntry(**entry("a"))]))  # type: ignore[arg-type]
+    file.chmod(0o640)
+    if os.getuid() == 0:
+        os.chown(file, 1234, 2345)
+    before = file.stat()
+    write_keys(file, KeyFile(keys=[KeyEntry(**entry("b"))]))  # type: ignore[arg-type]
+    after = file.stat()
+    assert (after.st_uid, after.st_gid, after.st_mode) == (
+        before.st_uid,
+        before.st_gid,
+        before.st_mode,
+    )
+
+
+def test_a_file_whose_owner_cannot_be_kept_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.yaml"
+    write_keys(file, KeyFile(keys=[KeyEntry(**entry("a"))]))  # type: ignore[arg-type]
+    before, mine = file.read_bytes(), os.fstat
+
+    def of_another(descriptor: int) -> Any:
+        return os.stat_result([*mine(descriptor)[:4], 99, *mine(descriptor)[5:10]])
+
+    monkeypatch.setattr(os, "fstat", of_another)
+    monkeypatch.setattr(os, "fchown", raising(PermissionError(1, "Operation not permitted")))
+    with pytest.raises(PermissionError, match="run the command as that user"):
+        write_keys(file, KeyFile(keys=[KeyEntry(**entry("b"))]))  # type: ignore[arg-type]
+    assert file.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["keys.yaml"]
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    file, link = tmp_path / "real" / "keys.yaml", tmp_path / "keys.yaml"
+    link.symlink_to(file)
+    write_keys(link, KeyFile(keys=[KeyEntry(**entry("a"))]))  # type: ignore[arg-type]
+    assert link.is_symlink() and read_keys(file).keys[0].name == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("keys: &a [*a]", "an alias"),
+        ("keys: []\n---\nkeys: []", "second document"),
+        ("keys: [{name: a, name: b}]", "twice"),
+        ("other: 1", "other: is there twice, or unknown"),
+        ("keys: [" + "[" * 50, "nested too deeply|is no YAML"),
+        ("keys: [!!python/object:os.system {}]", "keys|tag"),
+    ],
+)
+def test_a_file_that_is_no_plain_list_of_keys_is_refused(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    (tmp_path / "keys.yaml").write_text(text)
+    with pytest.raises(ValueError, match=fault):
+        read_keys(tmp_path / "keys.yaml")

@@ -116,4 +116,4 @@ def _locked(file: Path) -> Iterator[None]:
             fcntl.flock(held, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        raise CliError(f"cannot write beside {file}: {error.strerror or error}") from error
+        raise CliError(f"cannot write {file}: {error.strerror or error}") from error

@@ -18,7 +18,7 @@ from typing import Any
 from headrace.cli.reap import Belongings
 from headrace.observability.shared_memory import ProcessId
 
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
 @dataclass
@@ -71,7 +71,7 @@ def state_dir() -> Path:
 
 def path_of(name: str) -> Path:
     """The state file of a name. Raises ValueError if it cannot be a name."""
-    if not NAME.match(name):
+    if not NAME.fullmatch(name):
         raise ValueError(
             f'"{name}" cannot be a name: use 1 to 32 letters, digits, "-" and "_", a letter or '
             "digit first"
@@ -122,5 +122,5 @@ def instances() -> Iterator[Instance]:
     """All instances that have a state file, by name, running or not."""
     folder = state_dir()
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        if NAME.match(file.stem) and (instance := load(file.stem)) is not None:
+        if NAME.fullmatch(file.stem) and (instance := load(file.stem)) is not None:
             yield instance

@@ -17,13 +17,15 @@ from headrace.config.schema import AppSection, HeadraceConfig, RoleSettings
 HEALTH_CHECK_PERIOD_S = 2.0
 
 
-def to_app_args(config: HeadraceConfig, admin_key_hash: str | None = None) -> dict[str, Any]:
+def to_app_args(config: HeadraceConfig, operator_key_hash: str | None = None) -> dict[str, Any]:
     """Plain, JSON-able arguments for `build_app`.
 
     Args:
-        admin_key_hash: hash of a key with the role admin, for the command line's own requests.
+        operator_key_hash: hash of a key with the role admin, for the command line's own requests.
     """
-    gateway = config.gateway.model_dump() | {"admin_key_hash": admin_key_hash}
+    gateway = config.gateway.model_dump()
+    if operator_key_hash is not None:
+        gateway["operator_key_hash"] = operator_key_hash
     return {
         "prefill_config": llm_config(config, "prefill"),
         "decode_config": llm_config(config, "decode"),

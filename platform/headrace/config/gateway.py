@@ -13,9 +13,9 @@ from headrace.config.keyfile import HASH, NAME
 from headrace.config.section import Resources, Section
 from headrace.config.tlsfiles import TlsFiles
 
-_HOSTNAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+_HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _ORIGIN = re.compile(r"https?://[^/\s]+")
-_API_KEY = re.compile(r"^[\x21-\x7e]{8,}$")
+_API_KEY = re.compile(r"[\x21-\x7e]{8,}")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -126,8 +126,14 @@ class GatewaySettings(Section):
     admin_key_hash: str | None = Field(
         default=None,
         pattern=HASH,
-        description="Hash of one more key, with the role admin. `headrace up` makes such a key for "
-        "its own commands.",
+        description="Hash of one more key, with the role admin: `sha256:` and the SHA-256 of the "
+        "key in hexadecimal. With it each request must carry a key, as with `api_keys`.",
+    )
+    operator_key_hash: str | None = Field(
+        default=None,
+        pattern=HASH,
+        description="The same, of the key that `headrace up` makes for its own commands; it sets "
+        "this field itself.",
     )
     insecure: bool = Field(
         default=False,
@@ -223,7 +229,7 @@ class GatewaySettings(Section):
             ipaddress.ip_address(value)
         except ValueError:
             digits_only = re.fullmatch(r"[0-9.]+", value)
-            if digits_only or not _HOSTNAME.match(value):
+            if digits_only or not _HOSTNAME.fullmatch(value):
                 raise ValueError(
                     f'must be an IP address or a host name without scheme or port, got "{value}"'
                 ) from None
@@ -233,7 +239,7 @@ class GatewaySettings(Section):
     @classmethod
     def _keys_can_travel_in_a_header(cls, value: list[str]) -> list[str]:
         for position, key in enumerate(value):
-            if not _API_KEY.match(key):
+            if not _API_KEY.fullmatch(key):
                 raise ValueError(
                     f"key {position} must be 8 or more visible ASCII characters without spaces"
                 )
@@ -315,4 +321,4 @@ class GatewaySettings(Section):
     @property
     def asks_for_keys(self) -> bool:
         """Whether a request needs an API key."""
-        return bool(self.api_keys) or self.api_keys_file is not None
+        return bool(self.api_keys) or self.api_keys_file is not None or bool(self.admin_key_hash)

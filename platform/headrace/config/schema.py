@@ -272,7 +272,7 @@ class ObservabilitySettings(Section):
     @field_validator("otlp_endpoint")
     @classmethod
     def _is_a_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"^https?://[^/\s]+", value):
+        if value is not None and not re.fullmatch(r"https?://[^/\s]+\S*", value):
             raise ValueError(f'must be like "http://host:4317", got "{value}"')
         return value
 
@@ -304,8 +304,9 @@ class AppSection(Section):
     @model_validator(mode="after")
     def _keys_are_checked_on_this_path(self) -> Self:
         """Refuse API keys on paths that do not check them: the endpoint would be open to all."""
-        if self.token_path != "relay" and (self.gateway.api_keys or self.gateway.api_keys_file):
-            field = "api_keys" if self.gateway.api_keys else "api_keys_file"
+        if self.token_path != "relay" and self.gateway.asks_for_keys:
+            fields = ("api_keys", "api_keys_file", "admin_key_hash")
+            field = next(name for name in fields if getattr(self.gateway, name))
             raise ValueError(
                 f'token_path: is "{self.token_path}", which checks no API key, but '
                 f"gateway.{field} is set; use token_path: relay, or remove the keys and put an "

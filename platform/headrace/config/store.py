@@ -94,7 +94,7 @@ class StoreSection(Section):
     @field_validator("object_url")
     @classmethod
     def _is_an_object_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"[a-z0-9]+://.", value):
+        if value is not None and not re.fullmatch(r"[a-z0-9]+://\S+", value):
             raise ValueError(
                 f'must be like "s3://BUCKET/PREFIX" or "file:///FOLDER", got "{value}"'
             )

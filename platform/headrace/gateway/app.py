@@ -44,7 +44,7 @@ from headrace.gateway.asgi import (
 from headrace.gateway.asked import BODY_LATE, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.door import limits
-from headrace.gateway.door.keys import Keys
+from headrace.gateway.door.keys import ADMIN, OPERATOR, Keys
 from headrace.gateway.errors import ApiError
 from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
@@ -130,9 +130,9 @@ class GatewayApp:
         self._backend = backend
         self._metrics = metrics
         classes = None if options.admission is None else options.admission.classes
-        self._keys = Keys(
-            options.api_keys, options.api_keys_file, options.admin_key_hash, classes=classes
-        )
+        hashes = {ADMIN: options.admin_key_hash, OPERATOR: options.operator_key_hash}
+        admins = {name: hashed for name, hashed in hashes.items() if hashed is not None}
+        self._keys = Keys(options.api_keys, options.api_keys_file, admins, classes=classes)
         keys_on = bool(self._keys)
         self._corpora = MemoryAdmin(backend, keys_on=keys_on)
         self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
@@ -167,6 +167,7 @@ class GatewayApp:
             "relaying": self._relaying,
             "requests": self._in_flight(),
             "body_bytes": self._intake.held_bytes,
+            "keys_stale": self._keys.are_stale,
             **self._stall.snapshot(),
         }
 
@@ -198,6 +199,7 @@ class GatewayApp:
             door = self._door(pool, placer)
             self._parts = _Parts(pool, upstream, relay, own, placer, door)
             self._traced = tracing.tracing_is_configured()
+            self._keys.start()
             pool.start()
             if placer is not None:
                 placer.start()
@@ -225,6 +227,7 @@ class GatewayApp:
             placer = self._parts.placer
             oldest_s = 0.0 if placer is None else placer.oldest_report_s
             self._metrics.state(self._parts.pool.ready_now, self._relaying, oldest_s)
+            self._metrics.keys_stale(self._keys.are_stale)
             if self._parts.door is not None:
                 stats = self._parts.door.stats()
                 self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
@@ -248,6 +251,7 @@ class GatewayApp:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
+            await self._keys.aclose()
             if parts.door is not None:
                 await parts.door.aclose()
             await parts.relay.aclose()

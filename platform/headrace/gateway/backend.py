@@ -153,6 +153,9 @@ class GatewayMetrics(Protocol):
             predicted_wait_s: that the last one of them will wait.
         """
 
+    def keys_stale(self, stale: bool) -> None:
+        """Whether the key file has changed and cannot be read; called about once a second."""
+
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         """How this gateway stands; told about once a second.
 
@@ -190,6 +193,9 @@ class NoMetrics:
     def queue(self, waiting: int, predicted_wait_s: float) -> None:
         """Ignore it."""
 
+    def keys_stale(self, stale: bool) -> None:
+        """Ignore it."""
+
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         """Ignore it."""
 
@@ -202,6 +208,7 @@ class GatewayOptions:
         api_keys: keys with the role user, each a tenant of its own.
         api_keys_file: a key file (`headrace.config.keyfile`). Without any keys all may enter.
         admin_key_hash: hash of one more key, with the role admin.
+        operator_key_hash: the same, of the key that `headrace up` made for its own commands.
         trusted_proxies: addresses whose X-Forwarded-For is believed.
         max_body_bytes: a longer request body is refused with 413.
         body_budget_bytes: held by all request bodies at once; more are refused with 429. A tenant's
@@ -222,6 +229,7 @@ class GatewayOptions:
     api_keys: tuple[str, ...] = ()
     api_keys_file: str | None = None
     admin_key_hash: str | None = None
+    operator_key_hash: str | None = None
     trusted_proxies: tuple[str, ...] = ()
     max_body_bytes: int = 8_000_000
     body_budget_bytes: int = 1_000_000_000

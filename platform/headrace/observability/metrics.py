@@ -61,6 +61,10 @@ class RayGatewayMetrics:
         self._relaying = Gauge(
             "headrace_gateway_relaying", "Requests at replicas, or waiting for one."
         )
+        self._keys_stale = Gauge(
+            "headrace_gateway_keys_stale",
+            "1 while the key file has changed and cannot be read: older keys stay accepted.",
+        )
         self._oldest = Gauge(
             "headrace_gateway_oldest_report_seconds",
             "Age of the oldest report that this gateway plans with.",
@@ -103,6 +107,9 @@ class RayGatewayMetrics:
     def queue(self, waiting: int, predicted_wait_s: float) -> None:
         self._waiting.set(waiting)
         self._wait.set(predicted_wait_s)
+
+    def keys_stale(self, stale: bool) -> None:
+        self._keys_stale.set(float(stale))
 
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         self._ready.set(ready)

@@ -1,29 +1,35 @@
 """Who asks: the tenant and the role that an API key stands for, and what that key may use.
 
 The keys come from the configuration and from a key file (`headrace.config.keyfile`). The file is
-read again when it changes. A file that has become useless changes nothing: the keys stay as they
-were, and the log says why. So a slip of the pen neither opens the door nor locks everybody out.
+read again when it changes, in a thread of its own, since a large one takes longer than a stream may
+wait. A file that cannot be used changes nothing: the keys stay as they were, the log and a metric
+say so, and it is tried again. So a typing error neither opens the endpoint nor locks all clients
+out.
 
 A key's hash finds its entry, so the time of a look-up tells nothing about any key.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.config.filestamp import stamp_of
-from headrace.config.keyfile import KeyEntry, Role, hash_of, read_keys
+from headrace.config.filestamp import ReloadSchedule, stamp_of
+from headrace.config.keyfile import KeyEntry, Role, hash_of, read_entries
 from headrace.gateway import errors
 
 logger = logging.getLogger("headrace.gateway")
 
+ADMIN = "admin"
+"""Name and tenant of the key whose hash the configuration holds."""
 OPERATOR = "operator"
 """Name and tenant of the key that `headrace up` makes for its own commands."""
 FORWARDING = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"})
@@ -52,6 +58,19 @@ class Caller:
     running: int = 0
     _allowance: float = field(default=0.0, repr=False)
     _since_s: float = field(default=0.0, repr=False)
+    _packed: bytes = field(default=b"", repr=False)
+
+    def apply(self, packed: bytes) -> None:
+        """Apply the entry of the key; its running requests stay counted."""
+        if packed is self._packed:
+            return
+        self._packed, entry = packed, KeyEntry.model_validate_json(packed)
+        self.name, self.tenant, self.role = entry.name, entry.tenant, entry.role
+        self.max_concurrent = entry.max_concurrent
+        self.requests_per_minute = entry.requests_per_minute
+        self.slo = entry.slo
+        allowed = entry.slo_classes
+        self.slo_classes = None if allowed is None else frozenset(allowed)
 
     @contextmanager
     def request(self, now_s: float) -> Iterator[None]:
@@ -112,7 +131,7 @@ class Keys:
     Args:
         plain: keys from the configuration itself. Each is a tenant of its own, with the role user.
         file: a key file, or None.
-        admin_hash: hash of a key with the role admin, which the command line uses.
+        admin_hashes: hashes of keys with the role admin, by the key's name.
         now_s: a monotonic clock.
         classes: names of the SLO classes; None where classes are not checked, as nothing uses them.
 
@@ -124,29 +143,29 @@ class Keys:
         self,
         plain: Iterable[str] = (),
         file: str | None = None,
-        admin_hash: str | None = None,
+        admin_hashes: Mapping[str, str] | None = None,
         *,
         now_s: Callable[[], float] = time.monotonic,
         classes: Container[str] | None = None,
     ) -> None:
-        self._now_s, self._classes = now_s, classes
+        self._classes = classes
         self._file = None if file is None else Path(file)
-        self._plain = [_plain_entry(key) for key in plain]
-        if admin_hash is not None:
-            self._plain.append(
-                KeyEntry(name=OPERATOR, hash=admin_hash, tenant=OPERATOR, role="admin")
-            )
+        self._configured = [_plain_entry(key) for key in plain]
+        for name, hashed in (admin_hashes or {}).items():
+            self._configured.append(KeyEntry(name=name, hash=hashed, tenant=name, role="admin"))
         self._callers: dict[str, Caller] = {}
-        self._stamp: tuple[int, ...] | None = None
-        self._next_look_s = now_s() + LOOK_EVERY_S
-        entries = list(self._plain)
-        if self._file is not None:
-            self._stamp = stamp_of(self._file)
-            entries += self._read(self._file)
-        self._take(entries)
+        self._watching: asyncio.Task[None] | None = None
+        stamp = None if self._file is None else stamp_of(self._file)
+        self._reload = ReloadSchedule(stamp, now_s)
+        self._entries = self._read()
 
     def __bool__(self) -> bool:
-        return bool(self._callers) or self._file is not None
+        return bool(self._entries)
+
+    @property
+    def are_stale(self) -> bool:
+        """Whether the file has changed and cannot be read, so that older keys stay accepted."""
+        return self._reload.is_stale
 
     def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> Caller:
         """The caller that a request's key proves; anyone where no keys are configured.
@@ -160,63 +179,78 @@ class Keys:
         """
         if not self:
             return ANYONE
-        self._look()
         scheme, _, key = (authorization or b"").partition(b" ")
         if authorization is None:
             scheme, key = b"bearer", api_key or b""
-        found = self._callers.get(hash_of(key.strip()))
-        if found is None or scheme.lower() != b"bearer":
+        hashed = hash_of(key.strip())
+        entry = self._entries.get(hashed)
+        if entry is None or scheme.lower() != b"bearer":
             raise errors.invalid_api_key()
-        return found
+        caller = self._callers.setdefault(hashed, Caller())
+        caller.apply(entry)
+        return caller
 
-    def _look(self) -> None:
-        """Read the file again if it has changed, at most once a second."""
-        now_s = self._now_s()
-        if self._file is None or now_s < self._next_look_s:
+    def start(self) -> None:
+        """Look at the file from now on, on the running event loop."""
+        if self._file is not None:
+            self._watching = asyncio.create_task(self._watch(), name="api-keys")
+
+    async def aclose(self) -> None:
+        """Look at the file no longer."""
+        if self._watching is not None:
+            watching, self._watching = self._watching, None
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self.refresh()
+            except Exception:
+                logger.exception("the key file could not be looked at")
+
+    async def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        if self._file is None:
             return
-        self._next_look_s = now_s + LOOK_EVERY_S
-        stamp = stamp_of(self._file)
-        if stamp == self._stamp:
+        stamp = await asyncio.to_thread(stamp_of, self._file)
+        if not self._reload.is_due(stamp):
             return
-        self._stamp = stamp
         try:
-            entries = self._read(self._file)
+            entries = await asyncio.to_thread(self._read)
         except ValueError as error:
+            self._reload.record_failure(stamp)
             logger.error("the API keys stay as they were: %s", error)
             return
-        self._take([*self._plain, *entries])
-        logger.info("read %d API keys from %s", len(entries), self._file)
+        self._reload.record_success(stamp)
+        self._entries = entries
+        self._callers = {k: caller for k, caller in self._callers.items() if k in entries}
+        logger.info("read %s: %d API keys are accepted", self._file, len(entries))
 
-    def _read(self, file: Path) -> list[KeyEntry]:
-        """The file's keys.
+    def _read(self) -> dict[str, bytes]:
+        """Return all entries by hash, those of the file as it is now. Blocks.
 
         Raises:
-            ValueError: it cannot be used, or names an SLO class that there is not.
+            ValueError: it cannot be used, or names an SLO class that does not exist.
         """
-        entries = read_keys(file).keys
-        if self._classes is not None:
-            for entry in entries:
-                named = [*([entry.slo] if entry.slo else []), *(entry.slo_classes or ())]
-                for name in named:
+        found = {entry.hash: packed(entry) for entry in self._configured}
+        for entry in () if self._file is None else read_entries(self._file):
+            if self._classes is not None:
+                for name in [*([entry.slo] if entry.slo else []), *(entry.slo_classes or ())]:
                     if name not in self._classes:
                         raise ValueError(
-                            f"{file}: the key '{entry.name}' has the SLO class '{name}', which "
-                            "gateway.admission.classes does not have"
+                            f"{self._file}: the key '{entry.name}' has the SLO class '{name}', "
+                            "which gateway.admission.classes does not have"
                         )
-        return entries
+            found[entry.hash] = packed(entry)
+        return found
 
-    def _take(self, entries: Iterable[KeyEntry]) -> None:
-        """Accept these keys from now on; what a key's requests use is kept."""
-        before, self._callers = self._callers, {}
-        for entry in entries:
-            caller = before.get(entry.hash) or Caller()
-            caller.name, caller.tenant, caller.role = entry.name, entry.tenant, entry.role
-            caller.max_concurrent = entry.max_concurrent
-            caller.requests_per_minute = entry.requests_per_minute
-            caller.slo = entry.slo
-            allowed = entry.slo_classes
-            caller.slo_classes = None if allowed is None else frozenset(allowed)
-            self._callers[entry.hash] = caller
+
+def packed(entry: KeyEntry) -> bytes:
+    """Return an entry as JSON: one object, which the garbage collector does not visit."""
+    return entry.model_dump_json(exclude_none=True).encode()
 
 
 def _plain_entry(key: str) -> KeyEntry:

@@ -1,8 +1,9 @@
 """TLS whose files may be replaced while the server runs.
 
 Each new connection is encrypted with what the files hold then; connections that exist stay as they
-are. The files are looked at when a client connects, at most once a second. Files that have become
-useless, or are half written, change nothing: the old ones stay in use, and the log says why.
+are. The files are looked at when a client connects, at most once a second. Files that cannot be
+used, or are half written, change nothing: the old ones stay in use, the log says why, and they are
+tried again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from headrace.config.filestamp import ReloadSchedule
 from headrace.config.tlsfiles import TlsFiles
 
 logger = logging.getLogger("headrace.gateway")
@@ -38,7 +40,7 @@ class ReloadingContext(ssl.SSLContext):
 
     def __init__(self, files: TlsFiles, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._files, self._now_s = files, now_s
-        self._stamp = files.stamp()
+        self._reload = ReloadSchedule(files.stamp(), now_s)
         self._current = files.context()
         self._next_look_s = now_s() + LOOK_EVERY_S
 
@@ -53,12 +55,13 @@ class ReloadingContext(ssl.SSLContext):
             return
         self._next_look_s = now_s + LOOK_EVERY_S
         stamp = self._files.stamp()
-        if stamp == self._stamp:
+        if not self._reload.is_due(stamp):
             return
         try:
             self._current = self._files.context()
         except ValueError as error:
+            self._reload.record_failure(stamp)
             logger.error("the TLS files stay as they were: %s", error)
         else:
+            self._reload.record_success(stamp)
             logger.info("read the certificate %s", self._files.cert)
-        self._stamp = stamp

@@ -236,6 +236,12 @@ def alerts() -> list[Alert]:
             "2m",
         ),
         Alert(
+            "KeysStale",
+            f"{q.most('ray_headrace_gateway_keys_stale')} > 0",
+            "A gateway cannot read its changed key file: keys that were revoked stay valid.",
+            "2m",
+        ),
+        Alert(
             "QueueGrows",
             f"{waiting} > {t('waiting')} * {running} and {waiting} > {before}",
             "{{ $value | humanize }} requests wait in the engines, and they become more.",
