@@ -47,6 +47,13 @@ def runs_layer_hooks(forward_context: Any) -> bool:
     )
 
 
+def recovers_failed_loads(vllm_config: Any) -> bool:
+    """Whether vLLM computes the blocks whose load failed under a step before their request's next
+    token: not where another step was scheduled before it knew of the failure (vllm#45138), and not
+    in the second model runner, which keeps the old count of computed tokens (vllm#49250)."""
+    return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
+
+
 class BlockHasher:
     """vLLM's own hashes of a plain prompt's full blocks, as its engine makes them.
 

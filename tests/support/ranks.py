@@ -84,6 +84,8 @@ class Model:
                 decode_context_parallel_size=1,
                 nnodes_within_dp=1,
             ),
+            max_concurrent_batches=1,
+            use_v2_model_runner=False,
             attention_config=SimpleNamespace(backend=None),
             device_config=SimpleNamespace(device_type="cpu"),
             speculative_config=None,

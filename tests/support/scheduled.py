@@ -41,7 +41,7 @@ class Scheduled:
     Args:
         folder: of the arena.
         blocks: of the cache. scheduler: its class. spec: of a layer. step_tokens: of a step.
-        told: `additional_config`.
+        told: `additional_config`. asynchronous: steps are scheduled before their predecessors end.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Scheduled:
         spec: Any = SPEC,
         step_tokens: int = 4096,
         told: dict[str, Any] | None = None,
+        asynchronous: bool = False,
     ) -> None:
         init_none_hash(sha256_cbor)
         config = EngineArgs(
@@ -78,6 +79,8 @@ class Scheduled:
                 },
             ),
         ).create_engine_config()
+        # vLLM switches it off on CPUs.
+        config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.block_size = BLOCK
         size = blocks * spec.page_size_bytes

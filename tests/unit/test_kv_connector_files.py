@@ -154,9 +154,9 @@ def test_a_file_that_is_gone_costs_its_blocks_and_nothing_else(
     assert second.load([0, 1], places) == {0, 1}
 
 
-def slow(engine: Engine, mover: SlowMover) -> FileTier:
-    """Give the engine a disk of this speed."""
-    files = engine.worker._files
+def slow(engine: Engine, mover: SlowMover, ahead: bool = False) -> FileTier:
+    """Give the engine a disk of this speed, for its steps' loads or for those ahead of them."""
+    files = engine.worker._files_ahead if ahead else engine.worker._files
     assert isinstance(files, FileTier)
     files._mover, files._reader = mover, BlockReader(mover)
     return files
@@ -188,6 +188,29 @@ def test_no_load_begins_before_the_reads_of_one_that_was_given_up_have_landed(
     mover.bytes_per_s = None
     assert second.load([2], places) == {2}, "the memory may be written to yet"
     until(lambda: second.load([2], places) == set())
+    assert second.content(2) == first.content(2)
+
+
+def test_a_load_ahead_waits_for_reads_of_the_one_before_it_that_was_given_up(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    first, second = engines
+    mover, worker = SlowMover(), second.worker
+    slow(second, mover, ahead=True)
+    mover.bytes_per_s = LAYER_BYTES / 0.3
+
+    def loads(names: dict[str, Load]) -> set[int]:
+        worker.begin(Work(ahead=names))
+        worker._ahead.submit(lambda: None).result(20)
+        worker.end()
+        assert worker.loaded_ahead() == set(names)
+        return worker.failed_blocks()
+
+    late = Load([0, 1], HASHES[:2], places, [0.05])
+    assert loads({"late": late, "next": Load([2], HASHES[2:3], places, [math.inf])}) == {0, 1, 2}
+    assert worker.bad_in_files() == [], "the file is right, its bytes did not come in time"
+    mover.bytes_per_s = None
+    until(lambda: loads({"again": Load([2], HASHES[2:3], places, [math.inf])}) == set())
     assert second.content(2) == first.content(2)
 
 

@@ -65,6 +65,47 @@ def test_a_flipped_bit_is_seen_and_the_block_dropped(node: Node, layer: int) -> 
     assert load(worker, [1]) == set()
 
 
+def test_a_block_that_was_overwritten_while_it_was_read_is_gone_and_not_dropped_elsewhere(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease could not be had: the slot goes to others, and the block is stored again."""
+    worker, cache, arena = node.engine(1)
+    save(worker, [0, 1])
+    [slot] = arena.lookup(0, HASHES[1:2])
+    read, layers = cache.load, []
+
+    def load_late(layer: int, *rest: np.ndarray) -> np.ndarray:
+        if not layers:
+            arena.discard(0, HASHES[1:2])
+            [other] = arena.reserve(0, [HASHES[2]], [0], [0])
+            assert other == slot
+            arena.view(int(other))[:] = 120
+            save(node.engine(1)[0], [1])
+        layers.append(layer)
+        return read(layer, *rest)
+
+    monkeypatch.setattr(cache, "load", load_late)
+    assert load(worker, [0, 1]) == {1}
+    assert worker.counts["lost_gone"] == 1 and not worker.counts["lost_corrupt_dram"]
+    worker._saver.submit(lambda: None).result(20)
+    assert arena.lookup(0, HASHES[1:2])[0] >= 0, "the copy elsewhere stays"
+
+
+def test_a_load_that_cannot_begin_costs_its_blocks(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _, _ = node.engine(1)
+    save(worker, [0, 1])
+
+    def broken(_: np.ndarray) -> np.ndarray:
+        raise ValueError("slots of more than one namespace")
+
+    monkeypatch.setattr(worker._arena, "sums", broken)
+    assert load(worker, [0, 1]) == {0, 1}
+    monkeypatch.undo()
+    assert load(worker, [0, 1]) == set()
+
+
 def test_a_save_without_room_ends_and_costs_nothing(node: Node) -> None:
     worker, _, arena = node.engine(1)
     save(worker, [0])

@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_kvstore._vllm_compat import runs_layer_hooks
+from headrace_kvstore._vllm_compat import recovers_failed_loads, runs_layer_hooks
 from headrace_kvstore.arena.arena import LockBusyError
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.coded import CodedCache
@@ -143,9 +143,11 @@ class StoreConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             self._workers = opened.parts.ranks
             self._ended: dict[int, int] = {}
-            self._scheduler = self._make_scheduler(vllm_config.cache_config.block_size)
+            self._scheduler = self._make_scheduler(
+                vllm_config.cache_config.block_size, recovers_failed_loads(vllm_config)
+            )
 
-    def _make_scheduler(self, block_tokens: int) -> SchedulerHalf:
+    def _make_scheduler(self, block_tokens: int, under_steps: bool) -> SchedulerHalf:
         opened, settings, ranks = self._opened, self._settings, self._opened.parts.ranks
         logger.info("KV store %s: %s", settings.name, opened.space.describe())
         if settings.node and settings.load:
@@ -166,6 +168,7 @@ class StoreConnector(KVConnectorBase_V1):
             costs=self._price,
             prompted=self._learner.prompted if self._learner is not None else None,
             ended=self._give_up if opened.parts.writers > 1 else None,
+            under_steps=under_steps,
         )
 
     # Scheduler half

@@ -138,13 +138,16 @@ class Price:
         seconds = self.compute_s(first, first + blocks * self._block_tokens)
         return None if seconds is None else seconds / blocks
 
-    def choose(self, first_block: int, runs: Sequence[Run], tokens: int) -> Choice:
+    def choose(
+        self, first_block: int, runs: Sequence[Run], tokens: int, ahead: bool = False
+    ) -> Choice:
         """How many of the offered blocks to load.
 
         Args:
             first_block: how many blocks stand before the first one offered.
             runs: what is offered, in the order of the prompt.
             tokens: of the whole prompt; what is not loaded is computed.
+            ahead: the load is made ahead of the step, so that nothing hides it.
         """
         offered = sum(run.blocks for run in runs)
         size = self._block_tokens
@@ -157,7 +160,8 @@ class Price:
             taken += run.blocks
             loads_s += self.load_s(run.medium, run.blocks) or 0.0
             tail_s = self.compute_s(first + taken * size, tokens) or 0.0
-            total_s = tail_s + max(loads_s / self._layers, loads_s - tail_s)
+            wait_s = loads_s if ahead else max(loads_s / self._layers, loads_s - tail_s)
+            total_s = tail_s + wait_s
             if total_s <= best_s:
                 best_s, best = total_s, taken
         if best == 0 and self._probes(first, runs[0], tokens):

@@ -11,7 +11,9 @@ a step of that request has come back and they lie below
 
 Of the blocks that slower tiers offer, those are loaded for which `load_price.Price` predicts that
 loading takes fewer seconds than computing. It also says whether a request's blocks are loaded ahead
-of its step or under it. What was loaded ahead and did not come is not loaded ahead again.
+of its step or under it. Where vLLM does not recover a load that fails under a step (`under_steps`),
+all loads are made ahead of steps. What was loaded ahead and did not come is not loaded ahead again
+before the request was in a step.
 
 Blocks that are being copied are held by a reference in the engine's block pool, as a running
 request holds its own. Nothing else waits for a copy: requests finish, are preempted or aborted as
@@ -78,7 +80,7 @@ class _Request:
         blocks: ids of its blocks in the engine's cache, in order.
         scheduled: tokens scheduled since it was (re)admitted.
         saved: how many leading blocks need no more looking at.
-        ahead: it had a load ahead.
+        ahead: it had a load ahead since it was last in a step.
     """
 
     request: Any
@@ -119,6 +121,7 @@ class SchedulerHalf:
             ahead of their step.
         prompted: told of each new prompt's full blocks, root first; must not wait.
         ended: told of the blocks of each save that all workers have ended; must not wait.
+        under_steps: whether a load may be made under the step that needs it.
 
     Attributes:
         counts: blocks by what became of them, since the start.
@@ -138,8 +141,9 @@ class SchedulerHalf:
         costs: Price | None = None,
         prompted: Callable[[Sequence[bytes]], None] | None = None,
         ended: Callable[[Sequence[bytes]], None] | None = None,
+        under_steps: bool = True,
     ) -> None:
-        self._index = index
+        self._index, self._under_steps = index, under_steps
         self._slow, self._most_slow, self._price = slow, most_slow, price
         self._left_tokens = max(1, window_tokens)
         self.counts: Counter[str] = Counter()
@@ -179,6 +183,8 @@ class SchedulerHalf:
         """
         if not self._loads or request.skip_reading_prefix_cache or _is_apart(request):
             return 0
+        if not self._under_steps and not self._may_load_ahead(request):
+            return 0
         start = computed_tokens // self._block_tokens
         end = (request.num_tokens - self._left_tokens) // self._block_tokens
         hashes = [bytes(h) for h in request.block_hashes[start : max(start, end)]]
@@ -188,7 +194,9 @@ class SchedulerHalf:
         slower = self._placed(request, start + there, hashes[there:])
         if slower is None:
             return None
-        ahead = self._pays_ahead(request, start, hashes[: there + slower], there)
+        ahead = not self._under_steps or self._pays_ahead(
+            request, start, hashes[: there + slower], there
+        )
         self._offered[request.request_id] = _Offer(start, ahead)
         return (there + slower) * self._block_tokens
 
@@ -196,9 +204,12 @@ class SchedulerHalf:
         """Whether what `matched` has just offered is loaded ahead of the request's step."""
         return self._offered.get(request.request_id, _Offer()).ahead
 
-    def _pays_ahead(self, request: Any, start: int, hashes: Sequence[bytes], in_dram: int) -> bool:
+    def _may_load_ahead(self, request: Any) -> bool:
         known = self._requests.get(request.request_id)
-        if self._costs is None or known is None or known.ahead:
+        return known is not None and not known.ahead
+
+    def _pays_ahead(self, request: Any, start: int, hashes: Sequence[bytes], in_dram: int) -> bool:
+        if self._costs is None or not self._may_load_ahead(request):
             return False
         places = self._taken.get(request.request_id, _Taken()).places
         media = ["dram"] * in_dram
@@ -240,7 +251,7 @@ class SchedulerHalf:
             return _Taken(dict(zip(asked, answer, strict=False)))
         media = [medium_of(place) for place in answer]
         runs = [Run(medium, len(list(run))) for medium, run in groupby(media)]
-        choice = self._price.choose(first, runs, tokens)
+        choice = self._price.choose(first, runs, tokens, ahead=not self._under_steps)
         for medium in media[choice.blocks :]:
             self.counts[f"declined_{medium}"] += 1
         return _Taken(
@@ -327,6 +338,7 @@ class SchedulerHalf:
             known = self._requests.get(new.req_id)
             if known is not None:
                 known.blocks, known.scheduled, known.saved = list(new.block_ids[0]), 0, 0
+                known.ahead = False
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             known = self._requests.get(request_id)
@@ -334,6 +346,7 @@ class SchedulerHalf:
                 continue
             if request_id in cached.resumed_req_ids:
                 known.blocks, known.scheduled, known.saved = [], 0, 0
+                known.ahead = False
             if blocks is not None:
                 known.blocks.extend(blocks[0])
 

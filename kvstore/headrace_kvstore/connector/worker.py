@@ -104,7 +104,7 @@ class WorkerHalf:
         self._cache_ahead = cache.beside()
         self._files_ahead = None if files is None else files(self._cache_ahead)
         self._ahead = ThreadPoolExecutor(1, "kv-load-ahead")
-        self._came: list[tuple[str, LayerPipeline, _Loading]] = []
+        self._came: list[tuple[str, _Ended]] = []
         self._finished: set[str] = set()
         self._layer_of = {name: i for i, name in enumerate(cache.layer_names)}
         self._loader = ThreadPoolExecutor(1, "kv-load")
@@ -143,7 +143,7 @@ class WorkerHalf:
         self._work, self._saves = work, work.saves
         if work.load.blocks:
             began = self._cache.fence()
-            self._source = source = self._sources(work.load, self._cache, self._files)
+            self._source = source = self._find(work.load, self._cache, self._files)
             self._pipeline = self._pipelined(source, self._cache, self._loader, began)
             if not by_layers:
                 self._wait(self._pipeline.finish)
@@ -161,12 +161,13 @@ class WorkerHalf:
         start."""
         self._timer.end(self._work.shape)
         if self._pipeline is not None and self._source is not None:
-            self._settle(self._pipeline, self._source, self._files)
+            ended = self._finish(self._pipeline, self._source, self._cache, self._files)
             self._pipeline = self._source = None
+            self._account(ended)
         with self._lock:
             came, self._came = self._came, []
-        for request_id, pipeline, source in came:
-            self._settle(pipeline, source, self._files_ahead)
+        for request_id, ended in came:
+            self._account(ended)
             self._finished.add(request_id)
         self._work = Work()
         saves, self._saves = self._saves, {}
@@ -229,15 +230,18 @@ class WorkerHalf:
         self._timer.resume()
 
     def _load_ahead(self, request_id: str, load: Load) -> None:
-        """In the thread of loads ahead."""
-        source = _Loading(load.hashes, np.array(load.blocks, np.int64), np.zeros(0, np.int64), [])
+        """In the thread of loads ahead. The load is finished here, since the next one uses the same
+        staging memory."""
+        ended = _Ended(_Loading.of_nothing(load), 0.0, failed=True)
         try:
-            source = self._sources(load, self._cache_ahead, self._files_ahead)
+            source = self._find(load, self._cache_ahead, self._files_ahead)
+            pipeline = self._pipelined(source, self._cache_ahead, ThisThread(), None)
+            ended = self._finish(pipeline, source, self._cache_ahead, self._files_ahead)
         except Exception:
-            logger.exception("a load cannot begin; %d blocks are computed", len(load.blocks))
-        pipeline = self._pipelined(source, self._cache_ahead, ThisThread(), None)
-        with self._lock:
-            self._came.append((request_id, pipeline, source))
+            logger.exception("a load ahead failed; %d blocks are computed", len(load.blocks))
+        finally:
+            with self._lock:
+                self._came.append((request_id, ended))
 
     def _pipelined(
         self, source: _Loading, cache: EngineCache, threads: Threads, began: Any
@@ -247,6 +251,14 @@ class WorkerHalf:
         parts = [part for _, part in source.parts]
         clock = cache.load_clock
         return LayerPipeline(parts, len(cache.layer_names), threads, depth, clock, began)
+
+    def _find(self, load: Load, cache: EngineCache, files: FileTier | None) -> _Loading:
+        """Where a load's blocks come from. If that cannot be told, they are computed."""
+        try:
+            return self._sources(load, cache, files)
+        except Exception:
+            logger.exception("a load cannot begin; %d blocks are computed", len(load.blocks))
+            return _Loading.of_nothing(load)
 
     def _sources(self, load: Load, cache: EngineCache, files: FileTier | None) -> _Loading:
         """What stands in DRAM comes from there, what else has a place from its file."""
@@ -270,40 +282,54 @@ class WorkerHalf:
                 source.files = read
         return source
 
-    def _settle(self, pipeline: LayerPipeline, source: _Loading, files: FileTier | None) -> None:
-        bad = np.ones(len(source.blocks), np.bool_)
-        lost = Counter({"gone": len(bad)})
-        corrupt: list[bytes] = []
+    @staticmethod
+    def _finish(
+        pipeline: LayerPipeline, source: _Loading, cache: EngineCache, files: FileTier | None
+    ) -> _Ended:
+        """Wait for the end of a load, so that the next one may use its staging memory."""
+        failed = False
         try:
             pipeline.finish()
+            if files is not None and source.files is not None:
+                files.settle(source.files)
         except Exception:
-            logger.exception("loading KV failed; %d blocks are computed", len(bad))
+            failed = True
+            logger.exception("loading KV failed; %d blocks are computed", len(source.blocks))
             # What was begun must not arrive in blocks that are computed by then.
-            for cache in (self._cache, self._cache_ahead):
+            with contextlib.suppress(Exception):
+                cache.drain()
+            if files is not None and source.files is not None:
                 with contextlib.suppress(Exception):
-                    cache.drain()
-            lost = Counter({"error": len(bad)})
-        else:
-            for indices, part in source.parts:
-                bad[indices] = part.bad
-                wrong = [source.hashes[i] for i in indices[part.bad]]
-                medium, cause = "dram", "corrupt"
-                if part is source.files:
-                    medium = source.files.medium
-                    if wrong:
-                        cause = source.files.cause()
-                    if cause != "slow" and not source.files.direct:
-                        self._bad_in_files += wrong
-                else:
-                    corrupt += wrong
-                lost["gone"] -= len(indices)
-                lost[f"{cause}_{medium}"] += len(wrong)
-                self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
-                if part is source.files and source.files.direct:
+                    files.settle(source.files)
+        return _Ended(source, pipeline.seconds, failed)
+
+    def _account(self, ended: _Ended) -> None:
+        """Record which blocks a load brought, and which are to be computed."""
+        source, seconds = ended.source, ended.seconds
+        bad = np.ones(len(source.blocks), np.bool_)
+        lost = Counter({"error" if ended.failed else "gone": len(bad)})
+        corrupt: dict[bytes, int] = {}
+        for indices, part in () if ended.failed else source.parts:
+            bad[indices] = part.bad
+            wrong = indices[part.bad]
+            lost["gone"] -= len(indices)
+            if isinstance(part, _ArenaSource):
+                medium, same = "dram", ~part.overwritten()
+                corrupt = {
+                    source.hashes[indices[i]]: int(part.slots[i])
+                    for i in np.flatnonzero(part.bad & same)
+                }
+                lost["gone"] += len(wrong) - len(corrupt)
+                lost["corrupt_dram"] += len(corrupt)
+            else:
+                medium, cause = part.medium, part.cause() if len(wrong) else "corrupt"
+                if cause != "slow" and not part.direct:
+                    self._bad_in_files += [source.hashes[i] for i in wrong]
+                if part.direct:
                     self.counts[f"direct_{medium}"] += len(indices) - len(wrong)
-        seconds = pipeline.seconds
-        if files is not None and source.files is not None:
-            files.settle(source.files)
+                lost[f"{cause}_{medium}"] += len(wrong)
+            self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
+        if source.files is not None:
             # Reading does not wait for the device, so it may have begun before the copies could.
             seconds = max(seconds, source.files.read_s) if seconds else 0.0
             self._measure(source.files, seconds)
@@ -319,12 +345,19 @@ class WorkerHalf:
             logger.warning("%d of %d KV blocks are computed anew: %s", bad.sum(), len(bad), +lost)
         self._saver.submit(self._after_load, source.slots, corrupt)
 
-    def _after_load(self, slots: np.ndarray, corrupt: list[bytes]) -> None:
-        """Give the leases of a load back, and drop blocks whose bytes were wrong."""
+    def _after_load(self, slots: np.ndarray, corrupt: dict[bytes, int]) -> None:
+        """Give the leases of a load back, and drop blocks whose bytes were wrong, if they are still
+        in the slots where they were read."""
         try:
             self._arena.release(slots)
             if corrupt:
-                self._arena.discard(self._row, corrupt)
+                now = self._arena.lookup(self._row, [*corrupt]).tolist()
+                same = [
+                    h
+                    for (h, slot), there in zip(corrupt.items(), now, strict=True)
+                    if slot == there
+                ]
+                self._arena.discard(self._row, same)
         except Exception as error:
             logger.warning("the leases of a load run out by themselves: %s", error)
 
@@ -384,6 +417,8 @@ class _ArenaSource:
         seeds: np.ndarray,
     ) -> None:
         self._cache, self._blocks, self._seeds = cache, blocks, seeds
+        self._generations = arena.table["generation"]
+        self.slots, self._generation = slots, self._generations[slots]
         self._payloads = arena.addresses(slots).astype(np.uint64)
         self._expected = arena.sums(slots)
         self._started: dict[int, Callable[[], np.ndarray]] = {}
@@ -398,6 +433,11 @@ class _ArenaSource:
         if len(self._blocks):
             wanted = self._expected[:, self._cache.columns(layer)]
             self.bad |= (self._started.pop(layer)() != wanted).any(axis=1)
+
+    def overwritten(self) -> np.ndarray:
+        """Tell which slots were given to other blocks since the load began, bool [n]."""
+        changed: np.ndarray = self._generations[self.slots] != self._generation
+        return changed
 
 
 @dataclass
@@ -415,6 +455,24 @@ class _Loading:
     slots: np.ndarray
     parts: list[tuple[np.ndarray, _ArenaSource | FileSource]]
     files: FileSource | None = None
+
+    @staticmethod
+    def of_nothing(load: Load) -> _Loading:
+        """A load none of whose blocks has a source."""
+        return _Loading(load.hashes, np.array(load.blocks, np.int64), np.zeros(0, np.int64), [])
+
+
+class _Ended(NamedTuple):
+    """A load that is over.
+
+    Attributes:
+        seconds: that it took; 0 if it did not come to its end.
+        failed: none of its blocks can be used.
+    """
+
+    source: _Loading
+    seconds: float
+    failed: bool
 
 
 def _be_nice() -> None:
