@@ -14,13 +14,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
+from headrace_kvstore.nvme import segment_space
 from headrace_kvstore.nvme.mover import MoveError, Mover
 from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES
@@ -275,6 +278,69 @@ def test_a_full_disk_is_lived_with_and_then_turns_writing_off(
     tier.close()
 
 
+def test_a_disk_that_others_keep_full_costs_one_segment_and_not_the_tier(
+    mover: Mover, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = NvmeTier.open(small_disk / "kv", 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    bench = Bench(mover)
+    assert bench.write(tier, *range(16)) == [True] * 16
+    others = (small_disk / "others").open("wb", buffering=0)
+    make = segment_space.make_segment
+
+    def greedy(*given: Any) -> None:
+        """Somebody takes all room as soon as there is some."""
+        with suppress(OSError):
+            others.write(bytes(3 * SEGMENT_BYTES))
+        make(*given)
+
+    monkeypatch.setattr(segment_space, "make_segment", greedy)
+    assert bench.write(tier, 16) == [False] and tier.state == "read-only"
+    assert sum(bench.has(tier, *range(16))) == 8
+    for number in range(17, 27):
+        tier.heal()
+        assert bench.write(tier, number) == [False] and tier.state == "read-only"
+    assert sum(bench.has(tier, *range(16))) == 8, "a full disk costs more at each try"
+    monkeypatch.setattr(segment_space, "make_segment", make)
+    others.truncate(0)
+    tier.heal()
+    assert bench.write(tier, 27, 28) == [True, True]
+    others.close()
+    tier.close()
+
+
+def _hold(folder: str, pipe: Connection) -> None:
+    """Open all segments that are there, as an engine does, each time it is told to."""
+    held = {}
+    while pipe.recv():
+        for path in Path(folder).glob("segment-*"):
+            held.setdefault(path.name, path.open("rb"))
+        pipe.send(len(held))
+
+
+@pytest.mark.slow
+def test_another_process_that_keeps_all_files_open_does_not_fill_the_disk(
+    mover: Mover, small_disk: Path
+) -> None:
+    tier = NvmeTier.open(small_disk / "kv", 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    bench = Bench(mover)
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=_hold, args=(str(small_disk / "kv"), theirs), daemon=True)
+    reader.start()
+    try:
+        for number in range(64):
+            assert bench.write(tier, number) == [True], (number, tier.stats()["reason"])
+            ours.send(True)
+            assert ours.poll(60)
+            held = ours.recv()
+        assert held >= 7 and tier.state == "on" and tier.stats()["segments"] == 2
+        ours.send(False)
+    finally:
+        reader.terminate()
+        reader.join(20)
+    tier.close()
+
+
 def test_a_read_only_disk_serves_reads_of_a_running_tier_and_opens_as_off(
     mover: Mover, small_disk: Path
 ) -> None:
@@ -330,7 +396,7 @@ def test_a_folder_removed_under_the_tier_costs_hits_only(mover: Mover, tmp_path:
     tier = NvmeTier.open(tmp_path / "kv", 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
     bench.write(tier, *range(8))
     shutil.rmtree(tmp_path / "kv")
-    assert bench.load(tier, 0, 1) == [True, True], "open files are still there"
+    assert bench.load(tier, 0, 1) == [False, False]
     assert bench.write(tier, 8) == [False]
     assert tier.state == "read-only" and "No such file" in tier.stats()["reason"]
     tier.close()

@@ -59,7 +59,7 @@ def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
 
     node.kill()
     assert locate(client, 0) == []
-    assert not client.tell(wire.ReportBad(DIGEST, keys(0)))
+    assert not client.tell(wire.ReportBad(DIGEST, [wire.BadBlock(keys(0)[0], "/nowhere", 0)]))
     engine.put(20)
     assert engine.has(0, 20) == [True, True]
 

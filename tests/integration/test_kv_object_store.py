@@ -245,7 +245,9 @@ def test_two_nodes_that_store_the_same_blocks_both_keep_serving_them(
     until(lambda: [held(node) for node in nodes] == [3, 3])
     for node, engine in zip(nodes, engines, strict=True):
         engine.arena.clear(engine.row)
-        node.operations.report_bad(DIGEST, keys(0, 1, 2))
+        assert node.tiers.nvme is not None
+        for name in keys(0, 1, 2):
+            node.tiers.nvme.discard(DIGEST, name)
         pulling = node.operations.pull(DIGEST, keys(0, 1, 2))
         assert pulling is not None and pulling.done.result(20) == 3
         assert engine.has(0, 1, 2) == [True] * 3

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -31,6 +36,20 @@ def sums_at(
 def key(number: int) -> bytes:
     """The hash of block `number`."""
     return hashlib.sha256(b"%d" % number).digest()
+
+
+@contextmanager
+def no_descriptors_left(folder: Path) -> Iterator[None]:
+    """Have every `open` below the folder fail as in a process with too many open files."""
+    opens = os.open
+
+    def refuse(path: str, *rest: int) -> int:
+        if str(path).startswith(str(folder)):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return opens(path, *rest)
+
+    with patch.object(os, "open", refuse):
+        yield
 
 
 class Bench:

@@ -23,7 +23,9 @@ from headrace_kvstore.nvme import nvme_tier as nvme
 from headrace_kvstore.nvme import record
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.segment import BlockReader, Location, Read
+from headrace_kvstore.protocol.wire import BadBlock
 from headrace_kvstore.settings import StoreSettings
+from tests.support.kvfiles import no_descriptors_left
 from tests.support.kvnode import SlowMover, until
 from tests.support.tensor import Tensor
 
@@ -141,7 +143,7 @@ def test_a_flipped_bit_in_a_file_is_seen_and_told(
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
     assert second.load([3, 4], places) == {4}
-    assert second.worker.bad_in_files() == [HASHES[4]]
+    assert second.worker.bad_in_files() == [BadBlock.at(place)]
     assert second.worker.bad_in_files() == []
 
 
@@ -152,6 +154,19 @@ def test_a_file_that_is_gone_costs_its_blocks_and_nothing_else(
     for path in {place.path for place in places.values()}:
         Path(path).unlink()
     assert second.load([0, 1], places) == {0, 1}
+    assert second.worker.counts == Counter(lost_gone=2)
+    assert second.worker.bad_in_files() == [], "the disk is not at fault"
+
+
+def test_no_descriptor_left_is_no_fault_of_the_disk(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location], tmp_path: Path
+) -> None:
+    _, second = engines
+    with no_descriptors_left(tmp_path / "files"):
+        assert second.load([0, 1], places) == {0, 1}
+    assert second.worker.counts["lost_unreadable_nvme"] == 0
+    assert second.worker.bad_in_files() == []
+    assert second.load([0, 1], places) == set()
 
 
 def slow(engine: Engine, mover: SlowMover, ahead: bool = False) -> FileTier:
@@ -237,7 +252,7 @@ def test_a_file_cut_short_is_unreadable_and_told(
     os.truncate(place.path, place.payload_offset + LAYER_BYTES)
     assert 4 in second.load([0, 4], places)
     assert second.worker.counts["lost_unreadable_nvme"] > 0
-    assert HASHES[4] in second.worker.bad_in_files()
+    assert BadBlock.at(place) in second.worker.bad_in_files()
 
 
 def test_a_load_is_measured(engines: tuple[Engine, Engine], places: dict[bytes, Location]) -> None:

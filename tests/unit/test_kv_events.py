@@ -390,7 +390,7 @@ def test_a_node_tells_of_both_tiers(tmp_path: Path) -> None:
     until(lambda: sees((DRAM, 0), (DRAM, 1), (NVME, 0), (NVME, 1)))
     engine.arena.discard(engine.row, keys(0))
     until(lambda: sees((DRAM, 1), (NVME, 0), (NVME, 1)))
-    node.operations.report_bad(DIGEST, keys(1))
+    assert node.tiers.nvme is not None and node.tiers.nvme.discard(DIGEST, key(1))
     until(lambda: sees((DRAM, 1), (NVME, 0)))
     late = Subscriber(node._events.publisher)
     late.replay(0)

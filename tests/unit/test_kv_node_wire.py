@@ -43,6 +43,11 @@ def places(count: int) -> list[Location]:
     ]
 
 
+def bad(number: int) -> wire.BadBlock:
+    """The report of a block that a reader could not use."""
+    return wire.BadBlock(key(number), "/kv/0", number)
+
+
 class Node:
     """A node's server that locates everything, or answers what it is told to."""
 
@@ -95,7 +100,7 @@ def client(tmp_path: Path, node: Node) -> Iterator[NodeClient]:
         wire.Ping(),
         wire.Locate("r-1", DIGEST, keys(0, 1), 30.0),
         wire.Survey(DIGEST, keys(0, 1), 0.5),
-        wire.ReportBad(DIGEST, [b"\0" * 16]),
+        wire.ReportBad(DIGEST, [bad(3)]),
         wire.GetStats(),
     ],
 )
@@ -270,7 +275,7 @@ def test_without_a_node_every_question_is_answered_at_once(tmp_path: Path) -> No
     client = NodeClient("arena", socket_folder=tmp_path, retry_s=60.0)
     with pytest.raises(NodeAway):
         asked(client, "r-1", 0).result(PATIENT_S)
-    assert not client.tell(wire.ReportBad(DIGEST, keys(0)))
+    assert not client.tell(wire.ReportBad(DIGEST, [bad(0)]))
     request, begun = wire.Locate("r-2", DIGEST, keys(0), 30.0), time.thread_time()
     for _ in range(1000):
         assert client.ask(request).done()
@@ -335,7 +340,7 @@ def test_more_requests_than_may_wait_are_refused(
 
 def test_what_nobody_waits_for_is_not_answered(client: NodeClient, node: Node) -> None:
     node.seen.clear()
-    told = [wire.ReportBad(DIGEST, keys(1)), wire.ReportBad(DIGEST, keys(2))]
+    told = [wire.ReportBad(DIGEST, [bad(1)]), wire.ReportBad(DIGEST, [bad(2)])]
     assert all(client.tell(request) for request in told)
     assert locate(client) == []
     assert node.seen[:2] == told

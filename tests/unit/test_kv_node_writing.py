@@ -236,7 +236,9 @@ def test_after_quiescence_nvme_has_every_block_with_equal_bytes(
             elif step == "lose":
                 engine.arena.discard(engine.row, keys(*blocks))
             elif step == "report":
-                node.operations.report_bad(DIGEST, keys(*blocks))
+                for name in keys(*blocks):
+                    assert node.tiers.nvme is not None
+                    node.tiers.nvme.discard(DIGEST, name, "corrupt")
                 dram.writer.missed = True
             elif step == "prefetch":
                 node.operations.prefetch(DIGEST, keys(*blocks))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,9 @@ from headrace_kvstore.nvme.catalog import use_per_second
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape, TierEvent
-from headrace_kvstore.nvme.segment import BlockReader, plan_pieces
-from tests.support.kvfiles import SHAPE, Bench, key, sums_at
+from headrace_kvstore.nvme.segment import BlockReader, Location, plan_pieces
+from tests.support.kvfiles import SHAPE, Bench, key, no_descriptors_left, sums_at
+from tests.support.kvnode import until
 
 SEGMENT_BYTES = PAGE_BYTES + 4 * SHAPE.record_bytes
 SIZE_BYTES = 3 * SEGMENT_BYTES
@@ -157,7 +160,7 @@ def test_another_process_reads_what_the_owner_locates(tier: NvmeTier, bench: Ben
     reader.close()
     gone: list[str] = []
     missing = reader.read([place], layers, on_bad=lambda _, reason: gone.append(reason))
-    assert not missing.wait(20).any() and gone == ["unreadable"]
+    assert not missing.wait(20).any() and gone == ["gone"]
 
 
 # Restart
@@ -428,6 +431,141 @@ def test_reads_that_keep_failing_turn_the_tier_off(tier: NvmeTier, bench: Bench)
     assert bench.load(tier, *range(FAILED_READS)) == [False] * FAILED_READS
     assert tier.state == "off" and "reads failed" in tier.stats()["reason"]
     assert bench.has(tier, 11) == [False]
+
+
+def test_a_file_that_was_removed_is_gone_and_no_read_failure(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(12))
+    for path in tier.folder.glob("segment-*"):
+        path.unlink()
+    assert bench.load(tier, *range(12)) == [False] * 12
+    assert tier.state == "on" and tier.stats()["reads_gone"] == 12
+    assert bench.has(tier, *range(12)) == [False] * 12
+    until(lambda: bench.write(tier, 12) == [True])
+    assert bench.load(tier, 12) == [True]
+
+
+def test_a_lack_of_descriptors_costs_no_block_and_not_the_tier(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    bench.write(tier, *range(12))
+    tier._files.close()
+    with no_descriptors_left(tier.folder):
+        assert bench.load(tier, *range(FAILED_READS)) == [False] * FAILED_READS
+        assert bench.write(tier, 12) == [False]
+    assert tier.state == "on" and tier.stats()["reads_unopened"] == FAILED_READS
+    left = [number for number in range(12) if bench.has(tier, number) == [True]]
+    assert len(left) >= 8 and bench.load(tier, *left) == [True] * len(left)
+
+
+# Readers and removed files
+
+
+def places_of(tier: NvmeTier, *numbers: int) -> list[Location]:
+    found = [tier.locate(SHAPE.digest, key(number)) for number in numbers]
+    return [place for place in found if place is not None]
+
+
+def read_all(reader: BlockReader, bench: Bench, places: list[Location]) -> list[bool]:
+    layers = np.arange(SHAPE.layers) * SHAPE.layer_bytes
+    at = bench.address + np.arange(len(places))[:, None] * SHAPE.payload_bytes + layers
+    return [bool(good) for good in reader.read(places, at, verify=sums_at).wait(20)]
+
+
+def removed_files(folder: Path) -> list[int]:
+    """Bytes on disk of each file that this process has open and that has no name any more."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith(str(folder)) and target.endswith("(deleted)"):
+                found.append(512 * os.stat(f"/proc/self/fd/{fd}").st_blocks)
+    return found
+
+
+def test_a_reader_that_keeps_files_open_keeps_no_room_on_the_disk(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    reader = BlockReader(bench.mover)
+    for first in range(0, 36, 4):
+        numbers = range(first, first + 4)
+        assert bench.write(tier, *numbers) == [True] * 4
+        assert read_all(reader, bench, places_of(tier, *numbers)) == [True] * 4
+    assert files_bytes(tier) <= SIZE_BYTES and sum(removed_files(tier.folder)) == 0
+    reader.close()
+
+
+def test_a_reader_lets_removed_files_go(tier: NvmeTier, bench: Bench) -> None:
+    reader = BlockReader(bench.mover)
+    bench.write(tier, *range(4))
+    old = places_of(tier, 0)
+    assert read_all(reader, bench, old) == [True]
+    for number in range(4, 20):
+        bench.write(tier, number)
+    assert read_all(reader, bench, old) == [False], "the file is gone"
+    assert read_all(reader, bench, places_of(tier, 19)) == [True]
+    assert removed_files(tier.folder) == []
+    reader.close()
+
+
+def test_a_name_is_not_used_twice_though_the_newest_segment_went(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    bench.write(tier, *range(12))
+    [last] = places_of(tier, 11)
+    reader = BlockReader(bench.mover)
+    assert read_all(reader, bench, [last]) == [True]
+    for number in (0, 4):
+        tier.locate(SHAPE.digest, key(number), lease_s=60)
+    assert tier._reclaim() and bench.has(tier, 11) == [False]
+    tier = reopen(tier)
+    assert bench.write(tier, 100, 101, 102, 103) == [True] * 4
+    new = places_of(tier, 100, 101, 102, 103)
+    assert last.path not in {place.path for place in new}
+    assert read_all(reader, bench, new) == [True] * 4
+    reader.close()
+    tier.close()
+
+
+def test_segments_of_names_without_a_random_part_are_found(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(8))
+    tier.close()
+    for path in sorted(tier.folder.glob("segment-*")):
+        path.rename(path.with_name(f"{path.name[:18]}.kv"))
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    assert bench.load(tier, *range(8)) == [True] * 8
+    tier.close()
+
+
+def test_a_copied_segment_costs_nothing(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(8))
+    tier.close()
+    [first, _] = sorted(tier.folder.glob("segment-*"))
+    copy = first.with_name(f"{first.name[:18]}-00000000.kv")
+    copy.write_bytes(first.read_bytes())
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    assert bench.load(tier, *range(8)) == [True] * 8
+    for number in range(8, 20):
+        assert bench.write(tier, number) == [True]
+        assert files_bytes(tier) <= SIZE_BYTES
+    tier.close()
+
+
+def test_a_file_that_cannot_be_removed_counts_until_it_is(
+    tier: NvmeTier, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.write(tier, *range(12))
+
+    def refuse(path: str, *_: object) -> None:
+        raise OSError(errno.EPERM, "may not", path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        patched.setattr(os, "truncate", refuse)
+        assert bench.write(tier, 12) == [False]
+        assert tier.state == "read-only" and tier.stats()["bytes"] == SIZE_BYTES
+    tier.heal()
+    assert bench.write(tier, 12) == [True]
+    assert files_bytes(tier) == tier.stats()["bytes"] == SIZE_BYTES
 
 
 def test_a_disk_that_hangs_in_unlink_keeps_nobody_from_looking(

@@ -52,6 +52,7 @@ from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.device.placing import place_worker
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.parts import WHOLE
+from headrace_kvstore.protocol.wire import BadBlock
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -69,12 +70,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         jobs: how many workers ended each save job.
-        bad_in_files: hashes of blocks whose bytes in files were not right.
+        bad_in_files: blocks whose bytes in files were not right.
         samples: what steps and loads took.
     """
 
     jobs: dict[int, int]
-    bad_in_files: list[bytes]
+    bad_in_files: list[BadBlock]
     samples: list[StepSample | LoadSample]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -24,6 +24,7 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.ways import DirectWay, HostWay, Way, tried
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.segment import Location, Read
+from headrace_kvstore.protocol.wire import BadBlock
 
 if TYPE_CHECKING:  # needs Triton, which is there where a GPU is
     from headrace_kvstore.connector.device_cache import DeviceCache
@@ -176,7 +177,8 @@ class FileSource:
         self._limit_s, self._began_s = limit_s, math.nan
         self.read_s = 0.0
         self.late, self.layers_read = False, 0
-        self._unreadable = False
+        self._corrupt = np.zeros(len(blocks), np.bool_)
+        self._unreadable = np.zeros(len(blocks), np.bool_)
         self._blocks, self._seeds = blocks, seeds
         self._parts = np.arange(cache.held.count, dtype=np.uint64) * np.uint64(cache.part_bytes)
         self._room = way.room(len(blocks), depth)
@@ -205,7 +207,8 @@ class FileSource:
         if self._limit_s != math.inf:
             left_s = max(0.0, self._began_s + self._limit_s - time.monotonic())
         try:
-            arrived = self._reads[layer].wait(left_s)
+            read = self._reads[layer]
+            arrived = read.wait(left_s)
         except TimeoutError:
             self.late = True
             self.bad[:] = True
@@ -216,8 +219,9 @@ class FileSource:
         mine = self._cache.columns(layer)
         room = self._room[layer % len(self._room)]
         sums = self.way.put(layer, room, self._blocks, self._seeds[:, mine])
-        self._unreadable |= not arrived.all()
-        self.bad |= ~arrived | (sums != self._expected[:, mine]).any(axis=1)
+        self._unreadable[[i for i, why in read.bad.items() if why == "unreadable"]] = True
+        self._corrupt |= arrived & (sums != self._expected[:, mine]).any(axis=1)
+        self.bad |= ~arrived | self._corrupt
         self.layers_read += 1
 
     @property
@@ -226,10 +230,20 @@ class FileSource:
         return isinstance(self.way, DirectWay)
 
     def cause(self) -> str:
-        """Why blocks are bad: "slow", "unreadable" or "corrupt"."""
+        """Why blocks are bad: "slow", "unreadable", "corrupt" or "gone"."""
         if self.late:
             return "slow"
-        return "unreadable" if self._unreadable else "corrupt"
+        if self._unreadable.any():
+            return "unreadable"
+        return "corrupt" if self._corrupt.any() else "gone"
+
+    def suspects(self) -> list[BadBlock]:
+        """Return the blocks that the files' owner should check: those that could not be read, or
+        that did not match. A direct read is no proof against the files."""
+        if self.late or self.direct:
+            return []
+        wrong = np.flatnonzero(self._unreadable | self._corrupt).tolist()
+        return [BadBlock.at(self._places[i]) for i in wrong]
 
     def quiet(self) -> bool:
         """Call off what is in flight; whether the way's memory is nobody else's now."""

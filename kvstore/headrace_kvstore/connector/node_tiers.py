@@ -52,9 +52,10 @@ class NodeTiers:
         except (NodeAway, wire.WireError):
             return []
 
-    def report_bad(self, hashes: Sequence[bytes]) -> None:
-        """Have the node drop blocks whose bytes were not right."""
-        self._client.tell(wire.ReportBad(self._digest, [bytes(h) for h in hashes]))
+    def report_bad(self, blocks: Sequence[wire.BadBlock]) -> None:
+        """Have the node check blocks whose bytes were not right. It drops those that are damaged.
+        More than one report may have are reported when they are read again."""
+        self._client.tell(wire.ReportBad(self._digest, [*blocks[: wire.MAX_REPORTED]]))
 
     def close(self) -> None:
         self._client.close()

@@ -4,7 +4,8 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
 
     loaded_dram, loaded_nvme                    copied into the engine's cache, verified
     direct_nvme                                 of loaded_nvme, read straight into the device
-    lost_gone                                   evicted between the offer and the load
+    lost_gone                                   evicted between the offer and the load, or not
+                                                to be opened
     lost_corrupt_dram, lost_corrupt_nvme        the checksum did not match
     lost_unreadable_nvme                        the disk or the file failed
     lost_slow_nvme                              did not arrive in the time that computing takes

@@ -33,6 +33,7 @@ from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline, ThisThread, Threads
 from headrace_kvstore.connector.work import Load, Save, Shape, Work
 from headrace_kvstore.device.clock import StepTimer
+from headrace_kvstore.protocol.wire import BadBlock
 from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
 
@@ -112,7 +113,7 @@ class WorkerHalf:
         self._pipeline: LayerPipeline | None = None
         self._source: _Loading | None = None
         self._failed: set[int] = set()
-        self._bad_in_files: list[bytes] = []
+        self._bad_in_files: list[BadBlock] = []
         self._saves: dict[int, Save] = {}
         self._done: list[int] = []
         self._lock = threading.Lock()
@@ -217,8 +218,8 @@ class WorkerHalf:
             cache.close()
         self._arena.close()
 
-    def bad_in_files(self) -> list[bytes]:
-        """Hashes of blocks whose bytes in files were not right, since the last call."""
+    def bad_in_files(self) -> list[BadBlock]:
+        """Return the blocks whose bytes in files were not right, since the last call."""
         bad, self._bad_in_files = self._bad_in_files, []
         return bad
 
@@ -323,11 +324,10 @@ class WorkerHalf:
                 lost["corrupt_dram"] += len(corrupt)
             else:
                 medium, cause = part.medium, part.cause() if len(wrong) else "corrupt"
-                if cause != "slow" and not part.direct:
-                    self._bad_in_files += [source.hashes[i] for i in wrong]
+                self._bad_in_files += part.suspects()
                 if part.direct:
                     self.counts[f"direct_{medium}"] += len(indices) - len(wrong)
-                lost[f"{cause}_{medium}"] += len(wrong)
+                lost["gone" if cause == "gone" else f"{cause}_{medium}"] += len(wrong)
             self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
         if source.files is not None:
             # Reading does not wait for the device, so it may have begun before the copies could.

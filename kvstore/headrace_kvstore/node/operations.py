@@ -26,6 +26,7 @@ from headrace_kvstore.node.neighbours import Pulling
 from headrace_kvstore.node.tiers import Tiers
 from headrace_kvstore.node.worth import Uses, Worth, below_dram
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.nvme.recheck import recheck
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
@@ -91,8 +92,8 @@ class Operations:
 
     def _answer_slowly(self, request: wire.Request) -> wire.Reply:
         match request:
-            case wire.ReportBad(digest, hashes):
-                return wire.Done(self.report_bad(digest, hashes))
+            case wire.ReportBad(digest, blocks):
+                return wire.Done(self.report_bad(digest, blocks))
             case wire.GetStats():
                 return wire.Stats(self.stats())
         return wire.Failed(f"nobody answers {type(request).__name__}")
@@ -161,11 +162,25 @@ class Operations:
         dram = self.tiers.dram
         return 0 if dram is None else dram.prefetch(digest, hashes, priority)
 
-    def report_bad(self, digest: bytes, hashes: Sequence[bytes]) -> int:
-        """Drop blocks whose bytes did not verify from NVMe; returns how many it had."""
-        self._counts["reported_bad"] += len(hashes)
+    def report_bad(self, digest: bytes, blocks: Sequence[wire.BadBlock]) -> int:
+        """Check blocks on NVMe that a reader could not use; returns how many were dropped.
+
+        Only what this node cannot read or verify either is dropped. A block that has moved since
+        the reader was told its place is not what it read.
+        """
+        self._counts["reported_bad"] += len(blocks)
         nvme = self.tiers.nvme
-        return 0 if nvme is None else sum(nvme.discard(digest, h, "corrupt") for h in hashes)
+        if nvme is None:
+            return 0
+        found = [nvme.locate(digest, block.hash) for block in blocks]
+        places = [
+            place
+            for place, block in zip(found, blocks, strict=True)
+            if place is not None and (place.path, place.slot) == (block.path, block.slot)
+        ]
+        dropped = recheck(nvme, places)
+        self._counts["reported_wrongly"] += len(blocks) - dropped
+        return dropped
 
     def warm(self) -> int:
         """Have the most valuable blocks of NVMe and the objects brought into DRAM's free room;
@@ -195,6 +210,7 @@ class Operations:
             "board": {**self.board.stats(), "backup": self.backup and self.backup.stats()},
             "promoted": counts["promoted"],
             "reported_bad": counts["reported_bad"],
+            "reported_wrongly": counts["reported_wrongly"],
             "requests": dict(self.requests),
             "events": self._events.stats(),
         }

@@ -119,10 +119,9 @@ class Catalog:
         for row in segment.rows[segment.rows >= 0].tolist():
             yield row, self.table[row]["hash"].tobytes()
 
-    def views(self) -> list[tuple[Segment, np.ndarray]]:
-        """Each segment, oldest first, with copies of its blocks' rows, SLOT (n,)."""
-        segments = (self.segments[number] for number in sorted(self.segments))
-        return [(each, self.table[each.rows[each.rows >= 0]]) for each in segments]
+    def rows(self, segment: Segment) -> np.ndarray:
+        """Return a copy of the rows of a segment's blocks, SLOT (n,)."""
+        return self.table[segment.rows[segment.rows >= 0]]
 
     def drop(self, segment: Segment, now_s: float) -> list[bytes] | None:
         """Forget a segment; the hashes of its blocks, or None if it is in use: being read or

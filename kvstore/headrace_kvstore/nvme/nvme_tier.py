@@ -10,8 +10,10 @@ The owner holds an flock on the folder's file `LOCK`; the kernel releases it whe
 Other processes ask the owner for a Location and read with `segment.BlockReader`.
 
 No error reaches a request. A write is dropped and counted if too much is in flight or every
-segment is in use. A disk that is full, read-only or failing turns writing off. Eight failed reads
-in a row turn the tier off. Both are logged once and shown by `stats`.
+segment is in use. A disk that is read-only or failing turns writing off; so does a disk that
+others have filled, after one segment was given up in vain. Eight failed reads in a row turn the
+tier off. Both are logged once and shown by `stats`. A lack of open files or memory, and a file
+that was removed, are not disk faults: they cost their blocks only.
 
 A process that dies loses no published block. A power cut may tear blocks, and checksums find them,
 so syncing (`sync`) only saves a few hits.
@@ -22,18 +24,16 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.nvme.catalog import Catalog, Segment, Value, use_per_second
+from headrace_kvstore.nvme.catalog import Segment, Value, use_per_second
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.record import (
     PAGE_BYTES,
@@ -44,9 +44,17 @@ from headrace_kvstore.nvme.record import (
     pack_header,
     padded,
 )
-from headrace_kvstore.nvme.record_writer import Flight, make_segment, write_record
-from headrace_kvstore.nvme.scan import Scan, scan_folder, segment_path
-from headrace_kvstore.nvme.segment import BlockReader, Location, Read, SegmentFiles, Verify
+from headrace_kvstore.nvme.record_writer import Flight, write_record
+from headrace_kvstore.nvme.scan import Scan, scan_folder
+from headrace_kvstore.nvme.segment import (
+    NO_FILE,
+    NO_RESOURCES,
+    BlockReader,
+    Location,
+    Read,
+    Verify,
+)
+from headrace_kvstore.nvme.segment_space import SegmentSpace
 from headrace_kvstore.ownership import own
 from headrace_kvstore.workers import Workers
 
@@ -56,46 +64,34 @@ WRITING_BYTES = 256 * 2**20
 """Records in flight to the disk, at most."""
 LOCK = "lock"
 """The file in a folder that its owner holds, with the owner's name in it."""
-NOT_THE_DISK = (errno.ECANCELED, errno.EFAULT)
-"""Errors of a write that say nothing about the disk: called off, memory that is gone."""
+NOT_THE_DISK = (errno.ECANCELED, errno.EFAULT, *NO_FILE, *NO_RESOURCES)
+"""Errors of a write that are not disk faults: cancelled, the source memory was unmapped, the file
+was removed, no descriptor or memory to open it."""
 FAILED_READS = 8
 """Failed reads in a row that turn the tier off."""
-
-State = Literal["on", "read-only", "off"]
 
 
 class FolderBusy(RuntimeError):
     """Another process owns the folder."""
 
 
-class NvmeTier:
+class NvmeTier(SegmentSpace):
     """Blocks on a local disk. Thread-safe; made by `NvmeTier.open`."""
 
     def __init__(
         self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover, sync: bool = False
     ) -> None:
-        self.folder, self.size_bytes = folder, size_bytes
-        self.segment_bytes = min(segment_bytes, size_bytes) // PAGE_BYTES * PAGE_BYTES
+        super().__init__(folder, size_bytes, segment_bytes, sync)
         self.mover = mover
-        self.state: State = "on"
-        self.reason = ""
-        self.events: list[Callable[[TierEvent], None]] = []
-        self.value: Value = use_per_second
         self.writing_limit_bytes = WRITING_BYTES
         self.scanned = Scan()
-        self._lock = threading.RLock()
-        self._growing = threading.Lock()
         self._lock_fd = -1
-        self._catalog = Catalog()
-        self._files = SegmentFiles(writable=True, sync=sync)
         self._wiper = Workers(1, "kv-nvme-wipe")
         self._reader = BlockReader(self.mover, self._files)
-        self._open: dict[Shape, Segment] = {}
         self._writing: dict[bytes, Future[bool]] = {}
         self._writing_bytes = 0
-        self._next_segment = self._next_sequence = 1
+        self._next_sequence = 1
         self._failed_reads = 0
-        self._counts: Counter[str] = Counter()
 
     @classmethod
     def open(
@@ -240,7 +236,8 @@ class NvmeTier:
                 self._failed_reads += 1
                 if self._failed_reads >= FAILED_READS:
                     self._turn("off", f"{self._failed_reads} reads failed in a row")
-        self.discard(place.shape.digest, place.hash, reason)
+        if reason != "unopened":
+            self._discard(place.shape.digest, place.hash, reason, place)
 
     # Writing
 
@@ -321,6 +318,8 @@ class NvmeTier:
                 self._catalog.add(flight.segment, flight.slot, flight.block, flight.taken_s)
             elif error.errno not in NOT_THE_DISK:
                 self._turn("read-only", f"write failed: {error}")
+            elif error.errno in NO_FILE and self._open.get(flight.shape) is flight.segment:
+                del self._open[flight.shape]
             self._counts["writes" if error is None else "writes_failed"] += 1
             flight.segment.users -= 1
             self._writing_bytes -= flight.shape.record_bytes
@@ -329,99 +328,26 @@ class NvmeTier:
             self._tell(TierEvent(True, flight.shape.digest, flight.block.hash, "written"))
         flight.future.set_result(error is None)
 
-    # Space
-
-    def _open_segment(self, shape: Shape) -> Segment | None:
-        """This namespace's segment with a free slot."""
-        segment = self._open.get(shape)
-        return segment if segment is not None and segment.next_slot < segment.slots else None
-
-    def _grow(self, shape: Shape) -> bool:
-        """See to it that the namespace has a segment with a free slot; False if it cannot have one.
-
-        The disk allocates and removes without the tier's lock, so that only writers wait for it.
-        """
-        slots = shape.slots(self.segment_bytes)
-        with self._growing:
-            while True:
-                with self._lock:
-                    if self._open_segment(shape) is not None:
-                        return True
-                    if not slots or self.state != "on":
-                        return False
-                if not self._make_room():
-                    return False
-                number = self._next_segment
-                self._next_segment += 1
-                path = segment_path(self.folder, number)
-                try:
-                    make_segment(path, self.segment_bytes, shape)
-                except OSError as error:
-                    # Others filled the disk: live with less, until nothing of ours is left to give.
-                    no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                    if not no_room or not self._reclaim():
-                        self._turn("read-only", f"cannot make a segment: {error}")
-                        return False
-                    continue
-                segment = Segment(number, path, self.segment_bytes, shape, slots)
-                with self._lock:
-                    self._catalog.segments[number] = segment
-                    self._open[shape] = segment
-                    return True
-
-    def _make_room(self) -> bool:
-        """Give segments up until one more fits; False if that cannot be."""
-        while self._catalog.file_bytes + self.segment_bytes > self.size_bytes:
-            if not self._reclaim():
-                return False
-        return True
-
-    def _reclaim(self) -> bool:
-        """Remove the segment that is worth least; False if there is none to remove.
-
-        Called by one thread at a time, without the tier's lock: others neither wait for the choice
-        nor for the disk.
-        """
-        now_s = time.monotonic()
-        with self._lock:
-            segments = self._catalog.views()
-        worth = [self.value(each.shape.digest, rows, now_s).sum() for each, rows in segments]
-        for i in np.argsort(worth, kind="stable").tolist():
-            segment = segments[i][0]
-            with self._lock:
-                gone = self._catalog.drop(segment, now_s)
-                if gone is None:
-                    continue
-                opened = self._open.get(segment.shape)
-                if opened is not None and opened.number == segment.number:
-                    del self._open[segment.shape]
-                self._counts["segments_reclaimed"] += 1
-                self._counts["blocks_evicted"] += len(gone)
-            break
-        else:
-            return False
-        self._files.close([segment.path])
-        for block_hash in gone:
-            self._tell(TierEvent(False, segment.shape.digest, block_hash, "evicted"))
-        try:
-            os.unlink(segment.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            self._turn("read-only", f"cannot remove {segment.path}: {error}")
-            return False
-        return True
-
     def discard(self, digest: bytes, block_hash: bytes, reason: str = "discarded") -> bool:
         """Forget a block, on disk too, in the background; False if it was not here."""
+        return self._discard(digest, block_hash, reason)
+
+    def _discard(
+        self, digest: bytes, block_hash: bytes, reason: str, place: Location | None = None
+    ) -> bool:
+        """Discard a block; with a place only if the block is still there."""
         with self._lock:
             row = self._catalog.row(digest, block_hash)
             if row is None:
                 return False
             segment, slot = self._catalog.place(row)
+            if place is not None and (segment.path, slot) != (place.path, place.slot):
+                return False
             self._catalog.remove(row)
-            segment.users += 1
-        self._wiper.submit(lambda: self._wipe(segment, slot))
+            wipes = reason != "gone"
+            segment.users += wipes
+        if wipes:
+            self._wiper.submit(lambda: self._wipe(segment, slot))
         self._tell(TierEvent(False, digest, padded(block_hash), reason))
         return True
 
@@ -432,6 +358,8 @@ class NvmeTier:
                 os.pwrite(file.fd, bytes(PAGE_BYTES), segment.shape.header_offset(slot))
             finally:
                 self._files.release(file)
+        except FileNotFoundError:
+            pass  # its file was removed, so nothing is left of it
         except OSError as error:
             logger.warning("a discarded block stays in %s: %s", segment.path, error)
         finally:
@@ -454,23 +382,10 @@ class NvmeTier:
             for _, block_hash in self._catalog.hashes(segment):
                 self._tell(TierEvent(True, segment.shape.digest, block_hash, "scanned"))
 
-    def _turn(self, state: State, reason: str) -> None:
-        if self.state == "off" or self.state == state:
-            return
-        self.state, self.reason = state, reason
-        logger.error("NVMe tier %s is %s: %s", self.folder, state, reason)
-
     def heal(self) -> None:
         """Trust the disk again, after it failed, until it fails once more."""
         with self._lock:
             self.state, self.reason, self._failed_reads = "on", "", 0
-
-    def _tell(self, event: TierEvent) -> None:
-        for listener in self.events:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("a listener of %s failed", self.folder)
 
     def stats(self) -> dict[str, Any]:
         """JSON-able view: state, sizes, counters since the start, the start-up scan."""
@@ -480,7 +395,7 @@ class NvmeTier:
                 "reason": self.reason,
                 "blocks": len(self._catalog),
                 "segments": len(self._catalog.segments),
-                "bytes": self._catalog.file_bytes,
+                "bytes": self._file_bytes,
                 "size_bytes": self.size_bytes,
                 "writing_bytes": self._writing_bytes,
                 "scan": self.scanned.as_dict(),

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,3 +80,16 @@ def make_segment(path: str, size_bytes: int, shape: Shape) -> None:
         raise
     finally:
         os.close(fd)
+
+
+def remove_segment(path: str) -> None:
+    """Remove a segment's file and free its room, also while other processes have it open.
+
+    A removed file keeps its room until the last descriptor is closed, and engines keep files open.
+    So the file is cut to nothing first. A read under way then ends early, which is a miss.
+    Raises OSError if the name stays.
+    """
+    with suppress(OSError):  # unlinking matters more, and says what is wrong
+        os.truncate(path, 0)
+    with suppress(FileNotFoundError):
+        os.unlink(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,11 +20,12 @@ import numpy as np
 from headrace_kvstore.nvme.catalog import Catalog, Segment
 from headrace_kvstore.nvme.mover import MoveError, Mover
 from headrace_kvstore.nvme.record import PAGE_BYTES, Block, Shape, unpack_header, unpack_segment
+from headrace_kvstore.nvme.record_writer import remove_segment
 from headrace_kvstore.nvme.segment import SegmentFiles, page_memory
 
 logger = logging.getLogger("headrace.kvstore")
 
-_NAME = re.compile(r"segment-(\d{10})\.kv")
+_NAME = re.compile(r"segment-(\d{10})(?:-[0-9a-f]{8})?\.kv")
 
 
 @dataclass
@@ -44,9 +46,14 @@ class Scan:
         return asdict(self)
 
 
-def segment_path(folder: Path, number: int) -> str:
-    """A segment's file; numbers are never used again."""
-    return str(folder / f"segment-{number:010d}.kv")
+def new_segment_path(folder: Path, number: int) -> str:
+    """Return a name that no segment had before.
+
+    After a restart numbers continue from the highest segment that is left, so they may repeat.
+    A reader that still has the removed file open would take it for the new one. So a random part
+    follows the number.
+    """
+    return str(folder / f"segment-{number:010d}-{secrets.token_hex(4)}.kv")
 
 
 def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalog) -> Scan:
@@ -57,12 +64,12 @@ def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalo
         match = _NAME.fullmatch(name)
         if match is None:
             continue
-        number = int(match[1])
-        result.last_segment = max(result.last_segment, number)
+        number = max(int(match[1]), result.last_segment + 1)  # a copied file may repeat a number
         segment = _open_segment(str(folder / name), number)
+        result.last_segment = number
         if segment is None:
             logger.warning("%s is unfinished, damaged or of another version: removed", name)
-            os.unlink(folder / name)
+            remove_segment(str(folder / name))
             result.segments_removed += 1
         else:
             segments.append(segment)

@@ -10,10 +10,15 @@ should pass page-aligned memory, as arena slots are.
 
 A published record never changes and a segment's name is never reused. So a Location stays right
 until the file is removed, and then the block is missing, not wrong.
+
+A block that cannot be read has a reason: its file is "gone", this process could not open the file
+("unopened": no free descriptors or memory), the disk failed or the file ends early ("unreadable"),
+or the bytes do not match their checksums ("corrupt"). The first two say nothing about the disk.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -31,6 +36,11 @@ from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
 
 OPEN_FILES = 128
 """Segments kept open, two descriptors each."""
+
+NO_FILE = (errno.ENOENT, errno.ESTALE)
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of `open` that say nothing about the disk: the file was removed, or this process or this
+machine has no room for another open file."""
 
 Verify = Callable[[bytes, bytes, int, np.ndarray, int], np.ndarray]
 """(namespace digest, block hash, first layer, addresses (n,) u64, layer_bytes) -> sums (n,) u64 of
@@ -63,6 +73,13 @@ class File:
     fd: int
     direct_fd: int
     users: int = 0
+    cached: bool = True
+    """False once `SegmentFiles` has dropped it: the last user closes it."""
+
+    def is_removed(self) -> bool:
+        """Return whether the file has no name any more. The kernel frees none of its room before
+        every descriptor is closed."""
+        return os.fstat(self.fd).st_nlink == 0
 
     def choose_fds(
         self, addresses: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
@@ -101,19 +118,50 @@ class SegmentFiles:
     def acquire(self, path: str) -> File:
         """Open it, or find it open; it stays so until `release`. Raises OSError.
 
-        A disk that hangs keeps only those waiting who open its files: no lock is held meanwhile.
+        A removed file counts as missing, even if it is open here. Opening a file closes all
+        removed files that are not in use. A disk that hangs delays only the threads that open its
+        files, because no lock is held during that time.
         """
         opened: File | None = None
-        while (file := self._use(path, opened)) is None:
-            opened = self._open(path)
-        if opened is not None and opened is not file:
-            opened.close()
-        return file
+        while True:
+            file = self._use(path, opened)
+            if file is None:
+                opened = self._open(path)
+                self._close_removed()
+            elif file is opened:
+                return file
+            elif not file.is_removed():
+                if opened is not None:
+                    opened.close()
+                return file
+            else:
+                self._uncache([file])
+                self.release(file)
 
     def release(self, file: File) -> None:
         """Take back `acquire`."""
         with self._lock:
             file.users -= 1
+            last = not file.users and not file.cached
+        if last:
+            self._close(file)
+
+    def _close_removed(self) -> None:
+        """Close removed files that are not in use."""
+        with self._lock:
+            idle = [file for file in self._files.values() if not file.users]
+            for file in idle:
+                file.users += 1
+        self._uncache([file for file in idle if file.is_removed()])
+        for file in idle:
+            self.release(file)
+
+    def _uncache(self, files: Iterable[File]) -> None:
+        with self._lock:
+            for file in files:
+                file.cached = False
+                if self._files.get(file.path) is file:
+                    del self._files[file.path]
 
     def close(self, paths: Iterable[str] | None = None) -> None:
         """Close these files, or all, except those in use."""
@@ -153,6 +201,7 @@ class SegmentFiles:
 
     def _taken(self, files: list[File]) -> list[File]:
         for file in files:
+            file.cached = False
             del self._files[file.path]
         return files
 
@@ -187,13 +236,15 @@ class Read:
         addresses: np.ndarray,
         first_layer: int,
         block_of_piece: np.ndarray,
-        missing: np.ndarray,
+        missing: dict[int, str],
         verify: Verify | None,
         on_bad: Callable[[Location, str], None] | None,
     ) -> None:
         self.move = move
         self._locations, self._addresses, self._first = locations, addresses, first_layer
-        self._block_of_piece, self._missing = block_of_piece, missing
+        self._block_of_piece = block_of_piece
+        self.bad: dict[int, str] = missing
+        """Position and reason of each block that could not be read; complete after `wait`."""
         self._verify, self._on_bad = verify, on_bad
         self._ok: np.ndarray | None = None
 
@@ -215,14 +266,15 @@ class Read:
         return self._ok
 
     def _judge(self, timeout_s: float | None) -> np.ndarray:
-        ok = ~self._missing
+        ok = np.ones(len(self._locations), np.bool_)
         try:
             self.move.result(timeout_s)
         except MoveError as error:
-            ok[self._block_of_piece[list(error.pieces)]] = False
+            for i in np.unique(self._block_of_piece[list(error.pieces)]).tolist():
+                self.bad[i] = "unreadable" if os.path.exists(self._locations[i].path) else "gone"
         except CancelledError:
             return np.zeros_like(ok)
-        bad = dict.fromkeys(np.flatnonzero(~ok).tolist(), "unreadable")
+        ok[list(self.bad)] = False
         if self._verify is not None:
             for i in np.flatnonzero(ok).tolist():
                 place, rows = self._locations[i], self._addresses[i]
@@ -230,9 +282,9 @@ class Read:
                 sums = self._verify(shape.digest, place.hash, self._first, rows, shape.layer_bytes)
                 wanted = place.sums[self._first : self._first + len(rows)]
                 if not np.array_equal(sums, wanted):
-                    ok[i], bad[i] = False, "corrupt"
+                    ok[i], self.bad[i] = False, "corrupt"
         if self._on_bad is not None:
-            for i, reason in bad.items():
+            for i, reason in self.bad.items():
                 self._on_bad(self._locations[i], reason)
         return ok
 
@@ -258,7 +310,7 @@ class BlockReader:
         Args:
             addresses: u64 (blocks, n), where each layer goes, `layer_bytes` each.
             verify: computes the sums to compare with the location's; None compares nothing.
-            on_bad: told of each block that failed, with "unreadable" or "corrupt".
+            on_bad: called with each block that failed and its reason.
             on_done: called, on another thread, when no more bytes will arrive, with whether all
                 pieces that were asked for did.
         """
@@ -269,20 +321,21 @@ class BlockReader:
         if shapes and not 0 <= first_layer <= min(shapes)[0] - addresses.shape[1]:
             raise ValueError(f"layers {first_layer} + {addresses.shape[1]} of {min(shapes)[0]}")
         files: dict[str, File] = {}
-        missing = np.zeros(len(locations), bool)
-        for i, place in enumerate(locations):
-            if place.path not in files:
+        refused: dict[str, str] = {}
+        for place in locations:
+            if place.path not in files and place.path not in refused:
                 try:
                     files[place.path] = self._files.acquire(place.path)
-                except OSError:
-                    missing[i] = True
+                except OSError as error:
+                    refused[place.path] = open_failure(error)
+        missing = {i: refused[p.path] for i, p in enumerate(locations) if p.path in refused}
         blocks, targets, offsets, lengths = plan_pieces(
             np.array([place.payload_offset for place in locations], dtype=np.int64),
             addresses,
             first_layer,
             min(shapes)[1] if shapes else 0,
         )
-        there = ~missing[blocks]
+        there = ~np.isin(blocks, list(missing))
         blocks, targets = blocks[there], targets[there]
         offsets, lengths = offsets[there], lengths[there]
         fds = np.zeros(len(blocks), np.int64)
@@ -303,6 +356,13 @@ class BlockReader:
     def close(self) -> None:
         """Close the files, except those being read."""
         self._files.close()
+
+
+def open_failure(error: OSError) -> str:
+    """Return the reason why a block whose file cannot be opened cannot be read."""
+    if error.errno in NO_FILE:
+        return "gone"
+    return "unopened" if error.errno in NO_RESOURCES else "unreadable"
 
 
 def plan_pieces(

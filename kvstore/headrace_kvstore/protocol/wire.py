@@ -28,7 +28,7 @@ from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol.board import Name, Note, Number, Page
 from headrace_kvstore.table import HASH_BYTES
 
-PROTOCOL = 4
+PROTOCOL = 5
 """One more whenever a message changes its meaning; another version is answered by `Failed`."""
 NO_REPLY = 0
 """The id of a request whose sender waits for nothing."""
@@ -38,6 +38,8 @@ MAX_REQUEST_BYTES = 4 * 2**20
 MAX_PATH_BYTES = 107
 """Longest path of a Unix socket: 108 bytes with the zero behind it."""
 MAX_LEASE_S = 600.0
+MAX_REPORTED = 256
+"""Bad blocks in one report. The node reads each of them again."""
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
@@ -88,12 +90,25 @@ class Survey(Message):
     compute_s: Seconds = 0.0
 
 
+class BadBlock(msgspec.Struct, array_like=True, frozen=True):
+    """A block in a segment file that a reader could not use."""
+
+    hash: Hash
+    path: str
+    slot: Index
+
+    @classmethod
+    def at(cls, place: Location) -> BadBlock:
+        """Return the report of a block at this place."""
+        return cls(place.hash, place.path, place.slot)
+
+
 class ReportBad(Message):
-    """A reader's checksums did not match: drop the blocks from NVMe. `Done`: how many were
-    there."""
+    """Check blocks that a reader could not use, and drop those from NVMe that are damaged there.
+    `Done`: how many were dropped."""
 
     digest: Digest
-    hashes: Hashes
+    blocks: Annotated[list[BadBlock], Meta(max_length=MAX_REPORTED)]
 
 
 class GetStats(Message):
