@@ -52,8 +52,8 @@ class Tiers:
 class Pool:
     """vLLM's block pool: references by block id."""
 
-    def __init__(self) -> None:
-        self.blocks = list(range(1000))
+    def __init__(self, blocks: int = 1000) -> None:
+        self.blocks = list(range(blocks))
         self.references = dict.fromkeys(self.blocks, 0)
 
     def touch(self, blocks: Any) -> None:
@@ -63,6 +63,9 @@ class Pool:
     def free_blocks(self, blocks: Any) -> None:
         for block in blocks:
             self.references[block] -= 1
+
+    def get_num_free_blocks(self) -> int:
+        return len(self.blocks) - len(self.held)
 
     @property
     def held(self) -> list[int]:

@@ -10,6 +10,7 @@ import inspect
 from tests.support.contracts import assert_fields, assert_takes, find
 
 SCHEDULER = "kvstore/headrace_kvstore/connector/scheduler.py"
+SAVES = "kvstore/headrace_kvstore/connector/save_queue.py"
 CONNECTOR = "kvstore/headrace_kvstore/connector/connector.py"
 DIVISION = "kvstore/headrace_kvstore/connector/division.py"
 PARTS = "kvstore/headrace_kvstore/parts.py"
@@ -50,9 +51,10 @@ def test_the_connectors_statistics_are_vllms() -> None:
 
 def test_blocks_can_be_held() -> None:
     pool = "vllm.v1.core.block_pool:BlockPool"
-    assert_takes(f"{pool}.touch", SCHEDULER, "blocks")
-    assert_takes(f"{pool}.free_blocks", SCHEDULER, "ordered_blocks")
-    assert "self.blocks" in inspect.getsource(find(pool, SCHEDULER))
+    assert_takes(f"{pool}.touch", SAVES, "blocks")
+    assert_takes(f"{pool}.free_blocks", SAVES, "ordered_blocks")
+    assert_takes(f"{pool}.get_num_free_blocks", SAVES)
+    assert "self.blocks" in inspect.getsource(find(pool, SAVES))
 
 
 def test_a_request_tells_what_is_confirmed() -> None:

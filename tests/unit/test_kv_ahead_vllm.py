@@ -79,3 +79,11 @@ def test_a_request_that_is_aborted_while_it_loads_gives_its_blocks_back(engine: 
     engine.scheduler.finish_requests("again", RequestStatus.FINISHED_ABORTED)
     engine.until(lambda: "again" not in engine.scheduler.requests)
     assert pool.get_num_free_blocks() == free
+
+
+def test_all_of_a_prompt_that_fills_most_of_the_cache_is_saved(engine: Scheduled) -> None:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    engine.served("long", 31 * BLOCK + 10)
+    assert (engine.connector._arena.table["state"] == READY).sum() == 31
+    assert pool.get_num_free_blocks() == free and not engine.connector.half.counts["save_busy"]

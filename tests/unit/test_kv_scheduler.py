@@ -8,9 +8,10 @@ import pytest
 
 from headrace_engine.steptime import StepTime
 from headrace_kvstore.connector.load_price import Price, pairs
-from headrace_kvstore.connector.scheduler import MAX_SAVES_IN_FLIGHT, SchedulerHalf, medium_of
+from headrace_kvstore.connector.save_queue import JOB_BLOCKS
+from headrace_kvstore.connector.scheduler import SchedulerHalf, medium_of
 from headrace_kvstore.connector.work import Load, Save, Shape, Work, step_shape
-from tests.support.kvscheduling import B, Engine, Store, Tiers, hashes, request
+from tests.support.kvscheduling import B, Engine, Pool, Store, Tiers, hashes, request
 
 
 def saved(work: Work) -> list[int]:
@@ -184,35 +185,133 @@ def test_what_is_being_copied_is_not_copied_twice() -> None:
     assert not engine.half.busy
 
 
-def test_only_so_many_blocks_are_held_at_once() -> None:
-    many = MAX_SAVES_IN_FLIGHT + 10
-    engine = Engine(Store(), request(many * B))
-    engine.admit()
-    engine.step(many * B, new=True)
-    engine.comes_back(many * B)
+class Long(Engine):
+    """A prompt of so many blocks, in an engine of `cache` blocks.
+
+    Args:
+        store: has none of them.
+        other: blocks of the cache that others hold.
+    """
+
+    def __init__(self, blocks: int, cache: int, other: int = 0) -> None:
+        super().__init__(Store(), request(blocks * B))
+        self.pool = Pool(cache)
+        self.half.bind(self.pool)
+        self.pool.touch(range(cache - other, cache))
+        self.pool.touch(self.blocks)
+        self.others = other
+        self.copied: list[int] = []
+        self.admit()
+
+    def prefill(self, step: int, copies: bool = True) -> None:
+        """Compute it in steps of so many blocks; copies end with the step that comes next."""
+        left = self.request.num_tokens
+        while left:
+            tokens = min(step * B, left)
+            work = self.step(tokens, new=left == self.request.num_tokens)
+            self.comes_back(tokens)
+            left -= tokens
+            if copies:
+                self.copy(work)
+
+    def copy(self, work: Work) -> None:
+        assert all(len(save.blocks) <= JOB_BLOCKS for save in work.saves.values())
+        self.copied += saved(work)
+        self.half.saved(work.saves)
+
+    def ends(self) -> None:
+        self.half.finished(self.request, self.blocks)
+        self.pool.free_blocks(self.blocks)
+
+    def drains(self) -> None:
+        for _ in range(100):
+            if not self.half.busy:
+                return
+            self.copy(self.idle())
+        raise AssertionError("blocks are held for ever")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "step", "cache"),
+    [
+        (2048, 512, 4096),  # 32,768 tokens in steps of 8,192
+        (2048, 512, 2200),  # that fill the cache nearly
+        (8192, 1024, 9500),  # 131,072 in steps of 16,384
+        (512, 512, 4096),
+        (37, 5, 64),
+    ],
+)
+@pytest.mark.parametrize("copies", [True, False], ids=["at once", "after the request"])
+def test_all_of_a_long_prompt_is_saved(blocks: int, step: int, cache: int, copies: bool) -> None:
+    engine = Long(blocks, cache)
+    engine.prefill(step, copies)
+    held = engine.half._queue._copied_blocks
+    assert held <= cache / 4, "no more is copied at once"
+    begun = [block for save in engine.half._queue._jobs.values() for block in save.blocks]
+    engine.ends()
+    engine.half.saved(list(engine.half._queue._jobs))
+    engine.drains()
+    assert sorted(engine.copied + begun) == engine.blocks[:blocks]
+    assert engine.pool.held == [] and not engine.half.counts["save_busy"]
+
+
+def test_only_a_quarter_of_the_cache_is_copied_at_once() -> None:
+    engine = Long(400, 1000)
+    engine.prefill(400)
     work = engine.step(1)
-    assert len(saved(work)) == MAX_SAVES_IN_FLIGHT
+    assert len(saved(work)) == 250
     engine.comes_back(1)
     assert saved(engine.step(1)) == []
     engine.half.saved(work.saves)
     engine.comes_back(1)
-    assert len(saved(engine.step(1))) == 10
+    assert len(saved(engine.step(1))) == 150
 
 
-def test_blocks_that_were_never_copied_when_their_request_ended_are_counted_and_told_once(
+def test_what_waits_for_its_copy_is_let_go_if_requests_need_the_room(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    many = MAX_SAVES_IN_FLIGHT + 10
-    for late in (10, 7):
-        engine = Engine(Store(held=set(hashes(many)[many - 10 + late :])), request(many * B))
-        engine.half.counts["save_busy"] = 10 - late
-        engine.admit()
-        engine.step(many * B, new=True)
-        engine.comes_back(many * B)
-        assert len(saved(engine.step(1))) == MAX_SAVES_IN_FLIGHT
-        engine.half.finished(engine.request, engine.blocks)
-        assert engine.half.counts["save_busy"] == 10
-    assert len([each for each in caplog.records if "not saved" in each.message]) == 1
+    engine = Long(800, 1000)
+    engine.prefill(800)
+    engine.ends()
+    work = engine.idle()
+    assert len(saved(work)) == 250 and len(engine.pool.held) == 800
+    engine.pool.touch(range(850, 1000))
+    engine.half.saved([])
+    engine.copied += saved(engine.idle())
+    free = engine.pool.get_num_free_blocks()
+    assert 62 <= free < 62 + 250, "no more than is needed"
+    gone = engine.half.counts["save_busy"]
+    assert gone and len([r for r in caplog.records if "not saved" in r.message]) == 1
+    engine.half.saved(work.saves)
+    engine.drains()
+    kept = sorted(engine.copied + saved(work))
+    assert kept == engine.blocks[: 800 - gone], "the start of the prefix is saved"
+
+
+def test_a_full_cache_gets_the_room_of_a_request_that_ends_before_the_next_step() -> None:
+    engine = Long(400, 1000, other=580)
+    engine.prefill(400)
+    engine.step(1)
+    engine.comes_back(1)
+    engine.ends()
+    assert engine.pool.get_num_free_blocks() >= 62
+
+
+def test_requests_that_end_together_are_all_saved() -> None:
+    engine = Long(100, 4000)
+    engine.prefill(100)
+    engine.step(1)
+    engine.comes_back(1)
+    for n in range(20):
+        twin = request(100 * B, request_id=f"twin {n}", num_computed_tokens=100 * B)
+        twin.block_hashes = [b"%d %d" % (n, i) for i in range(100)]
+        engine.half.added(twin)
+        engine.half._requests[twin.request_id].scheduled = 100 * B
+        engine.half.finished(twin, range(1000 + 100 * n, 1100 + 100 * n))
+    engine.ends()
+    engine.half.saved(list(engine.half._queue._jobs))
+    engine.drains()
+    assert sorted(engine.copied) == list(range(1000, 3000))
 
 
 def test_either_direction_can_be_switched_off() -> None:
@@ -394,7 +493,7 @@ def test_blocks_are_saved_and_loaded_under_names_that_are_no_prompts() -> None:
 
 def test_not_too_many_of_them_are_saved_at_once() -> None:
     engine = Engine(Store(), request(4 * B))
-    many = [b"%d" % n for n in range(MAX_SAVES_IN_FLIGHT)]
+    many = [b"%d" % n for n in range(250)]
     engine.half.save([*range(len(many))], many, "", B)
     assert len(engine.pool.held) == len(many)
     engine.half.save([900], [b"x"], "", B)

@@ -15,9 +15,9 @@ of its step or under it. Where vLLM does not recover a load that fails under a s
 all loads are made ahead of steps. What was loaded ahead and did not come is not loaded ahead again
 before the request was in a step.
 
-Blocks that are being copied are held by a reference in the engine's block pool, as a running
-request holds its own. Nothing else waits for a copy: requests finish, are preempted or aborted as
-they would without a store.
+Blocks that are being copied, and those that an ended request has left to copy, are held in the
+engine's block pool (`save_queue`). Nothing else waits for a copy: requests finish, are preempted or
+aborted as they would without a store.
 
 Blocks of a request whose salt is marked (`headrace_kvstore.salts`) are neither loaded nor saved.
 
@@ -27,7 +27,6 @@ it makes itself (`lacking`, `load`, `save`).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,13 +37,9 @@ from typing import Any, NamedTuple
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.load_price import Price, Run
 from headrace_kvstore.connector.node_tiers import NodeTiers
+from headrace_kvstore.connector.save_queue import SaveQueue
 from headrace_kvstore.connector.work import Load, Save, Work, step_shape
 from headrace_kvstore.salts import is_marked
-
-logger = logging.getLogger("headrace.kvstore")
-
-MAX_SAVES_IN_FLIGHT = 256
-"""Blocks held for copying at once; more wait for their request's next step."""
 
 
 class ArenaIndex:
@@ -150,25 +145,22 @@ class SchedulerHalf:
         self._asked: dict[str, list[bytes]] = {}
         self._taken: dict[str, _Taken] = {}
         self._block_tokens = block_tokens
-        self._costs, self._prompted, self._ended = costs, prompted, ended
+        self._costs, self._prompted = costs, prompted
         self._loads, self._saves = load, save
-        self._pool: Any = None
+        self._queue = SaveQueue(index, self.counts, ended)
         self._requests: dict[str, _Request] = {}
         self._offered: dict[str, _Offer] = {}
         self._running: frozenset[str] = frozenset()
         self._work = Work()
-        self._held: dict[int, Save] = {}
-        self._saving: set[bytes] = set()
-        self._next_job = 0
 
     def bind(self, pool: Any) -> None:
         """Get vLLM's block pool, which holds blocks; before that nothing is saved."""
-        self._pool = pool
+        self._queue.bind(pool)
 
     @property
     def busy(self) -> bool:
         """Whether blocks are held, so that the engine must step on until they are released."""
-        return bool(self._held)
+        return self._queue.busy
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens that the store holds behind those that the engine's own cache has.
@@ -297,14 +289,15 @@ class SchedulerHalf:
             output: vLLM's SchedulerOutput.
         """
         self._follow(output)
+        self._queue.yield_room()
         for request_id in output.num_scheduled_tokens:
             if request_id in self._requests:
-                self._save(self._requests[request_id])
+                self._save(self._requests[request_id], self._queue.room)
         for request_id, tokens in output.num_scheduled_tokens.items():
             if request_id in self._requests:
                 self._requests[request_id].scheduled += tokens
         self._running = frozenset(output.num_scheduled_tokens)
-        work, self._work = self._work, Work()
+        work, self._work = replace(self._work, saves=self._queue.step()), Work()
         if self._price is not None or self._costs is not None:
             shape = step_shape(output)
             if shape.prompt:
@@ -319,18 +312,14 @@ class SchedulerHalf:
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             known.blocks = list(block_ids)
-            self._save(known)
-            self._count_unsaved(known)
+            self._save(known, len(known.blocks))
+            # An engine whose cache is full needs blocks before its next step.
+            kept = self._queue.count(map(bytes, request.block_hashes))
+            self._queue.yield_room(freed=len(known.blocks) - kept)
 
     def saved(self, jobs: Iterable[int]) -> None:
         """The copies of these jobs have ended, well or not: the blocks are let go."""
-        for job in jobs:
-            save = self._held.pop(job, None)
-            if save is not None and self._pool is not None:
-                if self._ended is not None:
-                    self._ended(save.hashes)
-                self._saving.difference_update(save.hashes)
-                self._pool.free_blocks(self._pool.blocks[block] for block in save.blocks)
+        self._queue.end(jobs)
 
     def _follow(self, output: Any) -> None:
         """Keep the requests' block ids."""
@@ -353,41 +342,28 @@ class SchedulerHalf:
     def _savable(self, known: _Request) -> int:
         """How many of a request's leading blocks are full and confirmed."""
         request, in_flight = known.request, known.request.num_in_flight_tokens
-        if not self._saves or self._pool is None or known.scheduled <= in_flight:
+        if not self._saves or not self._queue.has_pool or known.scheduled <= in_flight:
             return 0
         confirmed = max(0, request.num_computed_tokens - in_flight) // self._block_tokens
         return min(confirmed, len(request.block_hashes), len(known.blocks))
 
-    def _count_unsaved(self, known: _Request) -> None:
-        """Count the blocks of a request that has ended which are not saved; log the first."""
-        left = [bytes(h) for h in known.request.block_hashes[known.saved : self._savable(known)]]
-        lacking = self._index.lacking(left) if left else ()
-        lost = sum(a and h not in self._saving for a, h in zip(lacking, left, strict=True))
-        if lost and not self.counts["save_busy"]:
-            logger.warning(
-                "%d blocks are not saved: their request ended while %d others were being copied",
-                *(lost, len(self._saving)),
-            )
-        if lost:
-            self.counts["save_busy"] += lost
+    def _save(self, known: _Request, most: int) -> None:
+        """Queue the copies of a request's blocks that may be saved and that the store lacks.
 
-    def _save(self, known: _Request) -> None:
-        """Queue the copies of a request's blocks that may be saved and that the store lacks."""
+        Args:
+            most: blocks.
+        """
         request, hashes = known.request, known.request.block_hashes
-        end = known.saved + MAX_SAVES_IN_FLIGHT - len(self._saving)
-        end = min(end, self._savable(known))
-        if end <= known.saved or self._pool is None:
+        end = min(known.saved + most, self._savable(known))
+        if end <= known.saved:
             return
         first, known.saved = known.saved, end
         names = [bytes(h) for h in hashes[first:end]]
-        lacking = self._index.lacking(names)
-        places = [
-            first + i for i, name in enumerate(names) if lacking[i] and name not in self._saving
-        ]
+        places = [first + i for i, lacks in enumerate(self._queue.lacking(names)) if lacks]
         if not places:
             return
         size = self._block_tokens
-        self._queue(
+        self._queue.add(
             Save(
                 blocks=[known.blocks[i] for i in places],
                 hashes=[names[i - first] for i in places],
@@ -414,24 +390,16 @@ class SchedulerHalf:
         Args:
             salt: of their request. tokens: of a prompt, that would be computed without them.
         """
-        if not self._saves or self._pool is None or not any(self._index.lacking(names)):
-            return
-        if self._saving and len(self._saving) + len(names) > MAX_SAVES_IN_FLIGHT:
-            self.counts["save_busy"] += len(names)
+        if not self._saves or not any(self._index.lacking(names)):
             return
         each_s = self._compute_s(0, tokens) / len(names)
         parents = [b"", *names[:-1]]
-        self._queue(Save([*blocks], [*names], parents, [*range(len(names))], salt, each_s))
+        save = Save([*blocks], [*names], parents, [*range(len(names))], salt, each_s)
+        if not self._queue.add_at_once(save):
+            self.counts["save_busy"] += len(names)
 
     def _compute_s(self, first: int, end: int) -> float:
         return (self._costs and self._costs.compute_s(first, end)) or 0.0
-
-    def _queue(self, save: Save) -> None:
-        self._pool.touch([self._pool.blocks[block] for block in save.blocks])
-        self._saving.update(save.hashes)
-        self._held[self._next_job] = save
-        self._work.saves[self._next_job] = save
-        self._next_job += 1
 
 
 def _is_apart(request: Any) -> bool:

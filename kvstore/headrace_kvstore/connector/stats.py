@@ -14,7 +14,7 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
     saved, save_failed
     save_not_needed                             another engine has stored it, or is storing it
     save_no_room                                no slot can be evicted
-    save_busy                                   their request ended while others were being copied
+    save_busy                                   let go unsaved: the engine's cache was needed
 
 Blocks that were lost or declined are computed. No request fails because of them. In an engine of
 several workers the first one counts, and each of the others only what it lost or failed to save.
