@@ -19,9 +19,7 @@ class EmptyCluster(Backend):
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         return None
 
-    async def warm(
-        self, bodies: list[dict[str, Any]], salt: str, pin: bool
-    ) -> list[list[dict[str, Any]]]:
+    async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
         return []
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:

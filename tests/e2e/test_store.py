@@ -113,7 +113,7 @@ def test_warming_makes_kv_before_the_first_client_comes(app: App) -> None:
     )
     assert answer.status_code == 200, answer.text
     assert answer.json() == {
-        "replicas": [
+        "prompts": [
             [
                 {
                     "prompt_tokens": len(prompt),
@@ -133,7 +133,7 @@ def test_a_prompt_that_cannot_be_warmed_is_told_and_costs_the_others_nothing(app
     body = {"prompts": [[10**9], noise(9, 304)]}
     answer = app.client.post("/headrace/v1/warm", json=body)
     assert answer.status_code == 200, answer.text
-    [[wrong, right]] = answer.json()["replicas"]
+    [[wrong], [right]] = answer.json()["prompts"]
     assert "error" in wrong and right["prompt_tokens"] == 9
 
 

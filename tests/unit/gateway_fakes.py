@@ -102,7 +102,7 @@ class FakeCluster:
     policy: str = "cost"
     told: list[dict[str, Any]] = field(default_factory=list)
     memories: dict[str, Any] = field(default_factory=dict)
-    warmed: tuple[list[dict[str, Any]], str, bool] | None = None
+    warmed: list[tuple[dict[str, Any], str, bool]] = field(default_factory=list)
     document: dict[str, Any] = field(default_factory=dict)
     told_status: dict[str, Any] | None = None
     elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -114,11 +114,9 @@ class FakeCluster:
     async def status(self) -> dict[str, Any]:
         return self.told_status or {"replicas": []}
 
-    async def warm(
-        self, bodies: list[dict[str, Any]], salt: str, pin: bool
-    ) -> list[list[dict[str, Any]]]:
-        self.warmed = (bodies, salt, pin)
-        return [[{"stored_tokens": 128} for _ in bodies]]
+    async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
+        self.warmed.append((body, salt, pin))
+        return [{"stored_tokens": 128} for _ in self.members]
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         self.told.append(command)

@@ -132,9 +132,9 @@ async def test_prompts_are_warmed_and_nothing_else_is_taken() -> None:
         body = {"prompts": ["a", [1, 2]], "chats": [chat], "cache_salt": "t", "pin": True}
         async with bench.client.post("/headrace/v1/warm", json=body) as response:
             assert response.status == 200
-            assert await response.json() == {"replicas": [[{"stored_tokens": 128}] * 3]}
+            assert await response.json() == {"prompts": [[{"stored_tokens": 128}]] * 3}
         bodies = [{"prompt": "a"}, {"prompt": [1, 2]}, {"messages": chat}]
-        assert bench.cluster.warmed == (bodies, "t", True)
+        assert bench.cluster.warmed == [(body, "t", True) for body in bodies]
         for wrong, field in (
             ({}, "prompts"),
             ({"prompts": [""]}, "prompts"),
@@ -145,6 +145,7 @@ async def test_prompts_are_warmed_and_nothing_else_is_taken() -> None:
             ({"prompts": ["a"], "pin": 1}, "pin"),
             ({"prompts": ["a"], "cache_salt": 1}, "cache_salt"),
             ({"prompt": "a"}, "prompt"),
+            ({"prompts": ["a"], "tenant": "shop"}, "tenant"),  # there are no keys
         ):
             async with bench.client.post("/headrace/v1/warm", json=wrong) as response:
                 assert response.status == 400
@@ -182,6 +183,45 @@ async def test_models_are_the_replicas_and_one_can_be_had_by_its_name() -> None:
         async with bench.client.get("/v1/models/other") as response:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("status", [400, 429, 500])
+async def test_an_error_of_the_replica_is_not_told_as_a_missing_model(status: int) -> None:
+    wrong = {"error": {"message": "broken", "type": "x", "param": None, "code": status}}
+
+    async def models(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        return web.json_response(wrong, status=status)
+
+    async with gateway_over(models) as bench, bench.client.get("/v1/models/org") as response:
+        assert (response.status, await response.json()) == (status, wrong)
+
+
+async def test_a_change_that_takes_longer_than_a_body_may_is_made_and_answered() -> None:
+    """The time for the body is over once the body is there."""
+
+    class Slow(FakeCluster):
+        async def set_policy(self, policy: str) -> int:
+            await asyncio.sleep(0.3)
+            return await super().set_policy(policy)
+
+    async with (
+        gateway_over(answer, backend=Slow(), body_timeout_s=0.1) as bench,
+        bench.client.put("/headrace/v1/router", json={"policy": "local"}) as response,
+    ):
+        assert response.status == 200
+
+
+async def test_a_change_ends_when_the_time_for_the_whole_request_is_over() -> None:
+    class Hanging(FakeCluster):
+        async def set_policy(self, policy: str) -> int:
+            await asyncio.sleep(60)
+            return 0
+
+    async with (
+        gateway_over(answer, backend=Hanging(), request_timeout_s=0.2) as bench,
+        bench.client.put("/headrace/v1/router", json={"policy": "local"}) as response,
+    ):
+        assert response.status == 504
 
 
 THEIRS: dict[str, Any] = {

@@ -13,11 +13,21 @@ import yaml
 
 from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
+from headrace.gateway.admission.classes import AdmissionOptions
 from headrace.gateway.asked import Intake
 from headrace.gateway.door import limits
 from headrace.gateway.door.limits import MOST_ITEMS, MOST_OTHER_BYTES
 from headrace.gateway.errors import ApiError
-from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
+from tests.unit.gateway_fakes import (
+    CHAT,
+    PROMPT,
+    Bench,
+    FakeCluster,
+    answer,
+    gateway_over,
+    soon,
+    stall,
+)
 
 JSON = {"content-type": "application/json"}
 
@@ -270,8 +280,8 @@ async def test_with_keys_only_an_admin_key_administers() -> None:
         changes = {"/headrace/v1/router": {"policy": "local"}, "/headrace/v1/speculation": {}}
         for path, body in changes.items():
             await refused(bench, 403, "PUT", path, json=body, headers=user)
-        pinned = {"prompts": ["x"], "pin": True}
-        await refused(bench, 403, "POST", "/headrace/v1/warm", json=pinned, headers=user)
+        prompts = {"prompts": ["x"]}
+        await refused(bench, 403, "POST", "/headrace/v1/warm", json=prompts, headers=user)
         async with bench.client.get("/headrace/v1/status", headers=admin) as response:
             assert response.status == 200
 
@@ -290,15 +300,57 @@ async def test_without_keys_a_request_that_was_forwarded_does_not_administer(
             await refused(bench, 403, "GET", path, headers=headers)
 
 
-async def test_a_warmed_prompt_is_its_tenants() -> None:
-    async with gateway_over(answer, api_keys=("right-key",)) as bench:
-        headers = {"authorization": "Bearer right-key"}
-        body = {"prompts": ["x"], "cache_salt": "tenant:shop:"}
-        async with bench.client.post("/headrace/v1/warm", json=body, headers=headers) as response:
+ROOT = {"api_keys": ("right-key",), "admin_key_hash": hash_of(b"operator")}
+AS_ROOT = {"authorization": "Bearer operator"}
+
+
+@pytest.mark.parametrize(("named", "tenant"), [({}, "admin"), ({"tenant": "shop"}, "shop")])
+async def test_a_warmed_prompt_is_its_tenants(named: dict[str, str], tenant: str) -> None:
+    async with gateway_over(answer, **ROOT) as bench:
+        body = {"prompts": ["x"], "cache_salt": "tenant:other:", **named}
+        async with bench.client.post("/headrace/v1/warm", json=body, headers=AS_ROOT) as response:
             assert response.status == 200
-        assert bench.cluster.warmed is not None
-        own = f"key-{hash_of(b'right-key')[7:19]}"
-        assert bench.cluster.warmed[1] == f"tenant:{own}:tenant:shop:"
+        ((_, salt, _),) = bench.cluster.warmed
+        assert salt == f"tenant:{tenant}:tenant:other:"
+
+
+async def test_warming_waits_for_admission_prompt_by_prompt() -> None:
+    """Each prompt takes a turn in the queue like a client's request."""
+    admission = AdmissionOptions.of({"requests_per_replica": 1})
+    async with gateway_over(stall, **ROOT, admission=admission) as bench:
+        held = asyncio.create_task(
+            bench.client.post(CHAT, json=PROMPT, headers=AS_ROOT).__aenter__()
+        )
+        await soon(lambda: bool(bench.replica.seen))
+        warming = asyncio.create_task(
+            bench.client.post(
+                "/headrace/v1/warm", json={"prompts": ["x", "y"]}, headers=AS_ROOT
+            ).__aenter__()
+        )
+        await asyncio.sleep(0.2)
+        assert bench.cluster.warmed == []
+        held.cancel()
+        assert (await warming).status == 200
+        assert [body for body, _, _ in bench.cluster.warmed] == [{"prompt": "x"}, {"prompt": "y"}]
+
+
+async def test_a_client_that_hangs_up_ends_the_warming() -> None:
+    class Slow(FakeCluster):
+        async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
+            await asyncio.sleep(0.05)
+            return await super().warm(body, salt, pin)
+
+    slow = Slow()
+    async with gateway_over(answer, backend=slow) as bench:
+        warming = asyncio.create_task(
+            bench.client.post("/headrace/v1/warm", json={"prompts": ["x"] * 200}).__aenter__()
+        )
+        await soon(lambda: bool(slow.warmed))
+        warming.cancel()
+        await asyncio.sleep(0.3)
+        done = len(slow.warmed)
+        await asyncio.sleep(0.3)
+        assert len(slow.warmed) == done < 200
 
 
 async def test_warming_counts_among_the_requests_under_way() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import Any
@@ -14,7 +15,7 @@ from headrace.advice import advice_of
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
 from headrace.gateway.door.limits import validated
-from headrace.gateway.openapi import OPERATIONS, PLANS, WARM, openapi_document
+from headrace.gateway.openapi import OPERATIONS, PLANS, openapi_document
 from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.route_table import RouteTable
@@ -116,23 +117,35 @@ class Admin:
         command = validated(Speculation, wanted).model_dump(exclude_unset=True)
         return _json({"replicas": await self._backend.set_speculation(command)})
 
-    async def warm(self, wanted: Mapping[str, Any], *, tenant: str | None, may_pin: bool) -> bytes:
+    async def warm(
+        self,
+        wanted: Mapping[str, Any],
+        *,
+        tenant: str | None,
+        admitted: Callable[[int], AbstractAsyncContextManager[object]],
+    ) -> bytes:
         """Have every decode replica make prompts' KV; the answer says what each has of each.
 
+        The prompts are made one after the other, so that warming has at most one request at each
+        replica, and none any more soon after the client hung up.
+
         Args:
-            tenant: whose prompts they are; None where no keys are configured.
-            may_pin: whether an administrator asks.
+            tenant: of the request's key; None where no keys are configured.
+            admitted: holds a request of so many bytes, once admission lets it go to a replica.
 
         Raises:
-            ApiError: 400 when the document is not a `WarmRequest`; 403 when it may not pin, as
-                that takes memory from every tenant.
+            ApiError: 400 when the document is not a `WarmRequest`.
         """
         request = validated(WarmRequest, wanted)
-        if request.pin and not may_pin:
-            raise errors.not_an_admin(f"{WARM} with pin", keys_on=self._keys_on)
+        if tenant is None and request.tenant is not None:
+            raise errors.no_tenants()
+        tenant = request.tenant or tenant
         salt = request.cache_salt if tenant is None else salt_of(tenant, request.cache_salt)
-        replicas = await self._backend.warm(request.bodies, salt, request.pin)
-        return _json({"replicas": replicas})
+        prompts: list[list[dict[str, Any]]] = []
+        for body in request.bodies:
+            async with admitted(len(_json(body))):
+                prompts.append(await self._backend.warm(body, salt, request.pin))
+        return _json({"prompts": prompts})
 
     def model(self, listing: bytes, model_id: str) -> bytes:
         """One model of a replica's list of models.

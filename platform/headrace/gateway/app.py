@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -44,7 +44,7 @@ from headrace.gateway.asgi import (
 from headrace.gateway.asked import BODY_LATE, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.door import limits
-from headrace.gateway.door.keys import ADMIN, OPERATOR, Keys
+from headrace.gateway.door.keys import ADMIN, OPERATOR, Caller, Keys
 from headrace.gateway.errors import ApiError
 from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
@@ -195,8 +195,16 @@ class GatewayApp:
             placer = None if self._make_placer is None else self._make_placer(pool, upstream)
             told = self._metrics.replica_lost, self._metrics.techniques
             relay = Relay(pool, upstream, self.options, placer, *told)
-            own = OwnRoutes(self._admin, self._corpora, self._intake, self._place, pool, relay)
             door = self._door(pool, placer)
+            own = OwnRoutes(
+                self._admin,
+                self._corpora,
+                self._intake,
+                place=self._place,
+                admitted=self._admitted,
+                pool=pool,
+                relay=relay,
+            )
             self._parts = _Parts(pool, upstream, relay, own, placer, door)
             self._traced = tracing.tracing_is_configured()
             self._keys.start()
@@ -362,6 +370,25 @@ class GatewayApp:
             yield
         finally:
             self._relaying -= 1
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, caller: Caller, body_bytes: int) -> AsyncIterator[None]:
+        """Hold a request that no client sent, once the queue lets it go.
+
+        Raises:
+            ApiError: 429, it would come too late, or the queue is full.
+        """
+        door = None if self._parts is None else self._parts.door
+        if door is None:
+            yield
+            return
+        options = self.options.admission or _NO_CLASSES
+        slo = options.choose(None, {}, caller.slo, caller.slo_classes)
+        ticket = await door.enter(caller.tenant, slo, body_bytes)
+        try:
+            yield
+        finally:
+            door.left(ticket, None, None)
 
     async def _relayed(self, asked: Asked) -> None:
         """Check a request for one of the replicas' routes, then relay it."""

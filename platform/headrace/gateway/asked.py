@@ -149,7 +149,10 @@ class Intake:
         limits.check_length(asked.seen.get(b"content-length"), most_bytes)
         asked.interrupts.set_deadline(self._options.body_timeout_s, BODY_LATE)
         asked.call.held = held = self._budget.hold(asked.call.tenant)
-        return await limits.read_body(asked.receive, most_bytes, held)
+        body = await limits.read_body(asked.receive, most_bytes, held)
+        spent_s = perf_counter() - asked.call.started
+        asked.interrupts.set_deadline(self._options.request_timeout_s - spent_s, TIME_UP)
+        return body
 
     def answer_in_time(
         self, asked: Asked, *, spent_s: float = 0.0, may_leave: bool = False

@@ -84,10 +84,8 @@ class Backend(Protocol):
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         """The plan made for a request, or None when it is unknown or forgotten."""
 
-    async def warm(
-        self, bodies: list[dict[str, Any]], salt: str, pin: bool
-    ) -> list[list[dict[str, Any]]]:
-        """Make prompts' KV and have it stored; what each decode replica says of each."""
+    async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
+        """Make a prompt's KV and have it stored; return the answer of each decode replica."""
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; how each that drafts stands now."""

@@ -142,12 +142,10 @@ class ServeBackend:
                 return dict(found)
         return None
 
-    async def warm(
-        self, bodies: list[dict[str, Any]], salt: str, pin: bool
-    ) -> list[list[dict[str, Any]]]:
-        """Every decode replica makes the prompts' KV; those of one machine share it."""
-        answers = await _ask_all(self._decode, "headrace_warm", bodies, salt, pin, timeout_s=None)
-        return [list(answer) for answer in answers]
+    async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
+        """Have every decode replica make the prompt's KV; those of one machine share it."""
+        answers = await _ask_all(self._decode, "headrace_warm", [body], salt, pin, timeout_s=None)
+        return [outcome for answer in answers for outcome in answer]
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Have every decode replica draft as the command says; how each that drafts stands."""

@@ -169,6 +169,15 @@ def too_many_requests(limit: int) -> ApiError:
     )
 
 
+def no_tenants() -> ApiError:
+    return ApiError(
+        400,
+        "tenant: no keys are configured, so there are no tenants; leave it out",
+        code="invalid_value",
+        param="tenant",
+    )
+
+
 def unknown_class(why: str, param: str) -> ApiError:
     """400: the request names an SLO class that it cannot have."""
     return ApiError(400, why, code="unknown_slo_class", param=param)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from headrace.config.keyfile import NAME
 from headrace.gateway.door.limits import wrong_field
 from headrace_decode.speculation.order import FOR_MAX_S
 
@@ -62,7 +63,7 @@ class Message(BaseModel):
 
 
 class WarmRequest(BaseModel):
-    """Prompts and chats, 1 to 256 together, whose KV is made now."""
+    """Prompts and chats, 1 to 256 together, whose KV is made now, one after the other."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -72,11 +73,13 @@ class WarmRequest(BaseModel):
     chats: list[Annotated[list[Message], Field(min_length=1)]] = Field(
         default_factory=list, max_length=MAX_PROMPTS, description="Lists of messages."
     )
-    cache_salt: str = Field(default="", description="The tenant's cache salt; empty for none.")
-    pin: bool = Field(
-        default=False,
-        description="Keep the blocks in DRAM until they are cleared. Only from this machine.",
+    tenant: Annotated[str, Field(pattern=NAME)] | None = Field(
+        default=None,
+        description="The tenant whose requests will use the KV; left out, the tenant of the "
+        "request's own key. Only where keys are configured.",
     )
+    cache_salt: str = Field(default="", description="The tenant's cache salt; empty for none.")
+    pin: bool = Field(default=False, description="Keep the blocks in DRAM until they are unpinned.")
 
     @model_validator(mode="after")
     def _count(self) -> WarmRequest:

@@ -6,7 +6,8 @@ Everything below `/headrace/` is the gateway's, whether it exists or not.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from functools import partial
 
 import msgspec
 
@@ -16,6 +17,7 @@ from headrace.gateway import errors
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.asked import Asked, Intake
+from headrace.gateway.door.keys import Caller
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
 from headrace.gateway.relay.relay import Relay
@@ -43,6 +45,7 @@ class OwnRoutes:
         corpora: the same for corpora.
         intake: of bodies.
         place: holds one of the places for requests that replicas work on.
+        admitted: holds a caller's request of so many bytes, once admission lets it go.
         pool: the replicas.
         relay: asks one of them.
     """
@@ -52,12 +55,15 @@ class OwnRoutes:
         admin: Admin,
         corpora: MemoryAdmin,
         intake: Intake,
+        *,
         place: Callable[[], AbstractContextManager[None]],
+        admitted: Callable[[Caller, int], AbstractAsyncContextManager[object]],
         pool: ReplicaPool,
         relay: Relay,
     ) -> None:
         self._admin, self._corpora, self._intake = admin, corpora, intake
         self._place, self._pool, self._relay = place, pool, relay
+        self._admitted = admitted
 
     def find(self, path: str) -> Handler | None:
         """What answers requests for a path; None if replicas do."""
@@ -84,13 +90,16 @@ class OwnRoutes:
         await asked.answer(200, await give(wanted), JSON_TYPE)
 
     async def _warm(self, asked: Asked) -> None:
-        """Make prompts' KV now."""
+        """Make prompts' KV now, in every decode replica: that concerns all tenants."""
         asked.only("POST")
+        self._intake.check_admin(asked)
         with self._place():
             wanted = await self._intake.json(asked)
             self._intake.answer_in_time(asked)
             body = await self._admin.warm(
-                wanted, tenant=asked.call.tenant, may_pin=asked.may_administer
+                wanted,
+                tenant=asked.call.tenant,
+                admitted=partial(self._admitted, asked.caller),
             )
         await asked.answer(200, body, JSON_TYPE)
 
@@ -138,5 +147,10 @@ class OwnRoutes:
         asked.call.method, asked.call.target = "GET", MODELS
         answer = await self._relay.fetch(asked.call)
         answer.close()
+        if answer.reply.status != 200:  # the replica's own error, which says what is wrong
+            headers = dict(answer.reply.headers)
+            kind = headers.get(b"content-type", b"application/json")
+            await asked.answer(answer.reply.status, answer.body, (b"content-type", kind))
+            return
         body = self._admin.model(answer.body, asked.path[len(MODELS) + 1 :])
         await asked.answer(200, body, JSON_TYPE)
