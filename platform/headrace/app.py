@@ -166,9 +166,9 @@ def _trace_engine(config: Any, otlp_endpoint: str) -> None:
 
 
 async def _listen(app: Any, host: str, port: int) -> Any:
-    from headrace.gateway.listen import serve_gateway
+    from headrace.gateway.listen import GATEWAY_READS_S, serve_gateway
 
-    return await serve_gateway(app, host, port)
+    return await serve_gateway(app, host, port, send_timeout_s=GATEWAY_READS_S)
 
 
 def _deployment(

@@ -52,11 +52,12 @@ class StandIn:
 
     async def start(self) -> None:
         """Listen."""
-        from headrace.gateway.listen import serve_gateway
+        from headrace.gateway.listen import GATEWAY_READS_S, serve_gateway
 
         without_responses_store()
         guarded = InternalOnly(self._port, self._token)
-        self._listener = await serve_gateway(guarded, get_node_ip_address(), 0)
+        host = get_node_ip_address()
+        self._listener = await serve_gateway(guarded, host, 0, send_timeout_s=GATEWAY_READS_S)
         self._making = asyncio.create_task(self._make())
 
     def info(self) -> dict[str, Any]:

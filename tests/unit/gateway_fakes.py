@@ -175,7 +175,8 @@ async def gateway_over(
     app = build_gateway_app(
         *(GatewayOptions(**options), backend or cluster, MODEL, metrics), make_placer=make_placer
     )
-    gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls)
+    limit = app.options.max_body_bytes
+    gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls, max_body_bytes=limit)
     url = f"{'https' if tls else 'http'}://127.0.0.1:{gateway.port}"
     connector = aiohttp.TCPConnector(ssl=client_tls) if client_tls else None
     client = aiohttp.ClientSession(url, auto_decompress=False, connector=connector)

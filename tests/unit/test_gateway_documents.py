@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import GatewayOptions, PortTakenError, build_gateway_app, serve_gateway
-from headrace.gateway import listen as listening
+from headrace.gateway.door import connection
 from headrace.gateway.openapi import openapi_document
 from tests.unit.gateway_fakes import (
     CHAT,
@@ -376,7 +376,7 @@ async def test_gateways_may_share_a_port() -> None:
 
 
 async def test_a_slow_or_endless_request_head_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     async with gateway_over(answer) as bench:
         for begin, status in ((b"", b""), (b"GET / HTTP/1.1\r\nx", b" 408 ")):
             reader, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
@@ -385,7 +385,7 @@ async def test_a_slow_or_endless_request_head_is_cut_off(monkeypatch: pytest.Mon
                 assert status in await reader.read()
             writer.close()
         reader, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
-        writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * (listening.MAX_HEAD_BYTES + 9))
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * (connection.MAX_HEAD_BYTES + 9))
         async with asyncio.timeout(2):
             assert b" 431 " in await reader.readline()
         writer.close()

@@ -17,8 +17,7 @@ from headrace.cli.console import CliError
 from headrace.config import ConfigError
 from headrace.config import load_config as load
 from headrace.config.tlsfiles import TlsFiles
-from headrace.gateway import listen
-from headrace.gateway.door import tls
+from headrace.gateway.door import connection, tls
 from headrace.gateway.listen import serve_gateway
 from tests.support.certificates import Authority
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, stream
@@ -63,7 +62,7 @@ async def test_a_stream_comes_over_tls(authority: Authority) -> None:
 async def test_a_stop_does_not_wait_for_an_idle_client_to_confirm_the_end(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listen, "LINGER_S", 0.1)
+    monkeypatch.setattr(connection, "STOPPING_LINGER_S", 0.1)
     files = TlsFiles(*authority.issue("server"))
 
     def connect(port: int) -> ssl.SSLSocket:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway import listen
+from headrace.gateway.door import connection
 from headrace.gateway.listen import Server, serve_gateway
 
 REQUEST = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -33,7 +33,7 @@ class Slow:
 
 @pytest.fixture
 async def app(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    monkeypatch.setattr(listen, "LINGER_S", 0.5)
+    monkeypatch.setattr(connection, "STOPPING_LINGER_S", 0.5)
     return Slow()
 
 

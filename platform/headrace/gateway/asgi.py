@@ -17,6 +17,10 @@ Write = Callable[[bytes], bool]
 """Writes a piece of a stream's body whose head was sent, also from outside a task. Returns False if
 the client is slow: nothing is written then, and `send` waits for it."""
 
+HANG_UP = "headrace.hang_up"
+"""Name of another one: a function that ends the connection, at once where the client does not read
+the answer under way."""
+
 JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -37,6 +41,12 @@ def write_at_once(scope: Scope) -> Write:
     """The function of the extension; where there is none, one that writes nothing."""
     write: Write = scope.get("extensions", {}).get(WRITE_AT_ONCE, lambda piece: False)
     return write
+
+
+def hang_up(scope: Scope) -> Callable[[], None]:
+    """The function of the extension; where there is none, one that leaves it to the server."""
+    found: Callable[[], None] = scope.get("extensions", {}).get(HANG_UP, lambda: None)
+    return found
 
 
 async def send_answer(

@@ -279,6 +279,7 @@ class GatewayServer:
                 reuse_port=settings.port != 0,
                 trusted_proxies=settings.trusted_proxies,
                 tls=settings.tls,
+                max_body_bytes=settings.max_body_bytes,
             )
 
     async def __serve_build_asgi_app__(self) -> Any:

@@ -1,8 +1,8 @@
 """Serving an ASGI app on a socket of our own, inside an event loop that already runs.
 
 uvicorn does the work. Added here: a clear error for a port that is taken, ports shared between
-processes, no touching of the process's signals, limits for slow and endless request heads (uvicorn
-has none), and faults of HTTP answered in OpenAI's shape.
+processes, and no touching of the process's signals. `door.connection` bounds each connection and
+answers faults of HTTP in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ import contextlib
 import errno
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.config.tlsfiles import TlsFiles
-from headrace.gateway.asgi import WRITE_AT_ONCE
+from headrace.gateway.door.connection import SECURITY_HEADERS, SEND_TIMEOUT_S, Connection
 from headrace.gateway.door.tls import ReloadingContext
-from headrace.gateway.errors import ApiError
 
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
-HEAD_TIMEOUT_S = 15.0
-MAX_HEAD_BYTES = 64 * 1024
-SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
-"""On each answer: no browser guesses its type, and nobody on the way keeps it."""
 HSTS = (b"strict-transport-security", b"max-age=31536000")
 """On each answer over TLS: a browser that has seen it speaks no plain HTTP here for a year."""
-LINGER_S = 5.0
-"""For clients of a server that stops to use a connection once more. Most close one that has been
-idle for that long, so they do not send a request on one that is being closed."""
-GOODBYE_S = 0.5
-"""For an idle client to confirm the end of TLS. Many never do, and Python waits half a minute."""
+GATEWAY_READS_S = 3600.0
+"""Seconds for a gateway to read an answer of a replica. A gateway stops reading while its own
+client does, and ends that connection by itself."""
+UNSENT_BYTES = 128 * 1024
+"""Bytes of an unread answer in the kernel (TCP_NOTSENT_LOWAT). By default these are megabytes, and
+it takes long until a server sees whether the client reads."""
 
 
 class PortTakenError(OSError):
@@ -86,8 +82,9 @@ class _Server(uvicorn.Server):
     async def _take(self, conn: socket.socket) -> None:
         config, loop = self.config, asyncio.get_running_loop()
 
-        def protocol() -> _Protocol:
-            return _Protocol(config, self.server_state, self.lifespan.state)
+        def protocol() -> Any:
+            make: Any = config.http_protocol_class
+            return make(config, self.server_state, self.lifespan.state)
 
         _, made = await loop.connect_accepted_socket(protocol, conn, ssl=config.ssl)
         made.shutdown()
@@ -100,99 +97,6 @@ def _waiting_at(sock: socket.socket) -> Iterator[socket.socket]:
             yield sock.accept()[0]
         except OSError:
             return
-
-
-class _Protocol(HttpToolsProtocol):
-    """HTTP/1.1 with a time and a size limit for request heads, and an end that loses no request."""
-
-    _last = False
-    _head_timer: asyncio.TimerHandle | None = None
-    _in_head = True
-    _head_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_has_come()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self._head_has_come()
-                self._refuse(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
-
-    def on_message_begin(self) -> None:
-        if not self._in_head:
-            self._expect_head()
-        super().on_message_begin()
-        self.scope["extensions"] = {WRITE_AT_ONCE: self._write_at_once}  # type: ignore[dict-item]
-
-    def _write_at_once(self, piece: bytes) -> bool:
-        """What uvicorn's `send` does with a piece of a body whose length is unknown."""
-        cycle = self.cycle  # of the newest request, which may wait for the one that writes
-        if self.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete:
-            return False
-        if not cycle.disconnected:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-        return True
-
-    def on_headers_complete(self) -> None:
-        self._head_has_come()
-        super().on_headers_complete()
-        if self._last and self.cycle is not None:
-            self.cycle.keep_alive = False  # the answer says so
-
-    def shutdown(self) -> None:
-        """The server stops: a request that is on its way here is still answered."""
-        self._last = True
-        if self._is_idle():
-            self.loop.call_later(LINGER_S, self._close_if_idle)
-        else:
-            super().shutdown()
-
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _close_if_idle(self) -> None:
-        if self._is_idle() and not self.transport.is_closing():
-            self.transport.close()
-            self.loop.call_later(GOODBYE_S, self.transport.abort)
-
-    def send_400_response(self, msg: str) -> None:
-        self._head_has_come()
-        self._refuse(400, msg)
-
-    def _expect_head(self) -> None:
-        self._in_head = True
-        self._head_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
-
-    def _head_has_come(self) -> None:
-        self._in_head = False
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_is_late(self) -> None:
-        if not self.transport.is_closing():
-            if self._head_bytes:
-                self._refuse(408, f"The request's head did not arrive within {HEAD_TIMEOUT_S:g} s.")
-            else:
-                self.transport.close()
-
-    def _refuse(self, status: int, message: str) -> None:
-        """Answer outside ASGI, since there is no request, and hang up."""
-        body = ApiError(status, message, code="bad_http").body()
-        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
-        head += f"content-length: {len(body)}\r\n"
-        kept = (b"%s: %s\r\n" % header for header in SECURITY_HEADERS)
-        self.transport.write(b"".join([head.encode(), *kept, b"\r\n", body]))
-        self.transport.close()
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -219,6 +123,8 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted sockets inherit it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         sock.bind(address[4])
         sock.listen(BACKLOG)
     except OSError as error:
@@ -239,6 +145,8 @@ async def serve_gateway(
     keepalive_s: float = KEEPALIVE_S,
     trusted_proxies: Sequence[str] = (),
     tls: TlsFiles | None = None,
+    max_body_bytes: int | None = None,
+    send_timeout_s: float = SEND_TIMEOUT_S,
 ) -> Server:
     """Serve an ASGI app from the current event loop; returns once it accepts connections.
 
@@ -250,6 +158,8 @@ async def serve_gateway(
         trusted_proxies: addresses and networks whose X-Forwarded-For names the client. From anybody
             else the header is the client's own word and changes nothing.
         tls: speak HTTPS only, with these files, which are read again when they change.
+        max_body_bytes: of one request; the app itself refuses a larger body better.
+        send_timeout_s: how long a client may leave an answer unread.
 
     Raises:
         ValueError: the TLS files cannot be used.
@@ -261,7 +171,9 @@ async def serve_gateway(
     config = uvicorn.Config(
         app,
         loop="none",
-        http=_Protocol,
+        http=partial(  # type: ignore[arg-type]
+            Connection, max_body_bytes=max_body_bytes, send_timeout_s=send_timeout_s
+        ),
         ws="none",
         lifespan="auto",
         log_config=None,

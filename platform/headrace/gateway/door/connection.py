@@ -1,0 +1,480 @@
+"""One client's connection: uvicorn's HTTP/1.1, with a bound in bytes and in time in every state.
+
+uvicorn bounds the time between two requests and nothing else. Here each connection has one timer,
+which every change of state sets anew:
+
+| state | time | bytes |
+| --- | --- | --- |
+| no request yet, or a part of a head | `HEAD_TIMEOUT_S` | `MAX_HEAD_BYTES` |
+| between two requests | uvicorn's keep-alive time | none |
+| a body, its chunk headers and trailers | the application's | `max_body_bytes`, `OVERHEAD` |
+| an answer that the client does not read | `send_timeout_s`, and `MIN_RATE` | what is written |
+| after the last answer | `LINGER_S`, and `MIN_RATE` | `LINGER_BYTES` |
+
+The time of a request itself is the application's to bound: it has `HANG_UP` for that.
+
+An answer that begins before the request's end is the connection's last: what the client still sends
+is not the next request. The connection then lingers: it is closed for writing, and read and
+dropped for a moment. Closing it at once would reset it, and a reset may destroy the answer before
+the client has read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from headrace.gateway.asgi import HANG_UP, WRITE_AT_ONCE, Message, Receive, Scope, Send
+from headrace.gateway.errors import ApiError
+
+HEAD_TIMEOUT_S = 15.0
+MAX_HEAD_BYTES = 64 * 1024
+"""Also of bytes in a row that hold no body: chunk extensions and trailers."""
+OVERHEAD = 8
+"""Bytes of framing for each byte of a body, beyond the first `MAX_HEAD_BYTES`: chunks of one byte
+have five."""
+BODY_MARGIN_BYTES = 1 << 20
+"""Bytes above `max_body_bytes` after which the connection ends. The application refuses such a body
+in the shape of its API, but only in its next turn of the loop."""
+SEND_TIMEOUT_S = 30.0
+"""Seconds for a client to read while more than 64 KiB of its answer wait. nginx's `send_timeout`
+is 60."""
+MIN_RATE = 4096
+"""Bytes a second at which a client has to read what waits, beyond that time."""
+LINGER_S = 2.0
+LINGER_BYTES = 16 * 1024 * 1024
+"""More than this a connection that lingers does not read; a body that is too large is usually
+smaller."""
+STOPPING_LINGER_S = 5.0
+"""For clients of a server that stops to use a connection once more. Most close one that has been
+idle for that long, so they do not send a request on one that is being closed."""
+GOODBYE_S = 0.5
+"""For an idle client to confirm the end of TLS. Many never do, and Python waits half a minute."""
+HEAD_SLICE, BODY_SLICE = 4 * 1024, 64 * 1024
+"""Bytes parsed before the connection's state is looked at. 4 KiB hold 227 requests of the shortest
+kind, each of which costs 25 microseconds and 3 KB until it is answered."""
+
+SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+"""Headers of each answer: browsers do not guess its type, and caches do not keep it."""
+
+_WITHOUT_BODY = frozenset({204, 304})
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class _RefusedError(ValueError):
+    """Raised by a callback of the parser: the status and the message to answer."""
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection.
+
+    Args:
+        max_body_bytes: of one request; None for no limit but the application's.
+        send_timeout_s: `SEND_TIMEOUT_S`, or longer for a client that stops reading on purpose.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_body_bytes: int | None = None,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._max_body_bytes, self._send_timeout_s = max_body_bytes, send_timeout_s
+        self._last = False  # the server stops
+        self._active: RequestResponseCycle | None = None  # the request that is answered now
+        self._unparsed = b""
+        self._refusal: tuple[int, str] | None = None  # of bytes that cannot be parsed
+        self._lingers = False
+        self._dropped_bytes = 0
+        # Of the message that is being parsed.
+        self._in_head = self._in_body = self._completed = False
+        self._head_bytes = self._raw_bytes = self._body_bytes = self._barren_bytes = 0
+        self._body_follows = self._framed_again = False
+        # The timer.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        self._until_s: float | None = None
+        self._late: Callable[[], None] = self._end
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._until_s = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._unparsed = b""
+        self.pipeline.clear()
+        active = self._active
+        super().connection_lost(exc)
+        if active is not None and active is not self.cycle and not active.response_complete:
+            active.disconnected = True  # uvicorn tells the newest request only
+            active.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingers or self._refusal is not None:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > LINGER_BYTES:
+                self.flow.pause_reading()
+            return
+        self._unparsed = self._unparsed + data if self._unparsed else data
+        if self.pipeline:  # a request waits for its turn already
+            self.flow.pause_reading()
+        else:
+            self._parse()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._settle()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._settle()
+
+    def shutdown(self) -> None:
+        """The server stops: a request that is on its way here is still answered."""
+        self._last = True
+        if self._is_idle():
+            self.loop.call_later(STOPPING_LINGER_S, self._close_if_idle)
+        else:
+            super().shutdown()
+
+    # Parsing.
+
+    def _parse(self) -> None:
+        """Parse the bytes that came, up to the second request without an answer."""
+        data, at = memoryview(self._unparsed), 0
+        while at < len(data) and not (self.pipeline or self._lingers or self._refusal):
+            if self.transport.is_closing():
+                break
+            piece = data[at : at + (BODY_SLICE if self._in_body else HEAD_SLICE)]
+            body_bytes, self._completed = self._body_bytes, False
+            used = len(piece)
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                used = upgrade.args[0]
+                self._ignore_upgrade()
+            except _RefusedError as error:
+                self._refuse(*error.args)
+            except httptools.HttpParserError as error:
+                cause = error.__context__
+                why = cause.args if isinstance(cause, _RefusedError) else None
+                self._refuse(*(why or (400, "This is not a valid HTTP request.")))
+            else:
+                self._check_bytes(used, self._body_bytes - body_bytes)
+            at += used
+        self._unparsed = bytes(data[at:]) if self.pipeline else b""
+
+    def _check_bytes(self, came: int, of_body: int) -> None:
+        """End what has too many bytes where no callback of the parser sees them."""
+        if not self._in_body:
+            self._raw_bytes = 0 if self._completed else self._raw_bytes + came
+            if self._raw_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, _HEAD_TOO_LARGE)
+            return
+        self._raw_bytes += came
+        self._barren_bytes = 0 if of_body else self._barren_bytes + came
+        overhead = self._raw_bytes - self._body_bytes
+        most = MAX_HEAD_BYTES + HEAD_SLICE
+        if self._barren_bytes > most or overhead > most + OVERHEAD * self._body_bytes:
+            self._refuse(400, "The request has too many bytes that are no part of its body.")
+        elif (
+            self._max_body_bytes is not None
+            and self._body_bytes > self._max_body_bytes + BODY_MARGIN_BYTES
+        ):
+            self._refuse(413, f"The request body is larger than {self._max_body_bytes} bytes.")
+
+    def _ignore_upgrade(self) -> None:
+        """Read on as HTTP/1.1 asks of a server that does not know the protocol (RFC 9110, 7.8).
+
+        The parser has skipped the body. A second one reads it, after a head that has only what
+        says where it ends.
+        """
+        if not self._body_follows:
+            return
+        self._body_follows = False
+        self._framed_again = True
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        framing = [
+            name + b": " + value + b"\r\n"
+            for name, value in self.headers
+            if name in (b"content-length", b"transfer-encoding")
+        ]
+        self.parser.feed_data(b"".join([b"POST / HTTP/1.1\r\n", *framing, b"\r\n"]))
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        if self._framed_again:
+            return
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+        extensions: Any = {WRITE_AT_ONCE: self._write_at_once, HANG_UP: self._hang_up}
+        self.scope["extensions"] = extensions
+        if self._active is None:
+            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def on_url(self, url: bytes) -> None:
+        if not self._framed_again:
+            self._count_head(len(url))
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head and not self._framed_again:
+            self._count_head(len(name) + len(value) + 4)
+            super().on_header(name, value)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _RefusedError(431, _HEAD_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        if self._framed_again:
+            self._framed_again = False
+            return
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            raise _RefusedError(400, "The request has more than one Host header.")
+        if self.parser.should_upgrade():
+            self._body_follows = any(
+                name == b"transfer-encoding" or (name == b"content-length" and int(value) > 0)
+                for name, value in self.headers
+            )
+        super().on_headers_complete()
+        self._in_head, self._in_body = False, True
+        self._raw_bytes = self._body_bytes = self._barren_bytes = 0
+        if self._last:
+            self.cycle.keep_alive = False  # the answer says so
+        self._settle()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.body += body
+            if len(cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        if not self._body_follows:
+            self._in_body, self._completed = False, True
+            super().on_message_complete()
+
+    # Answering.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, partial(self._run, cycle, app))
+
+    async def _run(
+        self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, _: Send
+    ) -> None:
+        try:
+            await app(scope, receive, _Answer(self, cycle).send)
+        finally:
+            self.loop.call_soon(self._bound_closing)
+
+    def _write_at_once(self, piece: bytes) -> bool:
+        """Write a piece of a body of unknown length, as uvicorn's `send` does."""
+        cycle = self.cycle  # of the newest request, which may wait for the one that writes
+        if self.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        self._active = None
+        if self.transport.is_closing():
+            self._bound_closing()
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        if self._unparsed:
+            self.loop.call_soon(self._parse_on)
+        elif self._refusal is not None and self._active is None:
+            self._write_refusal()
+            return
+        self._settle()
+
+    def _parse_on(self) -> None:
+        if self._unparsed and not self.pipeline and not self.transport.is_closing():
+            self._parse()
+
+    def _hang_up(self) -> None:
+        """End the connection: at once if the client does not read the answer under way."""
+        if self._active is not None:
+            self.transport.abort()
+        else:
+            self.linger()
+
+    # Ending.
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer outside ASGI what is no request, after all requests before it, and hang up."""
+        if self._lingers or self._refusal is not None or self.transport.is_closing():
+            return
+        self._refusal = status, message
+        self._unparsed = b""
+        cycle = self.cycle
+        if self._in_body:  # the request under way is not whole
+            if self.pipeline:
+                self.pipeline.clear()
+            elif cycle.response_started and not cycle.response_complete:
+                self.transport.abort()
+            elif not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+                self._active = None
+        if self._active is None:
+            self._write_refusal()
+
+    def _write_refusal(self) -> None:
+        assert self._refusal is not None
+        status, message = self._refusal
+        body = ApiError(status, message, code="bad_http").body()
+        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head += f"content-length: {len(body)}\r\n"
+        kept = (b"%s: %s\r\n" % header for header in self.server_state.default_headers)
+        self.transport.write(b"".join([head.encode(), *kept, b"\r\n", body]))
+        self.linger()
+
+    def linger(self) -> None:
+        """Write no more; read and drop what comes for a moment, then close."""
+        if self._lingers or self.transport.is_closing():
+            return
+        self._lingers = True
+        self._unparsed = b""
+        self.flow.resume_reading()
+        self._arm(self._time_to_read(LINGER_S), self.transport.abort)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _bound_closing(self) -> None:
+        """A transport that closes waits for the client to read all; this one not for ever."""
+        if self.transport.is_closing() and not self._lingers:
+            self._arm(self._time_to_read(self._send_timeout_s), self.transport.abort)
+
+    def _time_to_read(self, least_s: float) -> float:
+        return least_s + self.transport.get_write_buffer_size() / MIN_RATE
+
+    def _is_idle(self) -> bool:
+        return self._active is None
+
+    def _close_if_idle(self) -> None:
+        if self._is_idle() and not self.transport.is_closing():
+            self._end()
+
+    def _end(self) -> None:
+        self.transport.close()
+        self._arm(GOODBYE_S, self.transport.abort)
+
+    def _head_is_late(self) -> None:
+        if self._in_head:
+            self._refuse(408, f"The request's head did not arrive within {HEAD_TIMEOUT_S:g} s.")
+        else:
+            self._end()
+
+    # The timer.
+
+    def _settle(self) -> None:
+        """Set the timer for the state that the connection is in."""
+        if self._lingers or self.transport.is_closing():
+            return
+        if self.flow.write_paused:
+            self._arm(self._time_to_read(self._send_timeout_s), self.transport.abort)
+        elif self._active is not None:
+            self._until_s = None
+        elif self._in_head:
+            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+        else:
+            self._arm(self.timeout_keep_alive, self._end)
+
+    def _arm(self, seconds: float, late: Callable[[], None]) -> None:
+        """Call `late` in so many seconds. A later time costs no new timer, since each request sets
+        one."""
+        self._until_s, self._late = self.loop.time() + seconds, late
+        if self._timer is None or self._timer_s > self._until_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._set_timer(self._until_s)
+
+    def _set_timer(self, at_s: float) -> None:
+        self._timer_s = at_s
+        self._timer = self.loop.call_at(at_s, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        if self._until_s is None:
+            return
+        if self._until_s > self._timer_s:
+            self._set_timer(self._until_s)
+        else:
+            self._until_s = None
+            self._late()
+
+
+_HEAD_TOO_LARGE = f"The request's head is larger than {MAX_HEAD_BYTES} bytes."
+
+
+class _Answer:
+    """The answer to one request, as ASGI sends it."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection, self._cycle = connection, cycle
+        self._is_early = False
+        self._ends_by_closing = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message of ASGI."""
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            message = self._start(message)
+        elif self._ends_by_closing:
+            cycle.expected_content_length = len(message.get("body", b""))
+        more = message["type"] == "http.response.start" or message.get("more_body", False)
+        if more or not self._is_early or not cycle.more_body:
+            await cycle.send(message)  # type: ignore[arg-type]
+            return
+        cycle.keep_alive = True  # uvicorn would close at once
+        await cycle.send(message)  # type: ignore[arg-type]
+        self._connection.linger()
+
+    def _start(self, message: Message) -> Message:
+        """Return the head of the answer with the framing and the `connection` that the request asks
+        for."""
+        cycle = self._cycle
+        headers = list(message.get("headers", ()))
+        names = {name.lower() for name, _ in headers}
+        if cycle.more_body:
+            self._is_early = True
+            if b"connection" not in names:
+                headers.append((b"connection", b"close"))
+        if (
+            cycle.scope["http_version"] == "1.0"
+            and b"content-length" not in names
+            and cycle.scope["method"] != "HEAD"
+            and message["status"] not in _WITHOUT_BODY
+        ):
+            self._ends_by_closing = True
+            cycle.chunked_encoding = False
+        return {**message, "headers": headers}
