@@ -171,8 +171,8 @@ class PlannedLLM(TakingUpLLM):
             prompt = {**prompt, "cache_salt": reuse.salt}
             sampling_params = with_transfer_params(sampling_params, {REUSE_KEY: reuse.params})
 
-        def run(plain: Generate) -> AsyncGenerator[RequestOutput, None]:
-            if self.planning is None:
+        def run(plain: Generate, over: bool) -> AsyncGenerator[RequestOutput, None]:
+            if self.planning is None or over:
                 return plain(prompt, sampling_params, request_id, **kwargs)
             work = self._work(self.planning, plain, prompt, sampling_params, request_id, kwargs)
             if reuse is not None:

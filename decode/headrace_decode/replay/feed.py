@@ -64,7 +64,9 @@ def with_said(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
 async def feed(
     processor: Any, queue: Any, request_id: str, index: int, outputs: list[Output]
 ) -> tuple[dict[int, RequestOutput], bool]:
-    """Lead the state of one choice through what was said. Other requests go on meanwhile.
+    """Lead the state of one choice through what was said. Other requests get turns of the loop.
+
+    The choice ends where the outputs say so, or where the frontend finds one of its stop strings.
 
     Args:
         processor: vLLM's `OutputProcessor`, which knows the request.
@@ -75,6 +77,9 @@ async def feed(
 
     Returns:
         What the serving layer gets for it, by the number of the output; whether the choice ended.
+
+    Raises:
+        ValueError: the outputs end the choice by a stop string that is not there.
     """
     given: dict[int, RequestOutput] = {}
     for number, output in enumerate(outputs):
@@ -87,10 +92,12 @@ async def feed(
             if (told := queue.get_nowait()) is not None:
                 told.finished = False
                 given[number] = told
-            if said.finish is not None:
+            if request_id not in processor.request_states:
                 return given, True
-    if (state := processor.request_states.get(request_id)) is not None:
-        state.is_prefilling = True  # the engine still has to tell what it computed
+            if said.finish is not None:
+                raise ValueError(f"choice {index} does not end with the stop string {said.stop!r}")
+    # The engine still has to tell what it computed.
+    processor.request_states[request_id].is_prefilling = True
     return given, False
 
 

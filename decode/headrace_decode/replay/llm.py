@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
+from vllm.sampling_params import SamplingType
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.replay.checks import check
 from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
 from headrace_decode.replay.recorder import RECORDER, Recorder
-from headrace_decode.replay.said import Output, tokens_of
+from headrace_decode.replay.said import Output, is_over, tokens_of
 from headrace_kvstore.connector.identity import BOUNDED_KEY, SPARSE_KEY
 
 SCHEDULERS = {
@@ -55,34 +57,43 @@ OUR_WORKERS = frozenset(
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
-class Again:
-    """One request on its second way: what was said, and what of it the serving layer gets.
+class ResumeState:
+    """One submission of a resumed request to the engine.
+
+    A request may be submitted several times: when its KV is late, a local prefill races the pull.
+    Each submission leads its own requests through the outputs, and sends only those to the engine.
 
     Attributes:
-        choices: the engine's requests for those that have not ended.
+        outputs: what the engine of the lost replica said.
+        choices: the engine's requests of this submission, without choices that have ended.
+        is_fed: whether all choices were led through the outputs.
     """
 
     def __init__(self, outputs: list[Output]) -> None:
         self.outputs = outputs
         self.choices: list[Any] = []
+        self.is_fed = False
         self._given: dict[int, dict[int, RequestOutput]] = {}
 
-    def give(self, index: int, given: dict[int, RequestOutput]) -> None:
-        """What the serving layer gets for one choice, by the number of the output."""
+    def add(self, index: int, given: dict[int, RequestOutput]) -> None:
+        """Record what the serving layer gets for one choice, by the number of the output."""
         self._given[index] = given
 
-    def take(self) -> Iterator[RequestOutput]:
-        """All of it, each output once and with its choices in their order."""
-        all_given, self._given = self._given, {}
-        for number, output in enumerate(self.outputs if all_given else ()):
+    def earlier(self) -> Iterator[RequestOutput]:
+        """Yield each earlier output once, with its choices in their order."""
+        for number, output in enumerate(self.outputs):
             parts = [
                 given[number]
                 for index in dict.fromkeys(said.index for said in output)
-                if number in (given := all_given.get(index, {}))
+                if number in (given := self._given.get(index, {}))
             ]
             for part in parts[1:]:
                 parts[0].add(part, aggregate=True)
             yield from parts[:1]
+
+
+STATE: ContextVar[ResumeState | None] = ContextVar("headrace_resume_state", default=None)
+"""State of the submission that this task hands to the engine; None for a request that is new."""
 
 
 class TakingUpLLM(AsyncLLM):
@@ -90,92 +101,103 @@ class TakingUpLLM(AsyncLLM):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         self._cannot = _prepare(vllm_config)
+        self._drafter = vllm_drafter(vllm_config)
         self._draws_again = not vllm_config.use_v2_model_runner
-        self._again: dict[str, Again] = {}
         super().__init__(vllm_config, *args, **kwargs)
 
     async def recorded(
         self,
         prompt: Any,
         params: SamplingParams,
-        run: Callable[[Generate], AsyncGenerator[Any, None]],
+        run: Callable[[Generate, bool], AsyncGenerator[Any, None]],
     ) -> AsyncGenerator[RequestOutput, None]:
         """A request's outputs, with those said elsewhere before them, told to its `Recorder`.
 
         Args:
-            run: runs the request, given what asks the engine (`AsyncLLM.generate`).
+            run: runs the request, given what asks the engine (`AsyncLLM.generate`), and whether
+                the engine has nothing left to compute for it. It may ask several times, each time
+                under another request id.
         """
         recorder = RECORDER.get()
         if recorder is None:
-            async with aclosing(run(super().generate)) as outputs:
+            async with aclosing(run(super().generate, False)) as outputs:
                 async for output in outputs:
                     yield output
             return
-        again = Again(recorder.begin(self._cannot or why_not(prompt, params)))
-        left = MOST_SEEDED if params.seed is not None and self._draws_again else None
+        said = recorder.begin(self._cannot or self._why_not(prompt, params))
+        left = MOST_SEEDED if self._draws_again and _is_seeded(params) else None
         plain = super().generate
+        states: dict[str, ResumeState] = {}
 
-        def taking_up(
+        def resuming(
             prompt: Any, params: SamplingParams, name: str, **kwargs: Any
         ) -> AsyncGenerator[RequestOutput, None]:
-            return self._taking_up(again, name, plain(prompt, params, name, **kwargs))
+            states[name] = state = ResumeState(said)
+            return _in_state(state, plain(prompt, params, name, **kwargs))
 
-        async with aclosing(run(taking_up if again.outputs else plain)) as outputs:
+        over = is_over(said, params.n)
+        async with aclosing(run(resuming if said else plain, over)) as outputs:
             async for output in outputs:
-                for earlier in again.take():
-                    left = _tell(recorder, earlier, left)
-                    yield earlier
+                if states:
+                    state = states[output.request_id]
+                    states.clear()
+                    for earlier in state.earlier():
+                        left = _tell(recorder, earlier, left)
+                        yield earlier
                 left = _tell(recorder, output, left)
                 yield output
-        for earlier in again.take():  # nothing was left to say
-            _tell(recorder, earlier, left)
-            yield earlier
-
-    async def _taking_up(
-        self, again: Again, name: str, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        self._again[name] = again
-        try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    yield output
-        finally:
-            self._again.pop(name, None)
+        for state in [one for one in states.values() if one.is_fed][:1]:  # nothing was left to say
+            for earlier in state.earlier():
+                left = _tell(recorder, earlier, left)
+                yield earlier
 
     async def _add_request(
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
     ) -> None:
-        """As vLLM's. One that was taken up is led through what it said before the engine gets it,
-        and the engine does not get choices that had ended."""
-        again = self._again.get(request.external_req_id)
-        if again is None:
+        """Add a request, as vLLM does. A resumed one is led through what it said before the engine
+        gets it, and the engine does not get choices that had ended."""
+        state = STATE.get()
+        if state is None:
             await super()._add_request(request, prompt, parent_req, index, queue)
             return
         choices = 1 if parent_req is None else parent_req.n
         if index == 0:
-            await asyncio.to_thread(self._check, request, again.outputs, choices)
+            await asyncio.to_thread(self._check, request, state.outputs, choices)
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
-        again.choices.append(request)
+        state.choices.append(request)
         try:
             given, ended = await feed(
-                self.output_processor, queue, request.request_id, index, again.outputs
+                self.output_processor, queue, request.request_id, index, state.outputs
             )
-        except BaseException:  # the client may have left
-            known = [each.request_id for each in again.choices]
-            self.output_processor.abort_requests(known, internal=True)
+            state.add(index, given)
+            if ended:
+                state.choices.pop()
+            else:
+                said = tokens_of(state.outputs, index)
+                request.sampling_params = with_said(request.sampling_params, said)
+            if index < choices - 1:
+                return  # what the engine says of one choice would come among what others said
+            for each in state.choices:
+                await self.engine_core.add_request_async(each)
+        except BaseException as error:  # the client may have left; the engine may have some choices
+            with suppress(Exception):
+                name = request.request_id if parent_req is None else parent_req.request_id
+                await self.abort(name, internal=True)
+            if isinstance(error, ValueError):
+                raise _wrong(error) from error
             raise
-        again.give(index, given)
-        if ended:
-            again.choices.pop()
-        else:
-            said = tokens_of(again.outputs, index)
-            request.sampling_params = with_said(request.sampling_params, said)
-        if index < choices - 1:
-            return  # what the engine says of one choice would come among what others said
-        for each in again.choices:
-            await self.engine_core.add_request_async(each)
-        if not self.output_processor.external_req_ids.get(request.external_req_id):
+        state.is_fed = True
+        if not state.choices:
             queue.put(STREAM_FINISHED)
+
+    def _why_not(self, prompt: Any, params: SamplingParams) -> str | None:
+        """Return why this engine's stream cannot be resumed; None if it can."""
+        return self._why_not_seeded(params) or why_not(prompt, params)
+
+    def _why_not_seeded(self, params: SamplingParams) -> str | None:
+        if self._drafter is None or not _is_seeded(params):
+            return None
+        return f"it has a seed, and vLLM's drafter {self._drafter} changes what that draws"
 
     def _check(self, request: Any, outputs: list[Output], choices: int) -> None:
         """Whether this engine can go on behind what the request is told to have said.
@@ -186,7 +208,9 @@ class TakingUpLLM(AsyncLLM):
         params = request.sampling_params
         room = self.model_config.max_model_len - len(request.prompt_token_ids or ())
         try:
-            if self._draws_again and params.seed is not None and _said(outputs) > MOST_SEEDED:
+            if why := self._why_not_seeded(params):
+                raise ValueError(why)
+            if self._draws_again and _is_seeded(params) and _said(outputs) > MOST_SEEDED:
                 raise ValueError(f"it has a seed and more than {MOST_SEEDED} tokens")
             check(
                 outputs,
@@ -196,7 +220,43 @@ class TakingUpLLM(AsyncLLM):
                 logprobs=params.num_logprobs,
             )
         except ValueError as error:
-            raise VLLMValidationError(f"the stream cannot be taken up: {error}") from error
+            raise _wrong(error) from error
+
+
+async def _in_state(
+    state: ResumeState, outputs: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of one submission, which the engine gets with this state."""
+    async with aclosing(outputs):
+        before = STATE.set(state)
+        try:
+            first = await anext(outputs, None)  # the engine gets it before the first output
+        finally:
+            STATE.reset(before)
+        if first is not None:
+            yield first
+            async for output in outputs:
+                yield output
+
+
+def _wrong(error: ValueError) -> VLLMValidationError:
+    return VLLMValidationError(f"the stream cannot be taken up: {error}")
+
+
+def _is_seeded(params: SamplingParams) -> bool:
+    """Whether a request's tokens depend on its seed."""
+    return bool(params.sampling_type == SamplingType.RANDOM_SEED)
+
+
+def vllm_drafter(config: VllmConfig) -> str | None:
+    """Return the method of vLLM's own that drafts for every request; None without one.
+
+    Such a method changes how many random numbers a step draws, and which of them accept a draft.
+    So the same seed gives other tokens when the steps of an answer begin elsewhere. Drafters of
+    ours do not draft for requests with a seed.
+    """
+    told = config.speculative_config
+    return None if told is None or told.method == "custom_class" else str(told.method)
 
 
 def _tell(recorder: Recorder, output: RequestOutput, left: int | None) -> int | None:

@@ -99,3 +99,9 @@ def tokens_of(outputs: list[Output], index: int) -> list[int]:
         if said.index == index
         for token in said.tokens
     ]
+
+
+def is_over(outputs: list[Output], choices: int) -> bool:
+    """Whether each of so many choices has ended."""
+    ended = {said.index for output in outputs for said in output if said.finish is not None}
+    return len(ended) == choices
