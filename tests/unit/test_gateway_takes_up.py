@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
 
-from headrace.gateway.backend import NoMetrics
+from headrace.gateway.backend import NoMetrics, ReplicaInfo
 from headrace.gateway.relay import watch
-from headrace.gateway.relay.streams import MAX_TRIES
+from headrace.gateway.relay.call import Answer, Call
+from headrace.gateway.relay.quarantine import Quarantine
+from headrace.gateway.relay.streams import MAX_TRIES, Streams
+from headrace.gateway.upstream import ReplicaLost
+from headrace_decode.replay.journal import Journal
 from headrace_decode.replay.said import HEADER, Said, line
 from tests.unit.gateway_fakes import (
     BODY,
@@ -43,14 +51,14 @@ def says(*tokens: int) -> bytes:
     return line((Said(0, tokens),))
 
 
-def tells(*parts: bytes, dies: bool = False, hangs: bool = False) -> Handler:
+def tells(*parts: bytes, dies: bool = False, hangs: bool = False, pause_s: float = 0.02) -> Handler:
     """A replica whose stream has lines: these parts, then it dies, hangs, or ends the stream."""
 
     async def handler(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
         response = await begin_stream(request, {NAME: "1"})
         for part in parts:
             await response.write(part)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s)
         if dies:
             cut(request)
         elif hangs:
@@ -120,6 +128,126 @@ async def test_a_replica_that_hangs_is_lost_and_one_that_is_busy_is_not(
         for each in bench.cluster.members:
             each.healthy = not each.seen
         assert await response.read() == EVENTS[1] + EVENTS[2]
+
+
+class SlowClient:
+    """A client that reads when it is told to, through a small buffer."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self._address, sent = url.removeprefix("http://"), json.dumps(body).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: {self._address}\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+        self._request = head.encode() + sent
+
+    async def __aenter__(self) -> SlowClient:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        host, port = self._address.split(":")
+        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+        await asyncio.get_running_loop().sock_sendall(sock, self._request)
+        self.sock = sock
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.sock.close()
+
+    async def events(self) -> list[bytes]:
+        """The rest of the answer, by events."""
+        parts = []
+        while part := await asyncio.get_running_loop().sock_recv(self.sock, 2**16):
+            parts.append(part)
+        body = b"".join(parts).partition(b"\r\n\r\n")[2]
+        found = b""
+        while body:
+            size, _, body = body.partition(b"\r\n")
+            found += body[: int(size, 16)]
+            body = body[int(size, 16) + 2 :]
+        return found.split(b"\n\n")[:-1]
+
+
+@pytest.mark.parametrize("ends", ["hangs", "dies", "error"])
+async def test_a_slow_client_gets_each_event_once_when_its_replica_is_lost(
+    monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The client does not read while the gateway finds out that the replica hangs."""
+    monkeypatch.setattr(watch, "SILENT_S", 0.2)
+    monkeypatch.setattr(watch, "LOOK_S", 0.05)
+    count = 110  # 7 MB; Linux keeps up to 4 MB for the client
+    pad = "x" * 2**16
+    events = [b'data: {"i":%d,"pad":"%s"}\n\n' % (i, pad.encode()) for i in range(count)]
+    parts = [part for i, event in enumerate(events) for part in (says(i), event)]
+    written = asyncio.Event()
+
+    async def first(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        response = await begin_stream(request, {NAME: "1"})
+        replica.healthy = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                for part in parts[:-20]:
+                    await response.write(part)
+        written.set()
+        await asyncio.sleep(0.5)
+        if ends == "error":
+            await response.write(ERROR_EVENT)
+        elif ends == "dies":
+            cut(request)
+        else:
+            await stall(replica, request)
+        return response
+
+    handler = in_turn(first, tells(*parts, EVENTS[2], pause_s=0.0))
+    async with (
+        gateway_over(handler, handler) as bench,
+        SlowClient(bench.url, {**PROMPT, "stream": True}) as client,
+    ):
+        await asyncio.wait_for(written.wait(), 10)
+        await asyncio.sleep(1.0)
+        got = [json.loads(event[6:])["i"] for event in (await client.events())[:-1]]
+    assert got == list(range(count))
+
+
+class FakeReply:
+    """A reply whose body is these bytes; its replica is lost as they come, if that is told."""
+
+    status, headers = 200, [(HEADER, b"1")]
+
+    def __init__(self, body: bytes = b"", *, lost: bool = False) -> None:
+        self._body, self._lost = body, lost
+
+    async def pour(self, take: Any) -> bool:
+        over = not self._body or take(self._body)
+        if self._lost:
+            raise ReplicaLost("it hangs", sent=True, hangs=True)
+        return bool(over)
+
+    def close(self) -> None: ...
+
+
+async def test_an_event_that_comes_in_the_moment_in_which_its_replica_is_lost_is_sent() -> None:
+    sent: list[bytes] = []
+    lease: Any = SimpleNamespace(replica=ReplicaInfo("decode-1", "", 0, 0), release=lambda: None)
+    pool: Any = SimpleNamespace(failed=lambda replica, dying: None)
+
+    async def send(message: Any) -> None:
+        sent.append(message["body"])
+
+    async def healthy(replica: Any) -> bool:
+        return False
+
+    def replied(body: bytes, reply: Any) -> Answer:
+        return Answer(lease, reply, body, streamed=True)
+
+    async def fetch(call: Call, prefer: str) -> Answer:
+        assert call.said == says(1) + says(2)
+        return replied(b"".join(WHOLE), FakeReply())
+
+    looks = watch.Watch(healthy)
+    streams = Streams(pool, looks, Quarantine(lambda: 0.0), fetch, healthy, lambda when: None)
+    first = replied(WHOLE[0] + WHOLE[1], FakeReply(WHOLE[2] + WHOLE[3], lost=True))
+    await streams.copy(Call(b"r", "POST", CHAT, []), first, Journal(), send)
+    await looks.aclose()
+    assert b"".join(sent) == b"".join(EVENTS)
 
 
 async def test_a_stream_that_differs_ends_with_an_error_event() -> None:

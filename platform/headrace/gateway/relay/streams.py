@@ -97,15 +97,23 @@ class Streams:
         """
         with self._watch.over(answer.lease.replica) as watched:
             passage = Passage(call, journal, send, watched)
-            async with watched.waits():
-                over = passage.take(answer.body) and await answer.reply.pour(passage.take)
-                while not over:
-                    await passage.send_kept()
-                    if passage.error:
-                        if await self._healthy(answer.lease.replica):
-                            return passage.error
-                        raise ReplicaLost("an error from a dying replica", sent=True, dying=True)
-                    over = await answer.reply.pour(passage.take)
+
+            async def pour() -> bool:
+                try:
+                    async with watched.waits():
+                        return await answer.reply.pour(passage.take)
+                except ReplicaLost:
+                    await passage.send_kept()  # that came in the moment in which it was lost
+                    raise
+
+            over = passage.take(answer.body) and await pour()
+            while not over:
+                await passage.send_kept()  # not under the watch: it waits for the client
+                if passage.error:
+                    if await self._healthy(answer.lease.replica):
+                        return passage.error
+                    raise ReplicaLost("an error from a dying replica", sent=True, dying=True)
+                over = await pour()
         return journal.rest()
 
     async def _take_up(
@@ -149,6 +157,9 @@ class Passage:
     Most pass from one connection to the other within the event loop's callback, without a switch
     of tasks; the task has to act when the client is slow or the replica says that it failed.
 
+    The journal counts an event as passed on when it comes from the replica. So each one must be
+    sent, whatever becomes of the replica: only the end of the client's request ends `send_kept`.
+
     Args:
         watched: learns that the replica lives.
 
@@ -180,9 +191,9 @@ class Passage:
 
     async def send_kept(self) -> None:
         """Send what `take` did not."""
-        events, self._kept = self._kept, b""
-        if events:
+        if events := self._kept:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            self._kept = b""
             self._sent(events)
 
     def _sent(self, events: bytes) -> None:
