@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 
-from headrace_decode.replay.said import END, MARK, RESUME
+from headrace_decode.replay.said import END, MARK, RESUME, STOPPING
 
 MOST_BYTES = 6 * 2**20
 PATIENCE_S = 60.0
@@ -36,7 +36,6 @@ LONGEST_PAUSE_S = 2.0
 PAUSES_S = 0.1, 1.0
 """Before a request without an answer is sent again."""
 
-_STOPPING = b"This gateway stops"
 _REFUSED = MARK + b'"'
 _LATER = frozenset({429, 500, 502, 503, 504})
 _BREAKS = (httpx.NetworkError, httpx.RemoteProtocolError)
@@ -78,7 +77,7 @@ class _Stream:
         self._tail = chunk[cut:]
         events = []
         for part in chunk[:cut].split(END)[:-1]:
-            if self._resumable and _STOPPING in part and b'"error"' in part:
+            if self._resumable and _says_it_stops(part):
                 self._tail = b""
                 raise _Stopping("the gateway stops")
             self._keep(part)
@@ -296,6 +295,19 @@ class _AsyncBody(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._response.aclose()
+
+
+def _says_it_stops(event: bytes) -> bool:
+    """Whether a gateway that shuts down ends the stream with this event."""
+    if STOPPING.encode() not in event:
+        return False
+    data = b"".join(each[5:] for each in event.split(b"\n") if each.startswith(b"data:"))
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return False
+    error = document.get("error", document) if isinstance(document, dict) else None
+    return isinstance(error, dict) and error.get("code") == STOPPING
 
 
 def _asks_for_stream(request: httpx.Request) -> bool:

@@ -11,6 +11,8 @@ import openai
 import pytest
 from aiohttp import web
 
+from headrace.gateway.errors import stopping
+from headrace.gateway.relay.dialect import DIALECTS
 from headrace.resume import AsyncResuming, Resuming
 from headrace_decode.replay.said import HEADER, line
 from tests.unit.gateway_fakes import BODY, CHAT, EVENTS, PROMPT, FakeReplica, gateway_over, stream
@@ -18,10 +20,6 @@ from tests.unit.test_gateway_takes_up import WHOLE, says, tells
 
 ASKED = {**PROMPT, "stream": True}
 LINES = says(1) + says(2)
-STOPS = (
-    b'data: {"error":{"message":"This gateway stops, and the request took longer than it may '
-    b'wait. Send it again.","code":"gateway_stopping"}}\n\n'
-)
 
 
 class Cut(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -144,8 +142,13 @@ async def test_a_request_that_breaks_whatever_it_meets_is_given_up(
         assert breaking.left == 0
 
 
-async def test_a_gateway_that_stops_is_no_event_of_the_stream() -> None:
-    async with gateway_over(tells(*WHOLE[:2], STOPS)) as old, gateway_over(tells(*WHOLE)) as new:
+@pytest.mark.parametrize("api", DIALECTS)
+async def test_a_gateway_that_stops_is_no_event_of_the_stream(api: str) -> None:
+    """The client knows the error by its code, in each API's shape, whatever its message is."""
+    error = stopping()
+    error.message = "Other words."
+    stops = DIALECTS[api].event(error, b"")
+    async with gateway_over(tells(*WHOLE[:2], stops)) as old, gateway_over(tells(*WHOLE)) as new:
 
         class Moving(httpx.AsyncHTTPTransport):
             async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -154,6 +157,25 @@ async def test_a_gateway_that_stops_is_no_event_of_the_stream() -> None:
                 return await super().handle_async_request(request)
 
         assert await streamed(old.url, Moving()) == b"".join(EVENTS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"choices":[{"text":"This gateway stops: \\"error\\" gateway_stopping"}]}',
+        b'{"error":{"message":"gateway_stopping","code":"replica_lost"}}',
+        b'{"error":"gateway_stopping"}',
+        b'["gateway_stopping"]',
+        b"gateway_stopping",
+    ],
+)
+async def test_an_event_that_only_speaks_of_a_gateway_that_stops_is_the_streams(
+    data: bytes,
+) -> None:
+    event = b"data: " + data + b"\n\n"
+    async with gateway_over(tells(says(1), event, EVENTS[2])) as bench:
+        assert (await streamed(bench.url, Cutting())).startswith(event)
+        assert len(bench.replica.seen) == 1
 
 
 class SyncCutting(httpx.HTTPTransport):

@@ -27,6 +27,8 @@ are lines to take up; 0 for a new request. Of an answer: it is a stream with lin
 RESUME = b"x-headrace-resume"
 """Of a client's request: how many bytes of its body, from the first on, are its stream so far with
 its lines; 0 for a new one. Of an answer: this stream can be resumed."""
+STOPPING = "gateway_stopping"
+"""Code of the error by which a gateway that shuts down ends a stream; another one resumes it."""
 MOST_BYTES = 4 * 2**20
 """Of the lines of one stream. A stream that has said more is not taken up."""
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from headrace_decode.replay.said import STOPPING
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -294,7 +296,7 @@ def stopping() -> ApiError:
         503,
         "This gateway stops, and the request took longer than it may wait. Send it again.",
         kind="server_error",
-        code="gateway_stopping",
+        code=STOPPING,
         headers=[(b"retry-after", b"1"), (b"connection", b"close")],
     )
 

@@ -68,6 +68,13 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def _anthropic_event(error: ApiError, sent: bytes) -> Event:
+    """Anthropic's error event, with our code: `headrace.resume` reads it."""
+    data = _anthropic(error)
+    data["error"]["code"] = error.code
+    return _ERROR_EVENT, data
+
+
 def _responses_event(error: ApiError, sent: bytes) -> Event:
     seen = _SEQUENCE.findall(sent)
     number = int(seen[-1]) + 1 if seen else 0
@@ -94,7 +101,7 @@ DIALECTS = {
     ),
     "anthropic": Dialect(
         _anthropic,
-        lambda error, sent: (_ERROR_EVENT, _anthropic(error)),
+        _anthropic_event,
         ended=(b"event: message_stop\n", _ERROR_EVENT),
         events=EVENTS["anthropic"],
     ),
