@@ -12,6 +12,7 @@ from headrace.router.blocks.feed import GPU, Kind
 from headrace.router.cluster import BOOKED_S, SILENT_S, Cluster, Prompt
 from headrace.router.place import NobodyAnswersError
 from headrace.router.plan import RouterSettings
+from headrace.router.view import ELSEWHERE, WITHIN
 from headrace_engine.exchange import KvKind
 from headrace_engine.reporting.report import Report
 from headrace_engine.steptime import StepTime
@@ -207,6 +208,53 @@ def test_plans_do_not_count_for_the_holder_that_a_silent_replica_had() -> None:
     two.feed.leave(silent)
     two.report(report(silent, 1), 0.1)
     assert two._expected.match(KEYS).max() == 0
+
+
+# What a report costs
+
+
+def test_replicas_that_come_and_go_on_new_machines_leave_nothing() -> None:
+    """Each pod has a machine's name of its own, so rolling restarts bring new ones for ever."""
+    one = cluster("d0")
+    for number in range(1, 200):
+        one.report(report(f"d{number}", kv=f"kind-{number % 3}"), float(number))
+        one.gone(f"d{number - 1}")
+    view = one.view
+    assert view is not None
+    assert len(view.dram) == len(view.loads) == len(view.links) == 2
+    assert view.links.tolist() == [[WITHIN, ELSEWHERE], [ELSEWHERE, WITHIN]]
+
+
+def test_a_machine_that_takes_the_place_of_another_has_none_of_its_prices() -> None:
+    one = cluster("d0", "d1")
+    assert one.view is not None
+    fresh = one.view.loads[one.view.node("of d1")].copy()
+    one.report(report("d0", 1, loads={"remote": (1.0, 2.0)}), 0.0)
+    one.gone("d0")
+    one.report(report("d2"), 0.0)
+    assert one.view.loads[one.view.node("of d2")].tolist() == fresh.tolist()
+
+
+def test_blocks_stored_on_a_machine_without_replicas_are_no_supply() -> None:
+    one = cluster("d1")
+    prompt = Prompt(KEYS, 40 * BLOCK, machine="elsewhere", stored=(Supply("dram", 20),))
+    assert one.plan(prompt, 0.0).decode == "d1"
+    assert one.view is not None and len(one.view.dram) == 1
+
+
+def test_a_report_costs_the_same_however_many_replicas_there_are() -> None:
+    class Counted(dict[str, Report]):
+        walks = 0
+
+        def values(self) -> Any:
+            type(self).walks += 1
+            return super().values()
+
+    one = cluster(*(f"d{number}" for number in range(50)))
+    one._reports = Counted(one._reports)
+    one.report(report("d7", 1, kv="new"), 1.0)
+    one.gone("d8")
+    assert Counted.walks == 0, "a report looked at all the others"
 
 
 # Replicas of two kinds, during a rolling change

@@ -103,7 +103,8 @@ class Cluster:
         self._expected = Expected(self.index)
         self._view: View | None = None
         self._reports: dict[str, Report] = {}
-        self._kinds: set[str] = set()
+        self._kinds: Counter[str] = Counter()  # replicas by what their KV depends on
+        self._machines: Counter[str] = Counter()  # replicas by machine
         self._booked: dict[str, dict[str, _Booked]] = {}
         self._down: frozenset[str] = frozenset()
         self._look_s = -math.inf
@@ -134,8 +135,8 @@ class Cluster:
         row = view.row(name)
         if report.steps is not None and (last is None or report.steps != last.steps):
             view.set_steps(row, StepTime.from_dict(report.steps))
+        self._count(last, report)
         self._reports[name] = report
-        self._kinds = {of.kv for of in self._reports.values()} - {""}
         for medium, (fixed_s, byte_s) in report.loads.items():
             view.set_load(node, medium, fixed_s, byte_s)
         engine = view.engines[row]
@@ -181,8 +182,8 @@ class Cluster:
         if holder >= 0:
             self._expected.gone(holder)
         view.remove(replica)
-        del self._reports[replica], self._booked[replica]
-        self._kinds = {of.kv for of in self._reports.values()} - {""}
+        self._count(self._reports.pop(replica), None)
+        del self._booked[replica]
 
     def tend(self, now_s: float) -> None:
         """Notice what is over. To be called about once a second."""
@@ -322,6 +323,24 @@ class Cluster:
         for role, may in roles.items():
             view.engines[role] = may
 
+    def _count(self, before: Report | None, now: Report | None) -> None:
+        """Count a replica's report in place of its earlier one; None for no report."""
+        old = None if before is None else (before.kv, before.machine)
+        new = None if now is None else (now.kv, now.machine)
+        if old == new:
+            return
+        for told, sign in ((new, 1), (old, -1)):
+            if told is None:
+                continue
+            kind, machine = told
+            if kind:
+                self._kinds[kind] += sign
+                self._kinds += Counter()  # only those above 0 stay
+            self._machines[machine] += sign
+            if not self._machines[machine]:
+                del self._machines[machine]
+                self._seen.remove_node(machine)
+
     def _hold(self, row: int, replica: str) -> None:
         """Follow the feed, which gives a replica that was silent another holder."""
         engine = self._seen.engines[row]
@@ -340,7 +359,7 @@ class Cluster:
         engine[report.role] = fresh and not report.draining and name not in self._down
 
     def _supplies(self, view: View, prompt: Prompt) -> list[Sequence[Supply]] | None:
-        if not prompt.stored:
+        if not prompt.stored or prompt.machine not in self._machines:
             return None
         supplies: list[Sequence[Supply]] = [()] * len(view.dram)
         supplies[view.node(prompt.machine)] = prompt.stored

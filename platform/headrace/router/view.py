@@ -81,6 +81,7 @@ class View:
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._nodes: dict[str, int] = {}
+        self._free_nodes: list[int] = []
         self.dram = np.zeros(0, np.int64)
         self.store = np.zeros(0, np.int64)
         self.loads = np.zeros((0, len(MEDIA), 2))
@@ -97,17 +98,26 @@ class View:
         Args:
             dram: holder of its DRAM tier. store: holder of any of its tiers. -1 for none.
         """
-        at = self._nodes.setdefault(name, len(self._nodes))
-        if at == len(self.dram):
-            self.dram, self.store = np.append(self.dram, -1), np.append(self.store, -1)
-            media = np.full((1, len(MEDIA), 2), np.inf)
-            media[0, [_DRAM, _NVME]] = _FIXED_S, _BYTE_S
-            self.loads = np.concatenate([self.loads, media])
-            links = np.full((at + 1, at + 1), ELSEWHERE, np.int16)
-            links[:at, :at], links[at, at] = self.links, WITHIN
-            self.links = links
+        at = self._nodes.get(name)
+        if at is None:
+            if self._free_nodes:
+                at = self._free_nodes.pop()
+            else:
+                at = len(self.dram)
+                self.dram, self.store = np.append(self.dram, -1), np.append(self.store, -1)
+                self.loads = np.concatenate([self.loads, np.empty((1, len(MEDIA), 2))])
+                self.links = np.pad(self.links, (0, 1))
+            self._nodes[name] = at
+            self.loads[at] = np.inf
+            self.loads[at, [_DRAM, _NVME]] = _FIXED_S, _BYTE_S
+            self.links[at], self.links[:, at] = ELSEWHERE, ELSEWHERE
+            self.links[at, at] = WITHIN
         self.dram[at], self.store[at] = dram, store
         return at
+
+    def remove_node(self, name: str) -> None:
+        """Forget a node on which no engine is left; another one may get its place."""
+        self._free_nodes.append(self._nodes.pop(name))
 
     def set_load(self, node: int, medium: str, fixed_s: float, byte_s: float) -> None:
         """Seconds to load from a medium of a node's store; of `remote` and `object` seconds until
