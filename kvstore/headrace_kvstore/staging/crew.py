@@ -74,20 +74,25 @@ class Crew(ABC, Generic[T]):
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                task = None
-                while not self._stopping and (task := self._take()) is None:
-                    self._wake.wait()
-                if self._stopping or task is None:
-                    return
-                self._busy += 1
+        while not self._stopping:
             try:
-                self._carry_out(task)
+                self._carry_out_next()
             except Exception:
-                logger.exception("%s failed; it goes on", threading.current_thread().name)
+                logger.exception("%s failed; it continues", threading.current_thread().name)
                 time.sleep(ERROR_PAUSE_S)
-            finally:
-                with self._wake:
-                    self._busy -= 1
-                    self._wake.notify_all()
+
+    def _carry_out_next(self) -> None:
+        """Wait for a task and do it."""
+        with self._wake:
+            task = None
+            while not self._stopping and (task := self._take()) is None:
+                self._wake.wait()
+            if self._stopping or task is None:
+                return
+            self._busy += 1
+        try:
+            self._carry_out(task)
+        finally:
+            with self._wake:
+                self._busy -= 1
+                self._wake.notify_all()

@@ -187,31 +187,44 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         Blocks that are read are waited for no more."""
         if not len(slots):
             return []
+        fills: list[tuple[slice, Fill]] = []
+        try:
+            self._begin_fills(offer, which, slots, fills)
+        finally:  # if the source failed, what has begun is waited for all the same
+            bad: list[int] = []
+            errors: list[Exception] = []
+            for part, fill in fills:
+                waiting.difference_update(offer.found[i].hash for i in which[part])
+                try:
+                    good = self._finish(offer, fill, which[part], slots[part])
+                    bad += which[part][~good].tolist()
+                except Exception as error:
+                    errors.append(error)
+            rest = slots[fills[-1][0].stop if fills else 0 :]
+            self._count("dropped_failed", len(rest))
+            self._arena.abandon(rest)
+            if errors:
+                raise errors[0]
+        return bad
+
+    def _begin_fills(
+        self, offer: Offer, which: np.ndarray, slots: np.ndarray, fills: list[tuple[slice, Fill]]
+    ) -> None:
+        """Begin to read blocks into their slots; append what has begun to `fills`."""
         shape = offer.found[which[0]].shape
         addresses = self._arena.addresses(slots)[:, None] + (
             np.arange(shape.layers) * shape.layer_bytes
         )
         cuts = np.cumsum(self._source.split(len(slots), shape.payload_bytes))
-        fills: list[tuple[slice, Fill]] = []
-        bad: list[int] = []
-        try:
-            for begin, end in pairwise([0, *cuts.tolist()]):
-                part = slice(begin, end)
-                fill = offer.read(which[part].tolist(), addresses[part])
-                fills.append((part, fill))
-                with self._wake:
-                    self._moving_bytes += shape.payload_bytes * (end - begin)
-                    self._fills.add(fill)
-                    if self._stopping:
-                        fill.call_off()
-        finally:  # if the source failed, what has begun is waited for all the same
-            rest = slots[fills[-1][0].stop if fills else 0 :]
-            self._count("dropped_failed", len(rest))
-            self._arena.abandon(rest)
-            for part, fill in fills:
-                waiting.difference_update(offer.found[i].hash for i in which[part])
-                bad += which[part][~self._finish(offer, fill, which[part], slots[part])].tolist()
-        return bad
+        for begin, end in pairwise([0, *cuts.tolist()]):
+            part = slice(begin, end)
+            fill = offer.read(which[part].tolist(), addresses[part])
+            fills.append((part, fill))
+            with self._wake:
+                self._moving_bytes += shape.payload_bytes * (end - begin)
+                self._fills.add(fill)
+                if self._stopping:
+                    fill.call_off()
 
     def _finish(self, offer: Offer, fill: Fill, which: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """Wait for a read and publish what is right; which blocks are."""
@@ -219,12 +232,14 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         done = np.zeros(len(found), np.bool_)
         try:
             good = fill.wait()
-            self._arena.abandon(slots[~good])
             self._count("dropped_bad", int((~good).sum()))
-            if good.any():
-                sums = np.array([each.sums for each in found])
-                done[good] = self._arena.publish(slots[good], sums[good])
-                self._count("loaded", int(done.sum()))
+            try:
+                if good.any():
+                    sums = np.array([each.sums for each in found])
+                    done[good] = self._arena.publish(slots[good], sums[good])
+                    self._count("loaded", int(done.sum()))
+            finally:
+                self._arena.abandon(slots[~good])
         finally:
             with self._wake:
                 self._moving_bytes -= found[0].shape.payload_bytes * len(found)
