@@ -33,6 +33,8 @@ class Store:
 class Tiers:
     """Slower tiers that answer when the test says so."""
 
+    lease_s = 30.0
+
     def __init__(self, *held: bytes) -> None:
         self.held = held
         self.asked: list[tuple[str, list[bytes]]] = []

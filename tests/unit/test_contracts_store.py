@@ -62,6 +62,7 @@ def test_a_request_tells_what_is_confirmed() -> None:
     for field in ("block_hashes", "num_computed_tokens", "num_in_flight_tokens", "cache_salt"):
         assert f"self.{field}" in source, f"Request.{field} is gone: mend {SCHEDULER}"
     assert "self.skip_reading_prefix_cache" in source, f"mend {SCHEDULER}"
+    assert "self.num_prompt_tokens" in source, f"mend {COMPOSITE}"
 
 
 def test_a_steps_tokens_count_as_computed_only_behind_the_connectors_turn() -> None:

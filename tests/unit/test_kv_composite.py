@@ -7,13 +7,18 @@ from types import SimpleNamespace
 import pytest
 
 from headrace_kvstore.connector.composite import HeadracePDConnector
+from headrace_kvstore.connector.connector import StoreConnector
 
 
 class Child:
-    def __init__(self, offer: tuple[int | None, bool], busy: bool = False) -> None:
-        self.offer, self.busy = offer, busy
+    def __init__(
+        self, offer: tuple[int | None, bool], busy: bool = False, may_wait: bool = False
+    ) -> None:
+        self.offer, self.busy, self.may_wait = offer, busy, may_wait
+        self.asked = 0
 
     def get_num_new_matched_tokens(self, request: object, n: int) -> tuple[int | None, bool]:
+        self.asked += 1
         return self.offer
 
     def has_pending_push_work(self) -> bool:
@@ -27,7 +32,7 @@ def composite(*children: Child) -> HeadracePDConnector:
     return made
 
 
-REQUEST = SimpleNamespace(request_id="r")
+REQUEST = SimpleNamespace(request_id="r", num_prompt_tokens=8000)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,32 @@ def test_the_largest_offer_is_taken(
 def test_a_child_that_needs_time_is_waited_for() -> None:
     made = composite(Child((128, False)), Child((None, False)))
     assert made.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+
+
+@pytest.mark.parametrize("store_first", [False, True])
+@pytest.mark.parametrize(("computed", "offer"), [(0, 8000), (0, 7999), (2048, 5952)])
+def test_who_offers_the_whole_prompt_is_taken_at_once_and_the_store_is_not_asked(
+    store_first: bool, computed: int, offer: int
+) -> None:
+    nixl, store = Child((offer, True)), Child((None, False), may_wait=True)
+    made = composite(*([store, nixl] if store_first else [nixl, store]))
+    assert made.get_num_new_matched_tokens(REQUEST, computed) == (offer, True)
+    assert made._requests_to_connector["r"] == int(store_first)
+    assert not store.asked
+
+
+def test_the_store_may_wait() -> None:
+    assert StoreConnector.may_wait
+
+
+def test_less_than_the_whole_prompt_waits_for_the_store() -> None:
+    made = composite(Child((7000, True)), Child((None, False), may_wait=True))
+    assert made.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
+
+
+def test_of_equal_offers_the_earlier_childs_is_taken_whoever_is_asked_first() -> None:
+    made = composite(Child((256, False), may_wait=True), Child((256, True)))
+    assert made.get_num_new_matched_tokens(REQUEST, 0) == (256, False)
 
 
 def test_asked_again_the_last_answer_counts() -> None:

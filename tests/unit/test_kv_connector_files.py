@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,6 +265,26 @@ def test_a_load_is_measured(engines: tuple[Engine, Engine], places: dict[bytes, 
     assert isinstance(sample, LoadSample)
     assert sample[:2] == ("nvme", 2) and sample.seconds > 0
     assert second.worker.samples() == []
+
+
+def test_a_load_ends_with_the_lease_of_its_places(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second = engines
+    limits: list[float] = []
+    source = FileTier.source
+
+    def limited(files: FileTier, *rest: Any) -> Any:
+        limits.append(rest[-1])
+        return source(files, *rest)
+
+    monkeypatch.setattr(FileTier, "source", limited)
+    now_s = time.monotonic()
+    for until_s in ([now_s + 7, now_s + 20], [now_s - 1], []):
+        work = Work(load=Load([0], HASHES[:1], places, [math.inf], until_s))
+        second.worker.begin(work)
+        second.worker.end()
+    assert limits == [pytest.approx(7, abs=2), 0.0, StoreSettings().lease_s]
 
 
 def test_more_than_staging_holds_is_computed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from headrace_kvstore.connector.load_price import Price, pairs
 from headrace_kvstore.connector.save_queue import JOB_BLOCKS
 from headrace_kvstore.connector.scheduler import SchedulerHalf, medium_of
 from headrace_kvstore.connector.work import Load, Save, Shape, Work, step_shape
+from tests.support.clock import Clock
 from tests.support.kvscheduling import B, Engine, Pool, Store, Tiers, hashes, request
 
 
@@ -323,6 +325,60 @@ def test_either_direction_can_be_switched_off() -> None:
     mute.step(3 * B, new=True)
     mute.comes_back(3 * B)
     assert mute.step(1).saves == {}
+
+
+def test_a_pending_answer_costs_no_look_up_of_the_prompts_blocks() -> None:
+    tiers, looked = Tiers(*hashes(4)), []
+
+    class Counted(Store):
+        def leading(self, hashes: Sequence[bytes]) -> int:
+            looked.append(len(hashes))
+            return super().leading(hashes)
+
+    engine = Engine(Counted(), request(6 * B), slow=tiers)
+    assert [engine.half.matched(engine.request, 0) for _ in range(50)] == [None] * 50
+    assert len(looked) == 1
+    tiers.ready = True
+    assert engine.half.matched(engine.request, 0) == 4 * B
+
+
+def test_places_are_asked_for_again_before_their_lease_ends(clock: Clock) -> None:
+    tiers = Tiers(*hashes(4))
+    engine = Engine(Store(), request(6 * B), slow=tiers, clock=clock)
+    tiers.ready = True
+    for waits in range(3):
+        for _ in range(3):
+            assert engine.half.matched(engine.request, 0) == 4 * B
+            clock.now_s += 4.0
+        assert len(tiers.asked) == 1 + waits
+        clock.now_s += 4.0
+    asked_s = clock.now_s
+    assert engine.half.matched(engine.request, 0) == 4 * B
+    clock.now_s += 5.0
+    engine.half.allocated(engine.request, engine.blocks, 4 * B)
+    assert engine.idle().load.until_s == [asked_s + tiers.lease_s]
+
+
+def test_while_it_is_asked_again_the_request_waits(clock: Clock) -> None:
+    tiers = Tiers(*hashes(4))
+    engine = Engine(Store(), request(6 * B), slow=tiers, clock=clock)
+    tiers.ready = True
+    assert engine.half.matched(engine.request, 0) == 4 * B
+    clock.now_s += 20.0
+    tiers.ready, tiers.held = False, hashes(2)
+    assert engine.half.matched(engine.request, 0) is None
+    tiers.ready = True
+    assert engine.half.matched(engine.request, 0) == 2 * B, "what was reclaimed is not loaded"
+
+
+def test_a_tier_that_has_nothing_is_not_asked_again(clock: Clock) -> None:
+    tiers = Tiers()
+    engine = Engine(Store(), request(6 * B), slow=tiers, clock=clock)
+    tiers.ready = True
+    for _ in range(3):
+        assert engine.half.matched(engine.request, 0) == 0
+        clock.now_s += 100.0
+    assert len(tiers.asked) == 1
 
 
 def test_slower_tiers_are_asked_once_and_waited_for() -> None:

@@ -1,8 +1,9 @@
 """`HeadracePDConnector`: the store beside NIXL's prefill-to-decode transfer, in one engine.
 
 vLLM's MultiConnector loads from the first child that offers anything; this one from the child that
-offers most, the earlier one where they offer the same. Where a remote prefill stands ready, NIXL
-offers the whole prompt and wins; else the store's hit is taken, whatever the order of the children.
+offers most, the earlier one where they offer the same. If a remote prefill is ready, NIXL offers
+the whole prompt. That is taken at once, and the store, which may have to ask its node and start a
+pull from a peer, is not asked. Else the larger offer is taken, whatever the order of the children.
 
     kv_connector: HeadracePDConnector
     kv_connector_module_path: headrace_kvstore.connector.composite
@@ -27,12 +28,17 @@ class HeadracePDConnector(MultiConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         best, chosen = (0, False), None
-        for number, child in enumerate(self._connectors):
+        whole = request.num_prompt_tokens - 1 - num_computed_tokens  # one token may be computed
+        order = range(len(self._connectors))
+        for number in sorted(order, key=lambda n: getattr(self._connectors[n], "may_wait", False)):
+            child = self._connectors[number]
             tokens, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if tokens is None:
                 return None, False
-            if tokens > best[0]:
+            if tokens > best[0] or (tokens == best[0] and chosen is not None and number < chosen):
                 best, chosen = (tokens, is_async), number
+            if 0 < whole <= tokens:
+                break
         self._requests_to_connector.pop(request.request_id, None)
         if chosen is not None:
             self._requests_to_connector[request.request_id] = chosen

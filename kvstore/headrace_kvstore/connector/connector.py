@@ -108,6 +108,7 @@ class StoreConnector(KVConnectorBase_V1):
 
     Attributes:
         make_step_time: makes the model that is fitted to the engine's steps.
+        may_wait: whether an offer may take time, as `HeadracePDConnector` asks.
 
     Raises:
         SettingsError: a setting is unknown or impossible.
@@ -115,6 +116,7 @@ class StoreConnector(KVConnectorBase_V1):
     """
 
     make_step_time: Callable[[], StepTime]
+    may_wait = True
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -20,18 +20,21 @@ class NodeTiers:
     Args:
         settings: of the store; its name leads to the node.
         digest: of the engine's namespace.
+
+    Attributes:
+        lease_s: how long located blocks stay where they are, from the question on.
     """
 
     def __init__(self, settings: StoreSettings, digest: bytes) -> None:
         self._client = NodeClient(settings.name, timeout_s=settings.node_timeout_s)
-        self._digest, self._lease_s = digest, min(settings.lease_s, wire.MAX_LEASE_S)
+        self._digest, self.lease_s = digest, min(settings.lease_s, wire.MAX_LEASE_S)
         self._asked: dict[str, tuple[list[bytes], Future[wire.Reply]]] = {}
 
     def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
         """Ask which of these blocks, from the first on, can be supplied; computing one takes
         `compute_s` in the mean, 0 if that is not known or does not matter."""
         names = [bytes(name) for name in hashes]
-        request = wire.Locate(request_id, self._digest, names, self._lease_s, compute_s)
+        request = wire.Locate(request_id, self._digest, names, self.lease_s, compute_s)
         self._asked[request_id] = names, self._client.ask(request)
         while len(self._asked) > FORGOTTEN_AT:
             self._asked.pop(next(iter(self._asked)))

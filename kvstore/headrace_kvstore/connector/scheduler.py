@@ -28,6 +28,7 @@ it makes itself (`lacking`, `load`, `save`).
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,12 +93,26 @@ class _Offer(NamedTuple):
     ahead: bool = False
 
 
+class _Question(NamedTuple):
+    """A question to slower tiers: for which blocks, how many stand before them, and when it was
+    asked."""
+
+    hashes: list[bytes]
+    first: int
+    asked_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What slower tiers supply to a request; `limit_s` is that of `load_price.Choice`."""
+    """The blocks that slower tiers supply to a request; `limit_s` is that of `load_price.Choice`.
+
+    Attributes:
+        until_s: when their lease ends.
+    """
 
     places: dict[bytes, Any] = field(default_factory=dict)
     limit_s: float = math.inf
+    until_s: float = math.inf
 
 
 class SchedulerHalf:
@@ -117,6 +132,7 @@ class SchedulerHalf:
         prompted: told of each new prompt's full blocks, root first; must not wait.
         ended: told of the blocks of each save that all workers have ended; must not wait.
         under_steps: whether a load may be made under the step that needs it.
+        clock: seconds, as `time.monotonic`.
 
     Attributes:
         counts: blocks by what became of them, since the start.
@@ -137,12 +153,13 @@ class SchedulerHalf:
         prompted: Callable[[Sequence[bytes]], None] | None = None,
         ended: Callable[[Sequence[bytes]], None] | None = None,
         under_steps: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._index, self._under_steps = index, under_steps
+        self._index, self._under_steps, self._clock = index, under_steps, clock
         self._slow, self._most_slow, self._price = slow, most_slow, price
         self._left_tokens = max(1, window_tokens)
         self.counts: Counter[str] = Counter()
-        self._asked: dict[str, list[bytes]] = {}
+        self._asked: dict[str, _Question] = {}
         self._taken: dict[str, _Taken] = {}
         self._block_tokens = block_tokens
         self._costs, self._prompted = costs, prompted
@@ -177,6 +194,8 @@ class SchedulerHalf:
             return 0
         if not self._under_steps and not self._may_load_ahead(request):
             return 0
+        if not self._is_answered(request):
+            return None
         start = computed_tokens // self._block_tokens
         end = (request.num_tokens - self._left_tokens) // self._block_tokens
         hashes = [bytes(h) for h in request.block_hashes[start : max(start, end)]]
@@ -220,36 +239,53 @@ class SchedulerHalf:
         if self._slow is None or not hashes:
             return 0
         name = request.request_id
-        if name not in self._taken:
-            if name not in self._asked:
-                self._asked[name] = hashes[: self._most_slow]
-                block_s = 0.0
-                if self._price is not None:
-                    block_s = self._price.block_s(first, len(self._asked[name])) or 0.0
-                self._slow.ask(name, self._asked[name], block_s)
-            answer = self._slow.answer(name)
-            if answer is None:
+        known = self._taken.get(name)
+        if known is not None and self._clock() > known.until_s - self._slow.lease_s / 2:
+            known = None  # the request waited so long that the load might not end within the lease
+        if known is None:
+            asked = hashes[: self._most_slow]
+            block_s = 0.0
+            if self._price is not None:
+                block_s = self._price.block_s(first, len(asked)) or 0.0
+            self._asked[name] = _Question(asked, first, self._clock())
+            self._slow.ask(name, asked, block_s)
+            if not self._is_answered(request):
                 return None
-            asked = self._asked.pop(name)
-            self._taken[name] = self._take(asked, answer, first, request.num_tokens)
         places = self._taken[name].places
         lacking = self._index.lacking(hashes)  # a peer's blocks have come into DRAM meanwhile
         missing = (n for n, h in enumerate(hashes) if lacking[n] and h not in places)
         return next(missing, len(hashes))
 
-    def _take(self, asked: list[bytes], answer: Sequence[Any], first: int, tokens: int) -> _Taken:
-        """What to load of what is offered."""
-        if self._price is None or not answer:
-            return _Taken(dict(zip(asked, answer, strict=False)))
-        media = [medium_of(place) for place in answer]
-        runs = [Run(medium, len(list(run))) for medium, run in groupby(media)]
-        choice = self._price.choose(first, runs, tokens, ahead=not self._under_steps)
-        for medium in media[choice.blocks :]:
-            self.counts[f"declined_{medium}"] += 1
-        return _Taken(
-            dict(zip(asked, answer[: choice.blocks], strict=False)),
-            choice.limit_s,
-        )
+    def _is_answered(self, request: Any) -> bool:
+        """Whether nothing is asked of slower tiers for a request, or it is answered now."""
+        name = request.request_id
+        question = self._asked.get(name)
+        if question is None or self._slow is None:
+            return True
+        answer = self._slow.answer(name)
+        if answer is None:
+            return False
+        del self._asked[name]
+        self._taken[name] = self._take(question, answer, request.num_tokens)
+        return True
+
+    def _take(self, question: _Question, answer: Sequence[Any], tokens: int) -> _Taken:
+        """Choose the blocks to load of those that are offered."""
+        assert self._slow is not None
+        if not answer:
+            return _Taken()
+        blocks, limit_s = len(answer), math.inf
+        if self._price is not None:
+            media = [medium_of(place) for place in answer]
+            runs = [Run(medium, len(list(run))) for medium, run in groupby(media)]
+            ahead = not self._under_steps
+            choice = self._price.choose(question.first, runs, tokens, ahead)
+            for medium in media[choice.blocks :]:
+                self.counts[f"declined_{medium}"] += 1
+            blocks, limit_s = choice.blocks, choice.limit_s
+        places = dict(zip(question.hashes, answer[:blocks], strict=False))
+        until_s = question.asked_s + self._slow.lease_s if places else math.inf
+        return _Taken(places, limit_s, until_s)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine admits a request: what it found in the store will be loaded now."""
@@ -269,6 +305,7 @@ class SchedulerHalf:
         load.places.update((h, taken.places[h]) for h in hashes if h in taken.places)
         if taken.places:
             load.limits_s.append(taken.limit_s)
+            load.until_s.append(taken.until_s)
 
     def added(self, request: Any) -> None:
         """A request has come; its blocks become known when it is scheduled."""

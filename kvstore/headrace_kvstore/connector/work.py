@@ -15,12 +15,15 @@ class Load:
     Attributes:
         places: where slower tiers hold those that may not be in DRAM, by hash.
         limits_s: of each request that loads from there, how long that may take.
+        until_s: of each of them, when the lease of its places ends, by this machine's
+            `time.monotonic`.
     """
 
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     places: dict[bytes, Any] = field(default_factory=dict)
     limits_s: list[float] = field(default_factory=list)
+    until_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -273,7 +274,9 @@ class WorkerHalf:
         if placed and files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
             # Without a limit for every request that reads here, the leases are the limit.
-            limit_s = min(sum(load.limits_s) if load.limits_s else math.inf, self._lease_s)
+            left_s = max(0.0, min(load.until_s, default=math.inf) - time.monotonic())
+            wanted_s = sum(load.limits_s) if load.limits_s else math.inf
+            limit_s = min(wanted_s, left_s, self._lease_s)
             try:
                 read = files.source(places, blocks[placed], seeds[placed], DEPTH, limit_s)
             except (OSError, RuntimeError, ValueError) as error:
