@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import cloudpickle
@@ -20,7 +21,7 @@ import numpy as np
 import vllm
 from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode._vllm_request import (
@@ -37,7 +38,7 @@ from headrace_decode._vllm_request import (
     without_reserved,
 )
 from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
-from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
+from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import PLAN, TENANT
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
@@ -295,12 +296,18 @@ class PlannedLLM(TakingUpLLM):
 
         Raises:
             VLLMValidationError: the grammar is refused.
+            GracefulHTTPError: 503, it could not be tried now.
         """
         try:
             found = await self.grammars.passed(grammar_of(params), TENANT.get() or "")
         except GrammarRefused as error:
             raise VLLMValidationError(
                 f"The grammar is refused: {error}.", parameter="structured_outputs"
+            ) from None
+        except TrialUnfinished as error:
+            raise GracefulHTTPError(
+                f"The grammar could not be checked now, ask again: {error}.",
+                HTTPStatus.SERVICE_UNAVAILABLE,
             ) from None
         return with_grammar(params, found)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
-from headrace_decode.grammars.worker import PICKS, Answer, Confines, run_confined, walk
+from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
+from headrace_decode.grammars.worker import PICKS, Answer, Confines, run_confined, serve, walk
 
 CLOSE = Confines(cpu_s=1, wall_s=20.0, added_bytes=2**28, answer_bytes=1_000_000)
 
@@ -65,7 +67,41 @@ def test_work_that_passes_a_limit_or_crashes_is_refused_and_gone(work: Any) -> N
 
 def test_work_that_sleeps_is_ended_by_the_clock() -> None:
     patient = Confines(cpu_s=1, wall_s=0.2)
-    assert "refused" in run_confined(lambda: time.sleep(600) or {}, patient)
+    before = set(psutil.Process().children())
+    assert "unfinished" in run_confined(lambda: time.sleep(600) or {}, patient)
+    assert set(psutil.Process().children()) <= before
+
+
+def killed() -> Answer:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def test_a_trial_that_the_machine_kills_says_nothing_about_its_grammar() -> None:
+    assert "unfinished" in run_confined(killed, CLOSE)
+
+
+def test_trials_at_the_same_time_rest_for_each_other() -> None:
+    """Alone each would compute for 0.8 s of 3 s."""
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(lambda _: run_confined(busy, Confines(cpu_s=4)), range(3)))
+    assert sum(answer["spec"] for answer in answers) < 2.0
+
+
+class Compiled:
+    """A compiler of grammars that takes as long as the grammar says."""
+
+    def __call__(self, spec: Mapping[str, Any]) -> Answer:
+        time.sleep(spec["wait"])
+        return {"spec": spec}
+
+
+def test_the_worker_answers_a_quick_grammar_before_a_slow_one_that_came_first() -> None:
+    jobs = [b'{"id": %d, "spec": {"wait": %s}}' % job for job in [(1, b"1.0"), (2, b"0")]]
+    answers, told = os.pipe()
+    with open(answers, "rb") as lines, open(told, "wb") as writer:
+        serve(Compiled(), CLOSE, jobs, writer)
+        assert [json.loads(lines.readline())["id"] for _ in jobs] == [2, 1]
 
 
 def test_a_trial_takes_only_the_processor_time_that_the_engines_leave() -> None:
@@ -118,16 +154,27 @@ def test_a_grammar_that_is_slow_to_follow_is_refused_wherever_it_is_slow() -> No
 
 
 WORKER = """
-import json, sys, time
+import json, sys, threading, time
 sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8)))
 print("ready", flush=True)
-for line in sys.stdin:
-    spec = json.loads(line)
-    if spec.get("regex") == "die":
-        raise SystemExit
+late = 0
+def answer(number, spec):
+    global late
     time.sleep(float(spec.get("wait", 0)))
-    said = {"refused": "it is bad"} if spec.get("regex") == "bad" else {"spec": spec}
-    print(json.dumps({**said, "at": time.monotonic(), "bytes": 100}), flush=True)
+    said = {"spec": spec}
+    if spec.get("regex") == "bad":
+        said = {"refused": "it is bad"}
+    if spec.get("regex") == "late once":
+        late += 1
+        said = {"unfinished": "its trial did not end"} if late == 1 else said
+    said = {**said, "at": time.monotonic(), "bytes": 100, "id": number}
+    sys.stdout.write(json.dumps(said) + chr(10))
+    sys.stdout.flush()
+for line in sys.stdin:
+    job = json.loads(line)
+    if job["spec"].get("regex") == "die":
+        raise SystemExit
+    threading.Thread(target=answer, args=(job["id"], job["spec"]), daemon=True).start()
 """
 
 
@@ -157,6 +204,35 @@ async def test_a_grammar_that_is_refused_is_tried_once() -> None:
         assert tried.trials_total == 1
 
 
+async def test_a_trial_that_did_not_finish_is_no_refusal_and_is_tried_again() -> None:
+    async with trials() as tried:
+        with pytest.raises(TrialUnfinished, match="did not end"):
+            await tried.passed({"regex": "late once"}, "t")
+        assert (await tried.passed({"regex": "late once"}, "t"))["spec"]
+        assert tried.trials_total == 2
+
+
+async def test_a_slow_grammar_delays_neither_its_own_tenant_nor_another() -> None:
+    async with trials() as tried:
+        slow = asyncio.create_task(tried.passed({"regex": "slow", "wait": 30}, "a"))
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            for tenant in "ab":
+                await tried.passed({"regex": tenant}, tenant)
+        assert not slow.done()
+
+
+async def test_slow_grammars_of_one_tenant_leave_a_place_for_another() -> None:
+    async with trials() as tried:
+        slow = [
+            asyncio.create_task(tried.passed({"regex": f"{n}", "wait": 30}, "a")) for n in range(9)
+        ]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            await tried.passed({"regex": "quick"}, "b")
+        assert not any(task.done() for task in slow)
+
+
 async def test_a_worker_that_dies_fails_one_request_and_is_replaced() -> None:
     async with trials() as tried:
         with pytest.raises(RuntimeError):
@@ -182,6 +258,21 @@ async def test_a_client_that_hangs_up_leaves_the_next_its_own_answer() -> None:
         await asyncio.sleep(0.1)
         gone.cancel()
         assert (await tried.passed({"regex": "a"}, "t"))["spec"] == {"regex": "a"}
+
+
+async def test_a_grammar_that_waits_leaves_the_queue_with_its_last_client() -> None:
+    async with trials() as tried:
+        slow = [
+            asyncio.create_task(tried.passed({"regex": f"{n}", "wait": 30}, "t")) for n in range(2)
+        ]
+        both = [asyncio.create_task(tried.passed({"regex": "a"}, "t")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        for number, client in enumerate(both):
+            assert len(tried._trials) == 3, f"{number} clients have left"
+            client.cancel()
+            await asyncio.sleep(0.05)
+        assert len(tried._trials) == tried.trials_total == 2
+        assert not any(task.done() for task in slow)
 
 
 async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

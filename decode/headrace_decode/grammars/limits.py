@@ -20,12 +20,16 @@ MAX_COUNT = 999_999
 COMPILE_CPU_S = 4
 """Processor seconds for checking, compiling and walking one grammar (whole seconds: RLIMIT_CPU).
 With a vocabulary of 49,152, 20,000 enumerated values took 3.5 s; 1,000 alternatives took 35 s."""
-COMPILE_WALL_S = 30.0
-"""Seconds on the clock for the same, for a machine that is busy."""
+COMPILE_WALL_S = 60.0
+"""Seconds on the clock for the same. At the pace below, `COMPILE_CPU_S` take 16 s on an idle
+machine and 48 s beside two other trials. A trial that takes longer says nothing of its grammar."""
+MAX_TRIALS, MAX_TENANT_TRIALS = 3, 2
+"""Trials at the same time, in all and of one tenant. So a slow grammar delays no other one, and two
+slow ones of a tenant delay no other tenant. Each may add `COMPILE_BYTES` of memory."""
 FREE_S, RUN_S, REST_S = 0.1, 0.005, 0.015
 """Seconds for which a trial computes freely; then it computes and rests in turns, which are shorter
-than an engine's step: no step has a trial beside it all the time. Grammars in use compile in 0.06
-to 0.16 s."""
+than an engine's step: no step has a trial beside it all the time. Several such trials rest longer:
+together they compute as much as one. Grammars in use compile in 0.06 to 0.16 s."""
 COMPILE_BYTES = 2**30
 """Memory that one trial may add."""
 ANSWER_BYTES = 8 * 2**20

@@ -5,8 +5,10 @@ can following it. So the replica asks a worker process (`worker`) to check and c
 limits of `limits`, and gives only those that passed to its engine, in the form that the check left.
 Nothing is parsed on the replica's event loop.
 
-One grammar is tried at a time, on one core, and each tenant has at most one in the queue, so one
-tenant's grammars delay another's by one trial. Equal grammars are tried once.
+A few grammars are tried at the same time (`limits.MAX_TRIALS`), so that a slow one delays no other,
+and of one tenant fewer than in all. Together they take no more of the machine than one. Equal
+grammars are tried once. A trial that did not finish says nothing about its grammar: its requests
+fail with an error that says to ask again, and the next one tries again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
-from headrace_decode.grammars.limits import ANSWER_BYTES, COMPILE_WALL_S
+from headrace_decode.grammars.limits import (
+    ANSWER_BYTES,
+    COMPILE_WALL_S,
+    MAX_TENANT_TRIALS,
+    MAX_TRIALS,
+)
 
 logger = logging.getLogger("headrace.decode")
 
@@ -34,6 +41,34 @@ Spec = Mapping[str, Any]
 
 class GrammarRefused(Exception):
     """The grammar cannot be used; the message says why, for the client."""
+
+
+class TrialUnfinished(RuntimeError):
+    """The grammar could not be tried, for reasons that are not its own; it may be tried again."""
+
+
+class _Trial:
+    """One grammar on its way through the worker, for all requests that want it.
+
+    Attributes:
+        waiting: requests that still wait for it.
+        began: whether the worker has it; before that it ends with its last request.
+    """
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[dict[str, Any]] | None = None
+        self.waiting, self.began = 0, False
+
+    async def answer(self) -> dict[str, Any]:
+        """Wait for the answer. A client that hangs up leaves the exchange with the worker whole."""
+        assert self.task is not None
+        self.waiting += 1
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self.waiting -= 1
+            if not self.waiting and not self.began:
+                self.task.cancel()
 
 
 class GrammarTrials:
@@ -51,8 +86,12 @@ class GrammarTrials:
     ) -> None:
         self._config, self._command = config, command
         self._process: asyncio.subprocess.Process | None = None
-        self._busy = asyncio.Lock()
-        self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._starting = asyncio.Lock()
+        self._places = asyncio.Semaphore(MAX_TRIALS)
+        self._tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        """Answers that the worker has not given yet, by the number of the trial."""
+        self._trials: dict[bytes, _Trial] = {}
         self._found: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
         self._found_bytes = 0
         self._closed = False
@@ -72,15 +111,17 @@ class GrammarTrials:
 
         Raises:
             GrammarRefused: it passes a limit, or is not a grammar.
-            RuntimeError: it could not be tried.
+            TrialUnfinished: it could not be tried.
         """
         job = json.dumps(spec).encode()
         key = hashlib.sha256(job).digest()
         answer = self._remembered(key)
         if answer is None:
-            # A client that hangs up leaves the exchange with the worker whole.
-            trial: asyncio.Task[dict[str, Any]] = self._spawn(self._try(key, job, tenant))
-            answer = await asyncio.shield(trial)
+            trial = self._trials.get(key)
+            if trial is None:
+                trial = self._trials[key] = _Trial()
+                trial.task = self._spawn(self._try(trial, key, job, tenant))
+            answer = await trial.answer()
         if "refused" in answer:
             raise GrammarRefused(answer["refused"])
         return answer
@@ -95,47 +136,82 @@ class GrammarTrials:
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
 
-    async def _warm(self) -> None:
-        async with self._busy:
-            with contextlib.suppress(Exception):
-                await self._worker()
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved here too: its requests may all have left
 
-    async def _try(self, key: bytes, job: bytes, tenant: str) -> dict[str, Any]:
-        lock = self._tenants.setdefault(tenant, asyncio.Lock())
-        async with lock, self._busy:
-            answer = self._remembered(key)
-            if answer is None:
+    async def _warm(self) -> None:
+        with contextlib.suppress(Exception):
+            await self._worker()
+
+    async def _try(self, trial: _Trial, key: bytes, job: bytes, tenant: str) -> dict[str, Any]:
+        of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(MAX_TENANT_TRIALS))
+        try:
+            async with of_tenant, self._places:
+                trial.began = True
                 answer = await self._ask(job)
-                self._remember(key, answer)
-            return answer
+        finally:
+            del self._trials[key]
+        if "unfinished" in answer:
+            raise TrialUnfinished(answer["unfinished"])
+        self._remember(key, answer)
+        return answer
 
     async def _ask(self, job: bytes) -> dict[str, Any]:
-        """The worker's answer."""
+        """Return the worker's answer."""
         self.trials_total += 1
+        number, asked = self.trials_total, self._asked
         try:
             process = await self._worker()
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(job + b"\n")
+            assert process.stdin is not None
+            asked, answer = self._asked, asyncio.get_running_loop().create_future()
+            asked[number] = answer
+            process.stdin.write(b'{"id": %d, "spec": %s}\n' % (number, job))
             await process.stdin.drain()
-            line = await asyncio.wait_for(process.stdout.readline(), 2 * COMPILE_WALL_S)
-            return dict(json.loads(line))
+            async with asyncio.timeout(2 * COMPILE_WALL_S):
+                return await answer
         except Exception as error:
             self._end()
-            raise RuntimeError(f"the grammar could not be tried ({error!r})") from error
-        except asyncio.CancelledError:
+            raise TrialUnfinished(f"the grammar could not be tried ({error!r})") from error
+        finally:
+            asked.pop(number, None)
+
+    async def _read(
+        self, process: asyncio.subprocess.Process, asked: dict[int, asyncio.Future[dict[str, Any]]]
+    ) -> None:
+        """Pass each answer of a worker on. At its end, the trials without an answer fail."""
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                answer = dict(json.loads(line))
+                waiting = asked.get(answer.pop("id"))
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+            why = "the worker for grammars has ended"
+        except Exception as error:
+            why = f"the worker for grammars cannot be understood: {error!r}"
+        if process is self._process:
             self._end()
-            raise
+        for waiting in asked.values():
+            if not waiting.done():
+                waiting.set_exception(RuntimeError(why))
 
     async def _worker(self) -> asyncio.subprocess.Process:
-        """The running worker, started anew where it has ended."""
-        if self._closed:
-            raise RuntimeError("the replica ends")
-        if self._process is not None and self._process.returncode is None:
+        """Return the running worker, started again where it has ended."""
+        async with self._starting:
+            if self._closed:
+                raise RuntimeError("the replica ends")
+            if self._process is None or self._process.returncode is not None:
+                self._process, self._asked = await self._started(), {}
+                self._spawn(self._read(self._process, self._asked))
             return self._process
-        self._process = process = await asyncio.create_subprocess_exec(
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -145,19 +221,17 @@ class GrammarTrials:
         try:
             process.stdin.write(len(self._config).to_bytes(8) + self._config)
             line = await asyncio.wait_for(process.stdout.readline(), START_S)
+            if line != b"ready\n":
+                raise RuntimeError("the worker for grammars did not start; its log says why")
         except BaseException:
-            self._end()
+            _kill(process)
             raise
-        if line != b"ready\n":
-            self._end()
-            raise RuntimeError("the worker for grammars did not start; its log says why")
         return process
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        if process is not None:
+            _kill(process)
 
     def _remembered(self, key: bytes) -> dict[str, Any] | None:
         answer = self._found.get(key)
@@ -171,6 +245,12 @@ class GrammarTrials:
         while self._found_bytes > REMEMBERED_BYTES:
             _, oldest = self._found.popitem(last=False)
             self._found_bytes -= _bytes(oldest)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
 
 def _bytes(answer: dict[str, Any]) -> int:

@@ -3,12 +3,16 @@
 `trials` starts it.
 It loads vLLM and the model's tokenizer once. For each grammar it forks a child with limits on
 processor time, clock time and memory (`limits`). The child checks the grammar with vLLM's own
-rules, compiles it with vLLM's own backend, and follows it for some tokens. A child that ends
-otherwise than with an answer means that the grammar is refused.
+rules, compiles it with vLLM's own backend, and follows it for some tokens. A child that crashes or
+passes a limit means that the grammar is refused. Two ends say nothing about the grammar, and the
+trial is unfinished: the clock ran out, or another process killed the child.
 
-On its input: the length and the pickled vLLM configuration, then a JSON object a line, the grammar.
-On its output: `ready`, then a JSON object a line, `{"spec": ..., "bytes": ...}` or
-`{"refused": message}`. It ends with its input.
+Trials run at the same time, each watched by a thread. Who asks limits their number.
+
+On its input: the length and the pickled vLLM configuration, then a JSON object a line:
+`{"id": number, "spec": grammar}`. On its output: `ready`, then a JSON object a line with the same
+`id`: `{"spec": ..., "bytes": ...}`, `{"refused": message}` or `{"unfinished": message}`. It ends
+with its input.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -79,20 +83,29 @@ def run_confined(work: Callable[[], Answer], confines: Confines) -> Answer:
         os.close(reader)
         _child(work, confines, writer)
     os.close(writer)
+    said, end = b"", "failed"
     try:
         until_s = time.monotonic() + confines.wall_s
-        said, in_time = _read(reader, until_s, confines.answer_bytes, _Pace(pid))
+        with _Pace(pid) as pace:
+            said, end = _read(reader, until_s, confines.answer_bytes, pace)
     finally:
         os.close(reader)
+        # A child that closed its pipe without an answer is ending, and its status says why.
+        died = end == "closed" and not said
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGCONT if died else signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     if said:
         with contextlib.suppress(ValueError):
             answer = json.loads(said)
             if isinstance(answer, dict):
                 return answer
-    if not in_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
+    if end == "late":
+        return _unfinished(f"its trial did not end within {confines.wall_s:g} s")
+    died_of = os.WTERMSIG(status) if died and os.WIFSIGNALED(status) else None
+    if died_of == signal.SIGKILL:
+        return _unfinished("another process killed its trial")
+    if died_of == signal.SIGXCPU:
         return _refused(
             f"it takes more than {confines.cpu_s} s to compile; use a simpler or shorter one"
         )
@@ -210,13 +223,20 @@ class _Follower:
 
 
 def serve(compiler: Callable[[Spec], Answer], confines: Confines, jobs: Any, answers: Any) -> None:
-    """Try one grammar after the other until there are no more."""
-    for line in jobs:
-        spec = json.loads(line)
+    """Try each grammar as soon as it comes, until there are no more."""
+    one_writes = threading.Lock()
+
+    def try_one(number: int, spec: Spec) -> None:
         answer = run_confined(partial(compiler, spec), confines)
-        text = json.dumps(answer)
-        answers.write(json.dumps({**answer, "bytes": len(text)}).encode() + b"\n")
-        answers.flush()
+        size = len(json.dumps(answer))
+        line = json.dumps({**answer, "bytes": size, "id": number}).encode() + b"\n"
+        with one_writes:
+            answers.write(line)
+            answers.flush()
+
+    for line in jobs:
+        job = json.loads(line)
+        threading.Thread(target=try_one, args=(job["id"], job["spec"]), daemon=True).start()
 
 
 def _child(work: Callable[[], Answer], confines: Confines, writer: int) -> None:
@@ -258,46 +278,64 @@ def _yield_to_engines() -> None:
 class _Pace:
     """Lets a child compute freely for `FREE_S`, and from then on a quarter of the time.
 
-    A compiler that fills memory makes engines on other cores slower, however low its priority.
+    A compiler that fills memory makes engines on other cores slower, however low its priority. All
+    children that have used up their free time share that quarter.
 
     Args:
         pid: of the child, which runs.
     """
 
+    _sharing: ClassVar[set[int]] = set()
+
     def __init__(self, pid: int) -> None:
         self._pid, self._runs = pid, True
         self._change_s = time.monotonic() + limits.FREE_S
+
+    def __enter__(self) -> _Pace:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._sharing.discard(self._pid)
 
     def due_s(self) -> float:
         """Seconds until this should be called again; stops the child or lets it go on if that is
         due now."""
         now_s = time.monotonic()
         if now_s >= self._change_s:
+            self._sharing.add(self._pid)
             self._runs = not self._runs
             os.kill(self._pid, signal.SIGCONT if self._runs else signal.SIGSTOP)
-            self._change_s = now_s + (limits.RUN_S if self._runs else limits.REST_S)
+            turn_s = (limits.RUN_S + limits.REST_S) * len(self._sharing)
+            self._change_s = now_s + (limits.RUN_S if self._runs else turn_s - limits.RUN_S)
         return self._change_s - now_s
 
 
-def _read(reader: int, until_s: float, most_bytes: int, pace: _Pace) -> tuple[bytes, bool]:
-    """All that a pipe brings, nothing if that is too much; and whether it came in time."""
+def _read(reader: int, until_s: float, most_bytes: int, pace: _Pace) -> tuple[bytes, str]:
+    """Return the bytes that a pipe brings, and why they end: `closed`, `late` or `long`.
+
+    Only a pipe that was closed in time gives bytes.
+    """
     said = bytearray()
     while True:
         left_s = until_s - time.monotonic()
         if left_s <= 0:
-            return b"", False
+            return b"", "late"
         if not select.select([reader], [], [], min(left_s, pace.due_s()))[0]:
             continue
         part = os.read(reader, 1 << 16)
         if not part:
-            return bytes(said), True
+            return bytes(said), "closed"
         said += part
         if len(said) > most_bytes:
-            return b"", True
+            return b"", "long"
 
 
 def _refused(why: str) -> Answer:
     return {"refused": why}
+
+
+def _unfinished(why: str) -> Answer:
+    return {"unfinished": why}
 
 
 def main() -> None:
@@ -306,8 +344,9 @@ def main() -> None:
     os.dup2(2, 1)
     os.nice(NICE)
     _end_with_parent()
-    # vLLM's own limit counts the time for which a trial rests, too.
-    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = str(math.ceil(limits.COMPILE_WALL_S))
+    # vLLM's own limit counts the time for which a trial rests, too. It must not be the first to end
+    # one: what vLLM says would count as a refusal.
+    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = str(math.ceil(2 * limits.COMPILE_WALL_S))
     jobs = sys.stdin.buffer
     compiler = Compiler(pickle.loads(jobs.read(int.from_bytes(jobs.read(8)))))
     answers.write(b"ready\n")
