@@ -64,6 +64,7 @@ from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.orders import Notes, Obedience
 from headrace_engine.stall import LoopStall
+from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
 from headrace_kvstore.supply import Supply
 
@@ -170,7 +171,7 @@ class DecodeServer(PDDecodeServer):
         layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
         self._kv = str(await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout))
         if store is not None:
-            self._tasks.append(asyncio.create_task(join_store(store)))
+            self._start("join the KV store", partial(join_store, store))
         self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
         make_metrics = wiring.drafting_metrics if self.engine.llm.speculates else None
         self._drafting = DraftingReports(
@@ -182,11 +183,11 @@ class DecodeServer(PDDecodeServer):
         await warm_up(app, self._llm_config.model_id)
         self.engine.llm.grammars.start()
         self._watch_members()
-        self._tasks.append(asyncio.create_task(self._watch_prefill()))
+        self._start("probe prefill replicas", self._watch_prefill)
         if self.engine.llm.speculates:
-            self._tasks.append(asyncio.create_task(self._drafting.run()))
+            self._start("ask the engine how drafting stands", self._drafting.run)
         await self._obey_notes()
-        self._tasks.append(asyncio.create_task(self._keep_obeying()))
+        self._start("carry out the orders in force", self._keep_obeying)
         if wiring.listen is not None:
             meter = self.engine.meter
             well = Health(Recorded(app), lambda: (meter.steps_total, meter.running))
@@ -195,7 +196,13 @@ class DecodeServer(PDDecodeServer):
             watched = self._stall.over(guarded)
             self._listener = await wiring.listen(watched, get_node_ip_address(), 0)
             self._line = self._open_line()
-        self._tasks.append(asyncio.create_task(self._warm_system_prompts()))
+        self._start("warm the system prompts", self._warm_system_prompts, restarts=False)
+
+    def _start(
+        self, name: str, work: Callable[[], Awaitable[None]], *, restarts: bool = True
+    ) -> None:
+        """Start a task that lives as long as this replica."""
+        self._tasks.append(supervise(work, name, restarts=restarts))
 
     # Orchestration happens below vLLM's OpenAI layer, so both entrances are the plain server's.
 

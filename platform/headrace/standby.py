@@ -26,6 +26,7 @@ from headrace_decode.server import base_url, without_responses_store
 from headrace_engine.serving._ray_compat import shutdown_seconds
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
+from headrace_engine.supervise import supervise
 
 BUILD_AFTER_S = 5.0
 """From the start until the application is made; a request that comes before has it made at once."""
@@ -43,6 +44,7 @@ class StandIn:
         self._make_app, self._engine = make_app, engine
         self._token = secrets.token_urlsafe(32)
         self._making: asyncio.Task[Any] | None = None
+        self._maker: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
         self._listener: Any = None
         self._routes: list[dict[str, Any]] = []
@@ -58,7 +60,7 @@ class StandIn:
         guarded = InternalOnly(self._port, self._token)
         host = get_node_ip_address()
         self._listener = await serve_gateway(guarded, host, 0, send_timeout_s=GATEWAY_READS_S)
-        self._making = asyncio.create_task(self._make())
+        self._maker = supervise(self._make_soon, "make the application of a stand-in")
 
     def info(self) -> dict[str, Any]:
         """What gateways are told; `backend.ReplicaInfo`."""
@@ -77,23 +79,35 @@ class StandIn:
 
     async def stop(self) -> None:
         """Finish the requests of the port, as long as Serve lets them."""
-        if self._making is not None:
-            self._making.cancel()
+        for task in (self._maker, self._making):
+            if task is not None:
+                task.cancel()
         if self._listener is not None:
             grace = 1.0 if self._engine.llm.errored else grace_s(*shutdown_seconds())
             with contextlib.suppress(Exception):
                 await self._listener.stop(grace)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or self._making is None:
-            return  # the server asks at its start, when there is no application yet
+        if scope["type"] != "http":
+            return  # the server's lifespan: at its start there is no application yet
         self._wanted.set()
-        app = await asyncio.shield(self._making)
+        app = await asyncio.shield(self._made())
         await app(scope, receive, send)
 
-    async def _make(self) -> Any:
+    async def _make_soon(self) -> None:
+        """Make the application at the first request, or after a while without one."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wanted.wait(), BUILD_AFTER_S)
+        await asyncio.shield(self._made())
+
+    def _made(self) -> asyncio.Task[Any]:
+        """Return the task that makes the application; a failed one is replaced."""
+        task = self._making
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._making = asyncio.create_task(self._make())
+        return task
+
+    async def _make(self) -> Any:
         app = await self._make_app()
         keep_public_routes(app)
         self._routes = [asdict(route) for route in public_routes(app)]

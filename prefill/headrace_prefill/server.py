@@ -40,6 +40,7 @@ from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import Step
 from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
 from headrace_engine.reporting.replica import ReplicaLine
+from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.prefill")
@@ -108,7 +109,11 @@ class PrefillServer(PDPrefillServer):
             facts=self._facts,
             kv=self._kv,
         )
-        self._joining = asyncio.create_task(join_store(store)) if store is not None else None
+        self._joining = (
+            supervise(partial(join_store, store), "join the KV store")
+            if store is not None
+            else None
+        )
 
     async def prefill(self, request: PrefillRequest, replica: str = "") -> PrefillResult:
         """Compute a prompt's KV and keep it for the caller's engine to pull.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -153,6 +154,65 @@ async def test_without_keys_the_pool_chooses(
         (request,) = [each for member in bench.cluster.members for each in asked(member)]
         assert "x-headrace-plan" not in request.headers
     assert app.placer is not None and app.placer.cluster.counts == {counted: 1}
+
+
+async def test_a_long_prompt_has_the_time_to_be_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow() -> web.Response:
+        await asyncio.sleep(0.4)
+        return await named()
+
+    monkeypatch.setattr(placing, "KEYS_LIMIT_S", 0.1)
+    long = {**PROMPT, "messages": [{"role": "user", "content": "long " * 600_000}]}
+    app = App(slow)
+    async with app.running() as bench:
+        assert app.placer is None or not app.placer.cluster.counts
+        for prompt, plans in [(PROMPT, 0), (long, 1)]:
+            assert (await bench.client.post(CHAT, json=prompt)).status == 200
+            assert app.placer is not None
+            assert app.placer.cluster.counts["local"] == plans
+        assert app.placer.cluster.counts["keys_late"] == 1
+
+
+async def test_replicas_are_followed_though_compiling_the_router_fails_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed, tries = asyncio.Event(), list[int]()
+
+    class Followed(App):
+        async def lines(self) -> dict[str, LineInfo]:
+            followed.set()
+            return await super().lines()
+
+    async def compiles() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("numba's cache is broken")
+
+    monkeypatch.setattr(placing, "_compile", compiles)
+    monkeypatch.setattr("headrace_engine.supervise.MIN_PAUSE_S", 0.01)
+    async with Followed().running() as bench:
+        await bench.client.get("/v1/models")
+        await asyncio.wait_for(followed.wait(), 10)
+
+
+@pytest.mark.parametrize("fault", ["no process", "hangs", "fails"])
+async def test_the_router_is_compiled_here_where_no_other_process_can(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warmed: list[str] = []
+    start = asyncio.create_subprocess_exec
+
+    async def command(*_: str) -> Any:
+        if fault == "no process":
+            raise PermissionError("seccomp")
+        script = "import time; time.sleep(60)" if fault == "hangs" else "raise SystemExit(3)"
+        return await start(sys.executable, "-c", script)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", command)
+    monkeypatch.setattr(placing, "COMPILE_LIMIT_S", 0.2 if fault == "hangs" else 20.0)
+    monkeypatch.setattr(placing, "warm", lambda: warmed.append("here"))
+    await placing._compile()
+    assert warmed == ["here"] and "compile" in caplog.text
 
 
 async def test_nothing_is_asked_where_there_is_nothing_to_choose() -> None:

@@ -95,3 +95,37 @@ async def test_nobody_is_sent_to_a_dead_engine() -> None:
     dead.llm.errored = True
     assert port.info()["url"] is None
     await port.stop()
+
+
+class FailsFirst(Maker):
+    """Fails to make its first application."""
+
+    async def __call__(self) -> FastAPI:
+        if not self.made:
+            self.made += 1
+            raise RuntimeError("the tokenizer's file is locked")
+        return await super().__call__()
+
+
+async def test_an_application_that_could_not_be_made_is_made_at_the_next_request() -> None:
+    maker = FailsFirst()
+    port = StandIn(maker, engine())
+    await port.start()
+    assert [await asked(port), await asked(port)] == [500, 200]
+    assert maker.made == 2
+    await port.stop()
+
+
+async def test_an_application_that_could_not_be_made_is_made_without_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(standby, "BUILD_AFTER_S", 0.05)
+    monkeypatch.setattr("headrace_engine.supervise.MIN_PAUSE_S", 0.05)
+    maker = FailsFirst()
+    port = StandIn(maker, engine())
+    await port.start()
+    async with asyncio.timeout(5):
+        while not port.info()["routes"]:
+            await asyncio.sleep(0.01)
+    assert maker.made == 2
+    await port.stop()

@@ -30,6 +30,7 @@ from headrace.gateway.admission.costs import LEAST_S
 from headrace.gateway.admission.room import Room, room_of
 from headrace.router.cluster import NO_TARGETS, Cluster, Targets
 from headrace.router.plan import Plan
+from headrace_engine.supervise import supervise
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -93,7 +94,7 @@ class Door:
     def start(self) -> None:
         """Begin to ask the other gateways; call it in the event loop."""
         if self._peers is not None and self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._hear())
+            self._task = supervise(self._hear, "ask the other gateways what tenants had")
 
     async def aclose(self) -> None:
         """Ask nobody any more."""

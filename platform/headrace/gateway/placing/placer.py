@@ -5,8 +5,8 @@ blocks: the one that load and the prompt's first characters suggest, since that 
 answers it, too. The plan goes to the replica that it names, in a header.
 
 Nothing is asked where there is nothing to choose: fewer than two decode replicas that have told how
-they stand. A prompt whose keys are not known, or not in `KEYS_LIMIT_S`, is placed by load and its
-first characters (`pick`).
+they stand. A prompt whose keys are not known, or not in time, is placed by load and its first
+characters (`pick`). The time follows the prompt's length.
 """
 
 from __future__ import annotations
@@ -35,15 +35,23 @@ from headrace.router.plan import Plan, RouterSettings
 from headrace.router.wire import encode
 from headrace_decode.internal import KEYS_TARGET, PLAN_HEADER
 from headrace_engine.reporting.report import Report
+from headrace_engine.supervise import supervise
 from headrace_kvstore.supply import MEDIA, Supply
 
 logger = logging.getLogger("headrace.gateway")
 
 KEYS_LIMIT_S = 0.5
+"""Longest wait for the keys of a short prompt."""
+KEYS_BYTE_S = 3e-6
+"""Longest wait for each byte of the body beyond that. Tokenising a byte takes 0.7 to 1.2 us of
+an idle core (SmolLM2's tokenizer, prose, EPYC), and computing its token takes a hundred times as
+long: a long prompt is worth the wait."""
 PLACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 """Routes whose requests are prompts."""
 MOST_KEYS_BYTES = 4 * 2**20
 LOOK_S = 1.0
+COMPILE_LIMIT_S = 600.0
+"""Limit for the process that compiles the router; ten times as long as it takes on a laptop."""
 
 Text = Annotated[str, Meta(max_length=400)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
@@ -105,7 +113,7 @@ class Placer:
     def start(self) -> None:
         """Begin to follow the replicas; call it in the event loop."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._follow())
+            self._task = supervise(self._follow, "follow the replicas")
 
     async def aclose(self) -> None:
         """Follow nobody any more."""
@@ -137,7 +145,7 @@ class Placer:
         if replica is None:
             return None
         try:
-            async with asyncio.timeout(KEYS_LIMIT_S):
+            async with asyncio.timeout(KEYS_LIMIT_S + KEYS_BYTE_S * len(body)):
                 prompt = await self._prompt(replica, target, body, headers(replica))
         except TimeoutError:
             self.cluster.counts["keys_late"] += 1
@@ -225,14 +233,23 @@ class Placer:
 
 
 async def _compile() -> None:
-    """Have another process compile what placing takes, so that no request waits; then load it."""
+    """Have another process compile the router, so that no request waits; then load the result.
+
+    Where the process fails, a thread compiles: requests wait for it at times, but are placed.
+    """
     command = sys.executable, "-c", "from headrace.router.cluster import warm; warm()"
-    child = await asyncio.create_subprocess_exec(*command)
     try:
-        await child.wait()
-    finally:
-        if child.returncode is None:
-            child.kill()
+        child = await asyncio.create_subprocess_exec(*command)
+        try:
+            async with asyncio.timeout(COMPILE_LIMIT_S):
+                status = await child.wait()
+        finally:
+            if child.returncode is None:
+                child.kill()
+        if status:
+            logger.warning("the process that compiles the router ended with status %d", status)
+    except (OSError, TimeoutError) as error:
+        logger.warning("no other process compiled the router, a thread does: %r", error)
     await asyncio.to_thread(warm)
 
 
