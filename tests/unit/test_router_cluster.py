@@ -288,6 +288,21 @@ def test_engines_whose_kv_differs_are_never_paired() -> None:
     assert row(made, "p-new")["prefill"] and row(made, "d-old")["decode"], "the view is whole again"
 
 
+def test_a_plan_that_fails_leaves_all_replicas_in_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mixed()
+    made.report(report("d-new", kv="b"), 0.0)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no plan today")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("headrace.router.cluster.place", fail)
+        with pytest.raises(RuntimeError, match="no plan today"):
+            made.plan(PROMPT, 0.0)
+    for name, role in [("d-old", "decode"), ("d-new", "decode"), ("p-old", "prefill")]:
+        assert row(made, name)[role], name
+
+
 def test_engines_of_unlike_sizes_are_paired_where_nixl_can_cut_heads() -> None:
     made = cluster()
     for name, ranks, layout in [("d", 2, "LBHNC"), ("p-one", 1, "LBHNC"), ("p-odd", 3, "LBHNC")]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
+from headrace.router.place import PlaceRequest, place
 from headrace.router.sides import ANY
 from headrace_engine.steptime import StepTime
 from headrace_kvstore.supply import Supply
@@ -171,3 +173,24 @@ def test_a_plan_tells_how_many_tokens_its_engine_must_compute(clock: Clock) -> N
     r.first_token("a", 1.0, 0)
     assert plan(r, "b").compute_tokens == 100 - 96
     assert r.remote_failed("b", "timed out").compute_tokens == 100 - 96
+
+
+def test_two_replicas_spread_short_prompts_each_in_its_own_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts below a block have no prefix; with one random sequence all replicas would choose the
+    same prefill replica, and measure the dearer kind at the same moment."""
+    drawn: list[list[int]] = []
+
+    def note(view: Any, request: PlaceRequest) -> Plan:
+        if request.request_id:
+            drawn[-1].append(request.affinity)
+        return place(view, request)
+
+    monkeypatch.setattr("headrace.router.router.place", note)
+    for _ in range(2):
+        router = Router(RouterSettings(), Geometry(BLOCK, 100, 9, 9), Clock())
+        drawn.append([])
+        for n in range(3):
+            router.plan(PlanRequest(f"{n}", [1, 2, 3]))
+    assert not set(drawn[0]) & set(drawn[1])

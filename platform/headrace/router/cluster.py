@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -263,11 +263,7 @@ class Cluster:
             ttft_target_s=targets.ttft_s,
             looks=now_s >= self._look_s,
         )
-        if len(self._kinds) < 2:
-            plan = place(view, request)
-        else:
-            plans = [place(view, request) for _ in self._one_kind_at_a_time()]
-            plan = min(plans, key=lambda plan: plan.predicted[f"{plan.kind}.total"])
+        plan = place(view, request) if len(self._kinds) < 2 else self._place_by_kind(view, request)
         self._book(plan, prompt, now_s)
         return plan
 
@@ -305,23 +301,29 @@ class Cluster:
         assert self._view is not None
         return self._view
 
-    def _one_kind_at_a_time(self) -> Iterator[None]:
-        """While replicas with other weights, settings or versions take the place of those there
-        are, or prefill and decode replicas have other sizes: the view shows those that can
-        exchange KV, for each kind whose decode replicas may answer."""
-        view = self._seen
+    def _place_by_kind(self, view: View, request: PlaceRequest) -> Plan:
+        """Return the best plan among replicas of one kind, over all kinds.
+
+        Replicas differ in kind while replicas with other weights, settings or versions replace
+        the old ones, or where prefill and decode replicas have different sizes. For each kind
+        whose decode replicas may answer, the view shows only the replicas that can exchange KV.
+        """
         roles = {role: view.engines[role].copy() for role in ("prefill", "decode")}
-        for kind in sorted(self._kinds):
-            like = {role: np.zeros(len(view.engines), np.bool_) for role in roles}
-            for name, of in self._reports.items():
-                like["decode"][view.row(name)] = of.kv in (kind, "")
-                like["prefill"][view.row(name)] = not refusal(of.kv, kind)
-            if (roles["decode"] & like["decode"]).any():
-                for role, may in roles.items():
-                    view.engines[role] = may & like[role]
-                yield
-        for role, may in roles.items():
-            view.engines[role] = may
+        plans = []
+        try:
+            for kind in sorted(self._kinds):
+                like = {role: np.zeros(len(view.engines), np.bool_) for role in roles}
+                for name, of in self._reports.items():
+                    like["decode"][view.row(name)] = of.kv in (kind, "")
+                    like["prefill"][view.row(name)] = not refusal(of.kv, kind)
+                if (roles["decode"] & like["decode"]).any():
+                    for role, may in roles.items():
+                        view.engines[role] = may & like[role]
+                    plans.append(place(view, request))
+        finally:
+            for role, may in roles.items():
+                view.engines[role] = may
+        return min(plans, key=lambda plan: plan.predicted[f"{plan.kind}.total"])
 
     def _count(self, before: Report | None, now: Report | None) -> None:
         """Count a replica's report in place of its earlier one; None for no report."""

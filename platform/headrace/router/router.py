@@ -59,6 +59,8 @@ class Router:
     ) -> None:
         """
         Args:
+            rng: spreads measurements and short prompts. The default is seeded by the operating
+                system, so that no two replicas draw the same numbers.
             decode_step: the decode engine's step times, fitted by whoever sees its steps.
             replica: the decode replica's id.
         """
@@ -74,7 +76,7 @@ class Router:
         self._replica, self._prefill = replica, prefill
         self._own = OwnView(geometry, settings, replica, prefill)
         self._clock = clock
-        self._rng = rng if rng is not None else random.Random(0)
+        self._rng = rng if rng is not None else random.Random()
         self._active: dict[str, Active] = {}
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._counts = dict.fromkeys(
