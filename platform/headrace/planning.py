@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from headrace.elastic.published import CAME, published
+from headrace.elastic.published import AGE_S, CAME, published
 from headrace.outcomes import Outcomes
 from headrace.router import (
     Geometry,
@@ -87,6 +87,7 @@ class ReplicaPlanner:
         )
         self.on_change: list[Callable[[], None]] = []
         self._came, self._demand, self._demand_until_s = 0, dict[str, float](), 0.0
+        self._born_s = time.monotonic()
         self._unreadable_logged = False
         meter.alone_s = router.step_alone_s
         meter.on_step.append(self._on_step)
@@ -265,7 +266,7 @@ class ReplicaPlanner:
         if now_s >= self._demand_until_s:
             self._demand_until_s = now_s + DEMAND_S
             self._demand = published(self.snapshot())
-        return {**self._demand, CAME: float(self._came)}
+        return {**self._demand, CAME: float(self._came), AGE_S: now_s - self._born_s}
 
     def report_fields(self) -> dict[str, Any]:
         """As `Router.report_fields`. On the event loop only."""

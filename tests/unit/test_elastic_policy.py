@@ -23,7 +23,7 @@ from headrace.elastic.board import Board, Seen
 from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Prices
 from headrace.elastic.forecast import BIN_S
-from headrace.elastic.published import CAME, published, router_of
+from headrace.elastic.published import AGE_S, CAME, published, router_of
 from headrace.planning import ReplicaPlanner
 from headrace.router import Geometry, Router, RouterSettings
 from headrace.simulate.hardware import default_steps
@@ -95,7 +95,8 @@ class Served:
         self.came += requests
         name = DeploymentID("decode", APP)
         for n in range(self.targets[name]):
-            told = {**published(snapshot()), CAME: self.came if n == 0 else 0.0}
+            came = self.came if n == 0 else 0.0
+            told = {**published(snapshot()), CAME: came, AGE_S: self.now_s - 1e9}
             self.state.record_request_metrics_for_replica(
                 ReplicaMetricReport(
                     replica_id=ReplicaID(f"decode{n}", name),
@@ -219,22 +220,106 @@ def test_a_replica_that_restarts_is_not_counted_twice_or_below_zero() -> None:
     assert app._forecast._level == pytest.approx(35.0)
 
 
+def counted(app: Board, *looks: tuple[float, dict[str, tuple[float, float]]]) -> float:
+    """What a board counts.
+
+    Args:
+        looks: when, and by replica the requests and the seconds of its life.
+    """
+    for at_s, told in looks:
+        app.learn({name: {CAME: came, AGE_S: age_s} for name, (came, age_s) in told.items()}, at_s)
+    return app._count
+
+
 def test_a_new_replica_counts_from_its_first_request() -> None:
+    first, then = {"a": (0.0, 900.0)}, {"a": (5.0, 930.0), "b": (7.0, 20.0)}
+    assert counted(one_board(), (0.0, first), (30.0, then)) == 12.0
+
+
+def test_requests_that_wake_a_role_without_replicas_count() -> None:
     app = one_board()
-    app.learn({"a": {CAME: 0.0}}, 0.0)
-    app.learn({"a": {CAME: 5.0}, "b": {CAME: 7.0}}, 30.0)
-    app.learn({"a": {CAME: 5.0}, "b": {CAME: 7.0}}, 61.0)
-    assert app._forecast._level == pytest.approx(12.0)
+    assert counted(app, (0.0, {}), (10.0, {}), (50.0, {"a": (5.0, 35.0)})) == 5.0
 
 
-def test_nothing_is_decided_before_both_roles_and_traffic_are_known() -> None:
+def test_a_replica_that_is_older_than_the_board_counts_from_when_it_is_seen() -> None:
+    """After a restart of Serve's controller replicas are recovered one after the other."""
+    first, then = {"a": (1e5, 9000.0)}, {"a": (1e5 + 3, 9010.0), "b": (1e5, 9000.0)}
+    later = {"a": (1e5 + 3, 9015.0), "b": (1e5 + 4, 9005.0)}
+    assert counted(one_board(), (0.0, first), (10.0, then), (15.0, later)) == 7.0
+
+
+@pytest.mark.parametrize("life", [2_000.0, 20_000.0, 500_000.0])
+def test_a_replica_that_is_missing_in_one_look_counts_only_what_is_new(life: float) -> None:
+    both = {"a": (life, 9000.0), "b": (life, 9000.0)}
+    back = {"a": (life + 9, 9012.0), "b": (life + 9, 9012.0)}
+    looks = (0.0, both), (6.0, {"a": (life + 4, 9006.0)}), (12.0, back)
+    assert counted(one_board(), *looks) == 18.0
+
+
+def test_a_replica_that_was_missing_for_long_counts_no_more_than_a_minute_of_it() -> None:
+    away = [(5.0 * n, {}) for n in range(1, 361)]
+    looks = (0.0, {"a": (0.0, 9000.0)}), *away, (1805.0, {"a": (3008.0, 10_805.0)})
+    assert counted(one_board(), *looks) == pytest.approx(100.0, rel=0.01)
+
+
+def test_what_is_kept_of_replicas_that_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "MOST_REPLICAS", 8)
+    app = one_board()
+    for n in range(50):
+        counted(app, (float(n), {f"r{n}": (1.0, 1.0)}))
+    assert len(app._came) == 8
+    counted(app, (50.0 + board.RETURNS_S + 1, {"last": (1.0, 1.0)}))
+    assert list(app._came) == ["last"]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_one_slow_start_is_an_outlier(together: int) -> None:
+    """It waited two hours for a machine; so did all that were ordered with it."""
+    app = one_board()
+    app.saw("decode", Seen(1, 1), 0.0)
+    app.saw("decode", Seen(1, 1 + together), 10.0)
+    app.saw("decode", Seen(1 + together, 1 + together), 7210.0)
+    assert app.prices.start_s == 120.0
+
+
+def test_starts_that_keep_taking_longer_are_believed() -> None:
+    app = one_board()
+    for n in range(2):
+        app.saw("decode", Seen(1, 1), 10_000.0 * n)
+        app.saw("decode", Seen(1, 2), 10_000.0 * n + 10.0)
+        app.saw("decode", Seen(2, 2), 10_000.0 * n + 910.0)
+    assert app.prices.start_s == 900.0
+
+
+def test_nothing_is_decided_before_both_roles_and_a_minute_of_traffic_are_known() -> None:
     app = one_board()
     assert app.decide() is None
     app.saw("decode", Seen(1, 1), 0.0)
     app.learn({"a": published(snapshot())}, 0.0)
     assert app.decide() is None
     app.saw("prefill", Seen(1, 1), 0.0)
+    assert app.decide() is None
+    app.learn({"a": published(snapshot())}, BIN_S)
     assert app.decide() is not None
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_board_that_is_new_stops_nothing_before_it_knows_the_traffic(least: int) -> None:
+    """Serve's controller was started again while three decode replicas served."""
+    prices = Prices(120.0, 20.0)
+    app = Board(Slo(share=0.95), prices, Bounds((0, 4), (least, 6)))
+    at_s, totals = 0.0, 0.0
+    while at_s < prices.stop_s:
+        app.saw("prefill", Seen(1, 1), at_s)
+        app.saw("decode", Seen(3, 3), at_s)
+        app.learn({"a": {**published(snapshot()), CAME: totals, AGE_S: 9000.0 + at_s}}, at_s)
+        counts = app.decide()
+        assert counts is None or (counts.prefill >= 1 and counts.decode >= 3), counts
+        at_s, totals = at_s + 5.0, totals + 0.01
+    while counts is None or counts.decode == 3:  # it knows by now that nobody comes
+        app.learn({"a": {**published(snapshot()), CAME: totals, AGE_S: 9000.0 + at_s}}, at_s)
+        counts, at_s = app.decide(), at_s + 5.0
+        assert at_s < 7200.0
 
 
 def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None:
@@ -242,7 +327,7 @@ def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None
     router = Router(RouterSettings(), Geometry(16, 1000, 100, 100), replica="d1")
     router.prefill_members({"x"})
     mine = ReplicaPlanner(router, EngineMeter(), None, "here")
-    assert mine.demand() == {CAME: 0.0}
+    assert mine.demand().keys() == {CAME, AGE_S} and mine.demand()[CAME] == 0.0
     for n in range(40):
         asyncio.run(mine.plan(f"r{n}", range(100), "", None))
         mine.first_token(f"r{n}", 0.3, 0)
@@ -254,6 +339,7 @@ def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None
     for role in board.ROLES:
         app.saw(role, Seen(1, 1), 0.0)
     app.learn({"d1": told}, 0.0)
+    app.learn({"d1": told}, BIN_S)
     assert app._load is not None
     assert (app._load.prompt_tokens, app._load.answer_tokens) == pytest.approx((100.0, 20.0))
     assert app.decide() is not None

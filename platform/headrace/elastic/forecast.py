@@ -87,6 +87,11 @@ class Forecast:
         default_factory=lambda: [deque() for _ in AHEAD_S]
     )
 
+    @property
+    def known_s(self) -> float:
+        """Seconds of traffic that were observed."""
+        return self._bins * BIN_S
+
     def observe(self, count: float, at_s: float) -> None:
         """The requests that came in the bin which ended at `at_s`, on a clock whose days are days.
 

@@ -15,6 +15,8 @@ from headrace_engine.steptime import StepTime
 
 CAME = "headrace.came"
 """Requests that have come to the replica since its start."""
+AGE_S = "headrace.age_s"
+"""Seconds since the replica's start."""
 _TRAFFIC, _STEPS = "headrace.traffic.", "headrace.steps."
 _MOST = 1e15
 
