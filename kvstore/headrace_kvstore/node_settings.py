@@ -69,7 +69,7 @@ class NodeSettings(ArenaSettings):
         object_bytes: what its own objects may take.
         object_bytes_per_s: what writing them may take of the line, in the mean.
         object_sweep_s: between looks through the arena for blocks worth writing there.
-        object_refresh_s: between looks for what others have written.
+        object_refresh_s: between looks at the next names of objects, for what others have written.
         object_timeout_s: of one request.
         board_bytes: for what engines leave for each other (`board`), in this process's memory.
         save_board: keep a backup of that as an object, or without an object tier in `nvme_folder`.

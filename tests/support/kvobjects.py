@@ -41,9 +41,9 @@ class FakeStore(StoreClient):
         if what in self.fails:
             raise ObjectError(self.fails[what])
 
-    def list(self) -> Iterator[Listed]:
+    def list(self, after: str = "") -> Iterator[Listed]:
         self._maybe_fail("list")
-        for name, data in sorted(self.objects.items()):
+        for name, data in sorted(item for item in self.objects.items() if item[0] > after):
             yield Listed(name, len(data), self.modified.get(name, time.time()))
 
     def get(self, name: str, offset: int, length: int) -> memoryview:

@@ -6,7 +6,7 @@ other. Any of them serves a read. The block is gone when the last one is.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,11 +27,46 @@ class Held:
     used_s: float
     """Monotonic seconds of its last use here, or of its making."""
     hits: int = 0
+    walk: int = 0
+    """Number of the last walk in which it was seen or made."""
 
     @property
     def key(self) -> bytes:
         """Of its block."""
         return self.name.shape.digest + self.name.hash
+
+
+class UseOrder:
+    """Objects of a dictionary in the order of their last use. A heap whose entries are put right
+    when they come to the top, so that a use costs nothing."""
+
+    _SPARE = 1024
+
+    def __init__(self, objects: dict[str, Held]) -> None:
+        self._objects = objects
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, held: Held) -> None:
+        """Take in an object that is in the dictionary."""
+        heapq.heappush(self._heap, (held.used_s, held.text))
+        if (
+            len(self._heap) > 2 * len(self._objects) + self._SPARE
+        ):  # most entries are of removed ones
+            self._heap = [(each.used_s, each.text) for each in self._objects.values()]
+            heapq.heapify(self._heap)
+
+    def pop(self) -> Held:
+        """Take out the object unused longest; the caller removes it from the dictionary. Raises
+        IndexError if there is none."""
+        while True:
+            used_s, text = self._heap[0]
+            held = self._objects.get(text)
+            if held is not None and held.used_s > used_s:
+                heapq.heapreplace(self._heap, (held.used_s, text))
+                continue
+            heapq.heappop(self._heap)
+            if held is not None:
+                return held
 
 
 class ObjectCatalog:
@@ -44,9 +79,10 @@ class ObjectCatalog:
     def __init__(self, writer: str) -> None:
         self._writer = writer
         self.objects: dict[str, Held] = {}
-        self.own: OrderedDict[str, Held] = OrderedDict()
-        """Unused longest first."""
+        self.own: dict[str, Held] = {}
         self.own_bytes = 0
+        self._by_use = UseOrder(self.objects)
+        self._own_by_use = UseOrder(self.own)
         self._by_key: dict[bytes, list[Held]] = {}
 
     @property
@@ -59,8 +95,10 @@ class ObjectCatalog:
         if held.text in self.objects:
             return
         self.objects[held.text] = held
-        if held.name.writer == self._writer:
+        self._by_use.add(held)
+        if self.is_own(held):
             self.own[held.text] = held
+            self._own_by_use.add(held)
             self.own_bytes += held.name.size_bytes
         self._by_key.setdefault(held.key, []).append(held)
 
@@ -90,19 +128,31 @@ class ObjectCatalog:
         """A read begins."""
         held.hits += 1
         held.used_s = now_s
-        if held.text in self.own:
-            self.own.move_to_end(held.text)
 
-    def victims(self, excess_bytes: int) -> list[str] | None:
-        """Own objects to remove for so many bytes less, unused longest first; None if all of them
-        are not enough."""
+    def is_own(self, held: Held) -> bool:
+        """Return whether this tier's writer made it."""
+        return held.name.writer == self._writer
+
+    def take_victims(self, excess_bytes: int) -> list[str] | None:
+        """Forget own objects, those unused longest, for so many bytes less. Returns their names;
+        None, with nothing forgotten, if all of them are not enough."""
+        if excess_bytes > self.own_bytes:
+            return None
         chosen: list[str] = []
-        for held in self.own.values():
-            if excess_bytes <= 0:
-                break
+        while excess_bytes > 0:
+            held = self._own_by_use.pop()
             chosen.append(held.text)
             excess_bytes -= held.name.size_bytes
-        return None if excess_bytes > 0 else chosen
+            self.remove(held.text)
+        return chosen
+
+    def shrink(self, most_objects: int) -> list[Held]:
+        """Forget the objects unused longest until so many are left; returns them."""
+        gone: list[Held] = []
+        while len(self.objects) > most_objects:
+            gone.append(self._by_use.pop())
+            self.remove(gone[-1].text)
+        return gone
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
         """Namespace digest and rows, SLOT (n,), of all blocks; `namespace` is 0."""

@@ -76,10 +76,10 @@ class StoreClient:
         except (BaseError, TypeError, ValueError) as error:
             raise ValueError(f"{url}: {str(error).splitlines()[0]}") from error
 
-    def list(self) -> Iterator[Listed]:
-        """All objects."""
+    def list(self, after: str = "") -> Iterator[Listed]:
+        """Iterate over all objects, or those whose names follow this one."""
         try:
-            for chunk in self._store.list(chunk_size=LIST_CHUNK):
+            for chunk in self._store.list(offset=after or None, chunk_size=LIST_CHUNK):
                 for meta in chunk:
                     modified_s = meta["last_modified"].timestamp()
                     yield Listed(meta["path"], meta["size"], modified_s)

@@ -1,9 +1,10 @@
 """The object tier: KV blocks below a prefix of an object store, shared by everyone who may read it.
 
-The tier lists the store at the start and every `refresh_s`; names say which blocks there are. So it
-finds blocks that another cluster wrote and forgets those that were removed. Objects under this
-tier's writer name stay within `size_bytes`; the least recently used are removed first. Objects of
-others are never removed.
+The tier walks through the store's names at the start, and from then on through LIST_OBJECTS of them
+every `refresh_s`; names say which blocks there are. So it finds blocks that another cluster wrote,
+and forgets those that a whole walk did not show. It knows the INDEX_BLOCKS objects used or made
+last. Objects under this tier's writer name stay within `size_bytes`, also those beyond the index;
+the least recently used are removed first. Objects of others are never removed.
 
 No error reaches a request. A missing object, a flipped byte, an endpoint that refuses, hangs or is
 gone are misses, each counted by name. After failures in a row a circuit breaker stops reads, or
@@ -15,15 +16,13 @@ Everyone who can write below the prefix is trusted: checksums find damage, not f
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +31,9 @@ from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.objects.object_catalog import Held, ObjectCatalog
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
-from headrace_kvstore.objects.object_format import BOARD_NAME, ObjectName, pack, unpack
+from headrace_kvstore.objects.object_format import BOARD_NAME, ObjectName, pack
+from headrace_kvstore.objects.object_read import ObjectRead
+from headrace_kvstore.objects.object_walk import Trim, Walk
 from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
@@ -40,8 +41,12 @@ logger = logging.getLogger("headrace.kvstore")
 REQUESTS = 4
 """Reads at once, and writes at once; each read holds one block in memory."""
 INDEX_BLOCKS = 1 << 18
-"""Objects known at once: the newest."""
-LISTED_OBJECTS = 1 << 20
+"""Objects known at once, those used or made last: about 0.25 GB."""
+LIST_OBJECTS, BATCH_OBJECTS = 1 << 16, 1 << 12
+"""Names looked at in one refresh (66 requests to S3), and taken in under one lock."""
+MAX_IGNORED = 1 << 16
+SPARE_SHARE = 100
+"""One part in so many of its size that a tier with more objects than it knows leaves free."""
 READ_TIMEOUTS = 3
 """Request timeouts after which a read is given up, with the time that it waited for its turn."""
 TICK_S = 0.1
@@ -49,69 +54,6 @@ TICK_S = 0.1
 T = TypeVar("T")
 Packed = tuple[ObjectName, memoryview]
 """An object to be made."""
-
-
-class ObjectRead:
-    """Blocks on their way from objects into memory: a `staging.sources.Fill`.
-
-    Each block comes with one request, and the answer lands in memory of its own. The thread that
-    waits for the read copies it to its destination, in the same pass that computes its checksums.
-    So a caller may give up at any time: a late answer never touches the caller's memory.
-
-    Args:
-        objects: of one shape.
-        addresses: u64 (blocks, layers), where each layer goes.
-        sums: u64 (layers,) a block: filled in for those that are right.
-        deadline_s: monotonic seconds at which what has not come is given up.
-        judge: told of each block that came whether it is right.
-    """
-
-    def __init__(
-        self,
-        objects: Sequence[Held],
-        addresses: np.ndarray,
-        sums: Sequence[np.ndarray],
-        deadline_s: float,
-        judge: Callable[[Held, bool], None],
-    ) -> None:
-        self.objects, self._sums = list(objects), sums
-        self._addresses = np.ascontiguousarray(addresses, np.uint64)
-        self._deadline_s, self._judge = deadline_s, judge
-        self._answers: list[Future[memoryview | None]] = [Future() for _ in objects]
-        self.called_off = False
-
-    def answer(self, block: int, data: memoryview | None) -> None:
-        """A block's bytes are here, or will not come."""
-        with suppress(InvalidStateError):  # it was given up
-            self._answers[block].set_result(data)
-
-    def call_off(self) -> None:
-        """Do without what has not come; all blocks count as not there."""
-        self.called_off = True
-        for block in range(len(self._answers)):
-            self.answer(block, None)
-
-    def wait(self) -> np.ndarray:
-        """Which blocks are in memory whole and proven right: bool (blocks,)."""
-        good = np.zeros(len(self.objects), np.bool_)
-        for block, answer in enumerate(self._answers):
-            try:
-                data = answer.result(max(0.0, self._deadline_s - time.monotonic()))
-            except TimeoutError:
-                self.call_off()
-            if self.called_off:
-                return np.zeros_like(good)
-            if data is not None:
-                good[block] = self._copy(block, data)
-                self._judge(self.objects[block], bool(good[block]))
-        return good
-
-    def _copy(self, block: int, data: memoryview) -> bool:
-        name = self.objects[block].name
-        sums = unpack(name.shape, name.hash, data, self._addresses[block])
-        if sums is not None:
-            self._sums[block][:] = sums
-        return sums is not None
 
 
 class ObjectTier:
@@ -146,10 +88,19 @@ class ObjectTier:
         self._reads, self._writes = breaker(), breaker()
         self._lock = threading.RLock()
         self._catalog = ObjectCatalog(writer)
-        self._ignored: dict[str, tuple[str, float | None]] = {}
-        """By name: why it is not used, and its time stamp; it is, once it was written anew."""
+        self._ignored: dict[str, tuple[str, float | None, int]] = {}
+        """By name: why it is not used, its time stamp, and the last walk that saw it. It is used
+        again once it was written anew."""
+        self._ignored_names: Counter[str] = Counter()
+        """Objects that the last walk did not take in, by reason."""
         self._removed: set[str] = set()
-        """Names, since the last listing began: it may still show them."""
+        self._removed_before: set[str] = set()
+        """Names removed since this refresh began, and since the one before: a page may still show
+        them."""
+        self._walk: Walk | None = None
+        self._walks = 0
+        self._unindexed = self._unindexed_bytes = self._written_in_walk = 0
+        self._trim = Trim()
         self._counts: Counter[str] = Counter()
         self._last_error = ""
         self._readers = Workers(REQUESTS, "kv-object")
@@ -207,10 +158,10 @@ class ObjectTier:
                 "reason": "" if self.may_read else f"breaker open: {self._last_error}",
                 "writing": "on" if self.may_write else "off",
                 "blocks": self._catalog.blocks,
-                "objects": len(self._catalog.objects),
-                "bytes": self._catalog.own_bytes,
+                "objects": len(self._catalog.objects) + self._unindexed,
+                "bytes": self._own_bytes,
                 "size_bytes": self.size_bytes,
-                "ignored": dict(Counter(why for why, _ in self._ignored.values())),
+                "ignored": self._ignored_names + Counter(why for why, *_ in self._ignored.values()),
                 "breaker_opened": self._reads.opened + self._writes.opened,
                 "last_error": self._last_error,
                 **self._counts,
@@ -336,13 +287,11 @@ class ObjectTier:
     def _make_room(self, needed_bytes: int) -> bool:
         """Remove objects of ours until there is room for so much; False if there is none."""
         with self._lock:
-            names = self._catalog.victims(self._catalog.own_bytes + needed_bytes - self.size_bytes)
+            names = self._catalog.take_victims(self._own_bytes + needed_bytes - self.size_bytes)
         return names is not None and (not names or self._delete(names))
 
     def _delete(self, names: Sequence[str]) -> bool:
         with self._lock:
-            for name in names:
-                self._catalog.remove(name)
             self._removed.update(names)
         try:
             self.client.delete(names)
@@ -355,57 +304,126 @@ class ObjectTier:
     # Learning what is there
 
     def refresh(self) -> bool:
-        """List, take in new objects, forget what is gone; False if it failed."""
+        """Look at the next LIST_OBJECTS names, and take in new objects. The end of a walk drops
+        objects that are missing. False if the listing failed."""
         with self._lock:
-            before = set(self._catalog.objects)
-            self._removed.clear()
-
-        def read_all() -> dict[str, Listed]:
-            listed = islice(self.client.list(), LISTED_OBJECTS)
-            return {each.name: each for each in listed if each.name != BOARD_NAME}
-
-        listed = self._request("lists", self._reads, read_all)
-        if listed is None:
-            return False
+            self._removed_before, self._removed = self._removed, set()
+        walk = self._walk = self._walk or Walk(self._walks + 1)
+        self._walks = walk.number
+        for _ in range(LIST_OBJECTS // BATCH_OBJECTS):
+            listed = self._request("lists", self._reads, lambda: self._next(walk))
+            if listed is None:
+                walk.names = None
+                if not walk.in_order:
+                    self._walk = None
+                return False
+            self._learn(walk, listed)
+            if walk.ended:
+                self._end_of(walk)
+                break
         self._count("lists", 1)
+        return True
+
+    def _next(self, walk: Walk) -> list[Listed]:
+        """The next names, from where the walk stopped."""
+        if walk.names is None:
+            walk.names = self.client.list(walk.after) if walk.after else self.client.list()
+        return walk.take(BATCH_OBJECTS)
+
+    def _learn(self, walk: Walk, listed: Sequence[Listed]) -> None:
+        """Take in objects that are new, as far as there is room; remove own ones that are too
+        many."""
         with self._lock:
-            for name in before - listed.keys():
-                self._catalog.remove(name)
-            for name, (why, stamp) in list(self._ignored.items()):
-                if name not in listed or stamp not in (None, listed[name].modified_s):
-                    del self._ignored[name]
-                else:
-                    self._ignored[name] = why, listed[name].modified_s
-            known = self._catalog.objects.keys() | self._ignored.keys() | self._removed
-            room = max(0, INDEX_BLOCKS - len(self._catalog.objects))
-        fresh = [listed[name] for name in listed.keys() - known]
-        fresh.sort(key=lambda each: -each.modified_s)
-        self._count("index_full", len(fresh) - room)
-        for each in reversed(fresh[:room]):  # the oldest first: it is the first to be evicted
-            parsed = ObjectName.parse(each.name)
-            if parsed is None or parsed.size_bytes != each.size_bytes:
-                why = "foreign" if parsed is None else "truncated"
-                with self._lock:
-                    self._ignored[each.name] = why, each.modified_s
+            fresh = [each for each in listed if self._is_new(walk, each)]
+        found: dict[str, tuple[Held, float]] = {}
+        for each in fresh:
+            name = ObjectName.parse(each.name)
+            if name is None or name.size_bytes != each.size_bytes:
+                walk.ignored["foreign" if name is None else "truncated"] += 1
                 continue
             age_s = max(0.0, time.time() - each.modified_s)
-            self._learned(Held(parsed, each.name, time.monotonic() - age_s))
-        self._make_room(0)
+            held = Held(name, each.name, time.monotonic() - age_s, walk=walk.number)
+            found[each.name] = held, each.modified_s
+        too_many: list[str] = []
+        with self._lock:
+            for held, _ in found.values():
+                self._catalog.add(held)
+            gone = self._catalog.shrink(INDEX_BLOCKS)
+            for held in gone:
+                if held.text in found:
+                    modified_s = found[held.text][1]
+                else:
+                    modified_s = time.time() - (time.monotonic() - held.used_s)
+                    self._unindexed_bytes += held.name.size_bytes * self._catalog.is_own(held)
+                if not self._catalog.is_own(held) or held.walk < walk.number:
+                    continue  # of the latter this walk will come by
+                if self._trim.takes(held.name.size_bytes, modified_s):
+                    too_many.append(held.text)
+                else:
+                    walk.count(held.name.size_bytes, modified_s)
+        self._count("index_full", len(gone))
+        if too_many and not self._delete(too_many):
+            self._trim = Trim()  # until the next walk
+
+    def _is_new(self, walk: Walk, each: Listed) -> bool:
+        """Whether a listed object is neither known nor ignored nor removed by this tier."""
+        held = self._catalog.objects.get(each.name)
+        if held is not None:
+            held.walk = walk.number
+            return False
+        if each.name in self._removed or each.name in self._removed_before:
+            return False
+        why, stamp, _ = self._ignored.pop(each.name, ("", -math.inf, 0))
+        if why and stamp in (None, each.modified_s):
+            self._ignored[each.name] = why, each.modified_s, walk.number
+            return False
+        return each.name != BOARD_NAME
+
+    def _end_of(self, walk: Walk) -> None:
+        """Forget the objects that the whole walk did not show, and plan the next walk."""
+        with self._lock:
+            known = list(self._catalog.objects.values())
+        gone = [held for held in known if held.walk < walk.number]
+        with self._lock:
+            for held in gone:
+                if held.walk < walk.number:
+                    self._catalog.remove(held.text)
+            for name in [n for n, (_, _, seen) in self._ignored.items() if seen < walk.number]:
+                del self._ignored[name]
+            self._walk, self._ignored_names = None, walk.ignored
+            self._unindexed, self._unindexed_bytes = walk.own_objects, walk.own_bytes
+            written, self._written_in_walk = self._written_in_walk, 0
+            # The next walk makes room for the writes until the walk after it has ended.
+            spare = max(self.size_bytes // SPARE_SHARE, 2 * written) if walk.own_objects else 0
+            excess = self._own_bytes - max(0, self.size_bytes - spare)
+            self._trim = Trim.of(walk, excess)
+        if not walk.own_objects:
+            self._make_room(0)
         if not self.refreshed.is_set():
             self.refreshed.set()
             self._ready()
-        return True
+
+    @property
+    def _own_bytes(self) -> int:
+        """Bytes of all own objects, those beyond the index as the last walk counted them."""
+        return self._catalog.own_bytes + self._unindexed_bytes
 
     def _learned(self, held: Held) -> None:
         with self._lock:
             self._ignored.pop(held.text, None)
+            held.walk = self._walks
             self._catalog.add(held)
+            self._written_in_walk += held.name.size_bytes
+            for gone in self._catalog.shrink(INDEX_BLOCKS):
+                self._unindexed_bytes += gone.name.size_bytes * self._catalog.is_own(gone)
 
     def _forget(self, name: str, why: str) -> None:
         """Forget an object, and do not use it again until it is written anew."""
         with self._lock:
             self._catalog.remove(name)
-            self._ignored[name] = why, None
+            self._ignored[name] = why, None, self._walks
+            if len(self._ignored) > MAX_IGNORED:
+                del self._ignored[next(iter(self._ignored))]
 
     # Inside
 
@@ -416,7 +434,8 @@ class ObjectTier:
             pause_s = min(1.0, self._refresh_s)
             try:
                 if self.refresh():
-                    pause_s = self._refresh_s
+                    hurries = not self.refreshed.is_set() or self._trim.bytes > 0
+                    pause_s = 0.0 if hurries else self._refresh_s
             except Exception:
                 logger.exception("looking after the object tier failed; it goes on")
 

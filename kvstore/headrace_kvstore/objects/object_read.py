@@ -1,0 +1,76 @@
+"""Blocks on their way from an object store into memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+import numpy as np
+
+from headrace_kvstore.objects.object_catalog import Held
+from headrace_kvstore.objects.object_format import unpack
+
+
+class ObjectRead:
+    """Blocks on their way from objects into memory: a `staging.sources.Fill`.
+
+    Each block comes with one request, and the answer lands in memory of its own. The thread that
+    waits for the read copies it to its destination, in the same pass that computes its checksums.
+    So a caller may give up at any time: a late answer never touches the caller's memory.
+
+    Args:
+        objects: of one shape.
+        addresses: u64 (blocks, layers), where each layer goes.
+        sums: u64 (layers,) a block: filled in for those that are right.
+        deadline_s: monotonic seconds at which what has not come is given up.
+        judge: told of each block that came whether it is right.
+    """
+
+    def __init__(
+        self,
+        objects: Sequence[Held],
+        addresses: np.ndarray,
+        sums: Sequence[np.ndarray],
+        deadline_s: float,
+        judge: Callable[[Held, bool], None],
+    ) -> None:
+        self.objects, self._sums = list(objects), sums
+        self._addresses = np.ascontiguousarray(addresses, np.uint64)
+        self._deadline_s, self._judge = deadline_s, judge
+        self._answers: list[Future[memoryview | None]] = [Future() for _ in objects]
+        self.called_off = False
+
+    def answer(self, block: int, data: memoryview | None) -> None:
+        """A block's bytes are here, or will not come."""
+        with suppress(InvalidStateError):  # it was given up
+            self._answers[block].set_result(data)
+
+    def call_off(self) -> None:
+        """Do without what has not come; all blocks count as not there."""
+        self.called_off = True
+        for block in range(len(self._answers)):
+            self.answer(block, None)
+
+    def wait(self) -> np.ndarray:
+        """Which blocks are in memory whole and proven right: bool (blocks,)."""
+        good = np.zeros(len(self.objects), np.bool_)
+        for block, answer in enumerate(self._answers):
+            try:
+                data = answer.result(max(0.0, self._deadline_s - time.monotonic()))
+            except TimeoutError:
+                self.call_off()
+            if self.called_off:
+                return np.zeros_like(good)
+            if data is not None:
+                good[block] = self._copy(block, data)
+                self._judge(self.objects[block], bool(good[block]))
+        return good
+
+    def _copy(self, block: int, data: memoryview) -> bool:
+        name = self.objects[block].name
+        sums = unpack(name.shape, name.hash, data, self._addresses[block])
+        if sums is not None:
+            self._sums[block][:] = sums
+        return sums is not None
