@@ -166,7 +166,7 @@ EVENTFUL = {
     "ray_headrace_remote_prefill_failures_total": "a remote prefill is given up",
     "ray_headrace_plans_remade_total": "a gateway's plan is stale; takes two decode replicas",
     "ray_headrace_plan_regret_seconds_total": "a choice was worse than the next best",
-    "ray_headrace_kv_survey_failures": "the store node does not answer a planner",
+    "ray_headrace_kv_survey_failures_total": "the store node does not answer a planner",
     "ray_headrace_speculation_failures_total": "the drafter fails",
     "ray_vllm_nixl_num_failed_transfers_total": "a transfer fails",
     "ray_vllm_nixl_num_failed_notifications_total": "a notification fails",

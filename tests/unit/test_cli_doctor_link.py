@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,21 @@ def test_a_peer_that_speaks_something_else_is_refused() -> None:
         with pytest.raises(ValueError, match="protocol"):
             transfer.read("127.0.0.1", server.getsockname()[1], 0.1)
         thread.join()
+
+
+def test_a_peer_that_sends_slowly_holds_the_listener_no_longer_than_it_serves() -> None:
+    ports: list[int] = []
+    done = threading.Thread(target=transfer.listen, args=(0, {}, 1.5, ports.append), daemon=True)
+    done.start()
+    while not ports:
+        time.sleep(0.01)
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", ports[0])) as slow, suppress(OSError):
+        while done.is_alive() and time.monotonic() - began < 20:
+            slow.sendall(b" ")
+            time.sleep(0.05)
+    done.join(10)
+    assert not done.is_alive()
 
 
 def test_a_link_is_judged_by_its_speed_and_by_what_it_could_be() -> None:

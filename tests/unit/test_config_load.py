@@ -344,3 +344,8 @@ def test_a_trusted_proxy_is_an_address(proxy: str) -> None:
 def test_the_configuration_page_is_current() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
     assert page == render(), "run: headrace config docs > docs/configuration.md"
+
+
+@pytest.mark.parametrize("mode", ["static:0", "static:99999", "static:", "auto\n", "on"])
+def test_drafting_modes_that_the_api_refuses_are_refused_here_too(mode: str) -> None:
+    assert only_problem(f"speculation.mode={json.dumps(mode)}").startswith("speculation.mode")

@@ -18,6 +18,7 @@ from headrace.observability.dashboards.files import CHART_FILES, files
 from headrace.observability.drafting import RayDraftingMetrics
 from headrace.observability.metrics import TTFT_BUCKETS_S, RayGatewayMetrics, RayPlanMetrics
 from headrace.observability.store import RayStoreMetrics
+from headrace.observability.totals import TotalCounter
 from tests.support.promql import MADE_HERE, asked
 
 RAYS_OWN = {promql.CLUSTER, "le"}
@@ -31,6 +32,7 @@ def of_ours() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
 
     def take(value: Any) -> None:
+        value = value.counter if isinstance(value, TotalCounter) else value
         info = getattr(value, "info", None)
         if isinstance(value, dict):
             for each in value.values():
@@ -133,3 +135,13 @@ def test_the_runbook_names_commands_and_settings_that_exist() -> None:
     for section, field in re.findall(r"`(gateway|store|router|speculation)\.([a-z_]+)", page):
         assert re.search(rf"`(?:{section}\.)?{field}`", settings), f"{section}.{field}"
     assert len(re.findall(r"`(?:gateway|store)\.[a-z_]+`", page)) > 5
+
+
+def test_a_prompt_that_one_role_prefills_for_the_other_is_shown_once() -> None:
+    (panel,) = (
+        panel
+        for board in boards.boards()
+        for panel in board.panels
+        if panel.title == "Where prompt tokens come from"
+    )
+    assert "ray_vllm_" not in json.dumps(panel.queries)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.observability import metrics, store
+from headrace.observability import metrics, store, totals
 from headrace.observability.metrics import RayPlanMetrics
 from headrace.observability.store import RayStoreMetrics
 from tests.unit.test_drafting_report import Recorded
@@ -17,8 +17,9 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ignored:
         def __init__(self, *args: Any, **fields: Any) -> None: ...
 
-    for module in (metrics, store):
+    for module in (metrics, totals):
         monkeypatch.setattr(module, "Counter", Recorded)
+    for module in (metrics, store):
         monkeypatch.setattr(module, "Gauge", Recorded)
     monkeypatch.setattr(metrics, "Histogram", Ignored)
     monkeypatch.setattr(Recorded, "values", {})
@@ -85,3 +86,39 @@ def test_what_came_of_plans_becomes_counters() -> None:
     assert found["headrace_plan_cost_seconds", ""] == 2.0
     assert found["headrace_plan_regret_seconds", ""] == 0.5
     assert found["headrace_prefill_replicas_in_doubt", ""] == 0
+
+
+def test_totals_since_a_start_are_counters() -> None:
+    """A counter may begin again at 0; of a gauge, Prometheus' `rate` makes nonsense then."""
+    tell = RayPlanMetrics()
+    for total in (10, 25, 4):  # the third is of a process that was started again
+        tell.transferred(total)
+        tell.surveys_failed({"NodeAway": total})
+    assert Recorded.values["headrace_nixl_bytes", ""] == 29
+    assert Recorded.values["headrace_kv_survey_failures", "NodeAway"] == 29
+
+
+def test_the_pages_of_several_nodes_become_one_with_each_family_in_one_group() -> None:
+    def page(node: str) -> bytes:
+        return (
+            f"# HELP ray_vllm_a Of {node}.\n# TYPE ray_vllm_a counter\n"
+            f'ray_vllm_a_total{{node="{node}"}} 1\n'
+            "# HELP ray_headrace_h H.\n# TYPE ray_headrace_h histogram\n"
+            f'ray_headrace_h_bucket{{le="+Inf",node="{node}"}} 2\n'
+            f'ray_headrace_h_count{{node="{node}"}} 2\n'
+            "# HELP ray_other O.\n# TYPE ray_other gauge\nray_other 3\n# EOF\n"
+        ).encode()
+
+    text = metrics.merged([page("x"), b"", page("y"), page("x")]).decode()
+    assert text.splitlines() == [
+        "# HELP ray_vllm_a Of x.",
+        "# TYPE ray_vllm_a counter",
+        'ray_vllm_a_total{node="x"} 1',
+        'ray_vllm_a_total{node="y"} 1',
+        "# HELP ray_headrace_h H.",
+        "# TYPE ray_headrace_h histogram",
+        'ray_headrace_h_bucket{le="+Inf",node="x"} 2',
+        'ray_headrace_h_count{node="x"} 2',
+        'ray_headrace_h_bucket{le="+Inf",node="y"} 2',
+        'ray_headrace_h_count{node="y"} 2',
+    ]

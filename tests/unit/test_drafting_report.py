@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.observability import drafting
+from headrace.observability import drafting, totals
 from headrace.observability.drafting import RayDraftingMetrics
 from headrace_decode import report as report_module
 from headrace_decode.report import FRESH_S, DraftingReports
@@ -96,7 +96,7 @@ def one_report(drafted: int, accepted: int) -> dict[str, Any]:
 
 
 def test_totals_become_counters_and_the_rest_gauges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "Counter", Recorded)
+    monkeypatch.setattr(totals, "Counter", Recorded)
     monkeypatch.setattr(drafting, "Gauge", Recorded)
     monkeypatch.setattr(Recorded, "values", {})
     metrics = RayDraftingMetrics()
@@ -122,7 +122,7 @@ def test_totals_become_counters_and_the_rest_gauges(monkeypatch: pytest.MonkeyPa
 def test_metrics_read_what_a_proposer_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.unit.test_speculation_session import proposer
 
-    monkeypatch.setattr(drafting, "Counter", Recorded)
+    monkeypatch.setattr(totals, "Counter", Recorded)
     monkeypatch.setattr(drafting, "Gauge", Recorded)
     RayDraftingMetrics()(proposer(mode="static:4").command({}))
     assert Recorded.values["headrace_speculation_mode", "static"] == 1.0

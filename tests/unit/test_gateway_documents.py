@@ -432,3 +432,23 @@ async def test_with_a_tracer_a_span_wraps_the_request_and_goes_on_to_the_replica
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
     assert seen == [f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"]
     assert span.attributes["http.response.status_code"] == 200
+
+
+async def test_metrics_are_collected_once_a_second_however_many_ask() -> None:
+    class Counting(FakeCluster):
+        pages = 0
+
+        async def metrics(self) -> bytes:
+            self.pages += 1
+            await asyncio.sleep(0.05)
+            return b"ray_headrace_x 1\n"
+
+    cluster = Counting()
+    async with gateway_over(answer, backend=cluster) as bench:
+
+        async def ask() -> bytes:
+            async with bench.client.get("/metrics") as response:
+                return await response.read()
+
+        assert set(await asyncio.gather(*(ask() for _ in range(20)))) == {b"ray_headrace_x 1\n"}
+        assert cluster.pages == 1

@@ -18,6 +18,10 @@ class TenantSettings(Section):
     keep: bool = Field(default=True, description="Keep its answers, to draft from them later.")
 
 
+MODE = r"^(auto|off|static:[1-9][0-9]{0,2})$"
+"""How drafting is decided, in the configuration and in `PUT /headrace/v1/speculation`."""
+
+
 class SpeculationSection(Section):
     """Speculative decoding without a draft model, in the decode engines. A planner decides in each
     step how many draft tokens are worth verifying at the current load."""
@@ -32,7 +36,7 @@ class SpeculationSection(Section):
     )
     mode: str = Field(
         default="auto",
-        pattern=r"^(auto|off|static:\d+)$",
+        pattern=MODE,
         description="`auto`: the planner decides in each step. `off`: nothing is drafted until "
         "`PUT /headrace/v1/speculation` changes the mode. `static:K`: K tokens are verified for "
         "each request in each step.",

@@ -23,7 +23,8 @@ from headrace_kvstore.salts import salt_of
 
 BACKEND_TIMEOUT_S = 10.0
 CONSOLE_STATE = "/headrace/v1/console"
-CONSOLE_S = 1.0
+RECENT_S = 1.0
+"""Documents for which all replicas or nodes are asked are at most so old."""
 
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -42,6 +43,20 @@ def headrace_version() -> str:
 
 def _json(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=str)
+
+
+class _Recent:
+    """A document that is made at most once in `RECENT_S`, however many clients ask for it."""
+
+    def __init__(self, make: Document) -> None:
+        self._make = make
+        self._made: tuple[float, asyncio.Future[Answer]] | None = None
+
+    async def __call__(self, pool: ReplicaPool) -> Answer:
+        """Return the document, `RECENT_S` old at most."""
+        if self._made is None or monotonic() - self._made[0] > RECENT_S:
+            self._made = monotonic(), asyncio.ensure_future(self._make(pool))
+        return await asyncio.shield(self._made[1])
 
 
 class Admin:
@@ -69,15 +84,14 @@ class Admin:
         self._version = headrace_version()
         self._options, self._keys_on, self._state = options, keys_on, state
         self._schema: tuple[RouteTable, bytes] | None = None
-        self._shown: tuple[float, asyncio.Future[Answer]] | None = None
         self._documents: dict[str, Document] = {
             "/": self._index,
             "/health": self._health,
             "/version": self._get_version,
-            "/metrics": self._metrics,
+            "/metrics": _Recent(self._metrics),
             "/openapi.json": self._openapi,
             "/headrace/v1/status": self._status,
-            CONSOLE_STATE: self._console_state,
+            CONSOLE_STATE: _Recent(self._status),
         }
 
     def find(self, path: str) -> Document | None:
@@ -211,12 +225,6 @@ class Admin:
         status = await self._backend.status()
         told = {**status, "advice": advice_of(status.get("replicas", ())), "gateway": self._state()}
         return 200, _json(told), _JSON
-
-    async def _console_state(self, pool: ReplicaPool) -> Answer:
-        """The status, at most `CONSOLE_S` old: however many pages look, replicas are asked once."""
-        if self._shown is None or monotonic() - self._shown[0] > CONSOLE_S:
-            self._shown = monotonic(), asyncio.ensure_future(self._status(pool))
-        return await asyncio.shield(self._shown[1])
 
     async def _plan(self, request_id: str) -> Answer:
         plan = await self._backend.plan(request_id)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.config.keyfile import NAME
+from headrace.config.speculation import MODE
 from headrace.gateway.door.limits import wrong_field
 from headrace_decode.speculation.order import FOR_MAX_S
 
@@ -33,7 +34,7 @@ class Speculation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    mode: Annotated[str, Field(pattern=r"^(auto|off|static:[1-9][0-9]{0,2})$")] = Field(
+    mode: Annotated[str, Field(pattern=MODE)] = Field(
         default="auto", description="`auto`, `off`, or `static:K` for K tokens a request."
     )
     draft_cap: Annotated[int, Field(ge=0)] | None = Field(

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray.util.metrics import Counter, Gauge
+from ray.util.metrics import Gauge
+
+from headrace.observability.totals import TotalCounter
 
 MODES = ("auto", "static", "off")
 COUNTS = {
@@ -31,38 +33,32 @@ class RayDraftingMetrics:
 
     def __init__(self) -> None:
         name = "headrace_speculation_"
-        self._drafted = Counter(
+        self._drafted = TotalCounter(
             f"{name}drafted_tokens", "Draft tokens given to the engine.", tag_keys=("source",)
         )
-        self._accepted = Counter(
+        self._accepted = TotalCounter(
             f"{name}accepted_tokens", "Draft tokens that it accepted.", tag_keys=("source",)
         )
-        self._propose = Counter(f"{name}propose_seconds", "Seconds spent on making drafts.")
-        self._failures = Counter(f"{name}failures", "Steps whose drafts were lost to an error.")
-        self._counts = {key: Counter(name + key, text) for key, text in COUNTS.items()}
+        self._propose = TotalCounter(f"{name}propose_seconds", "Seconds spent on making drafts.")
+        self._failures = TotalCounter(
+            f"{name}failures", "Steps whose drafts were lost to an error."
+        )
+        self._counts = {key: TotalCounter(name + key, text) for key, text in COUNTS.items()}
         self._gauges = {key: Gauge(name + key, text) for key, text in GAUGES.items()}
         self._mode = Gauge(f"{name}mode", "1 for the mode in force.", tag_keys=("mode",))
-        self._told: dict[tuple[Counter, str], float] = {}
 
     def __call__(self, report: Mapping[str, Any]) -> None:
         for source, tokens in report["sources"].items():
-            self._grown(self._drafted, tokens["drafted"], source)
-            self._grown(self._accepted, tokens["accepted"], source)
+            self._drafted.follow(tokens["drafted"], {"source": source})
+            self._accepted.follow(tokens["accepted"], {"source": source})
         for key, counter in self._counts.items():
-            self._grown(counter, report["counts"].get(key, 0))
-        self._grown(self._propose, report["propose_s"])
-        self._grown(self._failures, report["failures"])
+            counter.follow(report["counts"].get(key, 0))
+        self._propose.follow(report["propose_s"])
+        self._failures.follow(report["failures"])
         for key, value in gauges(report).items():
             self._gauges[key].set(value)
         for mode in MODES:
             self._mode.set(float(mode == report["mode"]), tags={"mode": mode})
-
-    def _grown(self, counter: Counter, total: float, source: str = "") -> None:
-        """Bring a counter to the report's total."""
-        more = total - self._told.get((counter, source), 0.0)
-        if more > 0:
-            counter.inc(more, tags={"source": source} if source else None)
-            self._told[counter, source] = total
 
 
 def gauges(report: Mapping[str, Any]) -> dict[str, float]:

@@ -8,10 +8,12 @@ own export ports, for `GET /metrics`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
+
+from headrace.observability.totals import TotalCounter
 
 TTFT_BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30.0]
 OWN_BUCKETS_S = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
@@ -132,32 +134,31 @@ class RayPlanMetrics:
         self._own = Histogram(
             "headrace_plan_own_seconds", "Seconds to make a plan.", boundaries=OWN_BUCKETS_S
         )
-        self._bytes = Gauge("headrace_nixl_bytes", "Bytes pulled over NIXL since start.")
-        self._surveys = Gauge(
+        self._bytes = TotalCounter("headrace_nixl_bytes", "Bytes pulled over NIXL.")
+        self._surveys = TotalCounter(
             "headrace_kv_survey_failures",
-            "Plans' questions to the machine's StoreNode without an answer, since start.",
+            "Plans' questions to the machine's StoreNode without an answer.",
             tag_keys=("kind",),
         )
         self._remade = Counter(
             "headrace_plans_remade",
             "Gateways' plans that were not carried out, because they no longer fitted.",
         )
-        self._tokens = Counter(
+        self._tokens = TotalCounter(
             "headrace_plan_prompt_tokens",
             "Prompt tokens: all, those that were held somewhere, those that were not computed.",
             tag_keys=("held",),
         )
-        self._cost = Counter(
+        self._cost = TotalCounter(
             "headrace_plan_cost_seconds", "What plans cost, with the measured TTFT."
         )
-        self._regret = Counter(
+        self._regret = TotalCounter(
             "headrace_plan_regret_seconds", "What they cost above the next best choice."
         )
         self._in_doubt = Gauge(
             "headrace_prefill_replicas_in_doubt",
             "Prefill replicas that this decode replica does not ask, since they failed.",
         )
-        self._told: dict[str, float] = {}
 
     def planned(self, kind: str, seconds: float) -> None:
         self._plans.inc(tags={"kind": kind})
@@ -172,7 +173,7 @@ class RayPlanMetrics:
     def surveys_failed(self, failures: Mapping[str, int]) -> None:
         """How many of each kind there were since the start."""
         for kind, count in failures.items():
-            self._surveys.set(count, tags={"kind": kind})
+            self._surveys.follow(count, {"kind": kind})
 
     def remade(self) -> None:
         self._remade.inc()
@@ -186,20 +187,12 @@ class RayPlanMetrics:
         """
         self._in_doubt.set(in_doubt)
         for name in ("prompt", "reachable", "reached"):
-            if more := self._more(sums, f"{name}_tokens"):
-                self._tokens.inc(more, tags={"held": name})
-        if more := self._more(sums, "cost_s"):
-            self._cost.inc(more)
-        if more := self._more(sums, "regret_s"):
-            self._regret.inc(more)
-
-    def _more(self, sums: Mapping[str, float], name: str) -> float:
-        """What has come to a sum since this was asked last."""
-        before, self._told[name] = self._told.get(name, 0.0), sums[name]
-        return max(0.0, sums[name] - before)
+            self._tokens.follow(sums[f"{name}_tokens"], {"held": name})
+        self._cost.follow(sums["cost_s"])
+        self._regret.follow(sums["regret_s"])
 
     def transferred(self, total_bytes: int) -> None:
-        self._bytes.set(total_bytes)
+        self._bytes.follow(total_bytes)
 
 
 async def node_metrics(fetch: Callable[[str], Awaitable[bytes]]) -> bytes:
@@ -215,11 +208,31 @@ async def node_metrics(fetch: Callable[[str], Awaitable[bytes]]) -> bytes:
         if node["Alive"]
     ]
     pages = await asyncio.gather(*map(fetch, urls))
+    return merged(pages)
+
+
+def merged(pages: Iterable[bytes]) -> bytes:
+    """Return one page of those of all nodes: each family once, its samples together.
+
+    Prometheus' text format wants the samples of a family in one group, behind one `# HELP` and one
+    `# TYPE`. Only families with one of `EXPORTED_PREFIXES` are taken.
+    """
     wanted = tuple(prefix.encode() for prefix in EXPORTED_PREFIXES)
-    lines: dict[bytes, None] = {}
+    families: dict[bytes, dict[bytes, bytes]] = {}
     for page in pages:
+        family = b""
         for line in page.splitlines():
-            name = line.split(b" ", 3)[2] if line.startswith(b"# ") else line
-            if name.startswith(wanted):
-                lines[line] = None
+            words = line.split(b" ", 3)
+            if line.startswith((b"# HELP ", b"# TYPE ")) and len(words) > 2:
+                family, key = words[2], words[1]
+            else:
+                name, key = line.partition(b"{")[0].partition(b" ")[0], line
+                if not family or not name.startswith(family):
+                    family = name
+            if family.startswith(wanted) and not line.startswith(b"# EOF"):
+                families.setdefault(family, {}).setdefault(key, line)
+    lines: list[bytes] = []
+    for described in families.values():
+        heads = [described.pop(key) for key in (b"HELP", b"TYPE") if key in described]
+        lines += [*heads, *described.values()]
     return b"\n".join(lines) + b"\n"

@@ -10,7 +10,9 @@ from collections import Counter as Tally
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ray.util.metrics import Counter, Gauge
+from ray.util.metrics import Gauge
+
+from headrace.observability.totals import TotalCounter
 
 TIERS = ("dram", "nvme", "object")
 STATES = ("on", "read-only", "off")
@@ -66,12 +68,11 @@ class RayStoreMetrics:
         self._peers = Gauge(
             f"{name}peers", "Links between machines' nodes, by state.", tag_keys=("state",)
         )
-        self._events = Counter(
+        self._events = TotalCounter(
             f"{name}block_events",
             "What became of blocks (of the object tier's evictions: objects).",
             tag_keys=("tier", "event"),
         )
-        self._told: dict[tuple[str, str, str], int] = {}
 
     def __call__(self, nodes: Mapping[str, Mapping[str, Any] | None]) -> None:
         """Export them.
@@ -92,12 +93,11 @@ class RayStoreMetrics:
         self._peers.set(len(peers) - alive, tags={"state": "down"})
         for tier in self._names:
             self._tier(tier, [stats["tiers"][tier] for stats in up.values()])
-        for machine in {key[0] for key in self._told} - nodes.keys():
-            self._told = {key: n for key, n in self._told.items() if key[0] != machine}
+        self._events.keep(nodes)
         for machine, stats in up.items():
             for (tier, counted), event in EVENTS.items():
                 total = stats["tiers"][tier].get(counted, 0)
-                self._grown((machine, tier, event), total)
+                self._events.follow(total, {"tier": tier, "event": event}, source=machine)
 
     def _tier(self, tier: str, told: list[Mapping[str, Any]]) -> None:
         states = Tally(map(state, told))
@@ -109,11 +109,3 @@ class RayStoreMetrics:
             (self._blocks, "blocks"),
         ):
             gauge.set(sum(one.get(key, 0) for one in told), tags={"tier": tier})
-
-    def _grown(self, key: tuple[str, str, str], total: int) -> None:
-        """Bring a counter to a node's total; a node that started anew counts from 0."""
-        before = self._told.get(key, 0)
-        more = total - before if total >= before else total
-        self._told[key] = total
-        if more > 0:
-            self._events.inc(more, tags={"tier": key[1], "event": key[2]})

@@ -4,8 +4,8 @@ Both ends are `headrace doctor`. The talk is one JSON line each way, then reads:
 the listener lends `LENT_BYTES` of zeros through NIXL, and sends zeros over plain TCP when asked.
 It reads no memory of its peer. Over TCP, UCX checks nobody, so its memory may hold nothing worth
 reading: it is a program that begins with an environment without secrets. It serves one peer at a
-time, each for a bounded time, and ends by itself. The reader runs in a process of its own, because
-UCX can crash.
+time, each for a bounded time however slowly that sends or reads, and ends by itself. The reader
+runs in a process of its own, because UCX can crash.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ PIECE_BYTES = 2 * 2**20
 MAX_LINE_BYTES = 256 * 2**10
 LONGEST_S = 10.0
 WAIT_S = 20.0
+MESSAGE_S, NIXL_S, MIN_S = 30.0, 60.0, 1e-3
+"""How long a message may take, and reading through NIXL, whose first connection is slow."""
 PROTOCOL = "headrace-doctor-1"
 KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "NUMBA_CACHE_DIR")
 
@@ -70,10 +72,9 @@ def measure(address: str, seconds: float) -> tuple[Transfer | None, str]:
 def read(host: str, port: int, seconds: float) -> Transfer:
     """Measure against a listener. Raises OSError or ValueError with what is wrong."""
     with _connect(host, port) as line:
-        line.settimeout(30)
-        asked = time.time()
-        _send(line, {"protocol": PROTOCOL})
-        hello = _receive(line)
+        asked, ends_s = time.time(), time.monotonic() + MESSAGE_S
+        _send(line, {"protocol": PROTOCOL}, ends_s)
+        hello = _receive(line, ends_s)
         answered = time.time()
         if hello.get("protocol") != PROTOCOL:
             raise ValueError(f"{host}:{port} is no `headrace doctor --listen` of this version")
@@ -84,7 +85,7 @@ def read(host: str, port: int, seconds: float) -> Transfer:
                 nixl_gbps = _read_nixl(hello, seconds)
             except (ImportError, OSError, RuntimeError, ValueError) as error:
                 nixl_error = f"{type(error).__name__}: {error}"
-        _send(line, {"send_s": seconds})
+        _send(line, {"send_s": seconds}, time.monotonic() + MESSAGE_S)
         tcp_gbps = _read_tcp(line, seconds)
     return Transfer(
         nixl_gbps, nixl_error, tcp_gbps, clock_s, (answered - asked) / 2, dict(hello["facts"])
@@ -202,7 +203,7 @@ def listen(port: int, facts: dict[str, Any], serve_s: float, ready: Callable[[in
                 except TimeoutError:
                     break
                 with closing(line), suppress(OSError, ValueError, LookupError, TypeError):
-                    _serve(line, hello)
+                    _serve(line, hello, until)
                     served += 1
     finally:
         if agent is not None:
@@ -217,27 +218,43 @@ def _bind(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _serve(line: socket.socket, hello: dict[str, Any]) -> None:
-    line.settimeout(30)
-    _receive(line)
-    _send(line, hello | {"time": time.time()})
-    line.settimeout(60 + LONGEST_S)  # the peer reads through NIXL meanwhile
-    seconds = min(float(_receive(line)["send_s"]), LONGEST_S)
-    line.settimeout(10)
-    zeros, until = bytes(PIECE_BYTES), time.monotonic() + seconds
-    while time.monotonic() < until:
-        line.sendall(zeros)
+def _serve(line: socket.socket, hello: dict[str, Any], until_s: float) -> None:
+    """Serve one peer, until a time of the monotonic clock at most."""
+
+    def within(seconds: float) -> float:
+        return min(time.monotonic() + seconds, until_s)
+
+    ends_s = within(MESSAGE_S)
+    _receive(line, ends_s)
+    _send(line, hello | {"time": time.time()}, ends_s)
+    # The peer reads through NIXL before it sends the next message.
+    seconds = min(float(_receive(line, within(NIXL_S + LONGEST_S))["send_s"]), LONGEST_S)
+    zeros, ends_s = bytes(PIECE_BYTES), within(seconds)
+    while (left_s := ends_s - time.monotonic()) > 0:
+        line.settimeout(left_s)
+        with suppress(TimeoutError):  # the time to send is over
+            line.sendall(zeros)
     line.shutdown(socket.SHUT_WR)
 
 
-def _send(line: socket.socket, message: dict[str, Any]) -> None:
+def _send(line: socket.socket, message: dict[str, Any], ends_s: float) -> None:
+    line.settimeout(max(MIN_S, ends_s - time.monotonic()))
     line.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(line: socket.socket) -> dict[str, Any]:
+def _receive(line: socket.socket, ends_s: float) -> dict[str, Any]:
+    """Return a message that has come by a time of the monotonic clock.
+
+    Raises:
+        TimeoutError: it has not, however many of its bytes have.
+        ValueError: it is no message of this protocol.
+    """
     got = bytearray()
     while not got.endswith(b"\n"):
+        line.settimeout(max(MIN_S, ends_s - time.monotonic()))
         more = line.recv(65536)
+        if time.monotonic() > ends_s:
+            raise TimeoutError("the other side is too slow")
         if not more or len(got) + len(more) > MAX_LINE_BYTES:
             raise ValueError("the other side speaks no protocol of `headrace doctor`")
         got += more

@@ -11,10 +11,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from headrace.cli import client, state
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.simulate.best import capacity_rate
 from headrace.simulate.calibrate import CalibrationError, calibrated
@@ -123,14 +123,11 @@ def _fits(source: str) -> Any:
     """The JSON of a file, or of a running app's status."""
     try:
         if source.startswith(("http://", "https://")):
-            url = source.rstrip("/")
-            url = url if "/headrace/" in url else f"{url}/headrace/v1/status"
-            # trust_env=False: requests to this machine must not go through a proxy.
-            answer = httpx.get(url, timeout=15.0, trust_env=False)
-            answer.raise_for_status()
-            return answer.json()
+            endpoint, ours, path = source.rstrip("/").partition("/headrace/")
+            app = state.Instance(endpoint, "", phase="--calibrate", endpoint=endpoint)
+            return client.get_json(app, ours + path or "/headrace/v1/status")
         return json.loads(Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except (OSError, ValueError, CliError) as error:
         raise CliError(f"--calibrate {source}: {error}", 2) from None
 
 

@@ -165,7 +165,9 @@ def _placement() -> Board:
 
 
 def _tiers() -> Board:
-    sources = "ray_vllm_prompt_tokens_by_source_total"
+    # The engines' own counters have a prompt that one role prefills for the other twice.
+    tokens = "ray_headrace_plan_prompt_tokens_total"
+    prompts, reached = (q.rate(tokens, WINDOW, held=held) for held in ("prompt", "reached"))
     blocks = "ray_vllm_headrace_kv_blocks_total"
     events = "ray_headrace_store_block_events_total"
     size = q.total("ray_headrace_store_size_bytes", "tier")
@@ -175,10 +177,10 @@ def _tiers() -> Board:
         (
             Panel(
                 "Where prompt tokens come from",
-                "How much is computed, taken from the engine's cache, or loaded (NIXL or store)?",
+                "How much is computed, and how much is cached or loaded from the store?",
                 {
-                    "{{source}}": f"{q.rate(sources, WINDOW, 'source')} / on ({CLUSTER}) "
-                    f"group_left () ({q.rate(sources, WINDOW)} > 0)"
+                    "computed": q.share(f"({prompts} - {reached})", prompts),
+                    "cached or loaded": q.share(reached, prompts),
                 },
                 "percentunit",
                 1,
@@ -404,7 +406,7 @@ def _failures() -> Board:
                         "ray_vllm_headrace_transfers_total", WINDOW, "event", event="~unproved_.*"
                     ),
                     "questions: {{kind}}": q.rate(
-                        "ray_headrace_kv_survey_failures", WINDOW, "kind"
+                        "ray_headrace_kv_survey_failures_total", WINDOW, "kind"
                     ),
                 },
                 "ops",

@@ -1,0 +1,44 @@
+"""Counters that follow totals which somebody else counts since a start of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ray.util.metrics import Counter
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class TotalCounter:
+    """A counter of the growth of totals.
+
+    Args:
+        name, description, tag_keys: of `ray.util.metrics.Counter`.
+    """
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = ()) -> None:
+        self.counter: Any = Counter(name, description, tag_keys=tag_keys)
+        self._totals: dict[_Key, float] = {}
+
+    def follow(
+        self, total: float, tags: Mapping[str, str] | None = None, *, source: str = ""
+    ) -> None:
+        """Count what a total has grown by since it was last seen.
+
+        A total that became smaller was started again, and counts from 0.
+
+        Args:
+            tags: values of all tag keys.
+            source: which of several counts it; not a tag.
+        """
+        key = source, tuple((tags or {}).items())
+        before = self._totals.get(key, 0.0)
+        self._totals[key] = total
+        more = total - before if total >= before else total
+        if more > 0:
+            self.counter.inc(more, tags=tags)
+
+    def keep(self, sources: Collection[str]) -> None:
+        """Forget all sources but these."""
+        self._totals = {key: total for key, total in self._totals.items() if key[0] in sources}
