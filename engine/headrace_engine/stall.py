@@ -89,8 +89,11 @@ class LoopStall:
 
     def _longest(self) -> tuple[float, float]:
         oldest = int(self._now_s()) - REMEMBERED_S
-        recent = [each[1:] for each in self._slots if each[0] > oldest or each[0] < 0]
-        return max(stall_s for stall_s, _ in recent), max(held_s for _, held_s in recent)
+        recent = [each[1:] for each in self._slots if each[0] > oldest]
+        return (
+            max((stall_s for stall_s, _ in recent), default=0.0),
+            max((held_s for _, held_s in recent), default=0.0),
+        )
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due_s, self._used_before_s = loop.time() + EVERY_S, self._used_s()

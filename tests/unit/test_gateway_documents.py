@@ -154,7 +154,7 @@ async def test_prompts_are_warmed_and_nothing_else_is_taken() -> None:
             assert (response.status, response.headers["allow"]) == (405, "POST")
 
 
-async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
+async def test_the_status_has_what_can_be_told_and_names_what_cannot() -> None:
     class Broken(FakeCluster):
         async def status(self) -> dict[str, Any]:
             raise RuntimeError("broken")
@@ -162,6 +162,21 @@ async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
     async with (
         gateway_over(backend=Broken()) as bench,
         bench.client.get("/headrace/v1/status") as response,
+    ):
+        status = await response.json()
+    assert response.status == 200
+    assert status["incomplete"] == ["replicas: RuntimeError: broken"]
+    assert status["gateway"]["relaying"] == 0 and "replicas" not in status
+
+
+async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
+    class Broken(FakeCluster):
+        async def plan(self, request_id: str) -> dict[str, Any] | None:
+            raise RuntimeError("broken")
+
+    async with (
+        gateway_over(backend=Broken()) as bench,
+        bench.client.get("/headrace/v1/plans/x") as response,
     ):
         assert response.status == 500
         assert (await response.json())["error"]["code"] == "internal_error"

@@ -30,6 +30,17 @@ def test_the_longest_of_the_last_minute_is_told() -> None:
     assert stall.longest_s == 0.0
 
 
+def test_after_a_busy_hour_a_minute_without_requests_is_told_as_no_stall() -> None:
+    clock = Clock()
+    stall = LoopStall(now_s=clock)
+    for _ in range(2 * REMEMBERED_S):  # each second has had a request
+        stall.saw(0.1, 0.1)
+        clock.now += 1
+    clock.now += REMEMBERED_S
+    assert stall.longest_s == 0.0
+    assert stall.snapshot() == {"loop_stall_s": 0.0, "loop_held_s": 0.0}
+
+
 async def test_a_loop_that_is_held_is_seen() -> None:
     stall = LoopStall()
     with stall.watching(), stall.watching():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import Any
@@ -20,6 +21,8 @@ from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.route_table import RouteTable
 from headrace_kvstore.salts import salt_of
+
+logger = logging.getLogger("headrace.gateway")
 
 BACKEND_TIMEOUT_S = 10.0
 CONSOLE_STATE = "/headrace/v1/console"
@@ -222,8 +225,26 @@ class Admin:
         return 200, self._schema[1], _JSON
 
     async def _status(self, pool: ReplicaPool) -> Answer:
-        status = await self._backend.status()
-        told = {**status, "advice": advice_of(status.get("replicas", ())), "gateway": self._state()}
+        """What can be told; a part that fails is left out, and named in `incomplete`."""
+        told: dict[str, Any] = {}
+        incomplete: list[str] = []
+
+        @contextmanager
+        def part(name: str) -> Iterator[None]:
+            try:
+                yield
+            except Exception as error:
+                logger.exception("the status lacks %s", name)
+                incomplete.append(f"{name}: {type(error).__name__}: {error}")
+
+        with part("replicas"):
+            told |= await self._backend.status()
+        with part("advice"):
+            told["advice"] = advice_of(told.get("replicas", ()))
+        with part("gateway"):
+            told["gateway"] = self._state()
+        if incomplete:
+            told["incomplete"] = incomplete
         return 200, _json(told), _JSON
 
     async def _plan(self, request_id: str) -> Answer:

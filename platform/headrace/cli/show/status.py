@@ -57,6 +57,8 @@ def head(instance: state.Instance) -> Iterator[Part]:
 
 def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
     """Replicas, tiers, and the app's totals."""
+    for missing in data.get("incomplete") or ():
+        yield Text(f"not known: {missing}")
     replicas = data.get("replicas") or []
     if not replicas:
         yield Text(

@@ -56,7 +56,7 @@ def _ask(instance: Instance) -> dict[str, Any]:
 def frame(instance: Instance, state: dict[str, Any]) -> Iterator[status.Part]:
     """One screen: what runs, the oldest requests, then replicas, tiers and totals."""
     yield from status.head(instance)
-    requests = state["gateway"]["requests"]
+    requests = state.get("gateway", {}).get("requests", [])
     if requests:
         yield request_table(requests)
     else:
