@@ -2,7 +2,7 @@
 
 `build_app` takes the arguments of `ray.serve.llm:build_pd_openai_app`. One that would have no
 effect is refused when the app is built, by name, never ignored. The table in docs/drop-in.md says
-what becomes of each. Pure.
+what becomes of each. No I/O; of Ray it reads the class of the default ingress.
 """
 
 from __future__ import annotations

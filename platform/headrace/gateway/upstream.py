@@ -23,8 +23,8 @@ from headrace.gateway.reply import ReplicaLost, Reply
 
 __all__ = ["KEEPALIVE_S", "ReplicaLost", "Reply", "Upstream"]
 
-# Below uvicorn's default of 5 s, so that the replica is never the one to close an idle connection
-# just as a request goes out on it.
+# Far below the 75 s for which a replica keeps an idle connection (`listen.KEEPALIVE_S`), so that
+# the replica is never the one to close it just as a request goes out on it.
 KEEPALIVE_S = 4.0
 _SILENT_PEER = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """A connection notices within about 30 s that the other machine is gone without a word."""

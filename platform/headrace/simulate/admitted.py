@@ -1,5 +1,9 @@
-"""The gateway's admission in the simulator: the same code (`headrace.gateway.admission`) before the
-gateway's own placement.
+"""The gateway's admission in the simulator, before the gateway's own placement.
+
+Classes, tickets, fair shares, costs and the room of the replicas are the gateway's code
+(`headrace.gateway.admission`). The queue around them (`admission.door`: turns, looks at the
+replicas, what other gateways tell) is written again here for the simulation's clock. It leaves out
+two terms of the room: requests that no report shows yet (`sent`), and `stretch`.
 
 A request that comes goes, waits or is refused, as at a gateway; one that waits is placed when it is
 its turn. A gateway knows of a prompt only its bytes: here the bytes are the tokens, and what of

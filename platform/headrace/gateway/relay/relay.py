@@ -12,8 +12,8 @@ What is retried, until the request's own time limit:
 To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
 or the last bytes of any other body, are here. A stream is passed on in whole events. When its
 replica is lost midway, another one takes it up behind them (`journal`): the same one if it
-lives, and at most `MAX_DELIVERIES` times without a new event. A stream that cannot be taken up ends
-with an error event.
+lives, and at most `streams.MAX_TRIES` times without a new event. A stream that cannot be taken up
+ends with an error event.
 
 A replica that has been silent for a while is asked whether it is well (`watch`), so one that
 hangs is lost, too.
