@@ -3,6 +3,7 @@
     python -m benchmarks.chaos [--rounds 3] [--json FILE]
     python -m benchmarks.chaos --cluster
     python -m benchmarks.chaos --direct
+    python -m benchmarks.chaos --products --rounds 20 [--json FILE]
 
 Starts the laptop's app, or a cluster of two gateways, two prefill and three decode replicas of a
 tiny model, or one prefill and two decode replicas of that model without a gateway, and streams
@@ -21,6 +22,17 @@ Each answer is compared with that of the undisturbed app.
                                 those before the fault; the median over the first three rounds.
                                 Later rounds do not wait for it
 
+With --products each round breaks several things at once (`products`): the engine of a decode
+replica is killed or stopped, or the replica is drained past its grace; KV comes late, pulls fail,
+or the prefill replicas are dead; some clients do not read, and some leave. --rounds counts all
+rounds. Further figures:
+
+    answers                     by kind of client
+    left                        answers whose clients left, as they wanted; their tokens count
+    held                        requests that gateways or engines still have 10 s after the last
+    streams_cut, pulls_hit      what the faults met: without these a round has shown nothing
+    round_s_p50                 from the fault until all replicas are there again
+
 The figures are written after every fault: a run that is cut short has what it saw.
 """
 
@@ -37,8 +49,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.chaos.apps import App, cluster, direct, laptop
+from benchmarks.chaos.apps import App, cluster, direct, laptop, products
 from benchmarks.chaos.faults import BY_REPLICA, FAULTS, OF_CLUSTERS, WITHOUT_GATEWAY
+from benchmarks.chaos.products import run_products
 from benchmarks.chaos.streams import Load, Seen, ask, tokens_per_s
 from benchmarks.client import run_first
 from benchmarks.serving.environment import machine
@@ -53,17 +66,23 @@ TEXT = "The river runs through the old town, past the mill and under the stone b
 def main() -> int:
     """Break, measure, print, write; 1 if anything was lost or wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos")
-    parser.add_argument("--rounds", type=int, default=3, help="of each fault")
+    parser.add_argument("--rounds", type=int, default=3, help="of each fault; of all products")
     parser.add_argument("--clients", type=int, default=6, help="streams at once")
-    parser.add_argument("--tokens", type=int, default=300, help="of each answer")
+    parser.add_argument(
+        "--tokens", type=int, help="of each answer (default: 300, with --products 1000)"
+    )
     parser.add_argument("--faults", help="which ones; all that the app can have by default")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--cluster", action="store_true", help="see above")
     which.add_argument("--direct", action="store_true", help="see above")
+    which.add_argument("--products", action="store_true", help="see above")
     parser.add_argument("--model", help="of the laptop's app: a folder, a known name or a hub id")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
+    options.tokens = options.tokens or (1000 if options.products else 300)
+    if options.products and options.faults:
+        parser.error("--faults: with --products every round has several faults")
     possible = [fault for fault in FAULTS if options.cluster or fault not in OF_CLUSTERS]
     if options.direct:
         possible = [fault for fault in FAULTS if fault in WITHOUT_GATEWAY]
@@ -72,10 +91,20 @@ def main() -> int:
         parser.error(f"--faults: {', '.join(sorted(unknown))}; there are {', '.join(possible)}")
     if not run_first():
         print("the clients may stand still by themselves: benchmarks/client.py", file=sys.stderr)
-    with broken_app(options) as app:
-        figures = run(app, chosen, options)
+    if options.products:
+        with products() as (app, kv):
+            figures = run_products(app, kv, prompts_of(options.clients), options)
+    else:
+        with broken_app(options) as app:
+            figures = run(app, chosen, options)
     print(json.dumps(figures, indent=2))
-    return 1 if figures["lost"] or figures["wrong_or_repeated_tokens"] else 0
+    failed = "lost", "wrong_or_repeated_tokens", "held"
+    return 1 if any(figures.get(name) for name in failed) else 0
+
+
+def prompts_of(clients: int) -> list[str]:
+    """One for each client."""
+    return [f"Chapter {n}, page {7 * n}. {TEXT * 8}" for n in range(clients)]
 
 
 def broken_app(options: argparse.Namespace) -> AbstractContextManager[App]:
@@ -88,8 +117,7 @@ def broken_app(options: argparse.Namespace) -> AbstractContextManager[App]:
 def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """All rounds; the figures."""
     rng = random.Random(options.seed)
-    prompts = [f"Chapter {n}, page {7 * n}. {TEXT * 8}" for n in range(options.clients)]
-    asked = app.url, app.model, prompts
+    asked = app.url, app.model, prompts_of(options.clients)
     truth = [ask(*asked, n, options.tokens) for n in range(options.clients)]
     drawn = faults * options.rounds
     rng.shuffle(drawn)

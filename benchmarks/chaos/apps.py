@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.chaos.kv_faults import KvFaults
 from benchmarks.instance import headrace
 from headrace.cli import state
 from tests.support import compiled, run
@@ -23,6 +24,11 @@ from tests.support.tiny import tiny_llama
 BACK_S = 240.0
 HARD_STOP_S = 5
 """Of HAProxy on the path `direct`, when replicas come or go: streams take longer."""
+
+GRACE_S = 4.0
+"""Of a decode replica that is told to go, where its streams shall not end by themselves."""
+COLD_S = 5.0
+"""For a first remote prefill. KV that is late is later than that (`kv_faults.LATE_S`)."""
 
 Status = Mapping[str, Any]
 
@@ -190,15 +196,43 @@ def laptop(model: str | None) -> Iterator[App]:
 @contextlib.contextmanager
 def cluster() -> Iterator[App]:
     """Two gateways, two prefill and three decode replicas of a random tiny model."""
+    _begin()
+    args = _cluster_args()
+    # Below DRAM, which is too small on purpose: blocks are written and read all the time.
+    args["store"] |= {"nvme_folder": str(run.folder() / "nvme"), "nvme_gb": 0.25}
+    with _serving(ServedApp(args)) as app:
+        yield app
+
+
+@contextlib.contextmanager
+def products() -> Iterator[tuple[App, KvFaults]]:
+    """The same, whose prompts all come from prefill replicas, and what breaks their KV. A decode
+    replica that is told to go has less time than its streams take."""
+    _begin()
+    faults = KvFaults(run.folder())
+    os.environ |= faults.environment()
+    args = _cluster_args()
+    args["router"] = {"policy": "remote", "timeout_cold_s": COLD_S}
+    with _serving(ServedApp(args, {"decode": {"graceful_shutdown_timeout_s": GRACE_S}})) as app:
+        yield app, faults
+
+
+def _begin() -> None:
     run.begin()
     compiled.keep_compiled()
     os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+
+
+def _cluster_args() -> dict[str, Any]:
     args = tiny_args(free_port())
     args["decode"]["replicas"] = 3
     args["gateway"]["replicas"] = 2  # the chart has Serve start as many again, for upgrades
-    # Below DRAM, which is too small on purpose: blocks are written and read all the time.
-    args["store"] |= {"nvme_folder": str(run.folder() / "nvme"), "nvme_gb": 0.25}
-    with ServedApp(args) as served:
+    return args
+
+
+@contextlib.contextmanager
+def _serving(starting: ServedApp) -> Iterator[App]:
+    with starting as served:
         app = App(served.url, MODEL, {"prefill": 2, "decode": 3}, 2, served)
         app.wait_whole("")
         yield app

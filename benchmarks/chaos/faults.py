@@ -57,17 +57,29 @@ def kill_engine(app: App, number: int) -> str:
 def stop_decode(app: App, number: int) -> str:
     """SIGSTOP to a decode replica and its engine for `STOPPED_S`."""
     victim = _one(app, "decode", number)
-    family = _family(victim["pid"])
-    for process in family:
+    _stop(_family(victim["pid"]))
+    return str(victim["replica_id"])
+
+
+def stop_engine(app: App, number: int) -> str:
+    """SIGSTOP to the engine of a decode replica for `STOPPED_S`; the replica itself lives on."""
+    victim = _one(app, "decode", number)
+    _stop([process for process in _family(victim["pid"]) if is_engine(process)])
+    return str(victim["replica_id"])
+
+
+def _stop(processes: list[psutil.Process]) -> None:
+    for process in processes:
         process.suspend()
 
     def resume() -> None:
-        for process in family:
+        for process in processes:
             if process.is_running():
                 process.resume()
 
-    threading.Timer(STOPPED_S, resume).start()
-    return str(victim["replica_id"])
+    timer = threading.Timer(STOPPED_S, resume)
+    timer.daemon = True
+    timer.start()
 
 
 def kill_gateway(app: App, number: int) -> str:

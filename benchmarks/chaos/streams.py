@@ -47,6 +47,22 @@ class Seen:
         pairs = itertools.pairwise(self.came_s)
         return max((b - a for a, b in pairs if from_s < b and a < to_s), default=0.0)
 
+    def read(self, line: str) -> bool:
+        """Take a line of the stream; whether it is the last one."""
+        if line == "data: [DONE]":
+            self.why = ""
+            return True
+        if not line.startswith("data: "):
+            return False
+        self.came_s.append(time.monotonic())
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            self.why = str(event["error"])
+            return True
+        for choice in event["choices"]:
+            self.tokens += choice["token_ids"] or ()
+        return False
+
     def around(self, moment_s: float) -> bool:
         """Whether it was streaming then."""
         return self.during(moment_s, moment_s)
@@ -74,16 +90,7 @@ def ask(
     seen = Seen(which, time.monotonic())
     if into is not None:
         into.append(seen)
-    body = {
-        "model": model,
-        "prompt": prompts[which],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    headers = {"x-request-id": f"chaos-{uuid.uuid4().hex}", "connection": "close"}
+    body, headers = body_of(model, prompts[which], tokens), headers_of()
     for left in reversed(range(tries)):
         _stream(seen, f"{url}/v1/completions", body, headers)
         if not left or seen.came_s or not seen.why.startswith(("5", *BREAKS)):
@@ -91,6 +98,29 @@ def ask(
         time.sleep(PAUSE_S)
     seen.over = True
     return seen
+
+
+def body_of(model: str, prompt: str, tokens: int, *, own_kv: bool = False) -> dict[str, Any]:
+    """A request for a stream of so many tokens, greedy.
+
+    Args:
+        own_kv: share no KV with other requests.
+    """
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    return body | ({"cache_salt": uuid.uuid4().hex} if own_kv else {})
+
+
+def headers_of() -> dict[str, str]:
+    """Of a request that has an id of its own, and a connection."""
+    return {"x-request-id": f"chaos-{uuid.uuid4().hex}", "connection": "close"}
 
 
 def _stream(seen: Seen, url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
@@ -105,16 +135,8 @@ def _stream(seen: Seen, url: str, body: dict[str, Any], headers: dict[str, str])
                 seen.why = f"{answer.status_code}: {answer.read()[:300]!r}"
                 return
             for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    seen.why = ""
-                elif line.startswith("data: "):
-                    seen.came_s.append(time.monotonic())
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        seen.why = str(event["error"])
-                        break
-                    for choice in event["choices"]:
-                        seen.tokens += choice["token_ids"] or ()
+                if seen.read(line):
+                    break
     except httpx.TimeoutException:
         seen.why = "hung"
     except httpx.HTTPError as error:

@@ -106,18 +106,24 @@ def free_port() -> int:
 class ServedApp:
     """A running app, and the hand that changes its Serve config.
 
+    Args:
+        args: what the app is built from.
+        deployments: options of its deployments, by their names.
+
     Attributes:
         args: what the app is built from at the next `deploy`.
         folder: of its files, logs included.
         keys: API keys by name. The app asks for one once `ask_for_keys` is deployed.
     """
 
-    def __init__(self, args: dict[str, Any]) -> None:
+    def __init__(
+        self, args: dict[str, Any], deployments: dict[str, dict[str, Any]] | None = None
+    ) -> None:
         self.args = args
         gateway = args["gateway"]
         scheme = "https" if "tls_cert_file" in gateway else "http"
         self.url = f"{scheme}://127.0.0.1:{gateway['port']}"
-        self._deployments: dict[str, dict[str, Any]] = {}
+        self._deployments = dict(deployments or {})
         self.folder = run.folder() / "served"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.keys = {name: new_key() for name in ("operator", "shop", "shop-2", "bank")}
