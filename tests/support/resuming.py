@@ -55,6 +55,8 @@ class Core:
         kv: what becomes of a pull: `comes`, `never` or `fails`.
         runs: whether it makes steps.
         added: ids of the requests that came, in their order.
+        aborted: likewise of those that were.
+        released: parameters of KV that nobody pulls.
         running: those that have not ended, with the places of their next tokens.
     """
 
@@ -62,6 +64,7 @@ class Core:
     runs: bool = True
     added: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    released: list[Any] = field(default_factory=list)
     running: dict[str, tuple[EngineCoreRequest, int]] = field(default_factory=dict)
     resources: Any = field(default_factory=lambda: SimpleNamespace(engine_dead=False))
     fail: Callable[[str], None] = lambda name: None
@@ -69,6 +72,8 @@ class Core:
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         if request.abort_immediately:
+            assert request.sampling_params is not None
+            self.released.append((request.sampling_params.extra_args or {})[PARAMS_KEY])
             return
         self.added.append(request.request_id)
         if request.request_id in self.running:

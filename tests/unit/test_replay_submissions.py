@@ -18,7 +18,7 @@ from headrace_decode.replay import feed
 from headrace_decode.replay.llm import vllm_drafter
 from headrace_decode.replay.recorder import RECORDER, Recorder
 from headrace_decode.replay.said import Output, Said
-from tests.support.orchestrated import LATE_S, Planner, until
+from tests.support.orchestrated import LATE_S, PULL, Planner, until
 from tests.support.resuming import Core, Frontend, PrefillSide, text, token
 
 PROMPT = [3, 5, 8]
@@ -136,6 +136,29 @@ async def test_a_client_that_leaves_leaves_nothing_behind(kv: str, wait_s: float
     await asyncio.wait({answering})
     assert answering.cancelled()
     await asyncio.sleep(0)
+    llm.assert_idle()
+    await llm.stop()
+
+
+async def test_kv_of_a_request_that_the_engine_never_gets_is_released() -> None:
+    core = Core(runs=False)
+    llm = Frontend(core, Planner("p"))
+    lies: list[Output] = [(Said(0, (5000,)),)]
+    with pytest.raises(VLLMValidationError, match="vocabulary"):
+        await resume(llm, lies)
+    assert (core.added, core.released) == ([], [PULL])
+
+    answering = asyncio.create_task(resume(llm, said(3000), max_tokens=3005))
+    await until(lambda: llm.output_processor.request_states)
+    answering.cancel()
+    await asyncio.wait({answering})
+    assert (core.added, core.released) == ([], [PULL, PULL])
+
+    answering = asyncio.create_task(resume(llm, said(3)))
+    await until(lambda: core.added)
+    answering.cancel()
+    await asyncio.wait({answering})
+    assert core.released == [PULL, PULL], "the engine has it, and tells the other by itself"
     llm.assert_idle()
     await llm.stop()
 

@@ -19,6 +19,7 @@ from headrace_decode.replay.checks import check
 from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
 from headrace_decode.replay.recorder import RECORDER, Recorder
 from headrace_decode.replay.said import Output, is_over, tokens_of
+from headrace_engine.handoff import PARAMS_KEY
 from headrace_kvstore.connector.identity import BOUNDED_KEY, SPARSE_KEY
 
 SCHEDULERS = {
@@ -161,11 +162,12 @@ class TakingUpLLM(AsyncLLM):
             await super()._add_request(request, prompt, parent_req, index, queue)
             return
         choices = 1 if parent_req is None else parent_req.n
-        if index == 0:
-            await asyncio.to_thread(self._check, request, state.outputs, choices)
-        self.output_processor.add_request(request, prompt, parent_req, index, queue)
-        state.choices.append(request)
+        is_sent = False
         try:
+            if index == 0:
+                await asyncio.to_thread(self._check, request, state.outputs, choices)
+            self.output_processor.add_request(request, prompt, parent_req, index, queue)
+            state.choices.append(request)
             given, ended = await feed(
                 self.output_processor, queue, request.request_id, index, state.outputs
             )
@@ -178,17 +180,30 @@ class TakingUpLLM(AsyncLLM):
             if index < choices - 1:
                 return  # what the engine says of one choice would come among what others said
             for each in state.choices:
+                is_sent = True
                 await self.engine_core.add_request_async(each)
         except BaseException as error:  # the client may have left; the engine may have some choices
             with suppress(Exception):
                 name = request.request_id if parent_req is None else parent_req.request_id
                 await self.abort(name, internal=True)
+            if not is_sent:
+                await self._release_kv(request)
             if isinstance(error, ValueError):
                 raise _wrong(error) from error
             raise
         state.is_fed = True
         if not state.choices:
+            await self._release_kv(request)
             queue.put(STREAM_FINISHED)
+
+    async def _release_kv(self, request: Any) -> None:
+        """Tell the prefill engine that nobody pulls what it holds for a request."""
+        told = (request.sampling_params.extra_args or {}).get(PARAMS_KEY) or {}
+        if told.get("do_remote_prefill"):
+            with suppress(Exception):
+                await AsyncLLM.notify_kv_transfer_request_rejected(
+                    self, f"{request.request_id}-unused", told
+                )
 
     def _why_not(self, prompt: Any, params: SamplingParams) -> str | None:
         """Return why this engine's stream cannot be resumed; None if it can."""
@@ -203,24 +218,21 @@ class TakingUpLLM(AsyncLLM):
         """Whether this engine can go on behind what the request is told to have said.
 
         Raises:
-            VLLMValidationError: it cannot.
+            ValueError: it cannot.
         """
         params = request.sampling_params
         room = self.model_config.max_model_len - len(request.prompt_token_ids or ())
-        try:
-            if why := self._why_not_seeded(params):
-                raise ValueError(why)
-            if self._draws_again and _is_seeded(params) and _said(outputs) > MOST_SEEDED:
-                raise ValueError(f"it has a seed and more than {MOST_SEEDED} tokens")
-            check(
-                outputs,
-                choices=choices,
-                most_tokens=min(params.max_tokens or room, room) - 1,
-                vocabulary=self.model_config.get_vocab_size(),
-                logprobs=params.num_logprobs,
-            )
-        except ValueError as error:
-            raise _wrong(error) from error
+        if why := self._why_not_seeded(params):
+            raise ValueError(why)
+        if self._draws_again and _is_seeded(params) and _said(outputs) > MOST_SEEDED:
+            raise ValueError(f"it has a seed and more than {MOST_SEEDED} tokens")
+        check(
+            outputs,
+            choices=choices,
+            most_tokens=min(params.max_tokens or room, room) - 1,
+            vocabulary=self.model_config.get_vocab_size(),
+            logprobs=params.num_logprobs,
+        )
 
 
 async def _in_state(
