@@ -45,6 +45,8 @@ from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.rendering.keys import RENDER_ONLY, Prompt, Rendered
 from headrace_decode.replay.llm import Generate, TakingUpLLM
+from headrace_decode.replay.recorder import RECORDER
+from headrace_decode.replay.said import tokens_of
 from headrace_decode.reusing import Reusing
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.techniques import (
@@ -344,6 +346,8 @@ class PlannedLLM(TakingUpLLM):
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
         transfer = (params.extra_args or {}).get(PARAMS_KEY) or {}
         job = prompts.job if (prompts := PROMPTS.get()) else None
+        recorder = RECORDER.get()
+        said = tokens_of(recorder.again, 0) if recorder is not None and params.n == 1 else []
 
         def submit(
             engine_request_id: str, kv_params: dict[str, Any] | None
@@ -384,6 +388,7 @@ class PlannedLLM(TakingUpLLM):
             local_only=self._why_local(prompt, token_ids, params, kwargs),
             trace_headers=kwargs.get("trace_headers"),
             plan=PLAN.get(),
+            said=said,
             submit=submit,
             prefill=prefill,
             release=release,

@@ -106,6 +106,8 @@ class Work(Generic[Output]):
     """Of the request's span, if it is traced."""
     plan: bytes | None = None
     """The plan that came with the request, if one did; the planner checks it."""
+    said: Sequence[int] = ()
+    """The answer's tokens of another replica, which this engine computes behind the prompt."""
     computed: int | None = None
     """Tokens to compute where the request says what its KV is made from; None where the caches do.
     """
@@ -153,7 +155,7 @@ class Orchestrator:
         planner, started = self.planner, time.perf_counter()
         work = self._with_unique_id(work)
         stream: AsyncGenerator[Output, None] | None = None
-        answered: list[int] = []
+        answered = list(work.said)
         try:
             plan = await planner.plan(
                 *(work.request_id, work.token_ids, work.salt),
@@ -164,7 +166,7 @@ class Orchestrator:
             if plan.prefill is not None:
                 kv_params, plan = await self._prefill_remotely(work, plan)
             if kv_params is None:
-                async with work.turn(plan.compute_tokens):
+                async with work.turn(plan.compute_tokens + len(work.said)):
                     stream = work.submit(work.request_id, None)
                     first = await anext(stream, None)
             else:

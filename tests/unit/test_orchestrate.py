@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,20 @@ async def test_prompts_that_the_own_engine_computes_take_turns() -> None:
         await asyncio.sleep(0.01)
         assert (engine.kinds, gate.waiting) == ([], 1)
     assert await answering == [7, 8]
+
+
+async def test_a_turn_is_for_what_a_resumed_answer_has_said_as_well() -> None:
+    engine, turns = Engine({"local": ready(7)}), list[int]()
+
+    def turn(tokens: int) -> AbstractAsyncContextManager[None]:
+        turns.append(tokens)
+        return nullcontext()
+
+    planner = Planner(None)
+    request = replace(work(engine, Prefill()), said=[5, 6], turn=turn)
+    assert await answer(Orchestrator(planner), request) == [7]
+    assert turns == [planner.answer.compute_tokens + 2]
+    assert planner.over == [("r", [5, 6, 7])]
 
 
 async def test_a_turn_ends_with_the_first_output_not_with_the_answer() -> None:

@@ -112,6 +112,15 @@ async def test_a_stream_at_its_end_needs_neither_prefill_nor_engine() -> None:
     await llm.stop()
 
 
+@pytest.mark.parametrize("prefill", [None, "p"])
+async def test_the_planner_learns_the_whole_answer_of_a_resumed_stream(prefill: str | None) -> None:
+    planner = Planner(prefill, LATE_S)
+    llm = Frontend(Core(), planner)
+    assert await resume(llm, said(5)) == WHOLE
+    assert planner.over == [("r", WHOLE[0])]
+    await llm.stop()
+
+
 @pytest.mark.parametrize("kv", ["comes", "never", "fails"])
 async def test_choices_that_had_ended_are_not_added_by_any_submission(kv: str) -> None:
     core = Core(kv)
