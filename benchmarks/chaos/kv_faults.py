@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,31 @@ class KvFaults:
     def breaking(self, app: Any, fault: str) -> Iterator[None]:
         """Break it for as long as the block takes; one of `KV_FAULTS`."""
         if fault == "prefill_dead":
-            for each in app.status()["replicas"]:
-                if each["role"] == "prefill":
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(each["pid"], signal.SIGKILL)
-            yield
+            over = threading.Event()
+            killing = threading.Thread(target=_kill_prefill, args=(app, over), daemon=True)
+            killing.start()
+            try:
+                yield
+            finally:
+                over.set()
+                killing.join()
             return
         self._order.write_text({"kv_late": f"late {LATE_S}", "pull_failed": "fail"}[fault])
         try:
             yield
         finally:
             self._order.unlink()
+
+
+def _kill_prefill(app: Any, over: threading.Event) -> None:
+    """Kill the prefill replicas, and those that come in their place."""
+    while True:
+        for each in app.status()["replicas"]:
+            if each["role"] == "prefill":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each["pid"], signal.SIGKILL)
+        if over.wait(1.0):
+            return
 
 
 KV_FAULTS = ("kv_late", "pull_failed", "prefill_dead")

@@ -42,7 +42,8 @@ to go and has streams that take longer than its grace."""
 CLIENTS = ("patient", "slow", "gone")
 STREAMS_S, FULL_S, KV_S = 5.0, 3.0, 12.0
 """From the time that all replicas are there until slow clients stop to read; from then until the
-faults, while what is kept for them fills up; how long KV faults last."""
+faults, while what is kept for them fills up; how long KV faults last at least. They last as long as
+an engine is stopped, since that is found late."""
 LEAVES_S = 4.0
 """Within this time from the fault a client leaves that does."""
 HELD_S = 10.0
@@ -200,12 +201,11 @@ def _round(app: App, kv: KvFaults, load: ProductLoad, lost: str, fault: str, num
         streaming = [each for each in list(load.seen) if not each.over and each.came_s]
         with kv.breaking(app, fault):
             victim = LOST[lost](app, number)
-            time.sleep(max(0.0, one.broken_s + KV_S - time.monotonic()))
+            lasts_s = STOPPED_S + 1.0 if lost == "hung" else KV_S
+            time.sleep(max(0.0, one.broken_s + lasts_s - time.monotonic()))
     finally:
         load.broken.clear()
     gone = {victim} if victim else before - _decode_replicas(app)
-    if lost == "hung":  # until then it only seems to be there
-        time.sleep(max(0.0, one.broken_s + STOPPED_S + 1.0 - time.monotonic()))
     one.cut, one.hit = sum(each.replica in gone for each in streaming), kv.hit - hit
     app.wait_whole(victim if lost == "killed" else "")
     one.seconds = time.monotonic() - one.broken_s
