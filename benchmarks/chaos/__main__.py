@@ -25,7 +25,8 @@ Each answer is compared with that of the undisturbed app.
 With --products each round breaks several things at once (`products`): the engine of a decode
 replica is killed or stopped, or the replica is drained past its grace; KV comes late, pulls fail,
 or the prefill replicas are dead; some clients do not read, and some leave. --rounds counts all
-rounds. Further figures:
+rounds, and --faults chooses among killed, hung, drained and kv_late, pull_failed, prefill_dead.
+Further figures:
 
     answers                     by kind of client
     left                        answers whose clients left, as they wanted; their tokens count
@@ -51,7 +52,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.chaos.apps import App, cluster, direct, laptop, products
 from benchmarks.chaos.faults import BY_REPLICA, FAULTS, OF_CLUSTERS, WITHOUT_GATEWAY
-from benchmarks.chaos.products import run_products
+from benchmarks.chaos.kv_faults import KV_FAULTS
+from benchmarks.chaos.products import LOST, run_products
 from benchmarks.chaos.streams import Load, Seen, ask, tokens_per_s
 from benchmarks.client import run_first
 from benchmarks.serving.environment import machine
@@ -81,19 +83,21 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     options.tokens = options.tokens or (1000 if options.products else 300)
-    if options.products and options.faults:
-        parser.error("--faults: with --products every round has several faults")
     possible = [fault for fault in FAULTS if options.cluster or fault not in OF_CLUSTERS]
     if options.direct:
         possible = [fault for fault in FAULTS if fault in WITHOUT_GATEWAY]
+    if options.products:
+        possible = [*LOST, *KV_FAULTS]
     chosen = options.faults.split(",") if options.faults else possible
     if unknown := set(chosen) - set(possible):
         parser.error(f"--faults: {', '.join(sorted(unknown))}; there are {', '.join(possible)}")
+    if options.products and not all(set(chosen) & set(one) for one in (LOST, KV_FAULTS)):
+        parser.error(f"--faults: at least one of {', '.join(LOST)}, and of {', '.join(KV_FAULTS)}")
     if not run_first():
         print("the clients may stand still by themselves: benchmarks/client.py", file=sys.stderr)
     if options.products:
         with products() as (app, kv):
-            figures = run_products(app, kv, prompts_of(options.clients), options)
+            figures = run_products(app, kv, prompts_of(options.clients), chosen, options)
     else:
         with broken_app(options) as app:
             figures = run(app, chosen, options)

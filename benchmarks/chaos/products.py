@@ -9,7 +9,6 @@ router sends all prompts to prefill replicas, so its KV has to come from one.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import random
@@ -155,15 +154,19 @@ class Round:
 
 
 def run_products(
-    app: App, kv: KvFaults, prompts: Sequence[str], options: argparse.Namespace
+    app: App,
+    kv: KvFaults,
+    prompts: Sequence[str],
+    chosen: Sequence[str],
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All rounds; the figures."""
+    """All rounds of the products of the faults chosen; the figures."""
     rng = random.Random(options.seed)
     truth = [ask(app.url, app.model, prompts, n, options.tokens) for n in range(len(prompts))]
     load = ProductLoad(app, prompts, options.clients, options.tokens, options.seed)
     rounds: list[Round] = []
     about = machine()
-    for number, (lost, fault) in enumerate(_drawn(options.rounds, rng), 1):
+    for number, (lost, fault) in enumerate(_drawn(options.rounds, chosen, rng), 1):
         rounds.append(_round(app, kv, load, lost, fault, rng.randrange(100)))
         one = rounds[-1]
         print(
@@ -181,13 +184,14 @@ def run_products(
     return found
 
 
-def _drawn(rounds: int, rng: random.Random) -> list[tuple[str, str]]:
-    """So many products, each as often as any other, but for one."""
+def _drawn(rounds: int, chosen: Sequence[str], rng: random.Random) -> list[tuple[str, str]]:
+    """So many products of the faults chosen, each as often as any other, but for one."""
+    factors = [[name for name in all_of if name in chosen] for all_of in (LOST, KV_FAULTS)]
     drawn: list[tuple[str, str]] = []
     while len(drawn) < rounds:
-        all_of = list(itertools.product(LOST, KV_FAULTS))
-        rng.shuffle(all_of)
-        drawn += all_of
+        products = [(lost, kv) for lost in factors[0] for kv in factors[1]]
+        rng.shuffle(products)
+        drawn += products
     return drawn[:rounds]
 
 

@@ -58,10 +58,11 @@ def test_the_figures_tell_the_lost_from_those_who_left() -> None:
 
 
 def test_every_product_comes_before_one_comes_again() -> None:
-    drawn = _drawn(20, Random(1))
+    drawn = _drawn(20, [*LOST, *KV_FAULTS], Random(1))
     counts = Counter(drawn)
     assert len(counts) == len(LOST) * len(KV_FAULTS) == 9
     assert set(counts.values()) <= {2, 3} and len(drawn) == 20
+    assert _drawn(2, ["killed", "kv_late"], Random(1)) == [("killed", "kv_late")] * 2
 
 
 PULL = """
