@@ -63,6 +63,7 @@ from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.orders import Notes, Obedience
+from headrace_engine.serving.validation import bound_validation
 from headrace_engine.stall import LoopStall
 from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
@@ -218,6 +219,7 @@ class DecodeServer(PDDecodeServer):
         """vLLM's application, less the routes that are not for clients (`routes`)."""
         app = await LLMServer.__serve_build_asgi_app__(self)
         keep_public_routes(app)
+        bound_validation(app)
         if self._wiring.listen is None:
             apis = {route.path: route.api for route in public_routes(app)}
             app.add_middleware(Resumed, apis=apis, engine_died=lambda: self.engine.llm.errored)

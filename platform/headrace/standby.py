@@ -26,6 +26,7 @@ from headrace_decode.server import base_url, without_responses_store
 from headrace_engine.serving._ray_compat import shutdown_seconds
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
+from headrace_engine.serving.validation import bound_validation
 from headrace_engine.supervise import supervise
 
 BUILD_AFTER_S = 5.0
@@ -110,5 +111,6 @@ class StandIn:
     async def _make(self) -> Any:
         app = await self._make_app()
         keep_public_routes(app)
+        bound_validation(app)
         self._routes = [asdict(route) for route in public_routes(app)]
         return app
