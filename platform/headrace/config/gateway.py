@@ -198,6 +198,14 @@ class GatewaySettings(Section):
         description="Maximum requests in flight for each gateway; a further one is answered 429 "
         "with `Retry-After`.",
     )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Names by which clients may reach the endpoint while it has neither API keys "
+        "nor TLS, such as `llm.example.com` or `*.example.com`; `*` is any. IP addresses, names "
+        "without a dot and names of local networks (`.local`, `.internal`, `.svc`, ...) are always "
+        "allowed. A request for any other `Host` is answered 403, so that no web page can use the "
+        "endpoint through a name of its own (DNS rebinding).",
+    )
     allowed_origins: list[str] = Field(
         default_factory=list,
         description="Sites whose pages may call the API from a browser (CORS), such as "
@@ -242,6 +250,16 @@ class GatewaySettings(Section):
             if not _API_KEY.fullmatch(key):
                 raise ValueError(
                     f"key {position} must be 8 or more visible ASCII characters without spaces"
+                )
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, value: list[str]) -> list[str]:
+        for host in value:
+            if host != "*" and not _HOSTNAME.match(host.removeprefix("*.")):
+                raise ValueError(
+                    f'must be a host name without scheme or port, "*.NAME" or "*": "{host}"'
                 )
         return value
 

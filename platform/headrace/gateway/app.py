@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
-
-from starlette.middleware.cors import CORSMiddleware
 
 from headrace.gateway import errors, tracing
 from headrace.gateway.admin import Admin
@@ -38,20 +35,22 @@ from headrace.gateway.asgi import (
     Receive,
     Scope,
     Send,
+    hang_up,
     path_of,
     write_at_once,
 )
-from headrace.gateway.asked import BODY_LATE, Asked, Intake
+from headrace.gateway.asked import BODY_LATE, TIME_UP, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.door import limits
+from headrace.gateway.door.browsers import AllowedHosts, cors
 from headrace.gateway.door.keys import ADMIN, OPERATOR, Caller, Keys
 from headrace.gateway.errors import ApiError
 from headrace.gateway.memory import MemoryAdmin
-from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
+from headrace.gateway.own import OURS, OwnRoutes, needs_no_key, redirect
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.placing.placer import PLACED, Placer
 from headrace.gateway.relay import resume
-from headrace.gateway.relay.call import Call
+from headrace.gateway.relay.call import Call, in_flight
 from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
@@ -66,8 +65,6 @@ logger = logging.getLogger("headrace.gateway")
 WANTED_S = 10.0
 """Requests of so long ago still wake a decode deployment that is scaled to zero: a prefill replica
 may have answered them."""
-SHOWN = 50
-"""Of the requests in flight that the status tells."""
 
 MakePlacer = Callable[[ReplicaPool, Upstream], Placer]
 
@@ -141,7 +138,8 @@ class GatewayApp:
         self._relayed_s = -WANTED_S
         self._calls: dict[int, Call] = {}  # in order of their begin, at most `max_concurrent`
         self._stall = LoopStall()
-        self._across_sites = _cors(options, self._http)
+        self._across_sites = cors(options, self._http)
+        self._hosts = AllowedHosts([options.host, *options.allowed_hosts])
         self._parts: _Parts | None = None
         self._traced = False
 
@@ -165,27 +163,11 @@ class GatewayApp:
             **({} if door is None else {"queue": door.stats()}),
             "pid": os.getpid(),
             "relaying": self._relaying,
-            "requests": self._in_flight(),
+            "requests": in_flight(self._calls.values()),
             "body_bytes": self._intake.held_bytes,
             "keys_stale": self._keys.are_stale,
             **self._stall.snapshot(),
         }
-
-    def _in_flight(self) -> list[dict[str, Any]]:
-        """The oldest requests that replicas work on, at most `SHOWN`."""
-        now = perf_counter()
-        oldest = itertools.islice(self._calls.values(), SHOWN)
-        return [
-            {
-                "id": call.request_id.decode("latin-1"),
-                "path": call.target.partition("?")[0],
-                "age_s": round(now - call.started, 3),
-                "ttft_s": call.ttft_s,
-                "sent_bytes": call.sent_bytes,
-                "replica": call.replica_id,
-            }
-            for call in oldest
-        ]
 
     async def start(self) -> None:
         """Bind to the running event loop and begin to poll for replicas."""
@@ -194,7 +176,7 @@ class GatewayApp:
             upstream = Upstream(self.options.connect_timeout_s)
             placer = None if self._make_placer is None else self._make_placer(pool, upstream)
             told = self._metrics.replica_lost, self._metrics.techniques
-            relay = Relay(pool, upstream, self.options, placer, *told)
+            relay = Relay(pool, upstream, self.options, placer, *told, hold=self._intake.hold)
             door = self._door(pool, placer)
             own = OwnRoutes(
                 self._admin,
@@ -287,7 +269,8 @@ class GatewayApp:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
         path = path_of(scope)
-        seen: dict[bytes, bytes] = dict(scope["headers"])
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        seen: dict[bytes, bytes] = dict(headers)
         query = scope.get("query_string", b"")
         request_id = limits.request_id_of(seen.get(b"x-request-id"))
         method: str = scope["method"]
@@ -295,20 +278,27 @@ class GatewayApp:
             request_id=request_id,
             method=method,
             target=f"{path}?{query.decode('latin-1')}" if query else path,
-            headers=forwarded(scope["headers"], seen, request_id),
+            headers=forwarded(headers, request_id),
+            encodings=tuple(value for name, value in headers if name == b"content-encoding"),
             started=started,
             write_at_once=write_at_once(scope),
         )
         await self.start()
         asked = Asked(call, path, receive, send, seen, scope.get("client"))
+        asked.hang_up = hang_up(scope)
+        asked.interrupts.set_deadline(self.options.request_timeout_s, TIME_UP)
+        asked.is_over_tls = scope.get("scheme") == "https"
         await self._guarded(asked, self._handler(asked))
 
     def _handler(self, asked: Asked) -> Callable[[Asked], Awaitable[None]]:
         assert self._parts is not None
-        own = self._parts.own.find(asked.path)
+        parts, path = self._parts, asked.path
+        if path.endswith("/") and parts.own.has(path.rstrip("/")):
+            return redirect
+        own = parts.own.find(path)
         if own is not None:
             return own
-        asked.call.route = self._parts.pool.routes.at(asked.path).get(asked.call.method)
+        asked.call.route = parts.pool.routes.at(path).get(asked.call.method)
         return self._relayed
 
     async def _guarded(self, asked: Asked, handler: Callable[[Asked], Awaitable[None]]) -> None:
@@ -321,6 +311,8 @@ class GatewayApp:
                 if needs_no_key(path):
                     await handler(asked)
                 else:
+                    if not (self._keys or asked.is_over_tls):
+                        self._hosts.check(asked.seen.get(b"host"))
                     asked.caller = self._keys.caller(
                         asked.seen.get(b"authorization"), asked.seen.get(b"x-api-key")
                     )
@@ -352,6 +344,7 @@ class GatewayApp:
                 tracing.end_span(span, call)
 
     async def _refuse(self, asked: Asked, error: ApiError) -> None:
+        asked.call.drop_body()  # a client that does not read the refusal holds nothing
         self._metrics.refused(error.status, error.code or error.kind)
         await asked.refuse(error)
 
@@ -438,8 +431,10 @@ class GatewayApp:
             ApiError: 400, the body is wrong, or names a class that the request cannot have.
         """
         call = asked.call
+        self._intake.use_utf8(call)
         request = await self._intake.parsed(call.body)
         limits.check_fields(request)
+        limits.check_logprobs(request, len(call.body))
         call.affinity = affinity_key(request)
         call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
         try:
@@ -499,18 +494,3 @@ class GatewayApp:
             "bytes": call.sent_bytes,
         }
         logger.log(level, "%s %s %d", call.method, path, call.status, extra=fields)
-
-
-def _cors(
-    options: GatewayOptions, app: Callable[[Scope, Receive, Send], Awaitable[None]]
-) -> CORSMiddleware | None:
-    """The middleware that vLLM's own server uses; None while no site is allowed."""
-    if not options.allowed_origins:
-        return None
-    return CORSMiddleware(
-        app,
-        allow_origins=options.allowed_origins,
-        allow_credentials=options.allow_credentials,
-        allow_methods=options.allowed_methods,
-        allow_headers=options.allowed_headers,
-    )

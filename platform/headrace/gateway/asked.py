@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from headrace.gateway import errors
-from headrace.gateway.asgi import JSON_TYPE, Interrupts, Receive, Send, send_answer
+from headrace.gateway.asgi import JSON_TYPE, Interrupts, Receive, Send
 from headrace.gateway.backend import GatewayOptions
-from headrace.gateway.door import limits
-from headrace.gateway.door.budget import BodyBudget
+from headrace.gateway.door import encodings, limits
+from headrace.gateway.door.budget import BodyBudget, Held
 from headrace.gateway.door.keys import ANYONE, Caller, may_administer
 from headrace.gateway.errors import ApiError
 from headrace.gateway.relay.call import Call
 
+REFUSAL_TIMEOUT_S = 5.0
+"""Seconds for a client to take a refusal, after which its connection is ended."""
 BODY_LATE = "body late"
 TIME_UP = "time up"
 
@@ -31,6 +33,8 @@ class Asked:
         client: its address and port, as ASGI has them; None if nobody knows.
         caller: who the request's key proves it comes from.
         interrupts: what ends the handler early.
+        hang_up: ends the connection, as of `asgi`.
+        is_over_tls: whether the client's own connection is encrypted.
     """
 
     call: Call
@@ -41,6 +45,8 @@ class Asked:
     client: Sequence[Any] | None
     caller: Caller = ANYONE
     interrupts: Interrupts = field(default_factory=Interrupts)
+    hang_up: Callable[[], None] = lambda: None
+    is_over_tls: bool = False
 
     @property
     def may_administer(self) -> bool:
@@ -59,18 +65,32 @@ class Asked:
     async def answer(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
         """Send an answer of the gateway's own."""
         call = self.call
+        told = [(b"x-request-id", call.request_id), (b"content-length", b"%d" % len(body))]
+        start = {"type": "http.response.start", "status": status, "headers": [*headers, *told]}
+        await self.send(start)
         call.status = status
+        await self.send({"type": "http.response.body", "body": body})
         call.sent_bytes = len(body)
-        await send_answer(self.send, status, body, [*headers, (b"x-request-id", call.request_id)])
 
     async def refuse(self, error: ApiError) -> None:
-        """Send an error: as the answer, or as the last event of a stream that has begun."""
+        """Send an error: as the answer, or as the last event of a stream that has begun.
+
+        The connection ends if the client does not take it in time, if a stream ends by it, and if
+        an answer that is no stream has begun.
+        """
         call = self.call
-        if call.status == 0:
-            await self.answer(error.status, call.dialect.body(error), JSON_TYPE, *error.headers)
-        elif call.streamed:
-            event = call.dialect.event(error, call.last)
-            await self.send({"type": "http.response.body", "body": event})
+        try:
+            async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+                if call.status == 0:
+                    body = call.dialect.body(error)
+                    await self.answer(error.status, body, JSON_TYPE, *error.headers)
+                    return
+                if call.streamed:
+                    event = call.dialect.event(error, call.last)
+                    await self.send({"type": "http.response.body", "body": event})
+        except TimeoutError:
+            pass
+        self.hang_up()
 
 
 class Intake:
@@ -90,6 +110,10 @@ class Intake:
     def held_bytes(self) -> int:
         """Of all bodies."""
         return self._budget.held_bytes
+
+    def hold(self, tenant: str | None) -> Held:
+        """Return an empty part of the budget, for an answer to a tenant."""
+        return self._budget.hold(tenant)
 
     def check_admin(self, asked: Asked) -> None:
         """Refuse what concerns every tenant to everybody but an administrator.
@@ -121,9 +145,20 @@ class Intake:
             ApiError: as `take`, and when it is no JSON object.
             ClientGone: the client hung up first.
         """
-        return limits.parse_object(
-            await self._read(asked, most_bytes or self._options.max_body_bytes)
-        )
+        most_bytes = most_bytes or self._options.max_body_bytes
+        body = await self._read(asked, most_bytes)
+        return limits.parse_object(encodings.as_utf8(body, most_bytes))
+
+    def use_utf8(self, call: Call) -> None:
+        """Convert the call's body to UTF-8 without a byte order mark.
+
+        Raises:
+            ApiError: 400, it is in no encoding of JSON; 413, it is too large in UTF-8.
+        """
+        body = encodings.as_utf8(call.body, self._options.max_body_bytes)
+        if call.held is not None and len(body) > len(call.body):
+            call.held.add(len(body) - len(call.body))
+        call.body = body
 
     async def parsed(self, body: bytes) -> Mapping[str, Any]:
         """A request's body as an object.
@@ -147,9 +182,10 @@ class Intake:
         """The body, which has to come in time from here on."""
         limits.check_content_type(asked.seen.get(b"content-type"))
         limits.check_length(asked.seen.get(b"content-length"), most_bytes)
+        decoder = encodings.decoder_of(asked.call.encodings)
         asked.interrupts.set_deadline(self._options.body_timeout_s, BODY_LATE)
         asked.call.held = held = self._budget.hold(asked.call.tenant)
-        body = await limits.read_body(asked.receive, most_bytes, held)
+        body = await limits.read_body(asked.receive, most_bytes, held, decoder)
         spent_s = perf_counter() - asked.call.started
         asked.interrupts.set_deadline(self._options.request_timeout_s - spent_s, TIME_UP)
         return body

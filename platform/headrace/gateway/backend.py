@@ -218,6 +218,8 @@ class GatewayOptions:
         max_concurrent: relayed requests at once; more are refused with 429.
         queue_timeout_s: how long a request waits for a replica to be ready before its 503.
         body_timeout_s: how long a client may take to send its body before its 408.
+        host: name or address that the endpoint listens on.
+        allowed_hosts: more names by which clients without keys may reach it; `*` is any.
         allowed_origins: sites whose pages may call the relayed routes; `*` is any, none is off.
         allowed_methods, allowed_headers: what such pages may send; `*` is any.
         allow_credentials: whether their browsers may send cookies and the like.
@@ -239,6 +241,8 @@ class GatewayOptions:
     max_concurrent: int = 1024
     queue_timeout_s: float = 120.0
     body_timeout_s: float = 30.0
+    host: str = "127.0.0.1"
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)

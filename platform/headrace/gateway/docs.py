@@ -12,8 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.gateway.backend import GatewayOptions
-from headrace.gateway.door.limits import MOST_ITEMS
+from headrace.gateway.door.limits import (
+    DEFAULT_TOKENS,
+    MAX_LOGPROBS,
+    MAX_MESSAGE_PARTS,
+    MOST_ITEMS,
+)
 from headrace.gateway.openapi import OPERATIONS, openapi_document
+from headrace.gateway.relay.relay import MAX_ERROR_BYTES
 
 HEADER = """\
 <!-- Written by `python -m headrace.gateway.docs`; change platform/headrace/gateway. -->
@@ -52,8 +58,15 @@ vLLM {vllm}.
   value but that and `"auto"` is answered 400. `vllm_xargs.reuse` lets stored KV be
   [reused](reuse.md) at other places of the prompt. The header `x-headrace-techniques` of an answer
   says what could be used.
+- **Bodies.** A JSON body may be in UTF-8, UTF-16 or UTF-32, with or without a byte order mark, and
+  compressed with `Content-Encoding: gzip` or `deflate`. Other encodings are answered 415. All
+  limits hold for the body as sent and as decoded.
+- **HTTP.** `Upgrade` is ignored: the answer comes over HTTP/1.1. An answer that the gateway gives
+  before the request's end has `Connection: close`. A path with slashes at its end is answered 307
+  with the path without them.
 - **Browsers.** `gateway.allowed_origins` names the sites whose pages may call the API (CORS). None
-  may by default. No page may call `/headrace/`.
+  may by default. No page may call `/headrace/`. Without keys and TLS, a request whose `Host` is no
+  IP address, local name or name in `gateway.allowed_hosts` is answered 403.
 
 What differs from vLLM's own server:
 
@@ -65,7 +78,12 @@ What differs from vLLM's own server:
   `previous_response_id` is answered with 404, and so are `GET /v1/responses/ID` and its `cancel`.
   This is vLLM's default. Its switch `VLLM_ENABLE_RESPONSES_API_STORE` is ignored, because vLLM
   keeps answers without a bound and in the memory of one replica only.
-- Lists in a request have a longest length: {items}.
+- Lists in a request have a longest length: {items}. `messages` and `input` have at most {parts}
+  items and parts of items together.
+- A request whose answer could have more than {logprobs} log-probabilities is refused with 400: the
+  number of choices, prompts and tokens, and `top_logprobs`, count. An answer without a limit counts
+  as {tokens} tokens.
+- An error of a replica has at most {error_kib} KiB.
 - `GET /health` and `GET /version` speak of Headrace.
 """
 
@@ -84,7 +102,15 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
             title = "The gateway's own" if (method, path) in own else "Relayed to vLLM"
             sections[title].append(_operation(document, method, path, operation))
     items = ", ".join(f"`{name}` {most:,}" for name, most in MOST_ITEMS.items())
-    parts = [HEADER.format(vllm=vllm, items=items)]
+    header = HEADER.format(
+        vllm=vllm,
+        items=items,
+        parts=f"{MAX_MESSAGE_PARTS:,}",
+        logprobs=f"{MAX_LOGPROBS:,}",
+        tokens=f"{DEFAULT_TOKENS:,}",
+        error_kib=MAX_ERROR_BYTES // 1024,
+    )
+    parts = [header]
     for title, operations in sections.items():
         parts += [f"## {title}\n", *operations]
     return "\n".join(parts)

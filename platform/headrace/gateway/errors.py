@@ -143,6 +143,11 @@ def bad_field(field: str, what: str) -> ApiError:
     return ApiError(400, f"{field} {what}.", code="invalid_value", param=field)
 
 
+def not_json(fault: str) -> ApiError:
+    """400: the body is no JSON object."""
+    return ApiError(400, f"The request body is not a JSON object: {fault}.", code="invalid_json")
+
+
 def body_timeout(limit_s: float) -> ApiError:
     """408: the client did not finish its request."""
     return ApiError(
@@ -251,6 +256,47 @@ def internal_error() -> ApiError:
     )
 
 
+def error_too_long(status: int, limit_bytes: int) -> ApiError:
+    """The replica's own status, without its explanation."""
+    return ApiError(
+        status,
+        f"The replica explained its error with more than {limit_bytes} bytes, which are left out. "
+        "Send fewer or smaller items to learn which one is wrong.",
+        kind="invalid_request_error" if status < 500 else "server_error",
+        code="error_too_long",
+    )
+
+
+def host_not_allowed(host: str) -> ApiError:
+    """403: the request's `Host` is not a name of this endpoint."""
+    return ApiError(
+        403,
+        f"The host '{host[:200]}' is not a name of this endpoint. Without API keys the endpoint "
+        "answers only to IP addresses, names of local networks and gateway.allowed_hosts, so that "
+        "no web page can use it through a name of its own.",
+        code="host_not_allowed",
+    )
+
+
+def encoding_not_supported(encoding: str, supported: Sequence[str]) -> ApiError:
+    """415, with the encodings that are supported."""
+    accepted = ", ".join(supported)
+    return ApiError(
+        415,
+        f"Content-Encoding '{encoding[:100]}' is not supported. Send the body without it, or with "
+        f"one of: {accepted}.",
+        code="unsupported_content_encoding",
+        headers=[(b"accept-encoding", accepted.encode())],
+    )
+
+
+def bad_encoding(encoding: str) -> ApiError:
+    """400: the body does not match its `content-encoding`."""
+    return ApiError(
+        400, f"The request body is not valid {encoding}.", code="invalid_content_encoding"
+    )
+
+
 def replica_lost(when: str) -> ApiError:
     """502, or the last event of a stream: the replica that worked on the request died."""
     return ApiError(
@@ -319,4 +365,5 @@ def request_timeout(limit_s: float) -> ApiError:
         f"The request was not finished within {limit_s:g} s.",
         kind="server_error",
         code="request_timeout",
+        headers=[(b"connection", b"close")],
     )

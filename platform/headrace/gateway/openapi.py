@@ -29,12 +29,14 @@ WARM = "/headrace/v1/warm"
 _ERRORS = {
     400: "The request is malformed or a field is wrong.",
     401: "The API key is missing or wrong.",
-    403: "It takes a key with the role admin or, without keys, a client on the gateway's machine.",
+    403: "It takes a key with the role admin or, without keys, a client on the gateway's machine; "
+    "or the request's `Host` is no name of the endpoint.",
     404: "There is no such route, model, plan or corpus.",
     405: "The method does not fit the route.",
     408: "The request body did not arrive in time.",
     409: "No replica drafts from a memory, or all refuse; the message says what to set.",
     413: "The request body is too large.",
+    415: "The request body is compressed in a way that is not supported.",
     429: "Too many requests are in progress; `Retry-After` says when to try again.",
     500: "The engine or the gateway failed.",
     501: "vLLM does not do this for the model as it is configured.",
@@ -42,8 +44,8 @@ _ERRORS = {
     503: "No replica is ready; `Retry-After` says when to try again.",
     504: "The request took longer than its limit.",
 }
-_RELAYED_ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 501, 502, 503, 504)
-_CHANGE_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 504)
+_RELAYED_ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 501, 502, 503, 504)
+_CHANGE_ERRORS = (400, 401, 403, 405, 408, 413, 415, 429, 500, 504)
 _REF = "#/components/schemas/"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
+from urllib.parse import quote
 
 import msgspec
 
@@ -35,6 +36,13 @@ def needs_no_key(path: str) -> bool:
 
 
 Handler = Callable[[Asked], Awaitable[None]]
+
+
+async def redirect(asked: Asked) -> None:
+    """Name the route without the slashes at its end, as Starlette does in vLLM's own server."""
+    path, _, query = asked.call.target.partition("?")
+    place = quote(path.rstrip("/")) + (f"?{query}" if query else "")
+    await asked.answer(307, b"", (b"location", place.encode("latin-1")))
 
 
 class OwnRoutes:
@@ -80,6 +88,12 @@ class OwnRoutes:
         if is_console(path):
             return self._console
         return None
+
+    def has(self, path: str) -> bool:
+        """Whether there is something at a path, here or at the replicas."""
+        if path in (ROUTER, SPECULATION, WARM, MEMORY) or self._admin.find(path) is not None:
+            return True
+        return bool(self._pool.routes.at(path))
 
     async def _order(self, asked: Asked) -> None:
         """Change how the app works."""

@@ -25,6 +25,7 @@ from typing import Any
 from headrace.config.filestamp import ReloadSchedule, stamp_of
 from headrace.config.keyfile import KeyEntry, Role, hash_of, read_entries
 from headrace.gateway import errors
+from headrace.gateway.door.browsers import is_loopback
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -105,7 +106,9 @@ ANYONE = Caller()
 """Everybody, where no keys are configured."""
 
 
-def may_administer(caller: Caller, client: Sequence[Any] | None, seen: Container[bytes]) -> bool:
+def may_administer(
+    caller: Caller, client: Sequence[Any] | None, seen: Mapping[bytes, bytes]
+) -> bool:
     """Whether a request may change how the app works, or look into it.
 
     With keys that takes one whose role is admin. Without keys it takes a client on this machine,
@@ -113,11 +116,13 @@ def may_administer(caller: Caller, client: Sequence[Any] | None, seen: Container
 
     Args:
         client: address and port, as ASGI has them; None if nobody knows.
-        seen: the names of the request's headers.
+        seen: the request's headers.
     """
     if caller is not ANYONE:
         return caller.role == "admin"
     if client is None or any(name in seen for name in FORWARDING):
+        return False
+    if not is_loopback(seen.get(b"host")):
         return False
     try:
         return ipaddress.ip_address(client[0]).is_loopback

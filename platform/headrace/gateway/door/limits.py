@@ -1,10 +1,12 @@
 """What a client may send: its key, its content type, a body of limited size, a JSON object.
 
-The body is checked, not rewritten: the replica gets the client's own bytes.
+The body is checked, not rewritten: the replica gets the client's own bytes, decoded
+(`door.encodings`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from headrace.gateway import errors
 from headrace.gateway.asgi import ClientGone, Receive
 from headrace.gateway.door.budget import Held
+from headrace.gateway.door.encodings import Decoder
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
@@ -29,6 +32,15 @@ MOST_ITEMS = {
     "tokens": 65_536,
 }
 """Longest lists in a request's body, by field."""
+
+MAX_MESSAGE_PARTS = 32_768
+"""Entries of all lists within a conversation. vLLM takes 21 microseconds for each part of a
+message."""
+MAX_LOGPROBS = 1 << 20
+"""Maximum of one answer. A replica holds some 500 bytes for each, and writes 80."""
+DEFAULT_TOKENS = 8_192
+"""Tokens of an answer without a limit, for `MAX_LOGPROBS`."""
+BYTES_PER_TOKEN = 4
 
 MOST_OTHER_BYTES = 512 * 1024
 """Of all fields of a request but the `_Bulky` ones, together. A schema may have 256 KiB. Parsing
@@ -101,28 +113,33 @@ def check_length(header: bytes | None, limit_bytes: int) -> None:
         raise errors.body_too_large(limit_bytes)
 
 
-async def read_body(receive: Receive, limit_bytes: int, held: Held) -> bytes:
-    """The whole request body, which `held` counts.
+async def read_body(
+    receive: Receive, limit_bytes: int, held: Held, decoder: Decoder | None = None
+) -> bytes:
+    """Return the whole request body, decoded, which `held` counts.
 
     Raises:
-        ApiError: 413 as soon as more than `limit_bytes` have come, 429 where there is no room.
+        ApiError: 413 as soon as more than `limit_bytes` arrived or are decoded, 429 where there is
+            no room, 400 where the body cannot be decoded.
         ClientGone: the client hung up first.
     """
-    message = await receive()
     parts: list[bytes] = []
-    size = 0
-    while True:
+    came, size, more = 0, 0, True
+    while more:
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit_bytes:
-            raise errors.body_too_large(limit_bytes)
-        held.add(len(part))
-        if not message.get("more_body", False):
-            return b"".join([*parts, part]) if parts else bytes(part)
-        parts.append(part)
-        message = await receive()
+        part, more = message.get("body", b""), message.get("more_body", False)
+        came += len(part)
+        for piece in (part,) if decoder is None else decoder.decode(part, is_last=not more):
+            size += len(piece)
+            if max(came, size) > limit_bytes:
+                raise errors.body_too_large(limit_bytes)
+            held.add(len(piece))
+            parts.append(piece)
+            if decoder is not None:
+                await asyncio.sleep(0)
+    return b"".join(parts) if len(parts) > 1 else bytes(parts[0])
 
 
 def check_other_bytes(body: bytes) -> None:
@@ -195,6 +212,73 @@ def check_fields(request: Mapping[str, Any]) -> None:
         if isinstance(value, list) and len(value) > most and not _is_one_prompt(name, value):
             message = f"{name} has {len(value)} items; {most} at once is the limit."
             raise errors.ApiError(400, message, code="too_many_items", param=name)
+    for name in ("messages", "input"):
+        if _nested_items(request.get(name), MAX_MESSAGE_PARTS) > MAX_MESSAGE_PARTS:
+            message = f"{name} has more than {MAX_MESSAGE_PARTS} items and parts of items."
+            raise errors.ApiError(400, message, code="too_many_items", param=name)
+
+
+def check_logprobs(request: Mapping[str, Any], body_bytes: int) -> None:
+    """Refuse a request that may be answered with very many log-probabilities.
+
+    A replica makes several objects of each, all of which it holds until the answer ends.
+
+    Args:
+        body_bytes: size of the request, which bounds the tokens of its prompt.
+
+    Raises:
+        ApiError: 400.
+    """
+    best = [_count(request.get(name)) for name in ("top_logprobs", "logprobs")]
+    of_prompt = _count(request.get("prompt_logprobs"))
+    entries = 0
+    if any(best):
+        choices = max(1, _count(request.get("n"))) * _prompts(request)
+        entries = choices * _max_tokens(request) * (max(best) + 1)
+        if request.get("echo"):
+            of_prompt = max(of_prompt, *best)
+    if of_prompt:
+        entries += body_bytes // BYTES_PER_TOKEN * (of_prompt + 1)
+    if entries > MAX_LOGPROBS:
+        raise errors.ApiError(
+            400,
+            f"The answer could have {entries:,} log-probabilities; {MAX_LOGPROBS:,} is "
+            "the limit. Ask for fewer choices, tokens, prompts or log-probabilities of each token.",
+            code="too_many_logprobs",
+            param="prompt_logprobs" if of_prompt else "top_logprobs",
+        )
+
+
+def _count(value: Any) -> int:
+    """Return a field's number; 0 for a value that the replica will refuse or ignore."""
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _prompts(request: Mapping[str, Any]) -> int:
+    """Return the number of prompts in a request."""
+    for name in ("prompt", "messages"):
+        value = request.get(name)
+        if isinstance(value, list) and value and isinstance(value[0], (str, list)):
+            return len(value)
+    return 1
+
+
+def _max_tokens(request: Mapping[str, Any]) -> int:
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    limits = [request[name] for name in names if _count(request.get(name))]
+    return min(limits) if limits else DEFAULT_TOKENS if "prompt" not in request else 16
+
+
+def _nested_items(value: Any, most: int) -> int:
+    """Count the entries of all lists within a value, up to the first count above `most`."""
+    found, left = 0, [value]
+    while left and found <= most:
+        each = left.pop()
+        if isinstance(each, list):
+            found += len(each)
+        inner = each if isinstance(each, list) else each.values() if isinstance(each, dict) else ()
+        left.extend(one for one in inner if isinstance(one, (list, dict)))
+    return found
 
 
 def _is_one_prompt(name: str, value: list[Any]) -> bool:
@@ -246,6 +330,4 @@ def decode_object(body: bytes) -> Mapping[str, Any]:
         if isinstance(request, dict):
             return request
         fault = "it is not an object"
-    raise errors.ApiError(
-        400, f"The request body is not a JSON object: {fault}.", code="invalid_json"
-    )
+    raise errors.not_json(fault)

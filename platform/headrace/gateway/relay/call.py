@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from headrace.gateway.asgi import Write
 from headrace.gateway.door.budget import Held
@@ -17,6 +19,9 @@ from headrace_decode.replay.said import HEADER
 from headrace_decode.routes import Route
 from headrace_decode.techniques import Asked
 
+SHOWN = 50
+"""Maximum number of in-flight requests that the status lists."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -24,6 +29,7 @@ class Call:
 
     Attributes:
         route: the replica's operation that it asks for; None for the gateway's own documents.
+        encodings: values of the client's `content-encoding` headers.
         started: `perf_counter` at the request's head.
         tenant: whom the key proves; None where no keys are configured.
         waited_s: seconds spent waiting for the client's body or for a replica.
@@ -48,6 +54,7 @@ class Call:
     tenant: str | None = None
     draftable_tokens: int = 0
     route: Route | None = None
+    encodings: tuple[bytes, ...] = ()
     started: float = field(default_factory=perf_counter)
     waited_s: float = 0.0
     own_s: float | None = None
@@ -76,19 +83,49 @@ class Call:
         return OPENAI if self.route is None else dialect_of(self.route.api)
 
 
+def in_flight(calls: Iterable[Call]) -> list[dict[str, Any]]:
+    """Describe the oldest calls for the status, at most `SHOWN`.
+
+    Args:
+        calls: oldest first.
+    """
+    now = perf_counter()
+    return [
+        {
+            "id": call.request_id.decode("latin-1"),
+            "path": call.target.partition("?")[0],
+            "age_s": round(now - call.started, 3),
+            "ttft_s": call.ttft_s,
+            "sent_bytes": call.sent_bytes,
+            "replica": call.replica_id,
+        }
+        for call in itertools.islice(calls, SHOWN)
+    ]
+
+
 @dataclass(slots=True)
 class Answer:
-    """A reply that may be passed on: of a stream the first bytes, of any other the whole body."""
+    """A reply that may be passed on: of a stream the first bytes, of any other the whole body or
+    its first `relay.HELD_BYTES`.
+
+    Attributes:
+        held: counts the body; None for a stream.
+        is_whole: whether nothing follows `body`.
+    """
 
     lease: Lease
     reply: Reply
     body: bytes
     streamed: bool
+    held: Held | None = None
+    is_whole: bool = True
 
     def close(self) -> None:
         """End the exchange with the replica; before its end this aborts the request there."""
         self.reply.close()
         self.lease.release()
+        if self.held is not None:
+            self.held.release()
 
     @property
     def tells(self) -> bool:
