@@ -22,7 +22,11 @@ the other sends everything of `attacks` and guesses keys and salts.
                                 its worker for grammars, have more afterwards
     rss_growth_again_mb         what they have more after all attacks once again
     wrong_tenant_hits           prompts whose KV was found with another tenant's salt or a wrong key
-    wrong_answers               attacks that were answered 500 and more, or not in time
+    wrong_answers               attacks that were answered 500 and more, or not in time, or by an
+                                error of more than 64 KiB
+    held.requests               requests, bytes of bodies and connections that the gateway holds
+    held.body_bytes             10 s after the last attack of the first round
+    held.sockets
     attack_s, attack_mb         how long the attacks took, and the bodies that they sent
     cpu_s.PART                  processor seconds of each part meanwhile
     rss_growth_mb.PART          `rss_growth_mb` by part
@@ -58,14 +62,17 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from benchmarks.hostile.attacks import (
     ANSWER_LIMIT_S,
     COMPLETE,
     Request,
     SlowHeads,
+    Unread,
     requests,
     send,
+    too_long,
     wires,
     wrong_answer,
 )
@@ -79,6 +86,8 @@ SETTLE_S, QUIET_S, BUSY_S = 65.0, 60.0, 30.0
 """A gauge of stalls remembers a minute: what starting cost has to be forgotten first."""
 AT_ONCE = 4
 SLOW_HEADS = 200
+UNREAD = 60
+HELD_AFTER_S = 10.0
 GUESSES = 500
 BLOCKS = 3
 TARGETS = {
@@ -86,6 +95,9 @@ TARGETS = {
     "neighbour.itl_p99_vs_quiet": 1.3,
     "rss_growth_mb": 200.0,
     "wrong_tenant_hits": 0.0,
+    "held.requests": 0.0,
+    "held.body_bytes": 0.0,
+    "held.sockets": 0.0,
 }
 
 
@@ -134,6 +146,22 @@ class Target:
         decode = next(r for r in found["replicas"] if r["role"] == "decode")
         both = found["gateway"], decode
         return Stall(*(max(each[f"loop_{kind}_s"] for each in both) for kind in Stall._fields))
+
+    def held(self) -> dict[str, float]:
+        """What the gateway holds of clients other than this program's administrator."""
+        found = self.status()["gateway"]
+        port = urlsplit(self.url).port
+        ours = {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.raddr}
+        open_ones = [
+            each
+            for each in psutil.Process(found["pid"]).net_connections("tcp")
+            if each.raddr and each.laddr.port == port and each.raddr.port not in ours
+        ]
+        return {
+            "held.requests": found["relaying"],
+            "held.body_bytes": found["body_bytes"],
+            "held.sockets": len(open_ones),
+        }
 
     def parts(self) -> Parts:
         """Its processes."""
@@ -247,6 +275,8 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
     with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
         wrong = attack(target, sent, client_niceness, under_way)
     took_s = time.monotonic() - began
+    time.sleep(HELD_AFTER_S)
+    kept = target.held()
     cpu_s = {part: after - used[part] for part, after in parts.cpu_s().items()}
     grown = {part: after - held[part] for part, after in parts.resident_bytes().items()}
     once_bytes = sum(parts.resident_bytes().values())
@@ -270,6 +300,7 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
         "rss_growth_mb": round(sum(grown.values()) / 1e6, 1),
         "rss_growth_again_mb": round(again_bytes / 1e6, 1),
         "wrong_tenant_hits": wrong_tenant_hits(target),
+        **kept,
         "wrong_answers": len(wrong),
         "attack_s": round(took_s, 1),
         "attack_mb": round(sum(len(each.body) for each in sent) / 1e6, 1),
@@ -327,6 +358,8 @@ def attack(target: Target, sent: Sequence[Request], niceness: int, under_way: At
 
 def _attack(target: Target, sent: Sequence[Request], under_way: Attacks) -> list[str]:
     slow = SlowHeads(target.connect, SLOW_HEADS)
+    with under_way.during(f"{UNREAD} clients begin and do not read"):
+        unread = Unread(target.connect, UNREAD, target.model, target.keys["bad"])
     wrong: list[str] = []
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -343,6 +376,7 @@ def _attack(target: Target, sent: Sequence[Request], under_way: Attacks) -> list
                     wrong.append(f"{wire.name}: {why}")
     finally:
         slow.close()
+        unread.close()
     return wrong
 
 
@@ -352,7 +386,10 @@ def _ask(target: Target, request: Request, under_way: Attacks) -> str | None:
             found = send(target.url, request, target.bearer("bad"))
     except (OSError, HTTPException) as error:
         return f"{request.name}: {error!r}"
-    return None if found is None or found[0] < 500 else f"{request.name}: {found[0]}"
+    if found is None:
+        return None
+    why = str(found[0]) if found[0] >= 500 else too_long(*found)
+    return None if why is None else f"{request.name}: {why}"
 
 
 def wrong_tenant_hits(target: Target) -> int:

@@ -7,6 +7,7 @@ answers that are right; an answer of 500 and more, or none within its `limit_s`,
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import time
@@ -17,11 +18,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 MEGABYTE = 1_000_000
 ANSWER_LIMIT_S = 120.0
 """Four grammars may stand in a queue, and each may be tried for 30 s."""
 REFUSED = range(400, 500)
 ANSWERED = range(200, 500)
+MAX_ERROR_BYTES = 64 * 1024
+"""Maximum size of an answer that is an error."""
+FLOOD_BYTES = 50 * MEGABYTE
+BOMB_BYTES = 300 * MEGABYTE
 
 TROUBLE: dict[str, str] = {
     "letters": "a",
@@ -64,12 +70,14 @@ class Wire:
 
 
 def requests(model: str) -> Iterator[Request]:
-    """All of them; about 140."""
+    """All of them; about 160."""
     yield from _strings(model)
     yield from _shapes(model)
     yield from _grammars(model)
     yield from _heads(model)
     yield from _resumed(model)
+    yield from _malformed(model)
+    yield from _encoded(model)
 
 
 def _strings(model: str) -> Iterator[Request]:
@@ -161,6 +169,47 @@ def _resumed(model: str) -> Iterator[Request]:
         yield Request(f"resumed: {name}", stream + body, ANSWERED, headers=headers)
 
 
+def _malformed(model: str) -> Iterator[Request]:
+    """Items that fit no kind of item: each is compared with all kinds."""
+    hi = [{"role": "user", "content": "Hi"}]
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+    block = {"role": "user", "content": [{"type": "x"}]}
+    text = {"role": "user", "content": "x" * 50_000}
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("one malformed part beside a text", RESPONSES, {"input": [text, image]}),
+        ("200,000 parts", CHAT, {"messages": [{"role": "user", "content": [{}] * 200_000}]}),
+        (
+            "22 million log-probabilities",
+            CHAT,
+            {"messages": hi, "n": 128, "max_tokens": 8192, "logprobs": True, "top_logprobs": 20},
+        ),
+    ]
+    for count in (40, 16_000):
+        empty = [{"role": "user", "content": None}] * count
+        asked += [
+            (f"{count:,} malformed items", RESPONSES, {"input": [image] * count}),
+            (f"{count:,} empty items", RESPONSES, {"input": [{}] * count}),
+            (f"{count:,} malformed tools", RESPONSES, {"input": "Hi", "tools": [{}] * count}),
+            (f"{count:,} messages without content", CHAT, {"messages": empty}),
+            (f"{count:,} malformed blocks", MESSAGES, {"messages": [block] * count}),
+        ]
+    for name, path, body in asked:
+        yield Request(name, _json({"model": model, "max_tokens": 1, **body}), path=path)
+
+
+def _encoded(model: str) -> Iterator[Request]:
+    """Bodies that are small until they are decoded."""
+    bomb = gzip.compress(b" " * BOMB_BYTES)
+    for name, body in (
+        ("a gzip bomb", bomb),
+        ("a gzip bomb in a gzip bomb", gzip.compress(bomb)),
+        ("10,000 empty gzip files", gzip.compress(b"") * 10_000),
+        ("half a gzip file", bomb[: len(bomb) // 2]),
+    ):
+        yield Request(name, body, headers={"content-encoding": "gzip"})
+    yield Request("an unknown encoding", bomb, headers={"content-encoding": "br"})
+
+
 def _heads(model: str) -> Iterator[Request]:
     """Headers: names, values and numbers of them."""
     body = _json({"model": model, "prompt": "Hi", "max_tokens": 1})
@@ -185,9 +234,17 @@ def wires(model: str, key: str = "none") -> list[Wire]:
         "content-type: application/json\r\n"
     )
     head = start + "content-length: %d\r\n\r\n"
+    no_key = f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
     def post(payload: bytes, length: int | None = None) -> bytes:
         return (head % (len(payload) if length is None else length)).encode() + payload
+
+    def flooded(sock: socket.socket, piece: bytes) -> bytes:
+        """The answer to a request that goes on after it, until the server takes no more."""
+        with contextlib.suppress(OSError):
+            for _ in range(FLOOD_BYTES // len(piece)):
+                sock.sendall(piece)
+        return _some(sock)
 
     def half_closed(sock: socket.socket) -> bytes:
         sock.sendall(post(body))
@@ -230,6 +287,40 @@ def wires(model: str, key: str = "none") -> list[Wire]:
                 sock.sendall(b"x-%d: 1\r\n" % n)
         return _some(sock)
 
+    def endless_trailers(sock: socket.socket) -> bytes:
+        sock.sendall((start + "transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n").encode())
+        return flooded(sock, b"a: b\r\n" * 10_000)
+
+    def endless_trailers_after_a_refusal(sock: socket.socket) -> bytes:
+        sock.sendall((no_key + "transfer-encoding: chunked\r\n\r\n").encode())
+        time.sleep(0.1)
+        return flooded(sock, b"0\r\n" + b"a: b\r\n" * 10_000)
+
+    def a_body_after_a_refusal(sock: socket.socket) -> bytes:
+        sock.sendall((no_key + "content-length: 1000000000\r\n\r\n").encode())
+        return flooded(sock, b"a" * 65_536)
+
+    def one_byte_after_a_refusal(sock: socket.socket) -> bytes:
+        sock.sendall((no_key + "transfer-encoding: chunked\r\n\r\n").encode())
+        answer = _all(sock)
+        sock.sendall(b"1")
+        while sock.recv(65_536):  # until the server ends the connection
+            pass
+        return answer
+
+    def endless_chunk_extensions(sock: socket.socket) -> bytes:
+        sock.sendall((start + "transfer-encoding: chunked\r\n\r\n1;").encode())
+        return flooded(sock, b"a" * 65_536)
+
+    def chunks_of_one_byte(sock: socket.socket) -> bytes:
+        sock.sendall((start + "transfer-encoding: chunked\r\n\r\n").encode())
+        return flooded(sock, b"1\r\na\r\n" * 10_000)
+
+    def an_upgrade_with_a_body(sock: socket.socket) -> bytes:
+        asks = b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length"
+        sock.sendall(post(body).replace(b"content-length", asks, 1))
+        return _all(sock)
+
     def unread(sock: socket.socket) -> None:
         """Ask for a stream and never read it."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -244,6 +335,9 @@ def wires(model: str, key: str = "none") -> list[Wire]:
     acts: list[Callable[[socket.socket], bytes | None]] = [
         *(half_closed, half_closed_early, pipelined, pipelined_streams, smuggled),
         *(endless_chunks, announced, header_flood, unread, byte_by_byte),
+        *(endless_trailers, endless_trailers_after_a_refusal, a_body_after_a_refusal),
+        *(one_byte_after_a_refusal, endless_chunk_extensions, chunks_of_one_byte),
+        an_upgrade_with_a_body,
     ]
     return [Wire(act.__name__.replace("_", " "), act) for act in acts]
 
@@ -274,6 +368,36 @@ class SlowHeads:
             sock.close()
 
 
+class Unread:
+    """Connections whose clients ask for more than a connection holds, and never read.
+
+    Each has a body of 400 KB and asks for a stream of 16 tokens with the log-probabilities of 20
+    others, then for the metrics a hundred times.
+
+    Args:
+        model: as of `requests`. key: of the client.
+    """
+
+    def __init__(
+        self, connect: Callable[[], socket.socket], count: int, model: str, key: str
+    ) -> None:
+        asked = {"model": model, "prompt": "Hi", "max_tokens": 16, "stream": True, "logprobs": 20}
+        body = _json({**asked, "ignore_eos": True, "user": "x" * 400_000})
+        shown = f"host: localhost\r\nauthorization: Bearer {key}\r\n"
+        head = f"POST {COMPLETE} HTTP/1.1\r\n{shown}content-type: application/json\r\n"
+        more = f"GET /metrics HTTP/1.1\r\n{shown}\r\n".encode() * 100
+        self._sockets = [connect() for _ in range(count)]
+        for sock in self._sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            with contextlib.suppress(OSError):
+                sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body + more)
+
+    def close(self) -> None:
+        """Hang up on all."""
+        for sock in self._sockets:
+            sock.close()
+
+
 def send(url: str, request: Request, headers: dict[str, str]) -> tuple[int, str] | None:
     """The status and text of the answer; None where the connection was ended without one, as a
     request may be that is refused while it is still coming.
@@ -294,6 +418,12 @@ def send(url: str, request: Request, headers: dict[str, str]) -> tuple[int, str]
             return got.status, got.read().decode(errors="replace")
         except ConnectionError:
             return None
+
+
+def too_long(status: int, text: str) -> str | None:
+    """What is wrong with the size of an answer; None if nothing is."""
+    size = len(text.encode())
+    return f"{status} with {size} bytes" if status >= 400 and size > MAX_ERROR_BYTES else None
 
 
 def wrong_answer(answer: bytes | None) -> str | None:

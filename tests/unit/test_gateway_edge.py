@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import socket
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from headrace.gateway import GatewayOptions, build_gateway_app
 from headrace.gateway.door import limits
 from headrace.gateway.door.browsers import AllowedHosts, host_name
 from headrace.gateway.errors import ApiError
+from headrace.gateway.memory import CorpusPart
+from headrace.gateway.orders import WarmRequest
 from headrace.gateway.relay.relay import HELD_BYTES, MAX_ERROR_BYTES
 from tests.unit.gateway_fakes import (
     BODY,
@@ -289,6 +292,25 @@ def test_a_message_cannot_have_very_many_parts(field: str) -> None:
     for wrong in (many, [many], [{"role": "user", "tool_calls": [[[{}] * 40_000]]}]):
         with pytest.raises(ApiError, match="parts"):
             limits.check_fields({field: wrong})
+
+
+@pytest.mark.parametrize(
+    "model, body",
+    [
+        (CorpusPart, {"texts": [1] * 1_000_000}),
+        (CorpusPart, {f"x{n}": 1 for n in range(250_000)}),
+        (WarmRequest, {"prompts": [["x"] * 1_000_000]}),
+        (WarmRequest, {"prompts": [1] * 1_000_000}),
+        (WarmRequest, {"chats": [[{}] * 250_000]}),
+        (WarmRequest, {"chats": [[]] * 250_000}),
+    ],
+)
+def test_a_malformed_administrative_request_is_refused_at_once(model: Any, body: Any) -> None:
+    began_s = time.thread_time()
+    with pytest.raises(ApiError) as refused:
+        limits.validated(model, body)
+    assert time.thread_time() - began_s < 0.25
+    assert len(refused.value.message) < 500
 
 
 # Compressed bodies.

@@ -10,6 +10,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from headrace.gateway import errors
 from headrace.gateway.asgi import ClientGone, Receive
 from headrace.gateway.door.budget import Held
 from headrace.gateway.door.encodings import Decoder
+from headrace_engine.serving.validation import FailFastAdapter
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
@@ -41,6 +43,8 @@ MAX_LOGPROBS = 1 << 20
 DEFAULT_TOKENS = 8_192
 """Tokens of an answer without a limit, for `MAX_LOGPROBS`."""
 BYTES_PER_TOKEN = 4
+MAX_ADMIN_FIELDS = 64
+"""Maximum fields of an administrative request; pydantic makes an object of each unknown one."""
 
 MOST_OTHER_BYTES = 512 * 1024
 """Of all fields of a request but the `_Bulky` ones, together. A schema may have 256 KiB. Parsing
@@ -292,12 +296,21 @@ def validated(model: type[Model], wanted: Mapping[str, Any]) -> Model:
     Raises:
         ApiError: 400, naming the first wrong field.
     """
+    if len(wanted) > MAX_ADMIN_FIELDS:
+        message = f"The request body has {len(wanted)} fields; {MAX_ADMIN_FIELDS} is the limit."
+        raise errors.ApiError(400, message, code="too_many_fields")
     try:
-        return model.model_validate(wanted)
+        checked: Model = _validator(model).validate_python(wanted)
+        return checked
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     place = first.get("ctx", {}).get("field") or ".".join(map(str, first["loc"]))
     raise errors.bad_field(place.partition(".")[0], f"({place}): {first['msg']}")
+
+
+@cache
+def _validator(model: type[pydantic.BaseModel]) -> FailFastAdapter:
+    return FailFastAdapter(pydantic.TypeAdapter(model))
 
 
 def wrong_field(field: str, what: str) -> PydanticCustomError:
