@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_engine._vllm_compat import engine_events, start_engine
 from headrace_engine.meter import EngineMeter
-from headrace_engine.ports import free_port_block
+from headrace_engine.ports import ReservedPorts, reserve_ports
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
 from headrace_engine.reporting.engine_events import EngineEvents
 
@@ -34,6 +34,10 @@ IN_PROCESS_KEY = "headrace_in_process"
 
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+
+_reserved: ReservedPorts | None = None
+"""This process's ports for NIXL's handshakes. They are kept, so that an engine that starts again
+finds them."""
 
 
 class MeteredVLLMEngine(VLLMEngine):
@@ -51,14 +55,16 @@ class MeteredVLLMEngine(VLLMEngine):
 
     @staticmethod
     def _choose_side_channel(llm_config: Any) -> None:
-        """Give NIXL's handshake an address that others reach and ports that are free; whoever pulls
-        is told them with the KV. Ray does the former for connectors that it knows by name only."""
+        """Give NIXL's handshake an address that others reach, and ports that no other engine takes
+        before this one listens there. A decode engine gets them with the KV. Ray chooses the
+        address for connectors that it knows by name only."""
         os.environ.setdefault(SIDE_CHANNEL_HOST, ray.util.get_node_ip_address())
         if SIDE_CHANNEL_PORT not in os.environ:
             ranks = llm_config.engine_kwargs.get("data_parallel_size", 1)
             count = llm_config.get_engine_config().num_devices + ranks
-            base = free_port_block(count, ray.util.get_node_ip_address())
-            os.environ[SIDE_CHANNEL_PORT] = str(base)
+            global _reserved
+            _reserved = reserve_ports(count, os.environ[SIDE_CHANNEL_HOST])
+            os.environ[SIDE_CHANNEL_PORT] = str(_reserved.first)
 
     async def start(self) -> None:
         """Start the engine and measure its first steps; a model that lies in a local folder needs

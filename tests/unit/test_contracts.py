@@ -314,6 +314,20 @@ def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
     assert "future.result()" in source, f"the step is no longer asked for: mend {mend}"
 
 
+def test_nixls_handshakes_are_answered_by_a_method_that_tells_when_it_listens() -> None:
+    mend = "engine/headrace_engine/integrity/halves.py"
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler"
+    scheduler = f"{module}:NixlBaseConnectorScheduler"
+    assert_takes(
+        f"{scheduler}._nixl_handshake_listener",
+        mend,
+        *("encoded_data", "ready_event", "stop_event", "host", "port"),
+    )
+    source = inspect.getsource(find(f"{scheduler}.set_xfer_handshake_metadata", mend))
+    for words in ("target=self._nixl_handshake_listener", "ready_event.wait()"):
+        assert words in source, f"the listener is begun otherwise: mend {mend}"
+
+
 def test_the_ports_of_nixls_handshake_can_be_chosen() -> None:
     from vllm import envs
 

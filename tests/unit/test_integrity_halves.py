@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
+from vllm.utils.network_utils import make_zmq_path
 from vllm.v1.request import RequestStatus
 
 from headrace_engine.handoff import PARAMS_KEY as TRANSFER
 from headrace_engine.handoff import produce_params
 from headrace_engine.integrity import halves
-from headrace_engine.integrity.halves import ProvenScheduler, ProvenWorker
+from headrace_engine.integrity.halves import ProvenPayload, ProvenScheduler, ProvenWorker
 from headrace_engine.integrity.identity import PARAMS_KEY, Claim, Unproved, believe
+from headrace_engine.ports import reserve_ports
 
 PROMPT = list(range(200))
 BLOCK = 128
@@ -219,3 +226,64 @@ def test_a_worker_pulls_only_with_a_claim() -> None:
 def test_the_demand_for_fingerprints_travels_with_the_prefill() -> None:
     assert produce_params(True).items() - produce_params().items() == {("headrace_check", True)}
     assert TRANSFER == "kv_transfer_params"
+
+
+# Handshakes
+
+
+def listening(host: str, port: int) -> ProvenScheduler:
+    """A producer that answers handshakes at this address."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halves, "model_digest", lambda config: b"model")
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
+        patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        made = scheduler()
+        made.set_xfer_handshake_metadata({(0, 0): ProvenPayload("hash", b"agent", 4096)})
+    return made
+
+
+def handshake(host: str, port: int, *before: list[bytes]) -> bytes:
+    """The agent that a producer answers with, after these messages."""
+    made = listening(host, port)
+    path = make_zmq_path("tcp", host, port)
+    try:
+        for message in before:
+            with zmq.Context() as context, context.socket(zmq.DEALER) as sending:
+                sending.connect(path)
+                sending.send_multipart(message)
+        for _ in range(20):
+            with zmq_ctx(zmq.REQ, path) as asking:
+                asking.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))
+                if asking.poll(1000):
+                    answer, _ = asking.recv_multipart()
+                    found = msgspec.msgpack.decode(answer, type=ProvenPayload)
+                    return found.agent_metadata_bytes
+        raise AssertionError("nobody answers")
+    finally:
+        made._stop_event.set()
+
+
+def test_a_handshake_is_answered_at_reserved_ports() -> None:
+    with reserve_ports(2, "127.0.0.1") as block:
+        assert handshake("127.0.0.1", block.first) == b"agent"
+
+
+def test_an_engine_whose_port_is_taken_says_so_and_does_not_wait_for_ever() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"127\.0\.0\.1:{port} .*SIDE_CHANNEL_PORT"):
+            listening("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [b"too few"],
+        [b"", b"not msgpack", b"too many"],
+        [b"", b"\xc1"],
+        [b"", msgspec.msgpack.encode((GET_META_MSG, 0, 99))],
+    ],
+)
+def test_a_message_that_cannot_be_read_ends_no_handshakes(message: list[bytes]) -> None:
+    with reserve_ports(1, "127.0.0.1") as block:
+        assert handshake("127.0.0.1", block.first, message) == b"agent"

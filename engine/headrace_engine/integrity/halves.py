@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
@@ -42,8 +43,12 @@ from headrace_engine.integrity.stats import TransferStats
 from headrace_engine.kvkind import kv_heads, model_digest
 from headrace_kvstore.device.placing import place_worker
 from headrace_kvstore.layout import LayoutError
+from headrace_kvstore.protocol.address import host_port
 
 logger = logging.getLogger("headrace.engine")
+
+LISTEN_AGAIN_S = 0.1
+"""Pause after a message that cannot be read, so that a flood of them costs ten a second."""
 
 
 @dataclass
@@ -122,7 +127,32 @@ class ProvenScheduler(NixlPullConnectorScheduler):
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
         self._places = {rank: payload.records_at for rank, payload in metadata.items()}
+        self._listen_error: Exception | None = None
         super().set_xfer_handshake_metadata(metadata)
+        if self._listen_error is not None:
+            where = host_port(self.side_channel_host, self.side_channel_port)
+            raise RuntimeError(
+                f"NIXL's handshakes cannot be answered at {where} ({self._listen_error}); set "
+                "VLLM_NIXL_SIDE_CHANNEL_HOST to an address of this machine and "
+                "VLLM_NIXL_SIDE_CHANNEL_PORT to a port that is free there"
+            ) from self._listen_error
+
+    def _nixl_handshake_listener(  # type: ignore[override]  # vLLM's is static
+        self, encoded_data: Any, ready_event: Event, stop_event: Event, host: str, port: int
+    ) -> None:
+        """Answer handshakes, in a thread. vLLM waits for `ready_event` without a limit, and one
+        message that cannot be read ends its listener."""
+        listen = NixlPullConnectorScheduler._nixl_handshake_listener
+        while not stop_event.is_set():
+            try:
+                listen(encoded_data, ready_event, stop_event, host, port)
+            except Exception as error:
+                if not ready_event.is_set():
+                    self._listen_error = error
+                    ready_event.set()
+                    return
+                logger.warning("a message to NIXL's handshakes at port %d: %r", port, error)
+                stop_event.wait(LISTEN_AGAIN_S)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
