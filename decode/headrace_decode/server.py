@@ -67,6 +67,7 @@ from headrace_engine.serving.validation import bound_validation
 from headrace_engine.stall import LoopStall
 from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
+from headrace_kvstore.protocol.address import host_port
 from headrace_kvstore.supply import Supply
 
 logger = logging.getLogger("headrace.decode")
@@ -492,7 +493,7 @@ def refuse_api_key(environment: Mapping[str, str]) -> None:
 
 def base_url(host: str, port: int) -> str:
     """The URL of a server at an IP address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{host_port(host, port)}"
 
 
 async def _answer(response: Any) -> Any:

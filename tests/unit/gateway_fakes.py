@@ -66,12 +66,12 @@ class FakeReplica:
         told = {"routes": self.routes, "token": TOKEN, "techniques": self.techniques}
         return ReplicaInfo(self.replica_id, url, 0, self.waiting, **told)
 
-    async def start(self, port: int = 0) -> FakeReplica:
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> FakeReplica:
         app = web.Application(client_max_size=2**26)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
+        site = web.TCPSite(self._runner, host, port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self

@@ -14,6 +14,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from headrace.gateway import deployment
 from headrace.gateway.deployment import ServeBackend, ThroughServe
 from headrace.observability import metrics
+from tests.support.only_ipv6 import HOSTS
 
 
 class Response:
@@ -146,8 +147,9 @@ async def test_serves_end_of_its_lifespan_leaves_the_gateway_running() -> None:
     assert seen == ["http"]
 
 
+@pytest.mark.parametrize("host", HOSTS)
 async def test_the_metrics_are_those_of_all_nodes_that_answer(
-    notes: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    notes: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     async def export(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -157,11 +159,11 @@ async def test_the_metrics_are_those_of_all_nodes_that_answer(
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    servers = [await asyncio.start_server(turn, "127.0.0.1", 0) for turn in (export, hang_up)]
+    servers = [await asyncio.start_server(turn, host, 0) for turn in (export, hang_up)]
     nodes = [
         {
             "Alive": True,
-            "NodeManagerAddress": "127.0.0.1",
+            "NodeManagerAddress": host,
             "MetricsExportPort": server.sockets[0].getsockname()[1],
         }
         for server in servers

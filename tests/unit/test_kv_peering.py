@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace_kvstore.cluster.keeper import StoreKeeper
+from headrace_kvstore.cluster.keeper import StoreKeeper, StoreNodeActor
 from headrace_kvstore.cluster.peering import Peering
 from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.protocol.address import split_host_port
 from tests.support.kvnode import DIGEST, Engine, keys, settings, until
+from tests.support.only_ipv6 import HOSTS
 
 
 class Fake:
@@ -166,6 +168,31 @@ def peers(node: StoreNode) -> dict[str, str]:
     return {
         name: peer["state"] for name, peer in node.operations.stats()["remote"]["peers"].items()
     }
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_keepers_node_tells_where_other_machines_reach_it(
+    nodes: list[StoreNode], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: host)
+    told = []
+    for node in nodes:
+        actor = object.__new__(StoreNodeActor)
+        actor._node = node
+        told.append(actor.lend())
+    assert [split_host_port(each)[0] for each in told] == [host, host]
+    nodes[0].follow(told)
+    until(lambda: peers(nodes[0]).get(told[1]) == "up")
+
+
+def test_a_node_at_all_addresses_is_reached_at_its_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "fd00::7")
+    actor = object.__new__(StoreNodeActor)
+    for bound in ("[::]:7611", "0.0.0.0:7611"):
+        actor._node = SimpleNamespace(lend=lambda _, bound=bound: bound)  # type: ignore[assignment]
+        assert actor.lend() == "[fd00::7]:7611"
 
 
 def test_nodes_lend_to_each_other_once_they_are_told_to(nodes: list[StoreNode]) -> None:

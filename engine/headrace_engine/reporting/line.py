@@ -18,6 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace_engine.reporting.report import Report, encode
+from headrace_kvstore.protocol.address import host_port
 from headrace_kvstore.protocol.events import Change, EventPublisher
 from headrace_kvstore.protocol.membership import Membership
 
@@ -48,7 +49,7 @@ class Line:
         self.epoch = secrets.token_hex(8)
         self._token = token
         self._numbers = count()
-        anywhere = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        anywhere = f"tcp://{host_port(host, '*')}"
         self._publisher = EventPublisher(
             *(anywhere, anywhere, contents),
             kept_bytes=KEPT_BYTES,

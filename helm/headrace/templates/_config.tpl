@@ -16,7 +16,7 @@ files of keys and TLS, and the Ray resources that put each replica onto its grou
 {{- if ne ($config.token_path | default "relay") "relay" -}}
 {{- fail (printf "config.token_path: must be relay in this chart, whose Service leads to the gateways, got %s" $config.token_path) -}}
 {{- end -}}
-{{- $_ := set $gateway "host" "0.0.0.0" -}}
+{{- $_ := set $gateway "host" "::" -}}
 {{- $_ := set $gateway "port" (include "headrace.port" . | int) -}}
 {{- $_ := set $gateway "resources" (dict "headrace_gateway" 1) -}}
 {{- /* A pod has room for two gateways, which share its port. One pod: the second place is for a new

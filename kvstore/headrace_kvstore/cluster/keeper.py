@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from headrace_kvstore.cluster.peering import Peering
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.protocol.address import host_port, split_host_port
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -34,7 +35,7 @@ LOOK_S = 5.0
 ANSWER_S = 3.0
 JOIN_RETRY_S = 2.0
 SECRET_TRIES = 5
-ANYWHERE = ("0.0.0.0", "[::]")
+ANYWHERE = ("0.0.0.0", "::")
 
 Setup = Callable[[str], None]
 Observe = Callable[[dict[str, dict[str, Any] | None]], None]
@@ -60,8 +61,8 @@ class StoreNodeActor:
     def lend(self) -> str:
         """As `StoreNode.lend`, where other machines reach this one."""
         host = ray.util.get_node_ip_address()
-        bound, _, port = self._node.lend(f"{host}:0").rpartition(":")
-        return f"{host if bound in ANYWHERE else bound}:{port}"
+        bound, port = split_host_port(self._node.lend(host_port(host, 0)))
+        return host_port(host if bound in ANYWHERE else bound, port)
 
     def follow(self, addresses: list[str]) -> None:
         """As `StoreNode.follow`."""

@@ -27,6 +27,7 @@ from headrace_kvstore.peers.messages import (
 from headrace_kvstore.peers.peers import Peers
 from headrace_kvstore.peers.pull_price import Choice, choose
 from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.address import bind
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.events import EventPublisher
 from headrace_kvstore.protocol.membership import Membership
@@ -86,7 +87,7 @@ class Neighbours:
         if listen is not None and self._server is None:
             try:
                 self._server = FrameServer(
-                    *(lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer),
+                    *(lambda socket: bind(socket, f"tcp://{listen}"), decode_request, self._answer),
                     slow=(Lease, GetTags),
                     name="kv-lend",
                     members=members,

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.address import connect
 
 MOST_WAITING = 1000
 """Requests that wait for the thread or the node, at most; more are refused."""
@@ -184,7 +185,7 @@ class Client:
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a node that is not there
             socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
             self._prepare(socket)
-            socket.connect(self.endpoint)
+            connect(socket, self.endpoint)
             until_s = time.monotonic() + self.timeout_s
             while not socket.poll(CONNECT_POLL_MS, zmq.POLLOUT):
                 if self._closed or time.monotonic() > until_s:

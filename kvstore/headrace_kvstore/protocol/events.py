@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from headrace_kvstore.protocol.address import bind
 from headrace_kvstore.protocol.membership import Membership
 from headrace_kvstore.protocol.wake import Wake
 from headrace_kvstore.table import HASH_BYTES
@@ -264,9 +265,7 @@ class EventPublisher:
         socket = self._sockets[kind]
         socket.set_hwm(SEND_QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
-        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        socket.bind(endpoint)
-        return str(socket.get_string(zmq.LAST_ENDPOINT))
+        return bind(socket, endpoint)
 
     def publish(self, changes: list[Change]) -> None:
         """Queue changes; if the queue is full, the whole state is published later instead."""

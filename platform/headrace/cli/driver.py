@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from headrace.cli import state
+from headrace_kvstore.protocol.address import split_host_port
 
 CONNECT_S = 10.0  # for a connection to the cluster's port
 FOLLOW_S = 1.0  # between two looks at the app's status
@@ -102,10 +103,11 @@ def connect(address: str) -> str:
     Raises:
         DriverError: no cluster answers there.
     """
-    host, _, port = address.rpartition(":")
-    if host and "://" not in address:  # Ray itself would try for more than a minute
+    if ":" in address and "://" not in address:  # Ray itself would try for more than a minute
         try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+            socket.create_connection(split_host_port(address), CONNECT_S).close()
+        except ValueError as error:
+            raise DriverError(f"ray.address: {error}") from None
         except OSError as error:
             reason = error.strerror or str(error)
             raise DriverError(f"no Ray cluster answers at {address}: {reason}") from None

@@ -34,6 +34,7 @@ from headrace.cli.show import kvbudget
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.keyfile import hash_of, new_key
 from headrace.observability.shared_memory import ProcessId
+from headrace_kvstore.protocol.address import host_port
 
 CONTROL_CPUS = 1.0  # reserved for Serve's controller and proxies
 WATCH_S = 0.5  # between two checks of what may end `up`
@@ -153,9 +154,9 @@ def _check_certificates(config: HeadraceConfig) -> None:
 
 def _endpoint(config: HeadraceConfig) -> str:
     host = config.gateway.host
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if config.gateway.tls else "http"
-    return f"{scheme}://{host}:{config.gateway.port}"
+    return f"{scheme}://{host_port(host, config.gateway.port or 0)}"
 
 
 class _Start:

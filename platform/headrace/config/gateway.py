@@ -96,7 +96,8 @@ class GatewaySettings(Section):
     """The public HTTP endpoint: its address, its API keys and its limits."""
 
     host: str = Field(
-        default="127.0.0.1", description="Address to listen on; `0.0.0.0` means all interfaces."
+        default="127.0.0.1",
+        description="Address to listen on; `0.0.0.0` means all IPv4 addresses, `::` all addresses.",
     )
     port: Port | None = Field(
         default=8000,

@@ -103,6 +103,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A listening TCP socket.
 
     Args:
+        host: `::` is all addresses, those of IPv4 included; where IPv6 is switched off, these.
         port: 0 takes a free one.
         reuse_port: let other processes that ask for it too listen on the same port; the kernel
             spreads the connections.
@@ -117,9 +118,13 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     except socket.gaierror as error:
         why = f"cannot listen on {host} ({error.strerror}); set gateway.host"
         raise PortTakenError(why) from error
+    if host == "::" and not _has_ipv6():
+        return bind("0.0.0.0", port, reuse_port=reuse_port)
     # asyncio sends without delay (TCP_NODELAY) only on sockets whose protocol is named.
     sock = socket.socket(address[0], socket.SOCK_STREAM, address[2])
     try:
+        if host == "::":
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -134,6 +139,16 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         raise PortTakenError(f"port {port} on {host} {why}; set gateway.port to another") from error
     sock.setblocking(False)
     return sock
+
+
+def _has_ipv6() -> bool:
+    """Whether this machine has IPv6, and it is not switched off."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
 
 
 async def serve_gateway(

@@ -14,6 +14,7 @@ import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from headrace.observability.totals import TotalCounter
+from headrace_kvstore.protocol.address import host_port
 
 TTFT_BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30.0]
 OWN_BUCKETS_S = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
@@ -203,7 +204,7 @@ async def node_metrics(fetch: Callable[[str], Awaitable[bytes]]) -> bytes:
     """
     nodes = await asyncio.to_thread(ray.nodes)
     urls = [
-        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        f"http://{host_port(node['NodeManagerAddress'], node['MetricsExportPort'])}"
         for node in nodes
         if node["Alive"]
     ]

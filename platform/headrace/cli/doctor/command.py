@@ -12,6 +12,7 @@ from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import agreement, finding, link, machine, pod
 from headrace.cli.doctor.finding import Check, Finding
 from headrace.config import ConfigError, HeadraceConfig, load_config
+from headrace_kvstore.protocol.address import split_host_port
 
 # Only a gateway's pod holds keys and certificates, and opens an endpoint.
 WITHOUT_ENDPOINT = [
@@ -147,8 +148,10 @@ def _load(file: Path | None, preset: str | None, overrides: list[str] | None) ->
 
 
 def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) < 65536
+    try:
+        return split_host_port(text)[1] > 0
+    except ValueError:
+        return False
 
 
 def _wrong(problem: str) -> Finding:

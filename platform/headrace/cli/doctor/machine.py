@@ -13,6 +13,7 @@ from headrace.cli.doctor import hardware
 from headrace.cli.doctor.finding import Check, Finding, Level
 from headrace.config import HeadraceConfig
 from headrace_kvstore.device import topology
+from headrace_kvstore.protocol.address import host_port
 
 # The versions in requirements/*.lock, with which Headrace is tested.
 TESTED = {"ray": "2.60.0", "vllm": "0.29.0", "nixl": "1.3.2"}
@@ -118,7 +119,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 def port(config: HeadraceConfig, free: bool, holder: str | None) -> Finding:
     """The gateway's port is free, or a running instance uses it."""
-    found = f"{config.gateway.host}:{config.gateway.port}"
+    found = host_port(config.gateway.host, config.gateway.port or 0)
     if holder is not None:
         return Finding("port", "OK", f'{found} is in use by the running instance "{holder}"')
     if not free:

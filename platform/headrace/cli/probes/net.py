@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 
+from headrace_kvstore.protocol.address import host_port
+
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 HUB = "https://huggingface.co"
 
@@ -20,7 +22,7 @@ def kubernetes_url(env: Mapping[str, str] = os.environ) -> str | None:
     host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         return None
-    return f"https://[{host}]:{port}/version" if ":" in host else f"https://{host}:{port}/version"
+    return f"https://{host_port(host, port)}/version"
 
 
 def clock_skew_s(url: str, timeout_s: float = 5.0) -> float:

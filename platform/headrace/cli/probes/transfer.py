@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from headrace.cli.probes.child import in_process
+from headrace_kvstore.protocol.address import host_port, split_host_port
 
 LENT_BYTES = 64 * 2**20
 PIECE_BYTES = 2 * 2**20
@@ -58,11 +59,11 @@ class Transfer:
 
 def measure(address: str, seconds: float) -> tuple[Transfer | None, str]:
     """(what was measured, ""), or (None, why nothing was). `seconds`: for each kind of transfer."""
-    host, _, port = address.rpartition(":")
+    host, port = split_host_port(address)
     code = (
         "import dataclasses, json\n"
         "from headrace.cli.probes.transfer import read\n"
-        f"done = read({host.strip('[]')!r}, {int(port)}, {min(seconds, LONGEST_S)!r})\n"
+        f"done = read({host!r}, {port}, {min(seconds, LONGEST_S)!r})\n"
         "print('FOUND ' + json.dumps(dataclasses.asdict(done)))"
     )
     found, error = in_process(code, timeout_s=60 + 3 * min(seconds, LONGEST_S))
@@ -77,7 +78,8 @@ def read(host: str, port: int, seconds: float) -> Transfer:
         hello = _receive(line, ends_s)
         answered = time.time()
         if hello.get("protocol") != PROTOCOL:
-            raise ValueError(f"{host}:{port} is no `headrace doctor --listen` of this version")
+            where = host_port(host, port)
+            raise ValueError(f"{where} is no `headrace doctor --listen` of this version")
         clock_s = (asked + answered) / 2 - float(hello["time"])
         nixl_gbps, nixl_error = None, str(hello["nixl_error"])
         if not nixl_error:

@@ -45,6 +45,8 @@ in the shape of its API, but only in its next turn of the loop."""
 SEND_TIMEOUT_S = 30.0
 """Seconds for a client to read while more than 64 KiB of its answer wait. nginx's `send_timeout`
 is 60."""
+MAPPED = "::ffff:"
+"""Prefix of IPv4 addresses at a socket for both families; proxies and limits are set without it."""
 MIN_RATE = 4096
 """Bytes a second at which a client has to read what waits, beyond that time."""
 LINGER_S = 2.0
@@ -108,6 +110,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is not None and self.client[0].startswith(MAPPED):
+            self.client = self.client[0].removeprefix(MAPPED), self.client[1]
         self._arm(HEAD_TIMEOUT_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
