@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from ray.serve.context import ReplicaContext
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 from headrace_engine._vllm_compat import cache_layout
+from headrace_engine.ports import is_free
 from headrace_engine.serving._ray_compat import ongoing_requests
 from headrace_engine.serving.request_router import NamedReplicaRouter, routed_as
 from tests.support.contracts import assert_fields, assert_takes, find
@@ -145,3 +147,24 @@ async def test_the_layout_is_found_as_the_engine_finds_it() -> None:
     assert await cache_layout(Engine(), config) == "LBNHC"
     assert cache.kv_cache_layout is None, "the configuration stays as it was"
     assert await cache_layout(object(), config) == "", "who does not tell ends no start"
+
+
+def test_an_engine_holds_the_ports_of_its_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace_engine import _ray_compat
+
+    for name in (_ray_compat.SIDE_CHANNEL_HOST, _ray_compat.SIDE_CHANNEL_PORT):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(_ray_compat, "_reserved", None)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    config = SimpleNamespace(
+        engine_kwargs={"data_parallel_size": 2},
+        get_engine_config=lambda: SimpleNamespace(num_devices=2),
+    )
+    _ray_compat.MeteredVLLMEngine._choose_side_channel(config)
+    first = int(os.environ[_ray_compat.SIDE_CHANNEL_PORT])
+    assert not any(is_free(port, "127.0.0.1") for port in range(first, first + 4))
+    _ray_compat.MeteredVLLMEngine._choose_side_channel(config)
+    assert os.environ[_ray_compat.SIDE_CHANNEL_PORT] == str(first), "an engine that starts again"
+    assert _ray_compat._reserved is not None
+    _ray_compat._reserved.release()
