@@ -45,7 +45,8 @@ class NodeSettings(ArenaSettings):
 
     Attributes:
         block_bytes, layers: how the arena is cut if this process creates it.
-        keep_arena: leave the arena when the node ends, for engines and the next node.
+        keep_arena: leave the arena when the node ends. Otherwise a node that ends removes it unless
+            another process uses it. At the end of an app it is removed in any case.
         nvme_folder: on a local disk; None for a node without an NVMe tier.
         nvme_bytes: what its files may take.
         nvme_sync: have the disk keep each block for good before it counts as written. Without it, a

@@ -9,6 +9,7 @@ is empty.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.supply import DRAM, Supply
 
 logger = logging.getLogger("headrace.kvstore")
+
+ARENA_CHECK_S = 1.0
+"""Between checks whether the arena was replaced; each takes 3 us."""
 
 Hasher = Callable[[Sequence[int], str], list[bytes]]
 """(token ids, salt) -> vLLM's hashes of the prompt's full blocks."""
@@ -48,6 +52,7 @@ class StoreView:
         self._hashes, self._block_tokens = hashes, block_tokens
         self._surveyor = surveyor or Surveyor(settings.name)
         self._arena: Arena | None = None
+        self._look_at_s = 0.0
         self._rows: list[int] = []
 
     def held_tokens(self, token_ids: Sequence[int], salt: str) -> int:
@@ -109,6 +114,7 @@ class StoreView:
     def _open(self) -> bool:
         """Whether the arena is mapped and the engine's namespaces are in it."""
         digests = self._digests()
+        self._leave_replaced()
         if self._rows and self._arena is not None:
             spaces = [self._arena.space(row).digest for row in self._rows]
             if spaces == list(digests):
@@ -125,6 +131,16 @@ class StoreView:
         rows = [self._arena.row_of(digest) for digest in digests]
         self._rows = [] if None in rows else [row for row in rows if row is not None]
         return bool(self._rows)
+
+    def _leave_replaced(self) -> None:
+        """Close the arena if another one has taken its name."""
+        now_s = time.monotonic()
+        if self._arena is not None and now_s >= self._look_at_s:
+            self._look_at_s = now_s + ARENA_CHECK_S
+            if self._arena.replaced():
+                logger.warning("the arena %s was replaced", self._settings.name)
+                self._arena.close()
+                self._arena, self._rows = None, []
 
 
 def store_settings(transfer: Any) -> StoreSettings | None:

@@ -115,6 +115,24 @@ def _located(node: Node, number: int) -> list[wire.Place]:
     return places
 
 
+def test_engines_and_the_next_node_share_one_arena_after_a_clean_restart(
+    begin: Callable[..., Node], client: NodeClient, folder: Path
+) -> None:
+    node = begin()
+    engine = Engine(node.settings)
+    engine.put(0)
+    inode = (folder / "arena").stat().st_ino
+    assert node.end() == 0
+    assert (folder / "arena").stat().st_ino == inode
+    node = begin()
+    engine.put(1)
+    until(lambda: len(locate(client, 0, 1)) == 2)
+    assert node.end() == 0
+    engine.close()
+    node = begin()
+    assert node.end() == 0 and not (folder / "arena").exists(), "the last one to go removes it"
+
+
 def test_a_second_node_is_refused_and_sigterm_leaves_nothing_but_files(
     begin: Callable[..., Node], folder: Path
 ) -> None:

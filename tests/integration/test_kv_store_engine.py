@@ -316,3 +316,20 @@ class TestCodec:
         record_property("fp8_logprob_error_nats", error)
         print(f"fp8: the first token's log-probability is off by {error:.4f} nats")
         assert LOGPROB_TOLERANCE < error < 1.0
+
+
+class TestReplacedArena:
+    def test_an_engine_uses_the_arena_that_took_the_name_and_lets_the_old_one_go(
+        self, lossy: StoredEngine, on_disk: Machine
+    ) -> None:
+        """Last, because the module's other engine computes nothing and keeps the old one."""
+        on_disk.remove_dram()
+        with on_disk.arena() as new:
+            answers: list[Stored] = []
+
+            def found() -> bool:
+                answers[:] = lossy.answers([PROMPTS[MIDDLE]], anew=True)
+                return answers[0].cached == FOUND[MIDDLE] and len(new.blocks()[0]) > 0
+
+            until(found)
+            assert not lossy.maps_removed(on_disk.name)

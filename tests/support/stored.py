@@ -141,6 +141,11 @@ class StoredEngine:
         """From now on make each load ahead of its step; or as predicted seconds say."""
         self._child.do("load_ahead", always=always)
 
+    def maps_removed(self, name: str) -> bool:
+        """Whether it still maps a removed file of this name."""
+        lines = Path(f"/proc/{self._child._process.pid}/maps").read_text().splitlines()
+        return any(f"/{name} (deleted)" in line for line in lines)
+
     def kill(self) -> None:
         """With -9."""
         self._child.kill()

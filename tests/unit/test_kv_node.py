@@ -435,6 +435,31 @@ def test_nothing_is_left_but_the_arena_if_it_is_to_be_kept(tmp_path: Path, mover
         assert set(os.listdir(tmp_path)) == left
 
 
+def test_a_node_that_ends_leaves_an_arena_that_an_engine_uses(
+    tmp_path: Path, mover: Mover, start: Start
+) -> None:
+    node = StoreNode(settings(tmp_path), mover=mover).start()
+    engine = Engine(node.settings)
+    engine.put(0)
+    assert node.close() and not engine.arena.replaced()
+    assert (tmp_path / "arena").exists(), "the next node would make a second arena"
+    after = start()
+    assert settled(after, 20) and located(after, 0) == 1
+    engine.put(1)
+    until(lambda: located(after, 0, 1) == 2)
+    engine.close()
+    assert after.close() and not (tmp_path / "arena").exists()
+
+
+def test_at_the_end_of_an_app_the_arena_goes_whoever_uses_it(tmp_path: Path, mover: Mover) -> None:
+    for keep in (False, True):
+        node = StoreNode(settings(tmp_path, keep_arena=keep), mover=mover).start()
+        engine = Engine(node.settings)
+        assert node.close(engines_end=True)
+        assert (tmp_path / "arena").exists() == keep
+        engine.close()
+
+
 def test_the_end_writes_what_waits_as_far_as_time_allows(
     tmp_path: Path, mover: Mover, start: Start
 ) -> None:

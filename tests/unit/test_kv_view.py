@@ -115,6 +115,26 @@ def test_a_row_that_another_namespace_has_got_holds_nothing_of_ours(
     view.close()
 
 
+def test_a_view_follows_an_arena_that_was_replaced(
+    arena: Arena, settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_kvstore.view.ARENA_CHECK_S", 0.0)
+    view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
+    prompt = list(range(8))
+    put(arena, 0, hashes(prompt, ""))
+    assert view.held_tokens(prompt, "") == 8
+    arena.unlink()
+    assert view.held_tokens(prompt, "") == 8, "engines go on with it"
+    with Arena.create_or_attach(
+        "arena", 2**20, folder=settings.folder, block_bytes=BLOCK_BYTES, layers=LAYERS
+    ) as after:
+        assert view.held_tokens(prompt, "") == 0
+        row = after.namespace(DIGESTS[0], BLOCK_BYTES, LAYERS)
+        put(after, row, hashes(prompt, "")[:1])
+        assert view.held_tokens(prompt, "") == 4
+    view.close()
+
+
 def test_an_arena_that_cannot_be_mapped_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "arena").write_bytes(b"no arena" * 1000)
     settings = StoreSettings(name="arena", dram_bytes=2**20, folder=tmp_path)

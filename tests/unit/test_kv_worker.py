@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import Arena, LockBusyError
 from headrace_kvstore.connector.connector import ArenaIndex
-from headrace_kvstore.connector.work import Load, Shape, Work
+from headrace_kvstore.connector.work import Load, Save, Shape, Work
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
 from tests.support.kvworker import HASHES, LAYER_BYTES, LAYERS, NAMES, Node, save
 
@@ -234,3 +236,67 @@ def test_an_arena_that_fails_after_a_load_ends_nothing(
     assert load(worker, [0]) == set()
     save(worker, [1], job=2)
     assert worker.counts["saved"] == 2
+
+
+def replace_arena(node: Node, old: Arena) -> tuple[Arena, int]:
+    """Another arena under the same name, in which the engine's namespace has another row."""
+    old.unlink()
+    new = Arena.create_or_attach(
+        "a", 4 << 20, folder=node.folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
+    )
+    assert old.replaced() and not new.replaced()
+    new.namespace(b"o" * 16, LAYERS * LAYER_BYTES, LAYERS)
+    return new, new.namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
+
+
+def test_a_worker_moves_to_an_arena_that_took_the_name_and_lets_the_old_one_go(
+    node: Node,
+) -> None:
+    worker, cache, old = node.engine(1)
+    index = ArenaIndex(old, 0, 30.0)
+    save(worker, [0, 1])
+    new, row = replace_arena(node, old)
+    until(worker.prepare_to_move)
+    worker.move(new, row)
+    index.move(new, row)
+    assert index.leading(HASHES[:2]) == 0
+    save(worker, [2, 3], job=2)
+    assert index.lacking(HASHES[:4]) == [True, True, False, False]
+    truth = cache.data[:, 2].copy()
+    cache.data[:, 2] = 0
+    assert load(worker, [2]) == set() and (cache.data[:, 2] == truth).all()
+    open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in open_descriptors()]
+    assert not [f for f in open_files if f.startswith(str(node.folder)) and "(deleted)" in f]
+    assert not [m for m in Path("/proc/self/maps").read_text().splitlines() if removed(m, node)]
+
+
+def open_descriptors() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def removed(line: str, node: Node) -> bool:
+    return str(node.folder) in line and line.endswith("(deleted)")
+
+
+def test_a_worker_moves_only_when_nothing_uses_the_old_arena(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, cache, _ = node.engine(1)
+    copies, go = threading.Event(), threading.Event()
+    plain = cache.save
+
+    def slow(*given: np.ndarray) -> np.ndarray:
+        copies.set()
+        assert go.wait(20)
+        return plain(*given)
+
+    monkeypatch.setattr(cache, "save", slow)
+    worker.begin(Work(saves={1: Save([0], HASHES[:1], [b""], [0])}))
+    worker.end()
+    assert copies.wait(20) and not worker.prepare_to_move()
+    worker.begin(Work(saves={2: Save([1], HASHES[1:2], [b""], [0])}))
+    worker.end()
+    assert worker.finished_jobs() == [2], "an engine that always saves would never move"
+    go.set()
+    until(worker.prepare_to_move)
+    assert worker.finished_jobs() == [1] and worker.counts["saved"] == 1

@@ -252,6 +252,11 @@ class ArenaMap:
         """Remove the arena's name. Who has it mapped goes on; the next to come creates another."""
         self._file.unlink()
 
+    def unlink_unused(self) -> bool:
+        """Remove the arena's name unless another handle uses it; False if one does. Raises
+        LockBusyError."""
+        return self._file.unlink_unused()
+
     def close(self) -> None:
         """Let go of the memory. Views that were given out keep it mapped until they are gone."""
         if hasattr(self, "_t"):

@@ -119,6 +119,24 @@ class SharedFile:
         fcntl.fcntl(self.lock.fd, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_UNLCK, USES + number))
         return True
 
+    def unlink_unused(self) -> bool:
+        """Remove the name as `unlink` does, unless another handle has the file open, here or in
+        another process. Returns whether it may be removed. Raises LockBusyError.
+
+        A process that opens the file at that moment waits for the lock, and then makes a new file.
+        """
+        with self.lock:
+            try:
+                self._lock_use(fcntl.F_WRLCK)  # turns this handle's own lock into a write lock
+            except BlockingIOError:
+                return False
+            self.unlink()
+            self._lock_use(fcntl.F_RDLCK)
+            return True
+
+    def _lock_use(self, kind: int) -> None:
+        fcntl.fcntl(self._uses_fd, fcntl.F_OFD_SETLK, byte_lock(kind, USES - 1))
+
     def unlink(self) -> None:
         """Remove the name, if it still stands for this file; the memory goes with its last user."""
         if _names(self.path, self._inode):

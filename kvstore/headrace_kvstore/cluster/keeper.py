@@ -69,8 +69,8 @@ class StoreNodeActor:
         self._node.follow(addresses)
 
     def close(self) -> bool:
-        """As `StoreNode.close`."""
-        return self._node.close()
+        """Close the node; the app ends, and its engines with it. Returns as `StoreNode.close`."""
+        return self._node.close(engines_end=True)
 
 
 class StoreKeeper:

@@ -67,7 +67,10 @@ class EngineCache:
         return self
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Payloads will lie in this memory, until `close`."""
+        """Payloads will lie in this memory, until `unregister` or `close`."""
+
+    def unregister(self, address: int) -> None:
+        """No payloads lie in the memory at this address any more."""
 
     def drain(self) -> None:
         """Return when nothing that was begun touches the cache any more."""

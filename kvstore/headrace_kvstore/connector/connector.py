@@ -9,6 +9,7 @@ prices loads (`headrace_engine.store_connector`).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,11 @@ from headrace_kvstore.parts import WHOLE
 from headrace_kvstore.protocol.wire import BadBlock
 
 logger = logging.getLogger("headrace.kvstore")
+
+ARENA_CHECK_S, ARENA_RETRY_S = 1.0, 60.0
+"""Between checks whether the arena was replaced (3 us each), and after a failed move."""
+LEARNER_END_S = 1.0
+"""Longest wait, once, for a thread that reports prompts to the replaced arena's policy."""
 
 
 @dataclass
@@ -143,6 +149,8 @@ class StoreConnector(KVConnectorBase_V1):
         self._node: NodeTiers | None = None
         self._worker: WorkerHalf | None = None
         self._introduced = False
+        self._look_at_s = 0.0
+        self._moves_to: OpenedArena | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._workers = opened.parts.ranks
             self._ended: dict[int, int] = {}
@@ -157,10 +165,10 @@ class StoreConnector(KVConnectorBase_V1):
             self._node = NodeTiers(settings, opened.space.digest)
         self._price = Price(block_tokens, opened.layers, self.make_step_time())
         priced = self._node is not None and settings.priced
-        if self._arena.policy.learns:
-            self._learner = PromptLearner(self._arena, [opened.row])
+        self._learn()
+        self._index = ArenaIndex(self._arena, opened.row, settings.lease_s, ranks)
         return SchedulerHalf(
-            ArenaIndex(self._arena, opened.row, settings.lease_s, ranks),
+            self._index,
             block_tokens,
             load=settings.load,
             save=settings.save,
@@ -169,7 +177,7 @@ class StoreConnector(KVConnectorBase_V1):
             price=self._price if priced else None,
             window_tokens=opened.codec.window_tokens,
             costs=self._price,
-            prompted=self._learner.prompted if self._learner is not None else None,
+            prompted=self._prompted,
             ended=self._give_up if opened.parts.writers > 1 else None,
             under_steps=under_steps,
         )
@@ -192,6 +200,7 @@ class StoreConnector(KVConnectorBase_V1):
         self.half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._follow_arena()
         return StepMetadata(self.half.step(scheduler_output))
 
     def request_finished(
@@ -291,6 +300,7 @@ class StoreConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._follow_arena()
             self._worker.open(ahead=bool(connector_metadata.work.ahead))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -329,6 +339,44 @@ class StoreConnector(KVConnectorBase_V1):
         return WorkerReport(dict.fromkeys(jobs, 1), bad, samples)
 
     # Both halves
+
+    def _follow_arena(self) -> None:
+        """Move to the arena that has taken this one's name, once nothing uses this one; called
+        between steps. Until all of the engine's processes have moved, blocks may be missed."""
+        now_s = time.monotonic()
+        if self._moves_to is None:
+            if now_s < self._look_at_s:
+                return
+            self._look_at_s = now_s + ARENA_CHECK_S
+            try:
+                self._moves_to = self._opened.follow()
+            except (OSError, ValueError, LockBusyError) as error:
+                logger.error("the arena %s was replaced: %s", self._settings.name, error)
+                self._look_at_s = now_s + ARENA_RETRY_S
+            if self._moves_to is None:
+                return
+        if self._worker is not None and not self._worker.prepare_to_move():
+            return
+        opened, self._moves_to, before = self._moves_to, None, self._arena
+        self._opened, self._arena = opened, opened.arena
+        if self._worker is not None:
+            self._worker.move(opened.arena, opened.row)
+        elif self._scheduler is not None:
+            self._index.move(opened.arena, opened.row)
+            ended = self._learner is None or self._learner.close(LEARNER_END_S)
+            self._learn()
+            if ended:
+                before.close()
+        logger.warning("the arena %s was replaced, and the new one is used", self._settings.name)
+
+    def _learn(self) -> None:
+        """Begin to report prompts to the arena's policy, if that learns."""
+        learns = self._arena.policy.learns
+        self._learner = PromptLearner(self._arena, [self._opened.row]) if learns else None
+
+    def _prompted(self, hashes: Sequence[bytes]) -> None:
+        if self._learner is not None:
+            self._learner.prompted(hashes)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
@@ -371,6 +419,8 @@ class StoreConnector(KVConnectorBase_V1):
             self._learner.close()
         if self._node is not None:
             self._node.close()
+        if self._moves_to is not None:
+            self._moves_to.close()
         self._arena.close()
 
     @classmethod

@@ -102,6 +102,9 @@ class DeviceCache(EngineCache):
         if self.device.type == "cuda":
             self._registered.add(address, size_bytes)
 
+    def unregister(self, address: int) -> None:
+        self._registered.remove(address)
+
     def close(self) -> None:
         self.drain()
         self._registered.close()

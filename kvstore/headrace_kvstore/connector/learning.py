@@ -32,9 +32,9 @@ class PromptLearner:
         if not full:
             self._worker.submit(self._report)
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Report what waits, as far as time allows, and stop."""
-        self._worker.close(timeout_s)
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Report what waits, as far as time allows, and stop; False if the arena is still used."""
+        return self._worker.close(timeout_s)
 
     def _report(self) -> None:
         at_s, hashes = self._waiting.popleft()

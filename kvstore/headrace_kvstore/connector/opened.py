@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,15 +73,7 @@ class OpenedArena:
             shape = layer_shape(spec, device_identity(vllm_config))
             part_bytes = stored_layer_bytes(codec, shape)
         pieces = layers * parts.parts
-        arena = Arena.create_or_attach(
-            settings.name,
-            settings.dram_bytes,
-            folder=settings.folder,
-            block_bytes=pieces * part_bytes,
-            layers=pieces,
-            policy=settings.policy,
-            **settings.quota_options,
-        )
+        arena = _open(settings, pieces * part_bytes, pieces)
         space = engine_namespace(vllm_config, cache_layout, parts.parts, group.layer_names, codec)
         row = arena.namespace(space.digest, pieces * part_bytes, pieces)
         rank = 0
@@ -140,6 +132,35 @@ class OpenedArena:
         """Slots of blocks, kept for `lease_s`; -1 for those that are not there."""
         return self.arena.lease(self.row, hashes, self.settings.lease_s)
 
+    def follow(self) -> OpenedArena | None:
+        """Open the arena that has taken this one's name; None if no other has.
+
+        Raises:
+            OSError, ValueError, LockBusyError: it cannot be opened, or has no room for this
+                engine's blocks.
+        """
+        if not self.arena.replaced():
+            return None
+        arena = _open(self.settings, self.block_bytes, self.pieces)
+        try:
+            row = arena.namespace(self.space.digest, self.block_bytes, self.pieces)
+        except BaseException:
+            arena.close()
+            raise
+        return replace(self, arena=arena, row=row)
+
     def close(self) -> None:
         """Let the arena go."""
         self.arena.close()
+
+
+def _open(settings: StoreSettings, block_bytes: int, pieces: int) -> Arena:
+    return Arena.create_or_attach(
+        settings.name,
+        settings.dram_bytes,
+        folder=settings.folder,
+        block_bytes=block_bytes,
+        layers=pieces,
+        policy=settings.policy,
+        **settings.quota_options,
+    )

@@ -52,7 +52,12 @@ class ArenaIndex:
     """
 
     def __init__(self, arena: Arena, row: int, lease_s: float, workers: int = 1) -> None:
-        self._arena, self._row, self._lease_s, self._workers = arena, row, lease_s, workers
+        self._lease_s, self._workers = lease_s, workers
+        self.move(arena, row)
+
+    def move(self, arena: Arena, row: int) -> None:
+        """Use another arena from now on."""
+        self._arena, self._row = arena, row
 
     def leading(self, hashes: Sequence[bytes]) -> int:
         """How many of the first blocks can be loaded. No side effects."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,6 +116,8 @@ class WorkerHalf:
         self._failed: set[int] = set()
         self._bad_in_files: list[BadBlock] = []
         self._saves: dict[int, Save] = {}
+        self._tasks: list[Future[None]] = []
+        self._stops_saving = False
         self._done: list[int] = []
         self._lock = threading.Lock()
         self._loads: list[tuple[str, int, float]] = []
@@ -150,7 +152,7 @@ class WorkerHalf:
             if not by_layers:
                 self._wait(self._pipeline.finish)
         for request_id, load in work.ahead.items():
-            self._ahead.submit(self._load_ahead, request_id, load)
+            self._tasks.append(self._ahead.submit(self._load_ahead, request_id, load))
 
     def wait(self, layer_name: str) -> None:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
@@ -173,12 +175,13 @@ class WorkerHalf:
             self._finished.add(request_id)
         self._work = Work()
         saves, self._saves = self._saves, {}
-        if not self._writes:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        if not self._writes or self._stops_saving:
             with self._lock:
                 self._done += saves
             return
         for job, save in saves.items():
-            self._saver.submit(self._save, job, save)
+            self._tasks.append(self._saver.submit(self._save, job, save))
 
     def failed_blocks(self) -> set[int]:
         """Ids of blocks whose load failed since the last call."""
@@ -206,6 +209,22 @@ class WorkerHalf:
         self._samples += [StepSample(*shape, seconds) for shape, seconds in self._timer.ended()]
         samples, self._samples = self._samples, []
         return samples
+
+    def prepare_to_move(self) -> bool:
+        """Save no more until `move`, which may be called between steps; True once nothing uses the
+        arena."""
+        self._stops_saving = True
+        with self._lock:
+            came = bool(self._came)
+        return self._pipeline is None and not came and all(task.done() for task in self._tasks)
+
+    def move(self, arena: Arena, row: int) -> None:
+        """Use another arena from now on, and close the one before."""
+        before, self._arena, self._row = self._arena, arena, row
+        self._cache.register(arena.data_address, arena.data_bytes)
+        self._cache.unregister(before.data_address)
+        before.close()
+        self._stops_saving = False
 
     def close(self) -> None:
         """Stop; copies under way end first."""
@@ -346,7 +365,7 @@ class WorkerHalf:
         self._failed.update(source.blocks[bad].tolist())
         if bad.any():
             logger.warning("%d of %d KV blocks are computed anew: %s", bad.sum(), len(bad), +lost)
-        self._saver.submit(self._after_load, source.slots, corrupt)
+        self._tasks.append(self._saver.submit(self._after_load, source.slots, corrupt))
 
     def _after_load(self, slots: np.ndarray, corrupt: dict[bytes, int]) -> None:
         """Give the leases of a load back, and drop blocks whose bytes were wrong, if they are still

@@ -122,6 +122,12 @@ class Registered:
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self._device)
 
+    def remove(self, address: int) -> None:
+        """Give back the memory at this address, if it was registered; nothing copies it."""
+        if address in self._addresses:
+            self._addresses.remove(address)
+            torch.cuda.cudart().cudaHostUnregister(address)
+
     def close(self) -> None:
         """Give the memory back; nothing copies any more."""
         addresses, self._addresses = self._addresses, []

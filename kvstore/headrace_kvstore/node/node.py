@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.checksum import prepare
 from headrace_kvstore.node.board_backup import BoardBackup, FolderPlace, ObjectPlace, Place
@@ -73,6 +74,7 @@ class StoreNode:
         )
         self._server: NodeServer | None = None
         self._lending = threading.Lock()
+        self._engines_end = False
         self._stop, self._tried = threading.Event(), threading.Event()
         self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
 
@@ -131,17 +133,22 @@ class StoreNode:
         if place is not None:
             self.operations.backup = BoardBackup(self._board, place).start()
 
-    def close(self) -> bool:
+    def close(self, engines_end: bool = False) -> bool:
         """End within about `close_s`; what was not written by then is not.
+
+        Args:
+            engines_end: the engines of this machine end, too: the arena is removed, unless it is to
+                be kept. Otherwise only an arena that no other process uses is removed.
 
         Returns False if a disk hangs: then threads and memory are left behind, and only the end of
         the process frees them.
         """
         deadline = time.monotonic() + self.settings.close_s
+        self._engines_end |= engines_end
         self._stop.set()
         dram = self.tiers.dram
-        if dram is not None and not self.settings.keep_arena:
-            dram.arena.unlink()  # first: whoever closes an app may not wait for all of this
+        if dram is not None:
+            self._remove(dram.arena)  # first: the caller may not wait for the rest
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -239,9 +246,21 @@ class StoreNode:
         if settings.warm:
             self._slow.submit(self.operations.warm)
 
+    def _remove(self, arena: Arena) -> None:
+        """Remove the arena's name, unless it is to be kept or engines go on with it."""
+        if self.settings.keep_arena:
+            return
+        if self._engines_end:
+            arena.unlink()
+            return
+        try:
+            if not arena.unlink_unused():
+                logger.info("the arena %s stays: other processes use it", self.settings.name)
+        except LockBusyError as error:
+            logger.warning("the arena %s stays: %s", self.settings.name, error)
+
     def _end(self, dram: DramWork, timeout_s: float, flush: bool = False) -> bool:
-        if not self.settings.keep_arena:
-            dram.arena.unlink()
+        self._remove(dram.arena)
         return dram.close(timeout_s, flush)
 
     def _nvme_opened(self) -> None:
