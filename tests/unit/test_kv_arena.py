@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena.arena import NO_ROOM, TAKEN
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, WRITER_TIMEOUT_S
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, hash_word, pack_hashes
 from tests.support.kvarena import (
     BIG_BLOCK,
@@ -88,6 +88,40 @@ def test_publishing_what_one_does_not_write_does_nothing(make: Make) -> None:
     assert not arena.publish(slots, sums_of((1,))).any()
     assert not present(arena, row, 1)
     assert arena.table["state"][slots[0]] == FREE
+
+
+def test_a_late_thread_gives_up_no_slot_that_another_thread_has_got(make: Make) -> None:
+    now = machine_clock()
+    arena = make(clock=now)
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    late = arena.reserve(row, hashes(1), [0], [0])
+    ticket = arena.generations(late)
+    now.now_s += WRITER_TIMEOUT_S + 1
+    [slot] = slots = arena.reserve(row, hashes(1), [0], [0])
+    assert slot == late[0], "the slot was given to another thread of this process"
+    arena.abandon(late, ticket)
+    assert not arena.publish(late, sums_of((9,)), generations=ticket).any()
+    assert arena.publish(slots, sums_of((1,)), generations=arena.generations(slots)).all()
+    assert (arena.sums(arena.lookup(row, hashes(1))) == sums_of((1,))).all()
+    assert broken(arena) == []
+
+
+def test_a_slot_that_is_renewed_stays_with_its_writer(make: Make) -> None:
+    now = machine_clock()
+    arena = make(clock=now)
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    slots = arena.reserve(row, hashes(1, 2), [0, 0], [0, 0])
+    tickets = arena.generations(slots)
+    for _ in range(4):
+        now.now_s += 0.9 * WRITER_TIMEOUT_S
+        arena.renew(slots[:1], tickets[:1])
+    again = arena.reserve(row, hashes(1, 2), [0, 0], [0, 0])
+    assert again[0] == TAKEN and again[1] >= 0
+    arena.renew(slots[1:], tickets[1:])  # it is another reservation's by now
+    assert arena.table["stored_s"][again[1]] == now.now_s
+    assert arena.publish(slots[:1], sums_of((1,)), generations=tickets[:1]).all()
+    arena.renew(slots[:1], tickets[:1])
+    assert broken(arena) == []
 
 
 def test_hashes_may_be_bytes_or_an_array_and_shorter_ones_are_padded(make: Make) -> None:

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.staging import prefetch
+from headrace_kvstore.table import WRITING
 from tests.support.kvcheck import broken
 from tests.support.kvnode import (
     DIGEST,
@@ -154,6 +156,28 @@ def test_a_prefetch_from_a_hanging_disk_keeps_nobody_waiting(
     assert node.operations.stats()["prefetch"]["queued_blocks"] == 1
     disk.let_go()
     until(lambda: engine.has(0, 1) == [True, True])
+
+
+def test_a_slot_that_a_hanging_disk_may_still_fill_is_given_to_nobody_else(
+    begin: Begin, disk: HangingMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_kvstore.node.dram_work.WRITER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("headrace_kvstore.node.node.CHECK_S", 0.01)
+    node, engine = begin()
+    engine.put(0)
+    assert settled(node, 20)
+    engine.arena.clear()
+    disk.hangs = "READ"
+    node.operations.prefetch(DIGEST, keys(0))
+    until(lambda: bool(disk.held))
+    [slot] = (engine.arena.table["state"] == WRITING).nonzero()[0]
+    generation = engine.arena.table["generation"][slot]
+    engine.arena.table["stored_s"][slot] -= 2 * WRITER_TIMEOUT_S  # so long ago
+    until(lambda: engine.arena.table["stored_s"][slot] > time.monotonic() - 1)
+    assert not engine.put(0)[0], "an engine got the slot"
+    assert engine.arena.table["generation"][slot] == generation
+    disk.let_go()
+    until(lambda: engine.has(0) == [True])
 
 
 def test_blocks_that_are_about_to_be_written_are_no_quiet(

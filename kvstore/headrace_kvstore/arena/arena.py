@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace_kvstore.arena import kernels
-from headrace_kvstore.arena.arena_map import ArenaMap, Refused, Section
+from headrace_kvstore.arena.arena_map import Refused, Section
 from headrace_kvstore.arena.geometry import (
     DISCARDED_TOTAL,
     DROPPED,
@@ -40,40 +39,31 @@ from headrace_kvstore.arena.geometry import (
     NAMESPACE_COUNT,
     NAMESPACES,
     PAGE_BYTES,
-    POLICY,
     RECLAIMED_TOTAL,
     SECTION,
     ArenaFormatError,
     Geometry,
 )
 from headrace_kvstore.arena.locking import LockBusyError
-from headrace_kvstore.arena.room import own_victims, victims
+from headrace_kvstore.arena.policed import Chosen, Hashes, PolicedArena
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.writers import Filling, Writer
 from headrace_kvstore.policy import shared as policies
-from headrace_kvstore.policy.base import block_keys, slot_keys
 from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
 
-Chosen = tuple[np.ndarray, np.ndarray]
-"""Slots, and the generations in which they were chosen: a choice may be outdated when it is carried
-out, since it is made without the arena's lock."""
-
-Hashes = Sequence[bytes] | np.ndarray
-"""Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
-
 LOOKUP_TRIES = 4
 WRITER_TIMEOUT_S = 120.0
-"""An older reservation may be given to others: its writer died, forgot it or hangs. Should it still
-write, checksums tell."""
+"""A reservation that was not renewed for so long may be given to others: its writer died or hangs.
+Should it still write, checksums tell."""
 INF = float("inf")
 TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 """Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
 NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held."""
 
 
-class Arena(ArenaMap):
+class Arena(PolicedArena):
     """One process's handle on a node's arena. Threads may share it; a forked child may go on with
     it.
 
@@ -85,21 +75,6 @@ class Arena(ArenaMap):
     Calls that find the lock held for PATIENCE_S (`lease`: BRIEF_S) miss (`lease`, `reserve`,
     `publish`) or raise LockBusyError (all others but `lookup`, which goes on without it).
     """
-
-    def __init__(
-        self,
-        file: SharedFile,
-        quotas: Mapping[int, float] | None = None,
-        default_quota: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(file, clock)
-        name = policies.NAMES.get(int(self._words[POLICY]), "lru")
-        policies.warm(name)
-        self.policy = policies.SharedPolicy(
-            name, self._t.state, self.geometry.size_bytes, file.second_lock
-        )
-        self._quotas, self._default_quota = dict(quotas or {}), default_quota
 
     @classmethod
     def create_or_attach(
@@ -269,37 +244,6 @@ class Arena(ArenaMap):
             kernels.lease(self._t, row, keys, now_s, now_s + lease_s, used, readers, slots)
         return slots
 
-    def prompted(self, row: int, hashes: Hashes, at_s: float | None = None) -> bool:
-        """Tell the policy that a prompt came (at `at_s`, else now) whose full blocks are these,
-        root first, wherever they were found. May wait for another process's choice, so call it
-        from no thread that somebody waits for. Returns False where the policy was kept by others.
-        """
-        self._check_row(row)
-        keys = pack_hashes(hashes)
-        at_s = self._clock() if at_s is None else at_s
-        try:
-            if self.policy.learns and len(keys):
-                heads = np.ascontiguousarray(keys[:, 0])
-                self.policy.ask(lambda policy: policy.prompt(block_keys(row, heads), at_s))
-        except LockBusyError:
-            return False
-        return True
-
-    def measured(self, medium: str, byte_s: float) -> None:
-        """Tell the policy what a byte more takes to load from a medium; takes no lock."""
-        self.policy.policy.measured(medium, byte_s)
-
-    def load_byte_s(self, medium: str) -> float:
-        """Seconds that a byte more takes to load from a medium; 0 where nobody has measured."""
-        return self.policy.policy.byte_s(medium)
-
-    def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:
-        """Hits per second that the policy expects of blocks of one namespace, float64 [n], whether
-        they stand here or in another tier; takes no lock. rows: SLOT [n]."""
-        space = self.row_of(digest)
-        keys = slot_keys(rows) if space is None else slot_keys(rows, space)
-        return self.policy.policy.rates(keys, rows, self._clock())
-
     def release(self, slots: np.ndarray) -> None:
         """End a lease early, once for each reader. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
@@ -321,8 +265,11 @@ class Arena(ArenaMap):
 
         TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths and compute_s as in
         SLOT, one a block (the last may be one for all). Each slot must be given to `publish` or
-        `abandon`. With `writer` this process is one of several, and gets the slot that another one
-        has begun to fill; what they do not fill, `give_up` frees when all have ended.
+        `abandon`, with its generation (`generations`) where another thread of this process may get
+        the slot later. A slot is this writer's for WRITER_TIMEOUT_S; `renew` extends that.
+
+        With `writer` this process is one of several, and gets the slot that another one has begun
+        to fill; what they do not fill, `give_up` frees when all have ended.
         """
         owner, bit, awaits = Filling.of(writer)
         self._check_row(row)
@@ -364,13 +311,15 @@ class Arena(ArenaMap):
         sums: np.ndarray,
         writer: Writer | None = None,
         layers: np.ndarray | None = None,
+        generations: np.ndarray | None = None,
     ) -> np.ndarray:
         """Make reserved blocks readable, once all of their writers have. Slots must be of one
         namespace.
 
-        sums: u64 [n, layers]; layers: int64, those that this writer has filled, None for all.
-        Returns bool [n]: False where the slot is no longer this process's to write, or where the
-        lock could not be had.
+        sums: u64 [n, layers]; layers: int64, those that this writer has filled, None for all;
+        generations: as reserved, None if no other thread of this process can have got the slots.
+        Returns bool [n]: False where the slot is no longer this writer's, or where the lock could
+        not be had.
         """
         wanted = self._slots(slots)
         done = np.zeros(len(wanted), np.bool_)
@@ -382,23 +331,44 @@ class Arena(ArenaMap):
         if given.shape != (len(wanted), len(filled)) or not places:
             raise ValueError(f"checksums {given.shape} for {len(wanted)} blocks")
         owner, bit, _ = Filling.of(writer)
-        kernels.write_sums(self._t, self._sums_at(wanted), wanted, owner, filled, given)
+        tickets = wanted, self._tickets(wanted, generations)
+        kernels.write_sums(self._t, self._sums_at(wanted), *tickets, owner, filled, given)
         try:
             with self._section:
-                kernels.publish(self._t, wanted, owner, bit, self._clock(), done)
+                kernels.publish(self._t, *tickets, owner, bit, self._clock(), done)
         except LockBusyError as error:
             logger.warning("not published: %s", error)
         return done
 
-    def abandon(self, slots: np.ndarray) -> None:
-        """Give reserved slots back unwritten. What is no slot (below 0) is skipped."""
+    def abandon(self, slots: np.ndarray, generations: np.ndarray | None = None) -> None:
+        """Give reserved slots back unwritten. What is no slot (below 0) is skipped. generations:
+        as of `publish`."""
         wanted = self._slots(slots)
+        tickets = self._tickets(wanted, generations)[wanted >= 0]
         wanted = wanted[wanted >= 0]
         if not len(wanted):
             return
         with self._section:
-            mine = wanted[self.table["owner"][wanted] == os.getpid()]
-            self._drop(mine, self.table["generation"][mine], WRITING, DROPPED)
+            mine = self.table["owner"][wanted] == os.getpid()
+            self._drop(wanted[mine], tickets[mine], WRITING, DROPPED)
+
+    def generations(self, slots: np.ndarray) -> np.ndarray:
+        """Return the generations of slots that were just reserved, u4 [n]."""
+        return self._tickets(self._slots(slots), None)
+
+    def renew(self, slots: np.ndarray, generations: np.ndarray) -> None:
+        """Keep slots that this process is still filling for another WRITER_TIMEOUT_S."""
+        wanted = self._slots(slots, least=0)
+        with self._section:
+            rows = self.table[wanted]
+            mine = (rows["state"] == WRITING) & (rows["owner"] == os.getpid())
+            mine &= rows["generation"] == generations
+            self.table["stored_s"][wanted[mine]] = self._clock()
+
+    def _tickets(self, wanted: np.ndarray, generations: np.ndarray | None) -> np.ndarray:
+        if generations is None:
+            return self.table["generation"][wanted]
+        return np.array(generations, np.uint32, order="C").reshape(len(wanted))
 
     def give_up(self, row: int, hashes: Hashes, group: int) -> int:
         """Free the slots that a group of writers has begun to fill with these blocks and will not
@@ -443,11 +413,6 @@ class Arena(ArenaMap):
             slots = np.flatnonzero((self.table["state"] == READY) & its)
             return self._drop(slots, self.table["generation"][slots], READY, DROPPED)
 
-    def close(self) -> None:
-        if hasattr(self, "policy"):
-            del self.policy
-        super().close()
-
     def __enter__(self) -> Arena:
         return self
 
@@ -462,28 +427,6 @@ class Arena(ArenaMap):
         if not len(slots):
             return 0
         return int(kernels.drop(self._t, slots, generations, state, now_s, total))
-
-    def _victims(self, row: int, need: int, now_s: float) -> Chosen:
-        """Slots whose eviction makes room for `need` blocks of a namespace, if there is a way."""
-        generations = self.table["generation"].copy()
-        space = row, int(self._t.spaces["slot_bytes"][row])
-        slots = self.policy.ask(
-            lambda policy: victims(self.table, self._t.segments, *space, need, now_s, policy.choose)
-        )
-        return slots, generations[slots]
-
-    def _over_quota(self, tenant: int, asked_bytes: float, now_s: float) -> Chosen:
-        """Blocks of the tenant's own that must go before it stores so many bytes."""
-        limit = self._quotas.get(tenant, self._default_quota if tenant else None)
-        if limit is None:
-            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
-        generations = self.table["generation"].copy()
-        held_bytes = float(self.table["bytes"][self.table["tenant"] == tenant].sum())
-        excess_bytes = min(asked_bytes, held_bytes + asked_bytes - limit)
-        slots = self.policy.ask(
-            lambda policy: own_victims(self.table, tenant, excess_bytes, now_s, policy.choose)
-        )
-        return slots, generations[slots]
 
     def _left_behind(self, now_s: float) -> Chosen:
         """Slots whose writers are past their time, with generations."""

@@ -233,10 +233,17 @@ def _is_mine(t: Tables, slot: Int, owner: int) -> bool:
 
 
 @jit()
+def _is_ticket(t: Tables, slot: Int, generation: Any, owner: int) -> bool:
+    """Whether `owner` still fills the slot for the block that it was reserved for."""
+    return _is_mine(t, slot, owner) and t.table[slot].generation == generation
+
+
+@jit()
 def write_sums(
     t: Tables,
     offsets: np.ndarray,
     slots: np.ndarray,
+    generations: np.ndarray,
     owner: int,
     layers: np.ndarray,
     sums: np.ndarray,
@@ -244,19 +251,26 @@ def write_sums(
     """Put sums[i], those of some layers, behind offsets[i] in the table, for slots that `owner`
     writes."""
     for i in range(slots.size):
-        if _is_mine(t, slots[i], owner):
+        if _is_ticket(t, slots[i], generations[i], owner):
             for j in range(layers.size):
                 t.sums[offsets[i] + layers[j]] = sums[i, j]
 
 
 @jit()
 def publish(
-    t: Tables, slots: np.ndarray, owner: int, writer: int, now_s: float, done: np.ndarray
+    t: Tables,
+    slots: np.ndarray,
+    generations: np.ndarray,
+    owner: int,
+    writer: int,
+    now_s: float,
+    done: np.ndarray,
 ) -> None:
     """A writer of `owner` is done with slots, which are READY if it was the last; done[i] says
     whether it was its slot to fill. writer: its bit of `awaits`."""
     for i in range(slots.size):
-        done[i] = _is_mine(t, slots[i], owner) and t.table[slots[i]].awaits & writer != 0
+        ours = _is_ticket(t, slots[i], generations[i], owner)
+        done[i] = ours and t.table[slots[i]].awaits & writer != 0
         if done[i]:
             record = t.table[slots[i]]
             record.awaits &= ~np.uint32(writer)
@@ -357,9 +371,10 @@ def warm() -> None:
     place(t, rows, 0.0, 1, slots)
     commit(t, slots)
     offsets, sums = np.zeros(1, np.int64), np.zeros((1, 1), np.uint64)
-    write_sums(t, offsets, slots, 0, offsets, sums)
+    generations = np.zeros(1, np.uint32)
+    write_sums(t, offsets, slots, generations, 0, offsets, sums)
     unfinished(t, 0, keys, 0, slots.copy())
-    publish(t, slots, 0, 1, 0.0, done)
+    publish(t, slots, generations, 0, 1, 0.0, done)
     lookup(t, 0, keys, slots)
     lease(t, 0, keys, 0.0, 0.0, True, 1, slots)
     release(t, slots, 0.0)

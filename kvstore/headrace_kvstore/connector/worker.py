@@ -211,12 +211,10 @@ class WorkerHalf:
         return samples
 
     def prepare_to_move(self) -> bool:
-        """Save no more until `move`, which may be called between steps; True once nothing uses the
-        arena."""
+        """Save no more until `move`; True between steps once nothing uses the arena."""
         self._stops_saving = True
-        with self._lock:
-            came = bool(self._came)
-        return self._pipeline is None and not came and all(task.done() for task in self._tasks)
+        ended = self._pipeline is None and all(task.done() for task in self._tasks)
+        return ended and not self._came
 
     def move(self, arena: Arena, row: int) -> None:
         """Use another arena from now on, and close the one before."""

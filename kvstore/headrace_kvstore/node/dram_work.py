@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S, Arena
 from headrace_kvstore.node.follower import Follower
 from headrace_kvstore.node.object_work import ObjectWork
 from headrace_kvstore.node_settings import NodeSettings
@@ -66,6 +66,7 @@ class DramWork:
         self.writer = WriteBehind(self.arena, tier, settings.backlog_bytes, settings.writing_bytes)
         self.prefetcher = Prefetcher(self.arena, NvmeSource(tier), settings.reading_bytes)
         self._settings, self._tier = settings, tier
+        self._renew_at_s = 0.0
         self.remote: RemoteWork | None = None
         self.remote_reason = ALONE
         self.share(peers)
@@ -95,6 +96,19 @@ class DramWork:
         far = [name for name, far in zip(hashes, fetched, strict=True) if far]
         queued = self.prefetcher.ask(digest, there, priority)
         return queued + self.objects.fetcher.ask(digest, far, priority)
+
+    def renew(self) -> None:
+        """Keep the slots of blocks on their way, a few times each WRITER_TIMEOUT_S. Raises
+        LockBusyError."""
+        now_s = time.monotonic()
+        if now_s < self._renew_at_s:
+            return
+        self._renew_at_s = now_s + WRITER_TIMEOUT_S / 4
+        self.prefetcher.renew()
+        if self.remote is not None:
+            self.remote.puller.renew()
+        if self.objects is not None:
+            self.objects.fetcher.renew()
 
     @property
     def idle(self) -> bool:

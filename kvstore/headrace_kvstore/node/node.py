@@ -220,6 +220,7 @@ class StoreNode:
                     self._open_arena()
                 else:
                     self.tiers.dram.share(self.tiers.peers)
+                    self.tiers.dram.renew()
             except Exception:
                 logger.exception("looking after the arena failed; it goes on")
             self._tried.set()

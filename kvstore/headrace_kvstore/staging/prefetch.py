@@ -58,7 +58,8 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         self._queue: list[tuple[int, int, bytes, bytes]] = []
         self._wanted: dict[bytes, list[_Ticket]] = {}
         self._order = count()
-        self._fills: set[Fill] = set()
+        self._fills: dict[Fill, tuple[np.ndarray, np.ndarray]] = {}
+        """Slots and generations of each read under way."""
         self._begin()
 
     @property
@@ -188,27 +189,34 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         if not len(slots):
             return []
         fills: list[tuple[slice, Fill]] = []
+        generations = self._arena.generations(slots)
         try:
-            self._begin_fills(offer, which, slots, fills)
+            self._begin_fills(offer, which, slots, generations, fills)
         finally:  # if the source failed, what has begun is waited for all the same
             bad: list[int] = []
             errors: list[Exception] = []
             for part, fill in fills:
                 waiting.difference_update(offer.found[i].hash for i in which[part])
                 try:
-                    good = self._finish(offer, fill, which[part], slots[part])
+                    tickets = slots[part], generations[part]
+                    good = self._finish(offer, fill, which[part], *tickets)
                     bad += which[part][~good].tolist()
                 except Exception as error:
                     errors.append(error)
-            rest = slots[fills[-1][0].stop if fills else 0 :]
-            self._count("dropped_failed", len(rest))
-            self._arena.abandon(rest)
+            rest = slice(fills[-1][0].stop if fills else 0, None)
+            self._count("dropped_failed", len(slots[rest]))
+            self._arena.abandon(slots[rest], generations[rest])
             if errors:
                 raise errors[0]
         return bad
 
     def _begin_fills(
-        self, offer: Offer, which: np.ndarray, slots: np.ndarray, fills: list[tuple[slice, Fill]]
+        self,
+        offer: Offer,
+        which: np.ndarray,
+        slots: np.ndarray,
+        generations: np.ndarray,
+        fills: list[tuple[slice, Fill]],
     ) -> None:
         """Begin to read blocks into their slots; append what has begun to `fills`."""
         shape = offer.found[which[0]].shape
@@ -222,11 +230,26 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             fills.append((part, fill))
             with self._wake:
                 self._moving_bytes += shape.payload_bytes * (end - begin)
-                self._fills.add(fill)
+                self._fills[fill] = slots[part], generations[part]
                 if self._stopping:
                     fill.call_off()
 
-    def _finish(self, offer: Offer, fill: Fill, which: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    def renew(self) -> None:
+        """Keep the slots of the reads under way, which no other may get while bytes may still
+        arrive. Call it more often than each WRITER_TIMEOUT_S. Raises LockBusyError."""
+        with self._wake:
+            fills = list(self._fills.values())
+        for slots, generations in fills:
+            self._arena.renew(slots, generations)
+
+    def _finish(
+        self,
+        offer: Offer,
+        fill: Fill,
+        which: np.ndarray,
+        slots: np.ndarray,
+        generations: np.ndarray,
+    ) -> np.ndarray:
         """Wait for a read and publish what is right; which blocks are."""
         found = [offer.found[i] for i in which]
         done = np.zeros(len(found), np.bool_)
@@ -236,14 +259,16 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             try:
                 if good.any():
                     sums = np.array([each.sums for each in found])
-                    done[good] = self._arena.publish(slots[good], sums[good])
+                    done[good] = self._arena.publish(
+                        slots[good], sums[good], generations=generations[good]
+                    )
                     self._count("loaded", int(done.sum()))
             finally:
-                self._arena.abandon(slots[~good])
+                self._arena.abandon(slots[~good], generations[~good])
         finally:
             with self._wake:
                 self._moving_bytes -= found[0].shape.payload_bytes * len(found)
-                self._fills.discard(fill)
+                self._fills.pop(fill, None)
                 self._wake.notify_all()
             self._close_wants(found[0].shape.digest, [each.hash for each in found], done)
         return good

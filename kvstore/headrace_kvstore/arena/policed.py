@@ -1,0 +1,101 @@
+"""The arena with its eviction policy: what the policy is told, and which blocks it gives up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from headrace_kvstore.arena.arena_map import ArenaMap
+from headrace_kvstore.arena.geometry import POLICY
+from headrace_kvstore.arena.locking import LockBusyError
+from headrace_kvstore.arena.room import own_victims, victims
+from headrace_kvstore.arena.shared_file import SharedFile
+from headrace_kvstore.policy import shared as policies
+from headrace_kvstore.policy.base import block_keys, slot_keys
+from headrace_kvstore.table import pack_hashes
+
+Chosen = tuple[np.ndarray, np.ndarray]
+"""Slots, and the generations in which they were chosen: a choice may be outdated when it is carried
+out, since it is made without the arena's lock."""
+
+Hashes = Sequence[bytes] | np.ndarray
+"""Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
+
+
+class PolicedArena(ArenaMap):
+    """A mapped arena with the policy and quotas that decide which blocks go."""
+
+    def __init__(
+        self,
+        file: SharedFile,
+        quotas: Mapping[int, float] | None = None,
+        default_quota: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(file, clock)
+        name = policies.NAMES.get(int(self._words[POLICY]), "lru")
+        policies.warm(name)
+        self.policy = policies.SharedPolicy(
+            name, self._t.state, self.geometry.size_bytes, file.second_lock
+        )
+        self._quotas, self._default_quota = dict(quotas or {}), default_quota
+
+    def prompted(self, row: int, hashes: Hashes, at_s: float | None = None) -> bool:
+        """Tell the policy that a prompt came (at `at_s`, else now) whose full blocks are these,
+        root first, wherever they were found. May wait for another process's choice, so call it
+        from no thread that somebody waits for. Returns False where the policy was kept by others.
+        """
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        at_s = self._clock() if at_s is None else at_s
+        try:
+            if self.policy.learns and len(keys):
+                heads = np.ascontiguousarray(keys[:, 0])
+                self.policy.ask(lambda policy: policy.prompt(block_keys(row, heads), at_s))
+        except LockBusyError:
+            return False
+        return True
+
+    def measured(self, medium: str, byte_s: float) -> None:
+        """Tell the policy what a byte more takes to load from a medium; takes no lock."""
+        self.policy.policy.measured(medium, byte_s)
+
+    def load_byte_s(self, medium: str) -> float:
+        """Seconds that a byte more takes to load from a medium; 0 where nobody has measured."""
+        return self.policy.policy.byte_s(medium)
+
+    def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:
+        """Hits per second that the policy expects of blocks of one namespace, float64 [n], whether
+        they stand here or in another tier; takes no lock. rows: SLOT [n]."""
+        space = self.row_of(digest)
+        keys = slot_keys(rows) if space is None else slot_keys(rows, space)
+        return self.policy.policy.rates(keys, rows, self._clock())
+
+    def close(self) -> None:
+        if hasattr(self, "policy"):
+            del self.policy
+        super().close()
+
+    def _victims(self, row: int, need: int, now_s: float) -> Chosen:
+        """Slots whose eviction makes room for `need` blocks of a namespace, if there is a way."""
+        generations = self.table["generation"].copy()
+        space = row, int(self._t.spaces["slot_bytes"][row])
+        slots = self.policy.ask(
+            lambda policy: victims(self.table, self._t.segments, *space, need, now_s, policy.choose)
+        )
+        return slots, generations[slots]
+
+    def _over_quota(self, tenant: int, asked_bytes: float, now_s: float) -> Chosen:
+        """Blocks of the tenant's own that must go before it stores so many bytes."""
+        limit = self._quotas.get(tenant, self._default_quota if tenant else None)
+        if limit is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
+        generations = self.table["generation"].copy()
+        held_bytes = float(self.table["bytes"][self.table["tenant"] == tenant].sum())
+        excess_bytes = min(asked_bytes, held_bytes + asked_bytes - limit)
+        slots = self.policy.ask(
+            lambda policy: own_victims(self.table, tenant, excess_bytes, now_s, policy.choose)
+        )
+        return slots, generations[slots]
