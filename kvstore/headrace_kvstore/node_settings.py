@@ -74,7 +74,6 @@ class NodeSettings(ArenaSettings):
         object_timeout_s: of one request.
         board_bytes: for what engines leave for each other (`board`), in this process's memory.
         save_board: keep a backup of that as an object, or without an object tier in `nvme_folder`.
-        socket_folder: of the node's own socket; None for the system's temporary folder.
         retry_s: time between tries to get a busy folder, or a missing arena.
         heal_s: time until a failed disk is tried again; doubled each time, up to 16 times.
         close_s: how long a clean end may take.
@@ -110,7 +109,6 @@ class NodeSettings(ArenaSettings):
     object_timeout_s: Seconds = 10.0
     board_bytes: Size = 64 * 2**20
     save_board: Flag = False
-    socket_folder: Path | None = None
     retry_s: Seconds = 5.0
     heal_s: Seconds = 60.0
     close_s: Seconds = 3.0

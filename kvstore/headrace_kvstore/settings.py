@@ -42,6 +42,8 @@ class ArenaSettings(BaseModel):
         name: of the arena; processes that give the same name share its blocks.
         dram_bytes: its size, tables included.
         folder: where shared memory is mounted.
+        socket_folder: where the StoreNode's socket is, the same for the node and its engines; None
+            for the system's temporary folder.
         policy: which blocks are evicted first.
         quotas: bytes that tenants may hold, by cache salt. Requests without a salt belong to no
             tenant and have no quota.
@@ -53,6 +55,7 @@ class ArenaSettings(BaseModel):
     name: Name = "headrace-kv"
     dram_bytes: Size = 2 * 2**30
     folder: Path = Path("/dev/shm")
+    socket_folder: Path | None = None
     policy: Literal["cost-aware", "lru"] = "cost-aware"
     quotas: BySalt = Field(default_factory=dict)
     default_quota: Size | None = None

@@ -50,7 +50,7 @@ class StoreView:
     ) -> None:
         self._settings, self._digests = settings, digests
         self._hashes, self._block_tokens = hashes, block_tokens
-        self._surveyor = surveyor or Surveyor(settings.name)
+        self._surveyor = surveyor or Surveyor(settings.name, socket_folder=settings.socket_folder)
         self._arena: Arena | None = None
         self._look_at_s = 0.0
         self._rows: list[int] = []

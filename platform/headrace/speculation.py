@@ -57,4 +57,7 @@ def _exchange(engine: dict[str, Any]) -> dict[str, Any] | None:
         return None
     fields = {"kv_connector": None, "kv_connector_extra_config": None, **transfer}
     store = store_settings(SimpleNamespace(**fields))
-    return None if store is None else {"store": store.name}
+    if store is None:
+        return None
+    folder = store.socket_folder
+    return {"store": store.name, **({} if folder is None else {"socket_folder": str(folder)})}

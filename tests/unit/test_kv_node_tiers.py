@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace_kvstore.connector import node_tiers
 from headrace_kvstore.connector.node_tiers import FORGOTTEN_AT, NodeTiers
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.nvme.record import Shape
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeAway
 from headrace_kvstore.settings import StoreSettings
+from tests.support.kvnode import settings, until
 
 DIGEST, HASH = b"d" * 16, b"h" * 32
 PLACE = Location("/kv/1", 1, 0, Shape(DIGEST, 1, 4096), HASH, np.zeros(1, np.uint64))
@@ -22,7 +26,7 @@ PLACE = Location("/kv/1", 1, 0, Shape(DIGEST, 1, 4096), HASH, np.zeros(1, np.uin
 class Client:
     """Answers when the test says so."""
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    def __init__(self, name: str, timeout_s: float, socket_folder: Path | None) -> None:
         self.timeout_s = timeout_s
         self.asked: list[tuple[wire.Locate, Future[wire.Reply]]] = []
 
@@ -82,3 +86,54 @@ def test_a_question_that_had_to_be_forgotten_is_answered_with_nothing(tiers: Nod
     for number in range(FORGOTTEN_AT + 1):
         tiers.ask(f"r{number}", [HASH], 0.1)
     assert tiers.answer("r0") == [] and tiers.answer("r1") is None
+
+
+def away(late: bool = False) -> NodeAway:
+    error = NodeAway("ipc:///tmp/headrace-kv-n.sock: nobody listens")
+    error.late = late
+    return error
+
+
+def answered(tiers: NodeTiers, reply: wire.Reply | NodeAway) -> None:
+    tiers.ask("r", [HASH, HASH], 0.1)
+    future = client(tiers).asked[-1][1]
+    if isinstance(reply, NodeAway):
+        future.set_exception(reply)
+    else:
+        future.set_result(reply)
+    tiers.answer("r")
+
+
+def test_an_engine_without_its_node_says_so_once_and_counts_it(
+    tiers: NodeTiers, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "headrace.kvstore")
+    answered(tiers, away(late=True))
+    assert tiers.unanswered == 2 and not caplog.messages, "one late answer is no news"
+    for _ in range(3):
+        answered(tiers, away())
+    assert tiers.unanswered == 8
+    [said] = caplog.messages
+    assert "headrace-kv-n.sock" in said and "node: false" in said and "socket_folder" in said
+    caplog.clear()
+    for _ in range(2):
+        answered(tiers, wire.pack_locations([PLACE]))
+    [said] = caplog.messages
+    assert "answers again" in said and tiers.unanswered == 8
+    caplog.clear()
+    answered(tiers, wire.Failed("protocol 4 is spoken, not 5"))
+    assert "protocol 4" in caplog.messages[0]
+
+
+def test_engine_and_node_meet_where_the_settings_say(tmp_path: Path) -> None:
+    (tmp_path / "sockets").mkdir()
+    node = StoreNode(
+        settings(tmp_path, socket_folder=tmp_path / "sockets", nvme_folder=None)
+    ).start()
+    engine = StoreSettings(name="arena", socket_folder=tmp_path / "sockets", node_timeout_s=5.0)
+    tiers = NodeTiers(engine, DIGEST)
+    tiers.ask("r", [HASH], 0.1)
+    until(lambda: tiers.answer("r") is not None)
+    assert tiers.unanswered == 0
+    tiers.close()
+    node.close()

@@ -247,6 +247,11 @@ class StoreConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
 
+    def _counts(self) -> dict[str, int]:
+        """Return what the scheduler half counts."""
+        unanswered = 0 if self._node is None else self._node.unanswered
+        return {**self.half.counts, "node_unanswered": unanswered}
+
     def _give_up(self, hashes: Sequence[bytes]) -> None:
         """All workers have ended their parts of these blocks: what they have not filled, none
         will."""
@@ -380,7 +385,7 @@ class StoreConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
-            return None if self._scheduler is None else self._reporter.report(self.half.counts)
+            return None if self._scheduler is None else self._reporter.report(self._counts())
         first, counts = self._opened.rank == 0, dict(self._worker.counts)
         if not first:  # the first worker speaks of blocks, the others of what they lost
             counts = {event: n for event, n in counts.items() if event in LOSSES}

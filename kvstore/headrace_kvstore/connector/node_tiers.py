@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -9,6 +10,8 @@ from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeAway, NodeClient
 from headrace_kvstore.settings import StoreSettings
+
+logger = logging.getLogger("headrace.kvstore")
 
 FORGOTTEN_AT = 1024
 """Questions whose requests may have ended without looking at the answer."""
@@ -22,11 +25,18 @@ class NodeTiers:
         digest: of the engine's namespace.
 
     Attributes:
+        unanswered: blocks that the node was asked for in vain: it is away, or answers nonsense.
         lease_s: how long located blocks stay where they are, from the question on.
     """
 
     def __init__(self, settings: StoreSettings, digest: bytes) -> None:
-        self._client = NodeClient(settings.name, timeout_s=settings.node_timeout_s)
+        self._client = NodeClient(
+            settings.name,
+            timeout_s=settings.node_timeout_s,
+            socket_folder=settings.socket_folder,
+        )
+        self.unanswered = 0
+        self._answers: bool | None = None
         self._digest, self.lease_s = digest, min(settings.lease_s, wire.MAX_LEASE_S)
         self._asked: dict[str, tuple[list[bytes], Future[wire.Reply]]] = {}
 
@@ -50,10 +60,24 @@ class NodeTiers:
         del self._asked[request_id]
         try:
             reply = asked.result()
-            located = reply if isinstance(reply, wire.Located) else wire.Located()
-            return wire.unpack_locations(located, self._digest, names)
-        except (NodeAway, wire.WireError):
+            if not isinstance(reply, wire.Located):
+                raise wire.WireError(f"it answers {reply}")
+            found = wire.unpack_locations(reply, self._digest, names)
+        except (NodeAway, wire.WireError) as error:
+            self.unanswered += len(names)
+            # One late answer is no news: the node has to do.
+            if self._answers is not False and not getattr(error, "late", False):
+                self._answers = False
+                logger.warning(
+                    "the store below DRAM is not used: %s. If this machine runs no StoreNode, set "
+                    "node: false; if it runs one, give both the same name and socket_folder",
+                    error,
+                )
             return []
+        if self._answers is False:
+            logger.warning("the StoreNode answers again: the store below DRAM is used")
+        self._answers = True
+        return found
 
     def report_bad(self, blocks: Sequence[wire.BadBlock]) -> None:
         """Have the node check blocks whose bytes were not right. It drops those that are damaged.

@@ -11,6 +11,7 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
     lost_slow_nvme                              did not arrive in the time that computing takes
     lost_error                                  the load as a whole failed; the log says why
     declined_nvme                               computing was predicted to be faster
+    node_unanswered                             the StoreNode was asked for them in vain
     saved, save_failed
     save_not_needed                             another engine has stored it, or is storing it
     save_no_room                                no slot can be evicted

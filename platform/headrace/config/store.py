@@ -114,7 +114,8 @@ class StoreSection(Section):
         """
         from headrace_kvstore.settings import StoreSettings
 
-        return self._settings("engine", StoreSettings.parse, name, {"dram_bytes": self._dram_bytes})
+        own = {"dram_bytes": self._dram_bytes, **self._socket_folder}
+        return self._settings("engine", StoreSettings.parse, name, own)
 
     def node_settings(self, name: str) -> dict[str, Any]:
         """`StoreNode`'s settings, for an arena of that name.
@@ -124,7 +125,7 @@ class StoreSection(Section):
         """
         from headrace_kvstore.node_settings import NodeSettings
 
-        own: dict[str, Any] = {"dram_bytes": self._dram_bytes}
+        own: dict[str, Any] = {"dram_bytes": self._dram_bytes, **self._socket_folder}
         if self.nvme_folder is not None:
             own |= {"nvme_folder": self.nvme_folder, "nvme_bytes": int(self.nvme_gb * GIB)}
             own |= {"nvme_sync": self.nvme_sync}
@@ -132,6 +133,12 @@ class StoreSection(Section):
             own |= {"object_url": self.object_url, "object_bytes": int(self.object_gb * GIB)}
             own |= {"object_options": self.object_options}
         return self._settings("node", NodeSettings.parse, name, own)
+
+    @property
+    def _socket_folder(self) -> dict[str, Any]:
+        """Both sides' folder for the node's socket, whichever side it is given for."""
+        given = self.node.get("socket_folder", self.engine.get("socket_folder"))
+        return {} if given is None else {"socket_folder": given}
 
     @property
     def _dram_bytes(self) -> int:
