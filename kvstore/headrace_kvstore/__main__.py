@@ -3,8 +3,13 @@
     python -m headrace_kvstore node --config store.yaml
     python -m headrace_kvstore node --set name=headrace-kv --set nvme_folder=/mnt/kv --set warm=true
     python -m headrace_kvstore stats --set name=headrace-kv
+    python -m headrace_kvstore pins --set name=headrace-kv
+    python -m headrace_kvstore unpin --set name=headrace-kv --hash HEX
+    python -m headrace_kvstore clear --set name=headrace-kv --namespace HEX
+    python -m headrace_kvstore lookup --set name=headrace-kv --hash HEX
 
 Settings are those of `NodeSettings`; `--set` goes before the file, and its values are read as YAML.
+All commands but `node` ask the node that runs, and print its answer as JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from pathlib import Path
 import yaml
 import zmq
 
+from headrace_kvstore.node.administration import ACTIONS, parse_hex
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.protocol import wire
@@ -28,20 +34,35 @@ from headrace_kvstore.protocol.client import NodeAway, call
 from headrace_kvstore.protocol.server import NodeRunning
 from headrace_kvstore.settings import SettingsError
 
+ANSWER_S = 30.0
+"""Longest wait for the node: clearing a disk takes a while."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0; 1 for a node that is missing or cannot be; 2 for wrong settings."""
     parser = argparse.ArgumentParser("headrace_kvstore", description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("node", "stats"))
+    parser.add_argument("command", choices=("node", "stats", *ACTIONS))
     parser.add_argument("--config", type=Path, help="YAML or JSON file of settings")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--namespace", help="digest in hex, as stats has it; default: all")
+    parser.add_argument("--hash", help="of a block, in hex; for unpin and lookup")
     given = parser.parse_args(arguments)
     try:
         settings = _settings(given.config, given.set)
     except (SettingsError, OSError, yaml.YAMLError) as error:
         print(f"settings: {error}", file=sys.stderr)
         return 2
-    return _run(settings) if given.command == "node" else _stats(settings)
+    if given.command == "node":
+        return _run(settings)
+    request: wire.Request = wire.GetStats()
+    if given.command != "stats":
+        try:
+            namespace, block_hash = parse_hex(given.namespace, 16), parse_hex(given.hash, 32)
+        except ValueError as error:
+            print(f"--namespace, --hash: {error}", file=sys.stderr)
+            return 2
+        request = wire.Administer(given.command, namespace, block_hash)
+    return _ask(settings, request)
 
 
 def _settings(file: Path | None, pairs: list[str]) -> NodeSettings:
@@ -74,14 +95,14 @@ def _run(settings: NodeSettings) -> int:
     return 0
 
 
-def _stats(settings: NodeSettings) -> int:
+def _ask(settings: NodeSettings, request: wire.Request) -> int:
     try:
-        reply = call(settings.name, wire.GetStats(), socket_folder=settings.socket_folder)
+        reply = call(settings.name, request, ANSWER_S, settings.socket_folder)
     except NodeAway as error:
         print(error, file=sys.stderr)
         return 1
     if not isinstance(reply, wire.Stats):
-        print(reply, file=sys.stderr)
+        print(reply.reason if isinstance(reply, wire.Failed) else reply, file=sys.stderr)
         return 1
     print(json.dumps(reply.values, indent=2))
     return 0

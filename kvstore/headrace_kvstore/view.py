@@ -81,7 +81,7 @@ class StoreView:
 
     def pin(self, token_ids: Sequence[int], salt: str, pinned: bool = True) -> int:
         """Keep a prompt's blocks in DRAM whatever comes, or let them go; how many tokens of it are
-        there."""
+        there, and pinned if they are to be: pins have a limit (`Arena.pin`)."""
         if not self._open() or self._arena is None:
             return 0
         hashes = self._hashes(token_ids, salt)

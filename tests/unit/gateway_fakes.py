@@ -118,6 +118,11 @@ class FakeCluster:
         self.warmed.append((body, salt, pin))
         return [{"stored_tokens": 128} for _ in self.members]
 
+    async def store(
+        self, action: str, namespace: str | None = None, hash: str | None = None
+    ) -> list[dict[str, Any]]:
+        return []
+
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         self.told.append(command)
         return [{"replica_id": member.replica_id} for member in self.members]

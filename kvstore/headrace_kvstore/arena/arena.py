@@ -45,6 +45,7 @@ from headrace_kvstore.arena.geometry import (
     Geometry,
 )
 from headrace_kvstore.arena.locking import LockBusyError
+from headrace_kvstore.arena.pins import MAX_PINNED_SHARE
 from headrace_kvstore.arena.policed import Chosen, Hashes, PolicedArena
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.writers import Filling, Writer
@@ -392,14 +393,41 @@ class Arena(PolicedArena):
             return self._drop(there, self.table["generation"][there], READY, DISCARDED_TOTAL)
 
     def pin(self, row: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
-        """Keep blocks from eviction, or let them go again; bool [n]: whether they are there."""
+        """Keep blocks from eviction, or let them go again; bool [n]: whether they are there, and
+        pinned if they are to be. All pins together take MAX_PINNED_SHARE of the arena at most; the
+        first blocks go before the last."""
         self._check_row(row)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
+        room = self.pin_limit_bytes - self.table["bytes"][self.table["pinned"] == 1].sum()
         with self._section:
             kernels.lookup(self._t, row, keys, slots)
-            self.table["pinned"][slots[slots >= 0]] = pinned
+            there = slots[slots >= 0]
+            if pinned:
+                new = self.table["pinned"][there] == 0
+                fits = np.cumsum(self.table["bytes"][there] * new) <= room
+                slots[np.flatnonzero(slots >= 0)[~fits & new]] = -1
+                there = there[fits | ~new]
+            self.table["pinned"][there] = pinned
         return slots >= 0
+
+    @property
+    def pin_limit_bytes(self) -> int:
+        """Bytes that pinned blocks may take."""
+        return int(MAX_PINNED_SHARE * int(self._t.segments["bytes"].sum()))
+
+    def pinned(self) -> np.ndarray:
+        """Return the rows of all pinned blocks, SLOT [n], a copy."""
+        rows, _ = self.blocks()
+        return rows[rows["pinned"] == 1]
+
+    def unpin(self, rows: np.ndarray) -> int:
+        """Let blocks be evicted again; returns how many were pinned. rows: SLOT [n], copies."""
+        count = 0
+        for row in np.unique(rows["namespace"]).tolist():
+            names = [h.tobytes() for h in rows["hash"][rows["namespace"] == row]]
+            count += int(self.pin(row, names, pinned=False).sum())
+        return count
 
     def clear(self, row: int | None = None) -> int:
         """Drop all blocks, or one namespace's, also pinned and leased ones; returns how many.

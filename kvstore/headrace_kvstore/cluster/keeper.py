@@ -23,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace_kvstore.cluster.peering import Peering
+from headrace_kvstore.node.administration import parse_hex
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.protocol.address import host_port, split_host_port
@@ -33,6 +34,8 @@ NAMESPACE = "headrace"
 LOOK_S = 5.0
 """Between checks that every machine has its node; Ray itself restarts one that dies."""
 ANSWER_S = 3.0
+CLEAR_S = 30.0
+"""Longest wait for what an operator asked for: clearing a disk takes a while."""
 JOIN_RETRY_S = 2.0
 SECRET_TRIES = 5
 ANYWHERE = ("0.0.0.0", "::")
@@ -67,6 +70,15 @@ class StoreNodeActor:
     def follow(self, addresses: list[str]) -> None:
         """As `StoreNode.follow`."""
         self._node.follow(addresses)
+
+    def administer(self, action: str, namespace: str | None, hash: str | None) -> dict[str, Any]:
+        """Carry out an operator's request, as `administration.administer`, with hex for bytes; an
+        answer with `error` for one that is wrong."""
+        try:
+            given = parse_hex(namespace, 16), parse_hex(hash, 32)
+            return self._node.operations.administer(action, *given)
+        except ValueError as error:
+            return {"error": str(error)}
 
     def close(self) -> bool:
         """Close the node; the app ends, and its engines with it. Returns as `StoreNode.close`."""
@@ -126,6 +138,19 @@ class StoreKeeper:
             for machine, stats in zip(nodes, answers, strict=True)
         ]
 
+    async def administer(
+        self, action: str, namespace: str | None = None, hash: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Have each machine's node carry out an operator's request; the answers by machine."""
+        nodes = dict(self._nodes)
+        request = "administer", action, namespace, hash
+        asked = (self._ask(node, *request, limit_s=CLEAR_S) for node in nodes.values())
+        answers = await asyncio.gather(*asked)
+        return [
+            {"machine": machine, **(answer or {"error": "the store node does not answer"})}
+            for machine, answer in zip(nodes, answers, strict=True)
+        ]
+
     async def __del__(self) -> None:
         self._task.cancel()
         for node in self._nodes.values():
@@ -169,11 +194,11 @@ class StoreKeeper:
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
-    async def _ask(self, node: Any, method: str, *arguments: Any) -> Any:
+    async def _ask(self, node: Any, method: str, *arguments: Any, limit_s: float = ANSWER_S) -> Any:
         """A node's answer; None if it gives none in time. The first failure of each kind is logged,
         and all are counted."""
         try:
-            return await asyncio.wait_for(getattr(node, method).remote(*arguments), ANSWER_S)
+            return await asyncio.wait_for(getattr(node, method).remote(*arguments), limit_s)
         except Exception as error:
             kind = f"{method}_{type(error).__name__}"
             self._failures[kind] += 1

@@ -8,6 +8,7 @@ peer or from objects: at once with what NVMe has, and again when the pull is ove
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 
 from headrace_kvstore import supply
+from headrace_kvstore.node.administration import administer
 from headrace_kvstore.node.board_backup import BoardBackup
 from headrace_kvstore.node.changes import NodeEvents
 from headrace_kvstore.node.neighbours import Pulling
@@ -31,6 +33,8 @@ from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.server import Staged
+
+logger = logging.getLogger("headrace.kvstore")
 
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
 """Of prefetches that no client asked for."""
@@ -96,6 +100,8 @@ class Operations:
                 return wire.Done(self.report_bad(digest, blocks))
             case wire.GetStats():
                 return wire.Stats(self.stats())
+            case wire.Administer(action, namespace, block_hash):
+                return wire.Stats(self.administer(action, namespace, block_hash))
         return wire.Failed(f"nobody answers {type(request).__name__}")
 
     def locate(
@@ -190,6 +196,13 @@ class Operations:
             room = 0 if tiers.dram is None else tiers.dram.arena.free_bytes()
         best = self._worth.best(list(below_dram(tiers.nvme, tiers.objects)), room)
         return sum(self.prefetch(digest, hashes, WARM_PRIORITY) for digest, hashes in best)
+
+    def administer(
+        self, action: str, namespace: bytes | None = None, block_hash: bytes | None = None
+    ) -> dict[str, Any]:
+        """Carry out an operator's request, as `administration.administer`."""
+        logger.info("operator: %s of namespace %s", action, namespace and namespace.hex())
+        return administer(self.tiers, action, namespace, block_hash)  # type: ignore[arg-type]
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: each tier's state, sizes and hits, and what the node does."""

@@ -351,6 +351,28 @@ class NvmeTier(SegmentSpace):
         self._tell(TierEvent(False, digest, padded(block_hash), reason))
         return True
 
+    def clear(self, digest: bytes | None = None) -> int:
+        """Forget all blocks, or one namespace's, on disk too; returns how many. Files that are
+        being read or written stay until they are not."""
+        count, now_s = 0, time.monotonic()
+        with self._growing:
+            with self._lock:
+                segments = list(self._catalog.segments.values())
+            for segment in segments:
+                if digest is not None and segment.shape.digest != digest:
+                    continue
+                with self._lock:
+                    self._close_open(segment)
+                    gone = self._catalog.drop(segment, now_s)
+                    kept = (
+                        [name for _, name in self._catalog.hashes(segment)] if gone is None else []
+                    )
+                if gone is not None:
+                    count += len(gone)
+                    self._remove(segment, gone, "cleared")
+                count += sum(self.discard(segment.shape.digest, name, "cleared") for name in kept)
+        return count
+
     def _wipe(self, segment: Segment, slot: int) -> None:
         try:
             file = self._files.acquire(segment.path)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -149,18 +149,25 @@ class SegmentSpace:
                 gone = self._catalog.drop(segment, now_s)
                 if gone is None:
                     continue
-                opened = self._open.get(segment.shape)
-                if opened is not None and opened.number == segment.number:
-                    del self._open[segment.shape]
+                self._close_open(segment)
                 self._counts["segments_reclaimed"] += 1
                 self._counts["blocks_evicted"] += len(gone)
             break
         else:
             return 0
+        return segment.file_bytes if self._remove(segment, gone, "evicted") else 0
+
+    def _remove(self, segment: Segment, gone: Sequence[bytes], reason: str) -> bool:
+        """Remove the file of a segment that the catalog has dropped; False if the disk keeps it."""
         self._files.close([segment.path])
         for block_hash in gone:
-            self._tell(TierEvent(False, segment.shape.digest, block_hash, "evicted"))
-        return segment.file_bytes if self._delete(segment.path, segment.file_bytes) else 0
+            self._tell(TierEvent(False, segment.shape.digest, block_hash, reason))
+        return self._delete(segment.path, segment.file_bytes)
+
+    def _close_open(self, segment: Segment) -> None:
+        """Write no more to this segment."""
+        if self._open.get(segment.shape) is segment:
+            del self._open[segment.shape]
 
     def _delete(self, path: str, size_bytes: int) -> bool:
         """Remove a segment's file; False if the disk keeps it, and then it counts as before."""

@@ -132,10 +132,18 @@ class ReadNotes(Message):
     but: Name = b""
 
 
-Request = Ping | Locate | Survey | ReportBad | GetStats | PostNote | ReadNotes
+class Administer(Message):
+    """An operator's request (`node.administration`). Answered by `Stats`."""
+
+    action: Annotated[str, Meta(pattern="^(pins|unpin|clear|lookup)$")]
+    namespace: Digest | None = None
+    hash: Hash | None = None
 
 
-SLOW = (ReportBad, GetStats)
+Request = Ping | Locate | Survey | ReportBad | GetStats | PostNote | ReadNotes | Administer
+
+
+SLOW = (ReportBad, GetStats, Administer)
 """Requests that may take longer than a moment."""
 
 

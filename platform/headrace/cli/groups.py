@@ -1,6 +1,7 @@
-"""The commands of the groups `model`, `memory` and `keys`, and their options.
+"""The commands of the groups `model`, `memory`, `store` and `keys`, and their options.
 
-Each group is carried out by the module of its name (`model` by `models` and `kvsize`).
+Each group is carried out by the module of its name (`model` by `models` and `kvsize`, `store` by
+`show.store`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from headrace.cli.options import JsonOption, NameOption
 model_app = typer.Typer(help="Download and inspect models.", no_args_is_help=True)
 memory_app = typer.Typer(
     help="Load texts that answers are likely to quote, for speculative decoding.",
+    no_args_is_help=True,
+)
+store_app = typer.Typer(
+    help="Look at the KV blocks of a running app's store, unpin and clear them.",
     no_args_is_help=True,
 )
 keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
@@ -192,6 +197,62 @@ def memory_stats(name: NameOption = None, as_json: JsonOption = False) -> None:
     from headrace.cli import memory
 
     memory.stats(name, as_json=as_json)
+
+
+NamespaceOption = Annotated[
+    str | None,
+    typer.Option(help="Digest of one namespace, from headrace status --json. Default: all."),
+]
+
+
+@store_app.command("pins")
+def store_pins(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """List the prompts that are pinned in DRAM, on each machine, and what they take."""
+    from headrace.cli.show import store
+
+    store.pins(name, as_json=as_json)
+
+
+@store_app.command("unpin")
+def store_unpin(
+    hash: Annotated[
+        str | None,
+        typer.Argument(help="From headrace store pins. Default: all pins.", show_default=False),
+    ] = None,
+    namespace: NamespaceOption = None,
+    name: NameOption = None,
+) -> None:
+    """Let pinned prompts be evicted again."""
+    from headrace.cli.show import store
+
+    store.order("unpin", namespace, hash, name)
+
+
+@store_app.command("clear")
+def store_clear(
+    namespace: NamespaceOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    name: NameOption = None,
+) -> None:
+    """Remove KV blocks from the DRAM and disks of all machines, pinned ones too. Objects stay."""
+    from headrace.cli.show import store
+
+    what = "all blocks" if namespace is None else f"the blocks of namespace {namespace}"
+    if not yes:
+        typer.confirm(f"Remove {what} from DRAM and disks?", abort=True)
+    store.order("clear", namespace, None, name)
+
+
+@store_app.command("lookup")
+def store_lookup(
+    hash: Annotated[str, typer.Argument(help="Hash of a block, in hex.")],
+    namespace: NamespaceOption = None,
+    name: NameOption = None,
+) -> None:
+    """Show which tiers of which machines hold a block."""
+    from headrace.cli.show import store
+
+    store.order("lookup", namespace, hash, name)
 
 
 KeyFileOption = Annotated[

@@ -1,6 +1,6 @@
 """The commands and their options. Each command is carried out by the module of the same name.
 
-The groups `model`, `memory` and `keys` are in `groups`.
+The groups `model`, `memory`, `store` and `keys` are in `groups`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.cli.calibrate import calibrate_app
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
 from headrace.cli.fuse import fuse_app
-from headrace.cli.groups import keys_app, memory_app, model_app
+from headrace.cli.groups import keys_app, memory_app, model_app, store_app
 from headrace.cli.options import JsonOption, NameOption
 from headrace.cli.simulate import simulate
 from headrace.config import ConfigError, HeadraceConfig
@@ -42,6 +42,7 @@ config_app = typer.Typer(help="Check and print configurations.", no_args_is_help
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
 app.add_typer(memory_app, name="memory")
+app.add_typer(store_app, name="store")
 app.add_typer(config_app, name="config")
 app.add_typer(calibrate_app, name="calibrate")
 app.add_typer(fuse_app, name="fuse")

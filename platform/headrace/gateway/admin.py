@@ -17,7 +17,7 @@ from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
 from headrace.gateway.door.limits import validated
 from headrace.gateway.openapi import OPERATIONS, PLANS, openapi_document
-from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
+from headrace.gateway.orders import RouterPolicy, Speculation, StoreOrder, WarmRequest
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.route_table import RouteTable
 from headrace_kvstore.salts import salt_of
@@ -133,6 +133,20 @@ class Admin:
         """
         command = validated(Speculation, wanted).model_dump(exclude_unset=True)
         return _json({"replicas": await self._backend.set_speculation(command)})
+
+    async def store(self, wanted: Mapping[str, Any] | None) -> bytes:
+        """Have every machine's store list its pins or carry out an order; what each answers.
+
+        Args:
+            wanted: a `StoreOrder`; None for the pins.
+
+        Raises:
+            ApiError: 400 when the document is not a `StoreOrder`.
+        """
+        order: dict[str, Any] = {"action": "pins"}
+        if wanted is not None:
+            order = validated(StoreOrder, wanted).model_dump()
+        return _json({"machines": await self._backend.store(**order)})
 
     async def warm(
         self,

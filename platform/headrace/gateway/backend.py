@@ -87,6 +87,13 @@ class Backend(Protocol):
     async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
         """Make a prompt's KV and have it stored; return the answer of each decode replica."""
 
+    async def store(
+        self, action: str, namespace: str | None = None, hash: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Have each machine's StoreNode do what an operator wants; the answers by machine. Empty
+        without a store."""
+        return []
+
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; how each that drafts stands now."""
 

@@ -46,6 +46,8 @@ logger = logging.getLogger("headrace.gateway")
 
 BROADCAST_TIMEOUT_S = 5.0
 METRICS_TIMEOUT_S = 5.0
+STORE_TIMEOUT_S = 35.0
+"""More than the store's keeper gives its nodes (`keeper.CLEAR_S`)."""
 
 
 class ServeBackend:
@@ -146,6 +148,17 @@ class ServeBackend:
         """Have every decode replica make the prompt's KV; those of one machine share it."""
         answers = await _ask_all(self._decode, "headrace_warm", [body], salt, pin, timeout_s=None)
         return [outcome for answer in answers for outcome in answer]
+
+    async def store(
+        self, action: str, namespace: str | None = None, hash: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Ask the store's keeper, which asks each machine's node; empty without a store."""
+        if self._store is None:
+            return []
+        answers = await _ask_all(
+            self._store, "administer", action, namespace, hash, timeout_s=STORE_TIMEOUT_S
+        )
+        return [dict(machine) for answer in answers for machine in answer]
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Have every decode replica draft as the command says; how each that drafts stands."""

@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 
 from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.memory import MEMORY, CorpusPart
-from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
+from headrace.gateway.orders import RouterPolicy, Speculation, StoreOrder, WarmRequest
 from headrace_decode.routes import Route
 
 Schema = dict[str, Any]
@@ -25,6 +25,7 @@ PLANS = "/headrace/v1/plans/"
 ROUTER = "/headrace/v1/router"
 SPECULATION = "/headrace/v1/speculation"
 WARM = "/headrace/v1/warm"
+STORE = "/headrace/v1/store"
 
 _ERRORS = {
     400: "The request is malformed or a field is wrong.",
@@ -136,6 +137,16 @@ OPERATIONS = (
     ),
     Operation(
         "POST", WARM, "Make prompts' KV before anybody asks for it.", _CHANGE_ERRORS, WarmRequest
+    ),
+    Operation(
+        "GET", STORE, "Pinned prompts of each machine's store.", (401, 403, 405, 429, 500, 504)
+    ),
+    Operation(
+        "POST",
+        STORE,
+        "Unpin or clear blocks of each machine's store, or look one up.",
+        _CHANGE_ERRORS,
+        StoreOrder,
     ),
     Operation("GET", MEMORY, "Corpora to draft from.", (401, 403, 405, 409, 429, 500, 504)),
     Operation(

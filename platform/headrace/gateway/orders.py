@@ -55,6 +55,30 @@ class Speculation(BaseModel):
         return self
 
 
+class StoreOrder(BaseModel):
+    """What to do with the KV blocks of every machine's store: `unpin`, `clear` or `lookup`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    action: Literal["unpin", "clear", "lookup"]
+    namespace: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = Field(
+        default=None, description="Digest of a namespace, as the status has it; null for all."
+    )
+    hash: Annotated[str, Field(pattern=r"^([0-9a-f]{2}){1,32}$")] | None = Field(
+        default=None,
+        description="Hash of a block: `lookup` finds it, `unpin` lets the pinned prompt go that "
+        "ends with it.",
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_action(self) -> StoreOrder:
+        if self.action == "lookup" and self.hash is None:
+            raise wrong_field("hash", "lookup needs the hash of a block")
+        if self.action == "clear" and self.hash is not None:
+            raise wrong_field("hash", "clear takes a namespace, and no hash")
+        return self
+
+
 class Message(BaseModel):
     """One message of a conversation; vLLM checks the rest of it."""
 

@@ -20,7 +20,7 @@ from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.asked import Asked, Intake
 from headrace.gateway.door.keys import Caller
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
-from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
+from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, STORE, WARM
 from headrace.gateway.relay.relay import Relay
 from headrace.gateway.replicas import ReplicaPool
 
@@ -79,6 +79,8 @@ class OwnRoutes:
             return self._order
         if path == WARM:
             return self._warm
+        if path == STORE:
+            return self._store
         if path == MEMORY or path.startswith(MEMORY + "/"):
             return self._memory
         if path.startswith(OURS) or self._admin.find(path) is not None:
@@ -116,6 +118,16 @@ class OwnRoutes:
                 admitted=partial(self._admitted, asked.caller),
             )
         await asked.answer(200, body, JSON_TYPE)
+
+    async def _store(self, asked: Asked) -> None:
+        """Blocks of the machines' stores: which are pinned, or an order about them."""
+        self._intake.check_admin(asked)
+        asked.only(*READS, "POST")
+        wanted = None
+        if asked.call.method == "POST":
+            wanted = await self._intake.json(asked, MAX_ORDER_BODY_BYTES)
+        self._intake.answer_in_time(asked)
+        await asked.answer(200, await self._admin.store(wanted), JSON_TYPE)
 
     async def _memory(self, asked: Asked) -> None:
         """Corpora of the drafting memories."""
