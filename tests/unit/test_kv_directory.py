@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace_kvstore.peers.directory import Directory, Event
 from headrace_kvstore.protocol.events import DRAM, NVME, AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.kvnode import DIGEST, keys
@@ -67,3 +69,18 @@ def test_a_node_that_goes_is_forgotten_alone() -> None:
     directory.drop("a")
     directory.drop("c")
     assert directory.wanted("a") == 0 and directory.wanted("b") == 1
+
+
+def test_blocks_that_there_is_no_room_for_are_counted_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = Directory(most_blocks=3)
+    directory.apply("a", 0, [AllBlocksCleared(), stored(0, 1)])
+    directory.apply("b", 0, [AllBlocksCleared(), stored(2)])
+    assert directory.dropped == 0
+    directory.apply("b", 1, [stored(3, 4)])
+    directory.apply("b", 2, [stored(5)])
+    assert directory.dropped == 3
+    [said] = caplog.messages
+    assert "more than the 3 blocks" in said
+    assert directory.leading("b", DIGEST, keys(2, 3), BOTH) == [DRAM]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace_kvstore.nvme import nvme_tier
 from headrace_kvstore.nvme.catalog import use_per_second
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier
@@ -138,6 +139,27 @@ def test_looking_changes_nothing(tier: NvmeTier, bench: Bench) -> None:
     assert bench.has(tier, 0) == [True]
     tier.locate(SHAPE.digest, key(0))
     assert (tier.rows() == before).all()
+
+
+def test_the_leading_run_is_located_as_each_block_is(
+    tier: NvmeTier, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme_tier, "LOCATED_AT_ONCE", 3)
+    bench.write(tier, *range(8), 9)
+    names = [key(number) for number in range(10)]
+    found = tier.locate_leading(SHAPE.digest, names)
+    one_by_one = [tier.locate(SHAPE.digest, name) for name in names[:8]]
+    assert len(found) == 8
+    for place, single in zip(found, one_by_one, strict=True):
+        assert single is not None
+        assert (place.path, place.slot, place.hash) == (single.path, single.slot, single.hash)
+        assert (place.sums == single.sums).all()
+    assert not tier.rows()["hits"].any()
+    assert len(tier.locate_leading(SHAPE.digest, names[:5], lease_s=60.0)) == 5
+    rows = tier.rows()
+    assert rows["hits"].sum() == 5 and (rows["lease_until_s"] > time.monotonic() + 50).sum() == 5
+    assert tier.locate_leading(SHAPE.digest, [key(99), *names]) == []
+    assert tier.locate_leading(b"another--digest!", names) == []
 
 
 def test_a_read_counts_as_a_use(tier: NvmeTier, bench: Bench) -> None:

@@ -183,6 +183,7 @@ class Neighbours:
             "reason": self._deaf or ("no arena" if dram is None else dram.remote_reason),
             "address": self.address,
             "peers": {} if self.peers is None else self.peers.stats(),
+            "blocks_dropped": 0 if self.peers is None else self.peers.blocks_dropped,
             "pulls": self._counts["pulls"],
             "pulls_not_worth_it": self._counts["pulls_not_worth_it"],
             **({} if work is None else work.stats()),

@@ -113,13 +113,7 @@ class Operations:
         in the background.
         """
         tier = self.tiers.nvme
-        found: list[Location] = []
-        if tier is not None:
-            for block_hash in hashes:
-                place = tier.locate(digest, block_hash, lease_s)
-                if place is None or (found and place.shape != found[0].shape):
-                    break
-                found.append(place)
+        found = [] if tier is None else tier.locate_leading(digest, hashes, lease_s)
         if lease_s > 0:
             self._counts["nvme_hits"] += len(found)
             self._counts["nvme_misses"] += len(hashes) - len(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -74,6 +75,22 @@ class Catalog:
         """Which blocks are here, bool (n,)."""
         rows = self._rows
         return np.fromiter((digest + padded(h) in rows for h in hashes), bool, len(hashes))
+
+    def leading(self, digest: bytes, keys: Sequence[bytes]) -> list[int]:
+        """Return the rows of the leading run of blocks that are here. keys: padded hashes."""
+        rows: list[int] = []
+        for key in keys:
+            row = self._rows.get(digest + key)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
+
+    def places(self, rows: Sequence[int]) -> Iterator[tuple[Segment, list[int]]]:
+        """Yield the segments of rows in their order, with the slots of each run in one segment."""
+        where = self._place[rows].tolist() if rows else []
+        for number, run in groupby(where, key=lambda place: place[0]):
+            yield self.segments[number], [slot for _, slot in run]
 
     def place(self, row: int) -> tuple[Segment, int]:
         """Segment and slot of a row."""

@@ -10,6 +10,7 @@ One thread may write while others read. A reader sees part of a batch at worst, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from headrace_kvstore.nvme.record import DIGEST_BYTES
@@ -24,11 +25,13 @@ from headrace_kvstore.protocol.sequence import Fate
 from headrace_kvstore.protocol.sequence import Sequence as Numbers
 from headrace_kvstore.table import HASH_BYTES
 
+logger = logging.getLogger("headrace.kvstore")
+
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 MEDIA = (DRAM, NVME)
 """Fastest first; others are not followed."""
 MOST_BLOCKS = 1 << 22
-"""Of all nodes together, about 0.5 GB; further ones are not remembered, and so not pulled."""
+"""Of all nodes together, about 0.5 GB; further ones are counted, not remembered, and not pulled."""
 
 
 class _Node:
@@ -43,6 +46,9 @@ class Directory:
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._most_blocks = most_blocks
         self._nodes: dict[str, _Node] = {}
+        self.dropped = 0
+        """Blocks that were not remembered for want of room; those that a node tells of again count
+        again."""
 
     def apply(self, node: str, seq: int, events: Sequence[Event]) -> bool:
         """Take a batch; False if batches before it are missing, and nothing was taken."""
@@ -107,6 +113,14 @@ class Directory:
             held -= keys
         elif self._blocks + len(keys) <= self._most_blocks:
             held |= keys
+        else:
+            if not self.dropped:
+                logger.warning(
+                    "the peers hold more than the %d blocks that a node remembers: the rest is not "
+                    "pulled from them",
+                    self._most_blocks,
+                )
+            self.dropped += len(keys - held)
 
     @property
     def _blocks(self) -> int:

@@ -185,6 +185,11 @@ class Peers:
                 link.counts[f"failed_{word}"] += 1
                 link.lost()
 
+    @property
+    def blocks_dropped(self) -> int:
+        """Blocks of peers that are not remembered, as `Directory.dropped`."""
+        return self._directory.dropped
+
     def stats(self) -> dict[str, Any]:
         """JSON-able, by address."""
         now_s = time.monotonic()
