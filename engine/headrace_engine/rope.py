@@ -2,8 +2,9 @@
 
 A rotary embedding turns each pair (j, j + D/2) of a key (the NeoX order) by position * w_j. Turning
 by a difference of positions is exact as long as w_j depends on neither position nor length, so
-`Rope.of` refuses scalings for which it does. Keys are turned in fp32, from the stored original: a
-key that was turned and rounded is never turned again. Values carry no position.
+`Rope.of` refuses scalings for which it does. Whether a model pairs channels in this order is not
+in its configuration: `rotary` reads it from the loaded model. Keys are turned in fp32, from the
+stored original: a key that was turned and rounded is never turned again. Values carry no position.
 Source: RoFormer (arXiv 2104.09864), section 3.2.2; Llama 3's scaling as in `transformers`.
 """
 
@@ -44,25 +45,17 @@ class Rope:
         Raises:
             RopeError: the embedding is of a kind whose keys cannot be moved exactly.
         """
-        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in _LINEAR_IN_POSITION:
+        try:
+            rope = Rope(_speeds(config))
+        except RopeError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise RopeError(f"the rotary embedding cannot be read: {error!r}") from None
+        if not (rope.speeds.isfinite() & (rope.speeds > 0)).all():
             raise RopeError(
-                f"rope_type {kind!r}: keys can be moved for {', '.join(_LINEAR_IN_POSITION)} only"
+                "the rotary embedding turns pairs by no angle, or by none that is finite"
             )
-        if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise RopeError("partial_rotary_factor: keys can be moved if all of a key turns")
-        theta = scaling.get("rope_theta", config.get("rope_theta"))
-        if theta is None:
-            raise RopeError("rope_theta is missing")
-        heads = config["num_attention_heads"]
-        dim = config.get("head_dim") or config["hidden_size"] // heads
-        speeds = float(theta) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        if kind == "linear":
-            speeds = speeds / float(scaling["factor"])
-        elif kind == "llama3":
-            speeds = _llama3(speeds, scaling)
-        return Rope(speeds)
+        return rope
 
     def shift(self, keys: Tensor, difference: int | Tensor) -> Tensor:
         """Keys as they are `difference` positions further on.
@@ -90,6 +83,28 @@ def turn(keys: Tensor, turns: Turns) -> Tensor:
     first, second = keys[..., :half].float(), keys[..., half:].float()
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return turned.to(keys.dtype)
+
+
+def _speeds(config: Mapping[str, Any]) -> Tensor:
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _LINEAR_IN_POSITION:
+        raise RopeError(
+            f"rope_type {kind!r}: keys can be moved for {', '.join(_LINEAR_IN_POSITION)} only"
+        )
+    if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise RopeError("partial_rotary_factor: keys can be moved if all of a key turns")
+    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise RopeError("rope_theta is missing")
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    speeds = float(theta) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if kind == "linear":
+        speeds = speeds / float(scaling["factor"])
+    elif kind == "llama3":
+        speeds = _llama3(speeds, scaling)
+    return speeds
 
 
 def _llama3(speeds: Tensor, scaling: Mapping[str, Any]) -> Tensor:

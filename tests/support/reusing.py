@@ -8,7 +8,6 @@ Its connector keeps documents' KV as the store keeps blocks. A request says in i
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_engine.rope import Rope
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
@@ -41,7 +39,6 @@ from tests.support.program import IN_ONE_PROCESS, engine_environment
 BLOCK, BLOCKS = 128, 64
 SCRATCH = (40, 33, 52, 21, 61, 37, 29, 46)
 """Blocks, in no order, for rows that the engine's scheduler knows nothing of: it must be idle."""
-ROPE: dict[str, Rope] = {}
 DOCUMENTS: dict[str, Stored] = {}
 
 
@@ -107,7 +104,7 @@ class TestedConnector(ReuseConnector):
         return Planned(runs, choose, last)
 
     def placer(self, rows: RowEngine) -> Placer:
-        return Placer(rows.kv, layout_of(rows), ROPE["tiny"])
+        return Placer(rows.kv, layout_of(rows), rows.rope)
 
 
 class ReusingEngine:
@@ -140,7 +137,6 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self._plain, self._folder = PlainLlama(Path(model)), model
-        ROPE["tiny"] = Rope.of(json.loads((Path(model) / "config.json").read_text()))
         self._llm = LLM(
             model,
             dtype="float32",

@@ -49,6 +49,7 @@ from headrace_decode.sparse.engine.rows import SparseRows
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings, settings_of
 from headrace_decode.speculation.drafting_worker import SpeculatingWorker
 from headrace_engine.rope import Rope, RopeError
+from headrace_engine.rotary import rope_of_model
 
 if TYPE_CHECKING:
     from headrace_decode.sparse.engine.device.card import Card
@@ -115,7 +116,8 @@ class SparseInReach:
             return specs
         kind, stays = FullAttentionSpec, why_all_stays(specs, config)
         if bounds:
-            self._rope, why = (None, stays) if stays else rope_of(config)
+            model = self.get_model()  # type: ignore[attr-defined]
+            self._rope, why = (None, stays) if stays else rope_of(config, specs, model)
             if why is None:
                 kind = DropSpec
             else:
@@ -297,10 +299,15 @@ def host_blocks(
     return blocks, None
 
 
-def rope_of(config: Any) -> tuple[Rope | None, str | None]:
-    """The rotary embedding of an engine's model; or why queries cannot be turned by it."""
+def rope_of(config: Any, specs: Mapping[str, Any], model: Any) -> tuple[Rope | None, str | None]:
+    """The rotary embedding of an engine's model; or why queries cannot be turned by it.
+
+    Args:
+        config: of the engine. specs: by attention layer. model: as it was loaded.
+    """
     try:
-        return Rope.of(model_fields(config)), None
+        layers = attention_modules(config, specs)
+        return rope_of_model(model_fields(config), model, layers), None
     except RopeError as error:
         return None, str(error)
 

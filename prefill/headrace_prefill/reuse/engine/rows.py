@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_engine.rope import Rope
 from headrace_prefill.reuse.engine._vllm_compat import Contexts, Decoder
 from headrace_prefill.reuse.engine.paged import BlockTable, PagedKV
 
@@ -91,10 +92,11 @@ class RowEngine:
         decoder: the model, opened up.
         kv: its cache.
         contexts: makes attention metadata.
+        rope: of the model; also an attribute.
     """
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, contexts: Contexts) -> None:
-        self.decoder, self.kv, self._contexts = decoder, kv, contexts
+    def __init__(self, decoder: Decoder, kv: PagedKV, contexts: Contexts, rope: Rope) -> None:
+        self.decoder, self.kv, self.rope, self._contexts = decoder, kv, rope, contexts
 
     @property
     def layers(self) -> int:

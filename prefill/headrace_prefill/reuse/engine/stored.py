@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_engine.handoff import REUSE_KEY
-from headrace_engine.rope import Rope
 from headrace_kvstore.connector.opened import OpenedArena
 from headrace_kvstore.layout import BlockLayout
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
@@ -46,9 +45,6 @@ class StoredReuseConnector(ReuseConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._opened = OpenedArena.of(vllm_config, role, kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
-        self._rope: Rope | None = None
-        if role == KVConnectorRole.WORKER:
-            self._rope = Rope.of(vllm_config.model_config.hf_text_config.to_dict())
 
     def find(self, request: Any, computed_tokens: int) -> Any:
         """What the request says, if the store has it."""
@@ -82,10 +78,9 @@ class StoredReuseConnector(ReuseConnector):
         return Planned(runs, choose, last)
 
     def placer(self, rows: RowEngine) -> Placer:
-        assert self._rope is not None
         caches = {f"layers.{n}": cache for n, cache in enumerate(rows.kv.caches)}
         layout = BlockLayout.of_tensors(caches, self._num_blocks, self._opened.held)
-        return Placer(rows.kv, layout, self._rope)
+        return Placer(rows.kv, layout, rows.rope)
 
     def shutdown(self) -> None:
         self._opened.close()

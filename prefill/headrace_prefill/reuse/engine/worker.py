@@ -4,16 +4,19 @@
 
 A connector that wants the model has a method `bind_rows(RowEngine)`. One within a MultiConnector is
 found there. Engines in which rows cannot be computed start as ever: their connector is told why
-by `no_rows(reason)`, and their requests are computed.
+by `no_rows(reason)`, and their requests are computed. The engine's frontend asks
+`headrace_reuse_unsupported` before it offers reuse.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
+from headrace_engine.rotary import rope_of_model
 from headrace_prefill.reuse.engine._vllm_compat import (
     Contexts,
     check_engine,
@@ -28,18 +31,30 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
+logger = logging.getLogger("headrace.reuse")
+
+
 class ModelInReach:
     """Mixed into a worker class of vLLM's, before it."""
+
+    _reuse_unsupported: str | None = "the engine has no connector that reuses KV"
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """As vLLM's; then binds the connectors that ask for the model."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        wanting = [c for c in _connectors() if hasattr(c, "bind_rows")]
-        for connector in wanting:
+        for connector in (each for each in _connectors() if hasattr(each, "bind_rows")):
             try:
                 connector.bind_rows(row_engine(self, kv_cache_config))
-            except ValueError as error:
-                connector.no_rows(str(error))
+                self._reuse_unsupported = None
+            except Exception as error:
+                why = str(error) if isinstance(error, ValueError) else repr(error)
+                logger.debug("rows cannot be computed", exc_info=True)
+                self._reuse_unsupported = why
+                connector.no_rows(why)
+
+    def headrace_reuse_unsupported(self) -> str | None:
+        """Why this engine cannot reuse KV at other places; None if it can."""
+        return self._reuse_unsupported
 
 
 class ReusingWorker(ModelInReach, PlatformWorker):  # type: ignore[misc]
@@ -51,12 +66,16 @@ def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
 
     Raises:
         Unsupported: they cannot be computed; the text says why.
+        RopeError: its keys cannot be moved to other positions.
     """
     check_engine(worker.vllm_config, kv_cache_config)
-    opened = decoder(worker.get_model())
+    model = worker.get_model()
+    opened = decoder(model)
+    fields = worker.vllm_config.model_config.hf_text_config.to_dict()
+    rope = rope_of_model(fields, model, opened.attention)
     kv = paged_kv(opened, kv_cache_config)
     contexts = Contexts(worker.vllm_config, kv_cache_config, opened, kv.kernel_tokens)
-    return RowEngine(opened, kv, contexts)
+    return RowEngine(opened, kv, contexts, rope)
 
 
 def _connectors() -> list[Any]:
