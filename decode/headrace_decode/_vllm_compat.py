@@ -8,6 +8,7 @@ vLLM itself. `tests/unit/test_contracts.py` pins what is used here.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -47,7 +48,7 @@ from headrace_decode.rendering.keys import RENDER_ONLY, Prompt, Rendered
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.replay.recorder import RECORDER
 from headrace_decode.replay.said import tokens_of
-from headrace_decode.reusing import Reusing
+from headrace_decode.reusing import Reuse, Reusing
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.techniques import (
     BOUNDED,
@@ -63,11 +64,14 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.turns import PROMPTS, Turns
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
-from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, PrefillResult
+from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, REUSED_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
+from headrace_engine.serving.techniques import unsupported
 from headrace_engine.steptime import StepTime
 from headrace_engine.tracing import span
 from headrace_kvstore.salts import is_marked, tenant_of
+
+logger = logging.getLogger("headrace.decode")
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
@@ -128,6 +132,27 @@ class PlannedLLM(TakingUpLLM):
             grammars.close()
         super().shutdown(*args, **kwargs)
 
+    async def learn_techniques(self) -> None:
+        """Offer no request a technique that the started engine cannot do."""
+        planning = self.planning
+        if not self._apart and (planning is None or planning.reusing is None):
+            return
+        try:
+            why = await unsupported(self)
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0]
+            why = dict.fromkeys((REUSE, SPARSE, BOUNDED), f"the engine does not tell: {first}")
+        scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
+        if not getattr(scheduler, "keeps_answers_private", False):
+            name = f"the engine runs with scheduler_cls {scheduler.__module__}.{scheduler.__name__}"
+            why |= {SPARSE: name, BOUNDED: name}
+        for name in [name for name in self._apart if name in why]:
+            del self._apart[name]
+        if planning is not None and REUSE in why:
+            self.planning = replace(planning, reusing=None)
+        for name, reason in why.items():
+            logger.info("requests are served as if they had not asked for %s: %s", name, reason)
+
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -150,7 +175,7 @@ class PlannedLLM(TakingUpLLM):
         prompt = with_tenant(prompt, TENANT.get())
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
         apart = self._apart_of(sampling_params)
-        prompt = with_technique(prompt, sampling_params, self.lossy, apart)
+        prompt = with_technique(prompt, sampling_params, self.lossy)
         sampling_params = with_share(sampling_params, apart)
         self._refuse(prompt, sampling_params)
         if RENDER_ONLY.get():
@@ -171,21 +196,21 @@ class PlannedLLM(TakingUpLLM):
                 prompt.get("cache_salt") or "", prompt["prompt_token_ids"], share
             )
         if reuse is not None:
-            prompt = {**prompt, "cache_salt": reuse.salt}
             sampling_params = with_transfer_params(sampling_params, {REUSE_KEY: reuse.params})
 
         def run(plain: Generate, over: bool) -> AsyncGenerator[RequestOutput, None]:
             if self.planning is None or over:
                 return plain(prompt, sampling_params, request_id, **kwargs)
             work = self._work(self.planning, plain, prompt, sampling_params, request_id, kwargs)
+            work = replace(work, private_answer=apart is not None or reuse is not None)
             if reuse is not None:
-                work = reusing_work(work, reuse.computed)
+                work = reusing_work(work, reuse)
             return self.planning.orchestrator.run(work)
 
         async with aclosing(self.recorded(prompt, sampling_params, run)) as outputs:
             async for output in outputs:
-                if output.finished and reusing is not None and reuse is None:
-                    await self._heard(reusing, prompt, kwargs)
+                if output.finished and reusing is not None:
+                    await self._finished(reusing, reuse, prompt, kwargs)
                 if output.finished and grammar_failed(output, sampling_params):
                     raise VLLMValidationError(
                         "The grammar cannot be compiled or followed.",
@@ -222,14 +247,16 @@ class PlannedLLM(TakingUpLLM):
         except TechniqueError as error:
             raise VLLMValidationError(str(error), parameter=error.param) from None
 
-    async def _heard(self, reusing: Reusing, prompt: Any, kwargs: dict[str, Any]) -> None:
-        """Remember a prompt whose blocks go to the store."""
+    async def _finished(
+        self, reusing: Reusing, reuse: Reuse | None, prompt: Any, kwargs: dict[str, Any]
+    ) -> None:
+        """Remember a prompt if its blocks go to the store."""
         if not isinstance(prompt, dict) or kwargs.get("lora_request") is not None:
             return
         token_ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
         plain = prompt.get("type", "token") == "token" and not prompt.get("multi_modal_data")
         if token_ids and plain and not is_marked(salt):
-            await reusing.heard(salt, token_ids)
+            await reusing.finished(salt, token_ids, reuse)
 
     @property
     def offered(self) -> str:
@@ -400,14 +427,35 @@ class PlannedLLM(TakingUpLLM):
         )
 
 
-def reusing_work(work: Work[RequestOutput], computed: int) -> Work[RequestOutput]:
-    """A request of whose prompt so many tokens are computed: vLLM counts all but one as cached."""
-    cached = len(work.token_ids) - computed
+def reusing_work(work: Work[RequestOutput], reuse: Reuse) -> Work[RequestOutput]:
+    """Return the work of a request that may reuse KV.
+
+    vLLM counts all but one of the prompt's tokens as cached if it does. It is planned under a salt
+    of its own: planners count on prompts that the prefix cache gets.
+    """
+    prompt_tokens = len(work.token_ids)
+    cached = prompt_tokens - reuse.computed
+
+    def submit(
+        engine_request_id: str, kv_params: dict[str, Any] | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        reuse.pulls = kv_params is not None
+        reuse.happened = bool(kv_params and kv_params.get(REUSED_KEY))
+        return work.submit(engine_request_id, kv_params)
 
     def cached_tokens(output: RequestOutput) -> int:
-        return min(cached, work.cached_tokens(output))
+        found = work.cached_tokens(output)
+        if not reuse.pulls:  # of an exact prefix at least the last block is computed
+            reuse.happened = found >= prompt_tokens - 1
+        return min(cached, found) if reuse.happened else found
 
-    return replace(work, computed=computed, cached_tokens=cached_tokens)
+    return replace(
+        work,
+        salt=reuse.salt,
+        computed=reuse.computed,
+        submit=submit,
+        cached_tokens=cached_tokens,
+    )
 
 
 class PlannedVLLMEngine(MeteredVLLMEngine):
@@ -419,6 +467,11 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
     """
 
     llm: PlannedLLM
+
+    async def start(self) -> None:
+        """As `MeteredVLLMEngine.start`; learns what the engine can do."""
+        await super().start()
+        await self.llm.learn_techniques()
 
     def __init__(
         self,

@@ -49,9 +49,7 @@ def with_tenant(prompt: Any, tenant: str | None) -> Any:
     return {**prompt, "cache_salt": salt_of(tenant, prompt.get("cache_salt") or "")}
 
 
-def with_technique(
-    prompt: Any, params: SamplingParams, lossy: str, apart: Apart | None = None
-) -> Any:
+def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
     """The prompt under the salt that its request's techniques give it (`techniques`).
 
     Raises:
@@ -60,7 +58,7 @@ def with_technique(
     """
     salt = (prompt.get("cache_salt") if isinstance(prompt, dict) else None) or ""
     try:
-        wanted = salt_for(salt, params.extra_args, lossy, apart)
+        wanted = salt_for(salt, params.extra_args, lossy)
     except TechniqueError as error:
         raise VLLMValidationError(str(error), parameter=error.param) from None
     if wanted == salt:

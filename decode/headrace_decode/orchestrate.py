@@ -81,7 +81,9 @@ class Planner(Protocol):
         self, request_id: str, seconds_from_plan: float, cached_tokens: int
     ) -> None: ...
     def attributes(self, request_id: str) -> Mapping[str, str | int | float]: ...
-    def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None: ...
+    def finished(
+        self, request_id: str, output_token_ids: Sequence[int] = (), shared: bool = True
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Work(Generic[Output]):
     computed: int | None = None
     """Tokens to compute where the request says what its KV is made from; None where the caches do.
     """
+    private_answer: bool = False
+    """Whether no other request can use the KV of the answer."""
     turn: Callable[[int], AbstractAsyncContextManager[None]] = lambda tokens: nullcontext()
     """Held while the own engine computes a prompt of so many tokens."""
     engine_steps: Callable[[], int] = lambda: 0
@@ -190,7 +194,10 @@ class Orchestrator:
                 answered.extend(work.new_tokens(output))
                 yield output
         finally:
-            planner.finished(work.request_id, answered)
+            if work.private_answer:
+                planner.finished(work.request_id, answered, shared=False)
+            else:
+                planner.finished(work.request_id, answered)
             self._active.discard(work.request_id)
             self._pulls.pop(work.request_id, None)
             if stream is not None:

@@ -7,9 +7,9 @@ computes fewer rows than the exact prefix leaves to compute:
     reused rows = tokens of no run + share * tokens of runs + rows of the probe + placed / 50
 
 The exact prefix is the run that stands at position 0 in both prompts; its KV needs no correction,
-so it counts as placed only. KV that results from reuse is the request's own: its cache salt is
-marked with a name that nobody else gets. Such a prompt is not remembered, since the store has none
-of its blocks.
+so it counts as placed only. Only runs count whose blocks this machine's DRAM holds now. An engine
+that does not find them any more, or is on another machine, serves the prompt as if it had not
+asked. A prompt that reused KV is not remembered, since the store has none of its blocks.
 """
 
 from __future__ import annotations
@@ -60,19 +60,25 @@ class Texts(Protocol):
     def find(self, tenant: str, tokens: Sequence[int], least: int) -> Sequence[FoundRun]: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reuse:
-    """What a request's KV is made from.
+    """What a request's KV may be made from.
 
     Attributes:
-        salt: the request's own.
+        salt: the request's own, for its plan.
         params: for the engine that computes the prompt (`headrace_prefill.reuse.engine.stored`).
         computed: tokens whose computation takes as long as all that is to be done.
+        tokens: of its runs.
+        pulls: whether another engine computes the prompt.
+        happened: whether the engine made the KV from stored runs.
     """
 
     salt: str
     params: dict[str, Any]
     computed: int
+    tokens: int
+    pulls: bool = False
+    happened: bool = False
 
 
 class Reusing:
@@ -82,6 +88,7 @@ class Reusing:
         texts: stored prompts.
         hashes: (token ids, salt) -> hashes of the prompt's full blocks.
         mode, budget: of the app's `techniques.reuse`.
+        held: which of some blocks, by hash, this machine's DRAM holds; None: all are taken to be.
     """
 
     def __init__(
@@ -90,8 +97,10 @@ class Reusing:
         hashes: Callable[[Sequence[int], str], list[bytes]],
         mode: str,
         budget: float,
+        held: Callable[[Sequence[bytes]], Sequence[bool]] | None = None,
     ) -> None:
         self._texts, self._hashes = texts, hashes
+        self.held = held
         self.mode, self.budget = mode, budget
         self.requests = self.reused_tokens = 0
 
@@ -104,12 +113,11 @@ class Reusing:
             runs = await asyncio.to_thread(self._texts.find, salt, wanted, LEAST_RUN)
         else:
             runs = self._texts.find(salt, wanted, LEAST_RUN)
+        runs = self._held(runs)
         last = last_rows_of(len(wanted), runs)
         rows = rows_of(len(wanted), runs, last, share)
         if not pays(len(wanted), runs, rows):
             return None
-        self.requests += 1
-        self.reused_tokens += sum(run.length for run in runs)
         params = {
             "runs": [
                 [run.new, run.old, run.length, run.offset, b"".join(run.blocks)] for run in runs
@@ -117,7 +125,24 @@ class Reusing:
             "last": last,
             "share": share,
         }
-        return Reuse(marked(salt, f"reuse-{uuid.uuid4().hex}"), params, math.ceil(rows) + 1)
+        mine = marked(salt, f"reuse-{uuid.uuid4().hex}")
+        tokens = sum(run.length for run in runs)
+        return Reuse(mine, params, math.ceil(rows) + 1, tokens)
+
+    async def finished(self, salt: str, token_ids: Sequence[int], reuse: Reuse | None) -> None:
+        """Count a prompt that reused KV; remember one that was computed exactly."""
+        if reuse is None or not reuse.happened:
+            await self.heard(salt, token_ids)
+            return
+        self.requests += 1
+        self.reused_tokens += reuse.tokens
+
+    def _held(self, runs: Sequence[FoundRun]) -> Sequence[FoundRun]:
+        """Return the runs of which no block is missing in DRAM."""
+        if self.held is None or not runs:
+            return runs
+        held = iter(self.held([block for run in runs for block in run.blocks]))
+        return [run for run in runs if all([next(held) for _ in run.blocks])]
 
     async def heard(self, salt: str, token_ids: Sequence[int]) -> None:
         """A prompt has been computed exactly: its blocks go to the store."""

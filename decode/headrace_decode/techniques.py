@@ -22,8 +22,12 @@ all of this to refuse what is wrong and to tell what applied; the decode replica
 since not every path leads through a gateway. Four techniques exist: a store with a lossy codec,
 reuse, sparse attention, and bounded contexts. A request with "off" in an app with such a store gets
 a cache salt under the mark `EXACT` (`headrace_kvstore.salts`), here and at the replica that
-prefills for it. One whose KV is reused gets a mark of its own. Sparse and bounded requests share a
-mark with those of the same share, and reuse nothing. No request is both.
+prefills for it. The prompts of sparse and bounded requests are computed exactly and shared as any
+other; blocks with tokens of their answers are private (`headrace_engine.private_kv`), as are blocks
+of KV that was reused. Contexts that drop KV while they are computed share nothing
+(`bounded.engine.streams`). Sparse and bounded requests reuse nothing, and no request is both.
+
+An engine that cannot do a technique serves requests as if they had not asked.
 """
 
 from __future__ import annotations
@@ -84,16 +88,11 @@ def reuse_share(extra: object, mode: str, default: float) -> float | None:
 
 
 class Apart(NamedTuple):
-    """The technique whose KV a request shares with nobody but its like, and its share of the KV:
-    what answer tokens attend to, or what is kept."""
+    """The technique of a request that attends to a part of its KV, and the share of it: what answer
+    tokens attend to, or what is kept."""
 
     technique: str
     share: float
-
-    @property
-    def mark(self) -> str:
-        """Of its cache salt."""
-        return f"{self.technique}-{self.share:g}"
 
 
 def apart_of(extra: object, modes: Mapping[str, tuple[str, float]]) -> Apart | None:
@@ -156,22 +155,19 @@ def share_in(params: Any, technique: str) -> float | None:
     return float(value)
 
 
-def salt_for(salt: str, extra: object, lossy: str, apart: Apart | None = None) -> str:
+def salt_for(salt: str, extra: object, lossy: str) -> str:
     """The cache salt under which a request's KV is shared; unchanged unless a technique matters.
 
     Args:
         salt: the tenant's and the client's (`headrace_kvstore.salts.salt_of`).
         extra: the request's `vllm_xargs`.
         lossy: what the app's store applies; empty if it is exact.
-        apart: as `apart_of`.
 
     Raises:
         TechniqueError: the field is wrong, or the client's salt looks marked.
     """
     if is_marked(salt):
         raise TechniqueError('cache_salt must not begin with "technique:".', "cache_salt")
-    if apart is not None:
-        return marked(salt, apart.mark)
     return marked(salt, EXACT) if wants_exact(extra) and lossy else salt
 
 
@@ -230,7 +226,8 @@ def applied(asked: Asked, offer: str) -> str:
             told.append(one)
         elif mode == "auto" if wanted[name] is None else wanted[name]:
             told.append(name)
-    # Neither the store nor reuse touches the KV of these; what was asked for comes first.
-    apart = [name for name in (SPARSE, BOUNDED) if name in told]
-    told = sorted(apart, key=lambda name: not wanted[name])[:1] or told
+    # A request is sparse or bounded, and then it reuses nothing; what it asked for comes first.
+    apart = sorted((n for n in (SPARSE, BOUNDED) if n in told), key=lambda name: not wanted[name])
+    if apart:
+        told = [name for name in told if name not in wanted] + apart[:1]
     return ", ".join(told) or "exact"

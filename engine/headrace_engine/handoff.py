@@ -23,6 +23,10 @@ REUSE_KEY = "headrace_reuse"
 """Among the parameters of a request: stored runs that its KV is made from (docs/reuse.md)."""
 
 
+REUSED_KEY = "headrace_reused"
+"""Among the parameters to pull KV with: it was made from such runs, and is approximate."""
+
+
 def produce_params(check: bool = False, reuse: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Parameters that make an engine keep a request's KV for another engine to pull.
 
@@ -66,7 +70,7 @@ class PrefillRequest:
     kv: str = ""
     """The caller's `kvkind`; empty if it takes any."""
     reuse: Mapping[str, Any] | None = None
-    """Stored runs that the KV is made from, as the caller found them; the salt is then marked."""
+    """Stored runs that the KV may be made from, as the caller found them."""
 
 
 @dataclass(frozen=True, slots=True)

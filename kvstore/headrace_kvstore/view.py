@@ -74,6 +74,17 @@ class StoreView:
             found += await self._surveyor.supplies(self._digests(), rest, compute_s)
         return [supply._replace(length=supply.length * self._block_tokens) for supply in found]
 
+    def holds(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Which of some blocks all workers' parts of are in DRAM. Never raises."""
+        if not hashes or not self._open() or self._arena is None:
+            return [False] * len(hashes)
+        try:
+            held = [self._arena.lookup(row, hashes) >= 0 for row in self._rows]
+            return [bool(one) for one in np.logical_and.reduce(held)]
+        except Exception:
+            logger.exception("the arena cannot be read")
+            return [False] * len(hashes)
+
     @property
     def survey_failures(self) -> Mapping[str, int]:
         """Questions to the node without an answer, by what came in its place."""

@@ -205,11 +205,18 @@ class ReplicaPlanner:
                 self.metrics.outcome(plan.kind, seconds_from_plan / plan.predicted_ttft_s)
         self._changed()
 
-    def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
+    def finished(
+        self, request_id: str, output_token_ids: Sequence[int] = (), shared: bool = True
+    ) -> None:
+        """A request has ended.
+
+        Args:
+            shared: whether other requests can use the KV of its answer.
+        """
         plan = self._plans.pop(request_id, None)
         if plan is not None:
             self._outcomes.finished(plan, len(output_token_ids))
-        self.router.finished(request_id, output_token_ids)
+        self.router.finished(request_id, output_token_ids if shared else ())
         self._changed()
 
     def prefill_members(self, replicas: Collection[str]) -> None:
@@ -285,6 +292,10 @@ class ReplicaPlanner:
     def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int:
         """Leading tokens of a prompt that this machine's DRAM holds."""
         return 0 if self._store is None else self._store.held_tokens(token_ids, salt)
+
+    def holds(self, blocks: Sequence[bytes]) -> Sequence[bool]:
+        """Which of some blocks, by hash, this machine's DRAM holds."""
+        return [False] * len(blocks) if self._store is None else self._store.holds(blocks)
 
     def pin(self, token_ids: Sequence[int], salt: str) -> int:
         """Keep a prompt's KV in this machine's DRAM; how many tokens of it are there."""

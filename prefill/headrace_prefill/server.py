@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import Step
 from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
 from headrace_engine.reporting.replica import ReplicaLine
+from headrace_engine.serving.techniques import unsupported
 from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
 
@@ -87,6 +88,7 @@ class PrefillServer(PDPrefillServer):
         await super().__init__(llm_config, engine_cls=engine_cls)
         self.engine: MeteredVLLMEngine
         self._stand_in: StandIn | None = None
+        self._reuses: bool | None = None
         if standby is not None:
             make_app = partial(LLMServer.__serve_build_asgi_app__, self)
             self._stand_in = standby.stand_in(make_app, self.engine)
@@ -159,11 +161,12 @@ class PrefillServer(PDPrefillServer):
         prompt = TokensPrompt(prompt_token_ids=token_ids)
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
+        reuse = await self._reuse_of(request)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            extra_args={PARAMS_KEY: produce_params(request.check, request.reuse)},
+            extra_args={PARAMS_KEY: produce_params(request.check, reuse)},
         )
         # vLLM's own: what a stand-in puts before it is for clients' requests.
         outputs = AsyncLLM.generate(
@@ -178,6 +181,16 @@ class PrefillServer(PDPrefillServer):
         async for step_output in outputs:
             output = step_output
         return output
+
+    async def _reuse_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:
+        """The stored runs of a request, if this engine can make KV from them."""
+        if request.reuse and self._reuses is None:
+            try:
+                self._reuses = "reuse" not in await unsupported(self.engine.llm)
+            except Exception:
+                logger.exception("no KV is reused: the engine does not tell whether it can")
+                self._reuses = False
+        return request.reuse if self._reuses else None
 
     def _arrived(self, request: PrefillRequest, prompt_tokens: int, compute_tokens: int) -> None:
         """Have gateways know of a prompt at once."""

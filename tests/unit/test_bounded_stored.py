@@ -186,7 +186,7 @@ class Streaming(Scheduled):
                 self.following.see(read, layer, queries)
 
     def ask(self, name: str, prompt: list[int], answer: int = 3) -> Any:
-        return self.add(name, prompt, answer, {"bounded": SHARE}, f"technique:bounded-{SHARE:g}:")
+        return self.add(name, prompt, answer, {"bounded": SHARE})
 
     def ends(self, request: Any) -> None:
         self.until(lambda: request.is_finished() and not self.connector.half.busy)
@@ -286,11 +286,10 @@ def test_another_share_another_tenant_and_another_text_find_nothing(
     engines: tuple[Streaming, Streaming],
 ) -> None:
     _, second = engines
-    salt = f"technique:bounded-{SHARE:g}:"
     other = [CONTEXT[0] + 1, *CONTEXT[1:]]
     asked = [
-        second.add("a", TURN, 2, {"bounded": 0.24}, "technique:bounded-0.24:"),
-        second.add("b", TURN, 2, {"bounded": SHARE}, f"{salt}tenant:else:"),
+        second.add("a", TURN, 2, {"bounded": 0.24}),
+        second.add("b", TURN, 2, {"bounded": SHARE}, "tenant:else:"),
         second.ask("c", other),
         second.ask("d", [*CONTEXT[: 17 * BLOCK], *noise(300, 6)]),
     ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -19,13 +20,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from headrace_decode.bounded.engine.scheduler import BoundingTakingUp
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine import worker
 from headrace_decode.sparse.engine._vllm_compat import final_tokens, replace_as, requests_gone
 from headrace_decode.sparse.engine.offload import manager as module
 from headrace_decode.sparse.engine.offload.ledger import Ledger
 from headrace_decode.sparse.engine.offload.manager import DropSpec, OffloadManager, OffloadSpec
-from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED, _tell
+from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED, OffloadingTakingUp, _tell
 from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offload.sizes import Footprint
 from tests.support.contracts import assert_takes
@@ -183,6 +185,7 @@ def spec_of(
     drafts: str | None = None,
     bounded: bool = False,
     model: dict[str, Any] = ROPED,
+    scheduler: Any = BoundingTakingUp,
 ) -> tuple[Any, int]:
     """The spec of a layer in an engine with these; and blocks of its host memory."""
 
@@ -197,8 +200,12 @@ def spec_of(
             model_config=SimpleNamespace(max_model_len=1000),
             cache_config=SimpleNamespace(block_size=128),
             speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
+            scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler),
             additional_config=BoundedSettings().additional_config() if bounded else {},
         )
+
+        def get_model(self) -> Any:
+            return nn.Module()
 
     monkeypatch.setattr(worker, "attention_modules", lambda config, specs: [])
     monkeypatch.setattr(worker, "model_fields", lambda config: model)
@@ -215,6 +222,10 @@ def spec_of(
         ({"spec": replace_as(SPEC, OffloadSpec)}, "its layers are"),
         ({"drafts": "eagle"}, "eagle drafts over the cache"),
         ({"gib": 0.0005}, "do not hold a request of 1000 tokens"),
+        (
+            {"scheduler": Scheduler},
+            "runs with scheduler_cls vllm.v1.core.sched.scheduler.Scheduler",
+        ),
     ],
 )
 def test_an_engine_offloads_or_says_why_not(
@@ -239,6 +250,8 @@ def test_an_engine_offloads_or_says_why_not(
         ({"gib": 0.0005}, None),
         ({"drafts": "eagle"}, "eagle drafts over the cache"),
         ({"model": ROPED | {"rope_scaling": {"type": "yarn"}}}, "rope_type 'yarn'"),
+        ({"model": ROPED | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"scheduler": OffloadingTakingUp}, "runs with scheduler_cls headrace_decode"),
     ],
 )
 def test_an_engine_bounds_contexts_or_says_why_not(

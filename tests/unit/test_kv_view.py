@@ -68,6 +68,24 @@ def test_the_leading_blocks_that_every_worker_stored_are_held(
     view.close()
 
 
+def test_any_blocks_that_every_worker_stored_are_held(
+    arena: Arena, settings: StoreSettings
+) -> None:
+    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+    names = hashes(list(range(18)), "")
+    put(arena, 0, names[:3])
+    put(arena, 1, names[1:])
+    assert view.holds(names) == [False, True, True, False]
+    assert view.holds([]) == []
+    view.close()
+
+
+def test_a_view_without_an_engine_holds_nothing(settings: StoreSettings) -> None:
+    view = StoreView(settings, lambda: [], hashes, BLOCK)
+    assert view.holds([b"x" * 32, b"y" * 32]) == [False, False]
+    view.close()
+
+
 def test_pinned_blocks_stay(arena: Arena, settings: StoreSettings) -> None:
     view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
     prompt = list(range(12))

@@ -67,7 +67,37 @@ async def test_a_document_at_another_place_is_reused_under_a_salt_of_its_own() -
     assert found[0].params["last"] == len(prompt) - LAST_TOKENS
     assert found[0].params["share"] == 0.3
     assert 0.3 * length < found[0].computed < len(prompt) * SAVES
-    assert (one.requests, one.reused_tokens) == (2, 2 * length)
+    assert (one.requests, one.reused_tokens) == (0, 0)
+    found[0].happened = True
+    await one.finished("ann", prompt, found[0])
+    assert (one.requests, one.reused_tokens) == (1, length)
+
+
+async def test_runs_that_this_machines_store_has_not_count_as_not_found() -> None:
+    one, documents = reusing(), [words(800, seed) for seed in (1, 2)]
+    for document in documents:
+        await one.heard("ann", [*words(37, 5), *document])
+    prompt = [*words(100, 3), *documents[0], *words(40, 4), *documents[1], *words(9, 6)]
+    gone = set(hashes([*words(37, 5), *documents[0]], "ann")[4:6])
+    one.held = lambda blocks: [block not in gone for block in blocks]
+    found = await one.plan("ann", prompt, 0.3)
+    assert found is not None
+    assert [run[0] for run in found.params["runs"]] == [940]
+    one.held = lambda blocks: [False] * len(blocks)
+    assert await one.plan("ann", prompt, 0.3) is None, "it is served as if it had not asked"
+
+
+async def test_a_prompt_that_was_to_reuse_and_did_not_is_remembered() -> None:
+    one, document = reusing(), words(800, 1)
+    await one.heard("ann", document)
+    prompt = [*words(100, 3), *document]
+    for happened in (True, False):
+        reuse = await one.plan("ann", prompt, 0.3)
+        assert reuse is not None, "what reused is not remembered"
+        reuse.happened = happened
+        await one.finished("ann", prompt, reuse)
+    assert await one.plan("ann", prompt, 0.3) is None, "all of it is an exact prefix"
+    assert one.requests == 1
 
 
 async def test_nothing_of_another_salt_is_reused() -> None:

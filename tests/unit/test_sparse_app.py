@@ -41,7 +41,7 @@ from headrace_decode.techniques import (
     share_in,
 )
 from headrace_kvstore.connector.identity import device_identity
-from headrace_kvstore.salts import is_marked, tenant_of
+from headrace_kvstore.salts import is_marked
 from tests.unit.test_reuse_app import engine as storing_engine
 
 
@@ -199,30 +199,19 @@ def test_what_is_no_share_is_refused(name: str, value: object) -> None:
 @given(
     st.text().filter(lambda salt: not is_marked(salt)),
     st.floats(0.001, 1),
-    st.permutations([SPARSE, BOUNDED]),
+    st.sampled_from([SPARSE, BOUNDED]),
 )
-def test_kv_apart_is_shared_with_requests_of_its_technique_and_share_alone(
-    salt: str, share: float, names: list[str]
+def test_a_prompt_is_shared_whatever_its_answer_attends_to(
+    salt: str, share: float, name: str
 ) -> None:
-    one, other = names
-    mine = salt_for(salt, None, "store=int4", Apart(one, share))
-    assert is_marked(mine) and tenant_of(mine) == tenant_of(salt)
-    assert mine == salt_for(salt, {one: share}, "", Apart(one, share))
-    others = [salt_for(salt, None, ""), salt_for(salt, {"techniques": "off"}, "store=int4")]
-    others += [
-        salt_for(salt, None, "", each) for each in (Apart(one, share / 2), Apart(other, share))
-    ]
-    assert mine not in others
+    assert salt_for(salt, {name: share}, "store=int4") == salt_for(salt, {}, "") == salt
 
 
-def test_the_mark_stands_before_the_tenant() -> None:
-    params = SamplingParams()
+def test_a_clients_salt_must_not_look_marked() -> None:
     prompt = {"prompt_token_ids": [1], "cache_salt": "tenant:ann:own"}
-    assert with_technique(prompt, params, "", Apart(SPARSE, 0.1))["cache_salt"] == (
-        "technique:sparse-0.1:tenant:ann:own"
-    )
+    assert with_technique(prompt, SamplingParams(extra_args={"sparse": 0.1}), "") is prompt
     with pytest.raises(VLLMValidationError, match="cache_salt"):
-        with_technique({"cache_salt": "technique:sparse-0.1:"}, params, "", None)
+        with_technique({"cache_salt": "technique:exact:"}, SamplingParams(), "")
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"slo": 1}, {"sparse": "auto"}, {"bounded": 0.7}])
@@ -242,7 +231,7 @@ def test_an_answer_tells_of_it_where_it_could_be() -> None:
     assert [each.sparse for each in (asks, refuses, shares, silent)] == [True, False, True, None]
     offer = offered("store=int4", {"reuse": "auto", "sparse": "request"})
     assert offer == "store=int4, reuse=auto, sparse=request"
-    assert applied(asks, offer) == "sparse", "its KV meets neither the store nor reuse"
+    assert applied(asks, offer) == "store=int4, sparse", "its prompt comes from the store, too"
     assert applied(silent, offer) == "store=int4, reuse"
     assert applied(silent, offered("", {"reuse": "off", "sparse": "auto"})) == "sparse"
     assert applied(refuses, offered("", {"reuse": "off", "sparse": "auto"})) == "exact"

@@ -1,4 +1,5 @@
-"""Schedulers that take a request up with the tokens that it said elsewhere.
+"""Schedulers that take a request up with the tokens that it said elsewhere, and keep answers that
+attend to a part of the KV out of the prefix cache.
 
 The tokens are the request's output from the start, as after a preemption: penalties, `min_tokens`,
 `max_tokens`, stop conditions and the grammar count them as what they are. The parameters carry
@@ -13,6 +14,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from headrace_decode.techniques import BOUNDED, SPARSE, share_in
+from headrace_engine.private_kv import keep_private
+
 SAID = "headrace_said"
 """Key of `SamplingParams.extra_args`: token ids."""
 
@@ -26,8 +30,17 @@ def said_by(params: Any) -> list[int]:
 class _TakesUp:
     """Mixed into a scheduler of vLLM's."""
 
+    keeps_answers_private = True
+    """Whether prompts of sparse requests may be shared."""
+
     def add_request(self, request: Request) -> None:
-        """As vLLM's, with what the request has said as its output."""
+        """As vLLM's, with what the request has said as its output.
+
+        The prompt's KV is exact whatever the answer attends to, and is shared. Blocks with tokens
+        of the answer are not.
+        """
+        if any(share_in(request.sampling_params, name) is not None for name in (SPARSE, BOUNDED)):
+            keep_private(request)
         if (said := said_by(request.sampling_params)) and not request.num_output_tokens:
             request.append_output_token_ids(said)
             request.prefill_stats = None  # they are of prompts; more than that may be cached

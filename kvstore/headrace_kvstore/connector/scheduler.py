@@ -19,7 +19,8 @@ Blocks that are being copied, and those that an ended request has left to copy, 
 engine's block pool (`save_queue`). Nothing else waits for a copy: requests finish, are preempted or
 aborted as they would without a store.
 
-Blocks of a request whose salt is marked (`headrace_kvstore.salts`) are neither loaded nor saved.
+Blocks of a request whose salt is marked (`headrace_kvstore.salts`) are neither loaded nor saved,
+nor are a request's private blocks (`headrace_kvstore.private_blocks`).
 
 An engine's scheduler may also have blocks saved and loaded that are no prompt's, under names that
 it makes itself (`lacking`, `load`, `save`).
@@ -40,6 +41,7 @@ from headrace_kvstore.connector.load_price import Price, Run
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.save_queue import SaveQueue
 from headrace_kvstore.connector.work import Load, Save, Work, step_shape
+from headrace_kvstore.private_blocks import shared_blocks
 from headrace_kvstore.salts import is_marked
 
 
@@ -203,6 +205,7 @@ class SchedulerHalf:
             return None
         start = computed_tokens // self._block_tokens
         end = (request.num_tokens - self._left_tokens) // self._block_tokens
+        end = min(end, shared_blocks(request.block_hashes))
         hashes = [bytes(h) for h in request.block_hashes[start : max(start, end)]]
         if not hashes:
             return 0
@@ -320,7 +323,8 @@ class SchedulerHalf:
         # A request whose prefill was remote has been seen by the engine that did it.
         transfer = getattr(request, "kv_transfer_params", None) or {}
         if self._prompted is not None and not transfer.get("do_remote_prefill"):
-            hashes = [bytes(h) for h in request.block_hashes]
+            exact = shared_blocks(request.block_hashes)
+            hashes = [bytes(h) for h in request.block_hashes[:exact]]
             if hashes:
                 self._prompted(hashes)
 
@@ -382,12 +386,12 @@ class SchedulerHalf:
                 known.blocks.extend(blocks[0])
 
     def _savable(self, known: _Request) -> int:
-        """How many of a request's leading blocks are full and confirmed."""
+        """How many of a request's leading blocks are full, confirmed and not private."""
         request, in_flight = known.request, known.request.num_in_flight_tokens
         if not self._saves or not self._queue.has_pool or known.scheduled <= in_flight:
             return 0
         confirmed = max(0, request.num_computed_tokens - in_flight) // self._block_tokens
-        return min(confirmed, len(request.block_hashes), len(known.blocks))
+        return min(confirmed, shared_blocks(request.block_hashes), len(known.blocks))
 
     def _save(self, known: _Request, most: int) -> None:
         """Queue the copies of a request's blocks that may be saved and that the store lacks.

@@ -25,6 +25,7 @@ from headrace_decode.bounded.scores import PART_TOKENS
 from headrace_decode.sparse.engine.offload.scheduler import (
     OffloadingTakingUp,
     OffloadingTakingUpAsync,
+    keep_to_itself,
 )
 from headrace_decode.sparse.offload.switch import Mode
 from headrace_decode.techniques import BOUNDED, share_in
@@ -36,6 +37,9 @@ seconds, and when it began."""
 
 class _Bounds:
     """Mixed into a scheduler of vLLM's, before one that offloads."""
+
+    drops_blocks = True
+    """As of `worker.why_scheduler_unable`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -194,6 +198,7 @@ class _Bounds:
             priority=request.priority,
         )
         again.block_hashes = request.block_hashes[: part.cached // block_tokens]
+        keep_to_itself(again)
         super().add_request(again)  # type: ignore[misc]
         waiting: Any = self.waiting  # type: ignore[attr-defined]
         waiting.remove_request(again)

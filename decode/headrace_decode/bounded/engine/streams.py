@@ -9,6 +9,7 @@ it then for one whose first tokens came from elsewhere.
 from __future__ import annotations
 
 import itertools
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,9 @@ class Streams:
         self._manager.windows[name] = self._window(stream)
         keep_to_itself(request)
         request.skip_reading_prefix_cache = True
-        self._hashes[name] = request.block_hashes
+        # What is held depends on the share, and vLLM's hashes do not.
+        share = b"%r|" % share_in(request.sampling_params, BOUNDED)
+        self._hashes[name] = [sha256(share + bytes(h)).digest() for h in request.block_hashes]
         request.block_hashes, request._block_hasher = [], None
         return True
 

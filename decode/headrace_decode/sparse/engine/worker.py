@@ -1,6 +1,7 @@
 """The worker classes that put sparse attention into an engine.
 
-An engine in which it cannot be done starts as ever, says why in its log, and attends densely.
+An engine in which it cannot be done starts as ever, says why in its log, and attends densely. Its
+frontend asks `headrace_unsupported` before it offers sparse attention or bounded contexts.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from headrace_decode.sparse.engine.offload.scheduler import LEFT, OFFLOADED
 from headrace_decode.sparse.engine.rows import SparseRows
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings, settings_of
 from headrace_decode.speculation.drafting_worker import SpeculatingWorker
+from headrace_decode.techniques import BOUNDED, SPARSE
 from headrace_engine.rope import Rope, RopeError
 from headrace_engine.rotary import rope_of_model
 
@@ -63,6 +65,8 @@ class SparseInReach:
     """Mixed into a worker class of vLLM's, before it."""
 
     _sparse = False
+    _unsupported: dict[str, str] = {}
+    """Why a technique cannot be done, by its name."""
     _settings = SparseSettings()
     _rope: Rope | None = None
     """Of the model, where requests may drop KV."""
@@ -79,12 +83,23 @@ class SparseInReach:
         settings = settings_of(config.additional_config)
         if settings is not None:
             BOUND.unit_tokens, self._settings = settings.unit_tokens, settings
+            self._unsupported = {}
             why = self._use_backend(config)
             if why is None:
                 self._sparse = True
             else:
-                _say_dense(why)
+                self._attend_densely(why)
         super().load_model(**kwargs)  # type: ignore[misc]
+
+    def headrace_unsupported(self) -> dict[str, str]:
+        """As `ModelInReach.headrace_unsupported`."""
+        found: dict[str, str] = getattr(super(), "headrace_unsupported", dict)()
+        return found | self._unsupported
+
+    def _attend_densely(self, why: str) -> None:
+        self._sparse = False
+        self._unsupported = {SPARSE: why, BOUNDED: why}
+        logger.warning("this engine attends densely: %s", why)
 
     def _use_backend(self, config: Any) -> str | None:
         """Have vLLM's attention be the backend of the device; or why the engine attends densely."""
@@ -116,14 +131,18 @@ class SparseInReach:
             return specs
         kind, stays = FullAttentionSpec, why_all_stays(specs, config)
         if bounds:
-            model = self.get_model()  # type: ignore[attr-defined]
-            self._rope, why = (None, stays) if stays else rope_of(config, specs, model)
+            why = stays or why_scheduler_unable(config, "drops_blocks")
+            if why is None:
+                self._rope, why = rope_of(config, specs, self.get_model())  # type: ignore[attr-defined]
             if why is None:
                 kind = DropSpec
             else:
+                self._unsupported[BOUNDED] = why
                 logger.warning("techniques.bounded: requests keep all KV: %s", why)
         if self._settings.offload_gib:
-            blocks, why = (0, stays) if stays else host_blocks(specs, self._settings, config)
+            blocks, why = 0, stays or why_scheduler_unable(config, "offloads_blocks")
+            if why is None:
+                blocks, why = host_blocks(specs, self._settings, config)
             if why is None:
                 kind, self._host_blocks = OffloadSpec, blocks
             else:
@@ -143,8 +162,7 @@ class SparseInReach:
         if why is not None:
             if self._host_blocks:
                 raise RuntimeError(f"this engine cannot offload KV: {why}")
-            self._sparse = False
-            _say_dense(why)
+            self._attend_densely(why)
             return
         modules = attention_layers(self.vllm_config, kv_cache_config)  # type: ignore[attr-defined]
         if not all(hasattr(module.impl, "sparse") for module in modules):
@@ -159,8 +177,7 @@ class SparseInReach:
             taken = card.bind(modules)
         except Exception as error:
             logger.debug("sparse attention cannot be bound", exc_info=True)
-            self._sparse = False
-            _say_dense(f"{type(error).__name__}: {error}")
+            self._attend_densely(f"{type(error).__name__}: {error}")
             return
         second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
         self._batch = FollowedRows() if second else RunnerRows(self.model_runner)  # type: ignore[attr-defined]
@@ -288,6 +305,18 @@ def why_all_stays(specs: dict[str, Any], config: Any) -> str | None:
     return None
 
 
+def why_scheduler_unable(config: Any, ability: str) -> str | None:
+    """Why an engine's scheduler cannot give blocks of running requests to others; None if it can.
+
+    Args:
+        config: of the engine. ability: attribute of a scheduler class that can.
+    """
+    scheduler = config.scheduler_config.get_scheduler_cls()
+    if getattr(scheduler, ability, False):
+        return None
+    return f"the engine runs with scheduler_cls {scheduler.__module__}.{scheduler.__qualname__}"
+
+
 def host_blocks(
     specs: dict[str, Any], settings: SparseSettings, config: Any
 ) -> tuple[int, str | None]:
@@ -329,7 +358,3 @@ def bases_for(file: Path, config: Mapping[str, Any], unit_tokens: int) -> list[B
             COMMAND,
         )
         return None
-
-
-def _say_dense(why: str) -> None:
-    logger.warning("this engine attends densely: %s", why)

@@ -4,9 +4,12 @@ vLLM sees an asynchronous load of all tokens but the last. Meanwhile the request
 blocks, other requests run, and each engine step ends with a bounded part of the side pass. Then
 vLLM computes the last token, and the request goes on as any other.
 
-Who subclasses it finds the runs (`find`, in the scheduler's process) and knows where they lie
-(`runs`, in the worker's). The KV that results is approximate. So only requests with a cache salt of
-their own are served: under vLLM's block hashes nobody else can come upon their blocks.
+A subclass finds the runs (`find`, in the scheduler's process) and knows where they lie (`planned`,
+in the worker's). The KV that results is approximate. So when the load has ended well, the blocks
+from the first approximate one on become private (`headrace_engine.private_kv`): their names are
+random, and no other request comes upon them. An engine that pulls such KV is told
+(`handoff.REUSED_KEY`), and keeps all of it private. A load that fails leaves the request as if it
+had never asked: vLLM computes it over prefix cache and store, and both may keep it.
 
 A request is served once. After a preemption, or if stored KV was lost, it is computed. On abort,
 vLLM holds the blocks until the worker reports the load as ended, which it does in that step.
@@ -34,6 +37,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from headrace_engine.handoff import REUSED_KEY
+from headrace_engine.private_kv import keep_private
 from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.placing import Placer, StoredRun
 from headrace_prefill.reuse.engine.rows import RowEngine
@@ -98,6 +103,9 @@ class ReuseConnector(KVConnectorBase_V1):
         self._block_tokens = vllm_config.cache_config.block_size
         self._found: dict[str, Any] = {}
         self._served: set[str] = set()
+        self._loading: dict[str, tuple[Any, int, frozenset[int]]] = {}
+        """By request: vLLM's, its first block that will be approximate, and blocks of the load."""
+        self._reused: set[str] = set()
         self._begin: list[Begin] = []
         self._rows: RowEngine | None = None
         self._pass: SidePass | None = None
@@ -113,6 +121,10 @@ class ReuseConnector(KVConnectorBase_V1):
         """What to reuse for a request behind its first tokens, picklable; None for nothing. Called
         until the request gets its blocks, each time with the same answer for the same arguments."""
 
+    def exact_tokens(self, found: Any) -> int:
+        """Return how many of a prompt's first tokens get KV that is exact."""
+        return 0
+
     @abstractmethod
     def planned(self, begin: Begin) -> Planned:
         """Where the runs that were found lie in this worker, and which rows are computed."""
@@ -123,12 +135,16 @@ class ReuseConnector(KVConnectorBase_V1):
 
     # Scheduler half
 
+    def on_new_request(self, request: Any) -> None:
+        if (request.kv_transfer_params or {}).get(REUSED_KEY):
+            keep_private(request, 0)
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         name, rest = request.request_id, request.num_tokens - 1 - num_computed_tokens
         self._found.pop(name, None)
-        if not request.cache_salt or name in self._served or rest <= 0:
+        if name in self._served or rest <= 0:
             return 0, False
         found = self.find(request, num_computed_tokens)
         if found is None:
@@ -144,6 +160,9 @@ class ReuseConnector(KVConnectorBase_V1):
         start = len(tokens) - num_external_tokens
         [table] = blocks.get_block_ids()
         self._served.add(request.request_id)
+        first = max(start, self.exact_tokens(found)) // self._block_tokens
+        load = frozenset(table[start // self._block_tokens :])
+        self._loading[request.request_id] = request, first, load
         self._begin.append(Begin(request.request_id, tokens, final, list(table), start, found))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -151,12 +170,24 @@ class ReuseConnector(KVConnectorBase_V1):
         room = self._step_rows - scheduler_output.total_num_scheduled_tokens
         return ReuseMetadata(begin, max(LEAST_ROWS, room))
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        invalid = connector_output.invalid_block_ids or set()
+        for name in self._loading.keys() & (connector_output.finished_recving or set()):
+            request, first, blocks = self._loading.pop(name)
+            if invalid.isdisjoint(blocks):
+                keep_private(request, first)
+                self._reused.add(name)
+
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._found.pop(request.request_id, None)
-        self._served.discard(request.request_id)
-        return False, None
+        name, transfer = request.request_id, request.kv_transfer_params or {}
+        reused = name in self._reused
+        self._found.pop(name, None)
+        self._loading.pop(name, None)
+        self._served.discard(name)
+        self._reused.discard(name)
+        return False, {REUSED_KEY: True} if reused and transfer.get("do_remote_decode") else None
 
     # Worker half
 
@@ -173,9 +204,10 @@ class ReuseConnector(KVConnectorBase_V1):
         assert isinstance(meta, ReuseMetadata)
         for begin in meta.begin:
             self._blocks[begin.request_id] = begin.blocks[begin.start // self._block_tokens :]
+            if self._pass is None:
+                self._unused.append(begin.request_id)
+                continue
             try:
-                if self._pass is None:
-                    raise RuntimeError("this engine computes no rows")
                 self._pass.start(self._request(begin))
             except Exception:
                 logger.exception("%s is computed: its reuse could not begin", begin.request_id)

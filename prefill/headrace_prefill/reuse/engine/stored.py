@@ -1,6 +1,6 @@
 """The connector that reuses runs of the node's KV store, as the request says.
 
-Whoever plans the request found the runs and marked its salt; this names neither tenants nor texts.
+Whoever plans the request found the runs; this names neither tenants nor texts.
 In the request's `kv_transfer_params` (`headrace_engine.handoff.REUSE_KEY`):
 
     runs        [[new, old, length, offset, digests], ...]: positions of the run's first token in
@@ -9,7 +9,7 @@ In the request's `kv_transfer_params` (`headrace_engine.handoff.REUSE_KEY`):
     last        first of the prompt's last tokens, which the probe computes
     share       of the runs' KV that is computed again, the probe included
 
-A request whose blocks are not all in DRAM when it is admitted is computed.
+A request whose blocks are not all in DRAM when it is admitted is served as if it had not asked.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class StoredReuseConnector(ReuseConnector):
             return None
         digests = [digest for run in found["runs"] for digest in _digests(run)]
         return found if self._opened.holds(digests) else None
+
+    def exact_tokens(self, found: Any) -> int:
+        """Return the length of the run that begins both prompts."""
+        new, old, length, *_ = found["runs"][0]
+        return int(length) if new == old == 0 else 0
 
     def planned(self, begin: Begin) -> Planned:
         """The runs' blocks, leased.

@@ -5,7 +5,7 @@
 A connector that wants the model has a method `bind_rows(RowEngine)`. One within a MultiConnector is
 found there. Engines in which rows cannot be computed start as ever: their connector is told why
 by `no_rows(reason)`, and their requests are computed. The engine's frontend asks
-`headrace_reuse_unsupported` before it offers reuse.
+`headrace_unsupported` before it offers reuse.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ class ModelInReach:
                 self._reuse_unsupported = why
                 connector.no_rows(why)
 
-    def headrace_reuse_unsupported(self) -> str | None:
-        """Why this engine cannot reuse KV at other places; None if it can."""
-        return self._reuse_unsupported
+    def headrace_unsupported(self) -> dict[str, str]:
+        """Why this engine cannot do a technique, by its name; less those that it can."""
+        found: dict[str, str] = getattr(super(), "headrace_unsupported", dict)()
+        why = self._reuse_unsupported
+        return found if why is None else found | {"reuse": why}
 
 
 class ReusingWorker(ModelInReach, PlatformWorker):  # type: ignore[misc]

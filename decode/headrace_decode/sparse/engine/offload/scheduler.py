@@ -46,6 +46,8 @@ CONSIDERED = 16
 class _Offloads:
     """Mixed into a scheduler of vLLM's."""
 
+    offloads_blocks = True
+    """As of `worker.why_scheduler_unable`."""
     _clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

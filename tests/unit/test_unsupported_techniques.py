@@ -1,0 +1,187 @@
+"""A technique that an engine cannot do costs nothing: nobody is offered it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from headrace_decode._vllm_compat import PlannedLLM, Planning, reusing_work
+from headrace_decode.orchestrate import Orchestrator, Work
+from headrace_decode.replay.scheduler import TakingUp
+from headrace_decode.reusing import Reuse, Reusing
+from headrace_engine.handoff import REUSED_KEY, PrefillRequest
+from headrace_prefill.reuse.engine.worker import ModelInReach
+from headrace_prefill.server import PrefillServer
+from tests.support.orchestrated import Planner
+
+MODES = {"sparse": ("auto", 0.1), "bounded": ("request", 0.25)}
+
+
+def llm(answers: Any, scheduler: type = TakingUp, reuses: bool = True) -> PlannedLLM:
+    """A frontend whose engine's workers answer so."""
+    made = cast(Any, object.__new__(PlannedLLM))
+    reusing = Reusing(cast(Any, None), lambda ids, salt: [], "auto", 0.1) if reuses else None
+    parts = cast(Any, None)
+    made.planning = Planning(parts, parts, parts, parts, reusing=reusing)
+    made._apart, made._stream, made.lossy = dict(MODES), False, ""
+    config = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
+    made.vllm_config = SimpleNamespace(scheduler_config=config)
+
+    async def collective_rpc(method: str) -> Any:
+        assert method == "headrace_unsupported"
+        if isinstance(answers, Exception):
+            raise answers
+        return answers
+
+    made.collective_rpc = collective_rpc
+    return cast(PlannedLLM, made)
+
+
+@pytest.mark.parametrize(
+    ("answers", "offered"),
+    [
+        ([{}], "reuse=auto, sparse=auto, bounded=request"),
+        ([{"reuse": "no rows"}], "sparse=auto, bounded=request"),
+        ([{"bounded": "YaRN"}], "reuse=auto, sparse=auto"),
+        ([{}, {"sparse": "no", "bounded": "no"}], "reuse=auto"),
+        ([{"sparse": "no", "bounded": "no", "reuse": "no"}], ""),
+        (RuntimeError("no such method"), ""),
+    ],
+)
+async def test_what_every_worker_can_do_is_offered(answers: Any, offered: str) -> None:
+    one = llm(answers)
+    await one.learn_techniques()
+    assert one.offered == offered
+
+
+async def test_why_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await llm([{"reuse": "rows of Mixtral cannot be recomputed"}]).learn_techniques()
+    [record] = caplog.records
+    assert "as if they had not asked for reuse: rows of Mixtral" in record.getMessage()
+
+
+async def test_a_scheduler_of_the_users_own_shares_answers_so_none_may_be_approximate() -> None:
+    one = llm([{}], Scheduler)
+    await one.learn_techniques()
+    assert one.offered == "reuse=auto"
+
+
+async def test_an_engine_without_techniques_is_asked_nothing() -> None:
+    one = llm(AssertionError("asked"), reuses=False)
+    one._apart = {}
+    await one.learn_techniques()
+    assert one.offered == ""
+
+
+class Wants:
+    """A connector that reuses."""
+
+    why: str | None = None
+
+    def bind_rows(self, rows: Any) -> None:
+        raise AssertionError("it has no rows")
+
+    def no_rows(self, why: str) -> None:
+        self.why = why
+
+
+@pytest.mark.parametrize("error", [ValueError("rope_type 'yarn'"), IndexError("a cache of 3")])
+def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_starting(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace_prefill.reuse.engine import worker
+
+    connector = Wants()
+
+    def rows(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(worker, "_connectors", lambda: [object(), connector])
+    monkeypatch.setattr(worker, "row_engine", rows)
+
+    class Plain:
+        def initialize_from_config(self, config: Any) -> None: ...
+
+    class Mine(ModelInReach, Plain): ...
+
+    mine = Mine()
+    mine.initialize_from_config(None)
+    told = mine.headrace_unsupported()
+    assert str(error) in told["reuse"] and connector.why == told["reuse"]
+
+
+@pytest.mark.parametrize(
+    ("told", "reuse"),
+    [([{}], {"runs": []}), ([{"reuse": "no"}], None), (RuntimeError("gone"), None)],
+)
+async def test_a_prefill_engine_that_cannot_reuse_is_not_asked_to(told: Any, reuse: Any) -> None:
+    asked: list[Any] = []
+
+    async def collective_rpc(method: str) -> Any:
+        asked.append(method)
+        if isinstance(told, Exception):
+            raise told
+        return told
+
+    server: Any = object.__new__(PrefillServer)
+    server.engine = SimpleNamespace(llm=SimpleNamespace(collective_rpc=collective_rpc))
+    server._reuses = None
+    for _ in range(2):
+        assert await server._reuse_of(PrefillRequest("r", b"", reuse={"runs": []})) == reuse
+    assert await server._reuse_of(PrefillRequest("r", b"")) is None
+    assert asked == ["headrace_unsupported"]
+
+
+def work(cached: int) -> Work[Any]:
+    async def submit(name: str, kv_params: Any) -> Any:
+        yield SimpleNamespace(cached=cached)
+
+    return Work(
+        request_id="r",
+        token_ids=list(range(100)),
+        salt="ann",
+        local_only=None,
+        submit=submit,
+        prefill=cast(Any, None),
+        release=cast(Any, None),
+        cached_tokens=lambda output: int(output.cached),
+        new_tokens=lambda output: [7],
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "cached", "happened"),
+    [
+        (None, 99, True),
+        (None, 64, False),
+        (None, 0, False),
+        ({}, 99, False),
+        ({REUSED_KEY: True}, 100, True),
+    ],
+)
+async def test_who_computed_the_prompt_tells_whether_kv_was_reused(
+    params: Any, cached: int, happened: bool
+) -> None:
+    reuse = Reuse("technique:reuse-1:ann", {}, 30, 80)
+    one = reusing_work(work(cached), reuse)
+    assert (one.salt, one.computed) == (reuse.salt, 30)
+    [output] = [each async for each in one.submit("r", params)]
+    assert one.cached_tokens(output) == (min(70, cached) if happened else cached)
+    assert reuse.happened == happened
+
+
+async def test_planners_hear_which_answers_others_can_use() -> None:
+    for private in (False, True):
+        planner = cast(Any, Planner(None))
+        told: list[dict[str, Any]] = []
+        planner.finished = lambda *_, told=told, **more: told.append(more)
+        one = work(0)
+        one = Work(**{n: getattr(one, n) for n in one.__slots__} | {"private_answer": private})
+        async for _ in Orchestrator(planner).run(one):
+            pass
+        assert told == ([{"shared": False}] if private else [{}])
