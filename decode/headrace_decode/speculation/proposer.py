@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.held_blocks import HeldBlocks
 from headrace_decode.speculation.order import FOR_MAX_S, Order, is_duration
 from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Mode
 from headrace_decode.speculation.publish import figures, prices
@@ -44,6 +45,7 @@ class RunnerView:
 
     def __init__(self, runner: Any, draft_tokens: int) -> None:
         self._runner, self._draft_tokens = runner, draft_tokens
+        self._held: HeldBlocks | None = None
 
     def rows(
         self,
@@ -67,7 +69,8 @@ class RunnerView:
             for row, tokens in enumerate(sampled)
             if not tokens
         )
-        return Rows(request_ids, sampled, lengths, token_ids, self._kv_tokens(lengths), prefill)
+        room = self._kv_tokens(request_ids, lengths)
+        return Rows(request_ids, sampled, lengths, token_ids, room, prefill)
 
     def facts(self, request_id: str) -> Facts:
         """What a request brings along."""
@@ -80,7 +83,9 @@ class RunnerView:
             0.0 if params is None else params.temperature,
         )
 
-    def _kv_tokens(self, num_tokens: NDArray[np.integer]) -> NDArray[np.integer] | None:
+    def _kv_tokens(
+        self, names: Sequence[str], num_tokens: NDArray[np.integer]
+    ) -> NDArray[np.integer] | None:
         """Room for drafts, by the blocks of the rows in the batch: shared ones count once, those of
         requests outside it not at all."""
         table = self._runner.input_batch.block_table[0]
@@ -92,8 +97,9 @@ class RunnerView:
         )
         if room is None:
             return None
-        held = {int(b) for row, n in enumerate(blocks) for b in table.block_table.np[row, :n]}
-        free = total - len(held)
+        if self._held is None:
+            self._held = HeldBlocks(total + table.blocks_per_kv_block)
+        free = total - self._held.update(names, table.block_table.np, blocks)
         return kv_room(num_tokens, blocks, table.block_size, free, self._draft_tokens)
 
 
