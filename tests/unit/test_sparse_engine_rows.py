@@ -14,6 +14,7 @@ from headrace_decode.sparse.engine.attention import SparseRow
 from headrace_decode.sparse.engine.bound import Bound
 from headrace_decode.sparse.engine.counts import LEAST_TOKENS, RECENT, SINKS, chosen_units
 from headrace_decode.sparse.engine.rows import (
+    READY_STEPS,
     STEP_WORK,
     BatchRow,
     RowPlan,
@@ -101,6 +102,27 @@ def test_a_row_is_dense_until_its_units_are_done_and_nobody_waits() -> None:
         steps += 1
     assert steps == -(-FULL // -(-STEP_WORK // (1 + LAYERS))) - 1
     assert sum(min(n, -(-b // (1 + LAYERS))) for n, b in batch.book.asked) == FULL
+
+
+@pytest.mark.parametrize("layers", [1, 32, 80])
+@pytest.mark.parametrize("tokens", [2_100, 32_768, 131_072])
+def test_many_requests_that_arrive_together_are_sparse_within_33_steps(
+    layers: int, tokens: int
+) -> None:
+    batch = Batch(cost=1 + layers)
+    batch.rows = SparseRows(layers, UNIT)
+    for step in range(READY_STEPS + 1):
+        rows = [(str(n), 0.1, 9, 1, tokens + step) for n in range(6)]
+        found = batch.step(*rows)
+    assert len(found) == 6
+
+
+def test_what_a_row_may_have_done_in_a_step_is_a_32nd_of_its_units() -> None:
+    batch = Batch(cost=1 + LAYERS)
+    batch.step(*(("abcd"[n], 0.1, 9, 1, 32_768) for n in range(4)))
+    asked = [budget for _, budget in batch.book.asked]
+    own = 32 * (1 + LAYERS)
+    assert asked == [own] * 4 and own > STEP_WORK
 
 
 def test_a_unit_that_fills_up_is_all_that_is_looked_at_later() -> None:

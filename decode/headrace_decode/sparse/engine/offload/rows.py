@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace_decode.sparse.choosing import choose
 from headrace_decode.sparse.engine.counts import RECENT, SINKS
 from headrace_decode.sparse.engine.offload.held import Held, Ids, Memory
-from headrace_decode.sparse.engine.rows import STEP_WORK, BatchRow, plan_of
+from headrace_decode.sparse.engine.rows import STEP_WORK, BatchRow, least_units, plan_of
 from headrace_decode.sparse.scoring import score
 
 
@@ -188,7 +188,7 @@ class Offloading:
                 continue
             length = int(kv_tokens[number])
             if row.share is not None and held.slots:
-                budget -= held.summarise(max(budget, 0))
+                budget -= held.summarise(max(budget, least_units(held.copied)))
             n = -(-length // units)
             table = tables[number, :n].astype(np.int64)
             one = self._sparse(number, row, held, length, starts, table)
