@@ -29,6 +29,7 @@ if INTERPRETED:
     from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
     from headrace_prefill.fusion.engine.device.attention import FusedBackend, LiteBackend
+    from headrace_prefill.fusion.engine.device.scratch import Scratch
     from headrace_prefill.fusion.engine.mixture import Mixture
 
 
@@ -137,6 +138,7 @@ def test_fused_attends_to_mixtures(order: tuple[int, ...]) -> None:
         "first": SimpleNamespace(kv_cache=low),
         "last": SimpleNamespace(kv_cache=high),
         "mixture": weights,
+        "scratch": Scratch(2),
     }
     told = metadata(FusedBackend, ROWS)
     assert told.blocks.tolist() == [1, 3, 7, 9, 11], "those that are read, each once"
@@ -151,6 +153,7 @@ def test_only_rows_with_logits_are_attended_for_in_a_fast_prefill() -> None:
         "first": SimpleNamespace(kv_cache=low),
         "last": SimpleNamespace(kv_cache=high),
         "mixture": weights,
+        "scratch": Scratch(2),
     }
     backend = create_fast_prefill_custom_backend("FastPrefill", FusedBackend)
     last = [sum(ROWS[: n + 1]) - 1 for n in range(len(ROWS))]

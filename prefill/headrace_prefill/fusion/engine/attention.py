@@ -5,9 +5,8 @@ layer. The two backends here are given to such a layer with `attn_backend=`:
 
 - Lite reads K where vLLM bound it and V in another layer's cache: one kernel call, no copy.
 - Fused mixes the blocks that this step's rows attend to into a scratch cache, then makes the same
-  kernel call. The scratch is one for all layers. It grows to the largest batch's blocks, at most
-  one layer's cache: 1/n of the KV memory of n storage layers. docs/fusion.md says what the
-  alternatives cost.
+  kernel call. The scratch is one for all layers, of one layer's cache: 1/n of the KV memory of n
+  storage layers, taken at the start. docs/fusion.md says what the alternatives cost.
 """
 
 from __future__ import annotations
@@ -103,6 +102,7 @@ class FusedImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if attn_metadata is None:  # a dummy run
+            self._mixer.reserve(self._first.kv_cache)
             return output
         first, last = self._first.kv_cache, self._last.kv_cache
         if self._weights is None:

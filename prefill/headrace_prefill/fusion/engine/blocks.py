@@ -8,6 +8,7 @@ attention kernel keeps a block. Sums are float32.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from headrace_kvstore.codec.lanes import load, narrow, store, widen
 from headrace_kvstore.compiled import jit
+
+logger = logging.getLogger("headrace.fusion")
 
 _BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
@@ -36,13 +39,19 @@ def _mix(
 
 
 class Mixer:
-    """Mixes blocks with as many threads as torch computes with; its memory grows to the largest
-    batch's blocks."""
+    """Mixes blocks with as many threads as torch computes with, in memory of one layer's cache."""
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         self._memory = torch.empty(0)
+
+    def reserve(self, cache: Tensor, least: int = 0) -> None:
+        """Take memory for all blocks of a layer's cache, and for so many elements at least."""
+        wanted = max(cache.numel(), least)
+        if wanted and (self._memory.dtype != cache.dtype or self._memory.numel() < wanted):
+            self._memory = torch.empty(wanted, dtype=cache.dtype)
+            logger.info("mixed KV takes %.0f MB beside the KV cache", self._memory.nbytes / 1e6)
 
     def mix(
         self,
@@ -61,8 +70,7 @@ class Mixer:
             first_weight, last_weight: [*block shape], of their dtype.
         """
         size = first_weight.numel()
-        if self._memory.dtype != first.dtype or self._memory.numel() < len(blocks) * size:
-            self._memory = torch.empty(len(blocks) * size, dtype=first.dtype)
+        self.reserve(first, len(blocks) * size)
         arrays = [_elements(t) for t in (first, last, first_weight, last_weight, self._memory)]
         begins, parts, at = blocks * size, [], 0
         for part in np.array_split(begins, self._threads):

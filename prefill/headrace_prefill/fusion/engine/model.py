@@ -58,7 +58,7 @@ class FusionAttention(nn.Module):
         shape: Shape,
         layer: int,
         below: list[Attention],
-        mixer: Mixer,
+        mixer: Any,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class FusionAttention(nn.Module):
         )
 
     def _sources(
-        self, shape: Shape, layer: int, below: list[Attention], mixer: Mixer
+        self, shape: Shape, layer: int, below: list[Attention], mixer: Any
     ) -> dict[str, Any]:
         """What makes vLLM's attention read other layers' caches."""
         if self.stores:
@@ -137,7 +137,7 @@ class FusionAttention(nn.Module):
         if len(keys) == 1:
             return {**shared, "attn_backend": lite, "keys": keys[0], "values": values[0]}
         sources = {"first": keys[0], "last": keys[1], "mixture": self.mix}
-        sources |= {"mixer": mixer} if on_cpu() else {}
+        sources |= {"mixer" if on_cpu() else "scratch": mixer}
         return {**shared, "attn_backend": fused, **sources}
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
@@ -182,6 +182,18 @@ def backends(kind: str) -> tuple[type[Any], type[Any]]:
     )
 
 
+def mixing_memory(config: VllmConfig, shape: Shape) -> Any:
+    """Return what the mixing layers of an engine share."""
+    if on_cpu() or not on_gpu():
+        return Mixer()
+    from headrace_prefill.fusion.engine.device.scratch import Scratch, usable_bytes
+
+    cache = config.cache_config
+    told = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+    usable = None if told else usable_bytes(cache.gpu_memory_utilization)
+    return Scratch(shape.fusion.storage_layers, usable)
+
+
 class FusionLayer(nn.Module):
     """Attention and MLP, each behind a norm that takes up the residual."""
 
@@ -191,7 +203,7 @@ class FusionLayer(nn.Module):
         shape: Shape,
         layer: int,
         below: list[Attention],
-        mixer: Mixer,
+        mixer: Any,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -227,7 +239,7 @@ class FusionModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocabulary, shape.hidden, quant_config=config.quant_config
         )
-        self.layers, mixer = nn.ModuleList(), Mixer()
+        self.layers, mixer = nn.ModuleList(), mixing_memory(config, shape)
         for layer in range(shape.fusion.layers):
             below = [lower.self_attn.attn for lower in self.layers]
             named = f"{prefix}.layers.{layer}"

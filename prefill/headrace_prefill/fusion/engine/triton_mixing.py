@@ -2,8 +2,7 @@
 
     output[i] = first[blocks[i]] * first_weight + last[blocks[i]] * last_weight
 
-What `blocks.Mixer` does on the CPU. Sums are float32. It has run in Triton's interpreter, never on
-a GPU.
+What `blocks.Mixer` does on the CPU. Sums are float32.
 """
 
 from __future__ import annotations
@@ -45,7 +44,12 @@ def _mix(  # type: ignore[no-untyped-def]
 
 
 def mix_blocks(
-    first: Tensor, last: Tensor, blocks: Tensor, first_weight: Tensor, last_weight: Tensor
+    first: Tensor,
+    last: Tensor,
+    blocks: Tensor,
+    first_weight: Tensor,
+    last_weight: Tensor,
+    memory: Tensor | None = None,
 ) -> Tensor:
     """Mixed blocks of two layers' K, or of their V.
 
@@ -54,6 +58,7 @@ def mix_blocks(
             [blocks, tokens, kv_heads, D].
         blocks: numbers of the blocks, int [n].
         first_weight, last_weight: as the last axes of a block, [kv_heads, D] for the layout above.
+        memory: elements to mix into, as many as the blocks have or more; None for new ones.
 
     Returns:
         [n, ...], in the dtype of `first`.
@@ -65,7 +70,9 @@ def mix_blocks(
             raise ValueError("blocks must be contiguous, and of one shape in both layers")
     if first_weight.shape != last_weight.shape or first_weight.shape != block[-first_weight.ndim :]:
         raise ValueError("weights must have the shape of the last axes of a block")
-    output = torch.empty(len(blocks), *block, dtype=first.dtype, device=first.device)
+    if memory is None:
+        memory = torch.empty(len(blocks) * size, dtype=first.dtype, device=first.device)
+    output = memory[: len(blocks) * size].view(len(blocks), *block)
     if len(blocks):
         _mix[(len(blocks), triton.cdiv(size, TILE))](
             *(first, last, blocks, first_weight.contiguous(), last_weight.contiguous(), output),

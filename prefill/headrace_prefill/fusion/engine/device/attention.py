@@ -1,8 +1,8 @@
 """Attention of layers without KV to the KV of two storage layers, on vLLM's Triton kernel for GPUs.
 
 As `engine.attention` on the CPU: Lite reads K and V where they are, in two layers' caches; Fused
-mixes the blocks that this step's rows attend to, then calls the kernel on them. It has run in
-Triton's interpreter, never on a GPU. What mixing costs there, `benchmarks.gpu` measures.
+mixes the blocks that this step's rows attend to, then calls the kernel on them. `benchmarks.gpu`
+measures what mixing costs on a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from headrace_prefill.fusion.engine.device._vllm_compat import (
     TritonAttentionMetadata,
     attend,
 )
+from headrace_prefill.fusion.engine.device.scratch import Scratch
 from headrace_prefill.fusion.engine.mixture import Mixture
 from headrace_prefill.fusion.engine.triton_mixing import mix_blocks
 from headrace_prefill.fusion.mixing import by_channel
@@ -74,13 +75,21 @@ class FusedImpl(TritonAttentionImpl):
     Args:
         first, last: the attention of these layers.
         mixture: its weights.
+        scratch: one for all layers.
     """
 
     def __init__(
-        self, *args: Any, first: Attention, last: Attention, mixture: Mixture, **options: Any
+        self,
+        *args: Any,
+        first: Attention,
+        last: Attention,
+        mixture: Mixture,
+        scratch: Scratch,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self._first, self._last, self._mixture = first, last, mixture
+        self._first, self._last = first, last
+        self._mixture, self._scratch = mixture, scratch
         self._weights: tuple[Tensor, Tensor] | None = None
 
     def forward(
@@ -96,15 +105,17 @@ class FusedImpl(TritonAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if attn_metadata is None:  # a dummy run
+            self._scratch.prepare(self._first.kv_cache, output.device)
             return output.fill_(0)
         assert isinstance(attn_metadata, MixedMetadata) and attn_metadata.blocks is not None
         first, last = self._first.kv_cache, self._last.kv_cache
         by_token = not first[0].is_contiguous()  # a block's tokens lie before its heads
         if self._weights is None:
             self._weights = weights_of(self._mixture, first, by_token)
+        memory = self._scratch.of(first)
         if by_token:
             first, last = first.transpose(1, 2), last.transpose(1, 2)
-        mixed = mix_blocks(first, last, attn_metadata.blocks, *self._weights)
+        mixed = mix_blocks(first, last, attn_metadata.blocks, *self._weights, memory)
         keys, values = halves(mixed.transpose(1, 2) if by_token else mixed)
         return attend(self, query, keys, values, attn_metadata, output)
 
