@@ -297,6 +297,51 @@ def test_a_request_that_is_preempted_as_it_is_to_drop_does_not() -> None:
     assert "x" not in following and following.dropped == 0
 
 
+def test_a_request_that_drops_what_was_not_read_is_lost_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blocks = {"x": [1, 2, 3, 4, 5], "y": [6, 7, 8, 9]}
+    cells, n = cells_of(12), 4 * BLOCK
+    fill(cells, blocks["x"], 5 * BLOCK)
+    following = Following(cells, SCALE, ROPE, blocks.__getitem__)
+    again = Again("x", n, n - 10, n + 5)
+    following.step_begins((), (), Told(again={"r": again}))
+    step = [BatchRow("r", None, 1)], np.array([0, 40]), np.array([n + 30])
+    _, read = following.of_step(*step, units_of(blocks["x"])[None])
+    for layer in range(LAYERS):
+        following.see(read, layer, torch.randn(40, HEADS, DIM, generator=rng(3)))
+    told = Told(fits={"y": Fit(1, 1)}, drops={"x": Drop(n, [10]), "y": Drop(n, [11])})
+    assert following.step_begins({"r"}, (), told) == {"y"}
+    assert "x" in following and "y" not in following
+    assert "y: KV is lost" in caplog.text
+
+
+@pytest.mark.parametrize("told", [Told(layers=LAYERS), Told(fits={"x": Fit(1, LAYERS)})])
+def test_a_context_that_cannot_be_scored_or_fitted_keeps_all_its_kv(
+    told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks, n = [1, 2, 3, 4, 5], 4 * BLOCK
+    following = Following(cells_of(12), SCALE, ROPE, {"x": blocks}.__getitem__)
+    following.step_begins((), (), Told(again={"r": Again("x", n, n - 10, n + 5)}))
+    step = [BatchRow("r", None, 1)], np.array([0, 40]), np.array([n + 30])
+    following.of_step(*step, units_of(blocks)[None])
+
+    def broken(*_: object) -> None:
+        raise ValueError("scores are finite numbers")
+
+    monkeypatch.setattr(Reading, "score", broken)
+    monkeypatch.setattr(Reading, "fit", broken)
+    assert following.step_begins((), (), told) == set() and not following._readings
+    assert "x: it keeps all KV" in caplog.text
+    assert following.step_begins((), (), Told(drops={"x": Drop(n, [7])})) == {"x"}
+
+
+def test_a_stream_that_begins_with_what_is_not_there_is_lost() -> None:
+    following = Following(cells_of(12), SCALE, ROPE, {}.__getitem__)
+    assert following.step_begins((), (), Told(streams={"x"}, recalls={"x": 3})) == {"x"}
+    assert not following
+
+
 def test_rows_of_a_reader_that_was_preempted_count_once() -> None:
     cells, blocks = cells_of(12), [1, 2, 3, 4, 5]
     fill(cells, blocks, 5 * BLOCK)
@@ -331,12 +376,6 @@ def test_a_context_that_is_read_anew_knows_nothing_of_the_first_time() -> None:
         following.see(read, 0, torch.zeros(60, HEADS, DIM))
         assert reading._came[0]
         blocks["x"] = [7, 8, 9, 10, 11]
-
-
-def test_a_request_that_drops_without_having_been_read_ends_the_engine() -> None:
-    following = Following(cells_of(4), SCALE, ROPE, {}.__getitem__)
-    with pytest.raises(KeyError):
-        following.step_begins((), (), Told(drops={"x": Drop(BLOCK, [1])}))
 
 
 def course(prompt: int, share: float = 0.25, longest: int = LONGEST, gated: bool = False) -> Course:

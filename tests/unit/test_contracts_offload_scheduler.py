@@ -14,12 +14,18 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+)
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from headrace_decode.sparse.engine._vllm_compat import replace_as
+from headrace_decode.sparse.engine.lost import LOST, with_lost
 from headrace_decode.sparse.engine.offload.manager import OffloadSpec
 from headrace_decode.sparse.engine.offload.scheduler import LEFT, OFFLOADED, OffloadingTakingUp
 from headrace_decode.sparse.engine.settings import SparseSettings
@@ -76,8 +82,8 @@ def run(scheduler: Any, requests: list[Request]) -> tuple[list[str], int]:
     return offloaded, most
 
 
-def step(scheduler: Any) -> Any:
-    """One step; what the scheduler said of it."""
+def step(scheduler: Any, lost: tuple[str, ...] = ()) -> Any:
+    """One step; what the scheduler said of it. The worker has lost the KV of some requests."""
     output = scheduler.schedule()
     assert output.total_num_scheduled_tokens > 0, "it is stuck"
     names = list(output.num_scheduled_tokens)
@@ -85,7 +91,8 @@ def step(scheduler: Any) -> Any:
     wanted = [scheduler.requests[n].num_tokens for n in names]
     sampled = [[30] if a >= b else [] for a, b in zip(done, wanted, strict=True)]
     places = {name: number for number, name in enumerate(names)}
-    scheduler.update_from_output(output, ModelRunnerOutput(names, places, sampled))
+    computed = with_lost(ModelRunnerOutput(names, places, sampled), lost)
+    output.came = scheduler.update_from_output(output, computed)
     return output
 
 
@@ -154,6 +161,35 @@ def test_requests_longer_than_the_cache_are_offloaded_whatever_they_ask(
     assert run(scheduler, [long, request("2", 700, None)])[0] == ["1"]
     assert is_marked(long.cache_salt or "") and long.block_hashes[: len(hashes)] == hashes
     assert all_is_free(scheduler)
+
+
+def test_a_request_whose_kv_is_lost_ends_with_an_error_and_no_other_does() -> None:
+    scheduler = scheduler_of(60)
+    first, second = (request(str(n), 900, 0.05) for n in (1, 2))
+    for each in (first, second):
+        scheduler.add_request(each)
+    while second.num_output_tokens < 3:
+        step(scheduler)
+    tokens = first.num_output_tokens
+    told = step(scheduler, lost=("1", "of another time")).came[0].outputs
+    assert [(each.request_id, each.finish_reason) for each in told if each.finish_reason] == [
+        ("1", FinishReason.ERROR)
+    ]
+    assert first.num_output_tokens == tokens, "what was computed over lost KV is no answer"
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+    scheduler.schedule()
+    assert second.num_output_tokens == ANSWER and all_is_free(scheduler)
+
+
+def test_an_output_that_comes_later_tells_of_it_then() -> None:
+    class Later(AsyncModelRunnerOutput):  # type: ignore[misc]
+        def get_output(self) -> ModelRunnerOutput:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+
+    assert with_lost(later := Later(), ()) is later and with_lost(None, {"1"}) is None
+    assert getattr(with_lost(later, {"1"}).get_output(), LOST) == {"1"}
+    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, LOST)
 
 
 def test_requests_end_under_preemption_and_when_aborted() -> None:

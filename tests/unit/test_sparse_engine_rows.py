@@ -211,6 +211,26 @@ def test_a_bug_in_it_leaves_the_engine_dense_and_says_so(caplog: pytest.LogCaptu
     assert caplog.text.count("attends densely from now on") == 1
 
 
+@pytest.mark.parametrize("part", ["offloading", "following"])
+def test_a_batch_that_is_not_the_steps_ends_the_requests_whose_kv_it_hides(
+    part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Follows(set[str]):
+        def of_step(self, *_: Any) -> Any:
+            raise AssertionError("its rows are others'")
+
+    bound = Bound()
+    bound.bind(SparseRows(LAYERS, UNIT), lambda: [BatchRow(n, 0.1, 9) for n in "abc"])
+    setattr(bound, part, Follows("ac"))
+    rows = bound.offloaded_rows if part == "offloading" else bound.bounded_rows
+    bound.step_begins(set())
+    for count in (2, 3):
+        starts = np.arange(count + 1)
+        assert rows(count, starts, np.array([KV] * count), np.zeros((count, 9))) == ([], [])
+        assert bound.take_lost() == {"a", "c"} and not bound.take_lost()
+    assert "requests end, since their KV cannot be found" in caplog.text
+
+
 def test_an_engine_is_told_in_its_additional_configuration() -> None:
     settings = SparseSettings("auto", 0.2, 16)
     assert settings_of({**settings.additional_config(), "other": 1}) == settings

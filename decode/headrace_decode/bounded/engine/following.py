@@ -2,12 +2,16 @@
 
 The scheduler says which requests read a context again, and when a request drops (`Told`). What a
 request holds then is copied at the begin of that step, before anything is written over.
+
+The scheduler gives the context's other blocks to others in the same step. So where nothing can be
+copied the request's KV is lost. Only this request ends, with an error (`sparse.engine.lost`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,23 +124,26 @@ class Following:
         return bool(self._again or self._streams or self._dropped)
 
     @torch.inference_mode()
-    def step_begins(self, ended: Collection[str], preempted: Collection[str], told: Told) -> None:
-        """A step of the scheduler begins.
+    def step_begins(
+        self, ended: Collection[str], preempted: Collection[str], told: Told
+    ) -> set[str]:
+        """A step of the scheduler begins; returns the requests whose KV is lost.
 
         Args:
             ended, preempted: requests whose blocks it takes away.
-
-        Raises:
-            KeyError: a request fits or drops whose context was not read. Its blocks are others'.
         """
-        for each in self._readings.values():  # one, but for those that are about to end
-            each.score(told.layers)
+        lost: set[str] = set()
+        for name in list(self._readings):  # one, but for those that are about to end
+            with self._giving_up(name):
+                self._readings[name].score(told.layers)
         gone = {*ended, *preempted}
-        for name in told.fits.keys() - gone:
+        for name in told.fits.keys() & self._readings.keys() - gone:
             fit = told.fits[name]
-            self._readings[name].fit(fit.blocks * self.cells.in_block, fit.layers)
+            with self._giving_up(name):
+                self._readings[name].fit(fit.blocks * self.cells.in_block, fit.layers)
         for name in told.drops.keys() - gone:
-            self._drop(name, told.drops[name])
+            with self._giving_up(name, lost):
+                self._drop(name, told.drops[name])
         for name in gone:
             self._readings.pop(name, None)
             self._dropped.pop(name, None)
@@ -150,16 +157,34 @@ class Following:
         self._again.update(told.again)
         begun = told.recalls.keys() | told.came.keys()
         for name in (told.streams | begun | (self._streams.keys() & gone)) - {*ended}:
-            assert self._gate is not None
-            held = self._remembered[told.recalls[name]] if name in told.recalls else None
-            if name in told.came:
-                held = self._opened(told.came[name])
-            made = Streaming(self.cells, self._scale, self._rope, self._gate, held)
-            self._streams[name] = made
-            if held is not None:
-                self._dropped[name] = held.dropped
+            with self._giving_up(name, lost):
+                self._begin(name, told)
         for number in told.forgotten:
             self._remembered.pop(number, None)
+        return lost
+
+    @contextmanager
+    def _giving_up(self, name: str, lost: set[str] | None = None) -> Iterator[None]:
+        """Follow a request no more if an error comes; its KV is lost then, if `lost` is given."""
+        try:
+            yield
+        except Exception:
+            logger.exception("%s: %s", name, "it keeps all KV" if lost is None else "KV is lost")
+            for each in (self._readings, self._streams, self._dropped):
+                each.pop(name, None)  # type: ignore[attr-defined]
+            if lost is not None:
+                lost.add(name)
+
+    def _begin(self, name: str, told: Told) -> None:
+        """Follow a request that streams."""
+        if self._gate is None:
+            raise ValueError("there is no gate")
+        held = self._remembered[told.recalls[name]] if name in told.recalls else None
+        if name in told.came:
+            held = self._opened(told.came[name])
+        self._streams[name] = Streaming(self.cells, self._scale, self._rope, self._gate, held)
+        if held is not None:
+            self._dropped[name] = held.dropped
 
     def _opened(self, came: Drop) -> Held:
         description = self.cells.read_bytes(came.blocks[: came.described])

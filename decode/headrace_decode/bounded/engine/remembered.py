@@ -74,6 +74,12 @@ class Remembered:
                 return blocks, kept
         return None
 
+    def clear(self) -> set[int]:
+        """Forget all; returns the numbers."""
+        numbers = {kept.number for kept in self._kept.values()}
+        self._kept = {}
+        return numbers
+
     def forget(self, numbers: Collection[int | None] = ()) -> set[int]:
         """Forget these, and what is not there any more; the numbers of all of them."""
         gone = {

@@ -22,6 +22,7 @@ from headrace_decode.bounded.engine.pace import Pace
 from headrace_decode.bounded.engine.settings import settings_of
 from headrace_decode.bounded.engine.streams import Streams
 from headrace_decode.bounded.scores import PART_TOKENS
+from headrace_decode.sparse.engine.lost import LOST
 from headrace_decode.sparse.engine.offload.scheduler import (
     OffloadingTakingUp,
     OffloadingTakingUpAsync,
@@ -117,6 +118,8 @@ class _Bounds:
         """As vLLM's; learns what reading again costs."""
         if self._streams is not None:
             self._streams.loaded(model_runner_output.kv_connector_output)
+            if hasattr(model_runner_output, LOST):
+                self._streams.on_lost()
         paced: Any = getattr(scheduler_output, PACED, None)
         if paced is not None:
             alone_s, begun_s = paced

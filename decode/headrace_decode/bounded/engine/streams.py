@@ -65,6 +65,7 @@ class Streams:
         self._untold: set[str] = set()
         """Those that the worker does not know."""
         self._remembered = Remembered(manager.is_there)
+        self._worker_erred = False
         self._recalled: dict[str, int] = {}
         """By request that may begin in this step: the number of what it begins with."""
 
@@ -121,6 +122,9 @@ class Streams:
         """A step is about to be scheduled: have requests choose what they hold that are a segment
         longer, or all there, and those that wait first begin with what is remembered."""
         told.streams, self._untold = self._untold, set()
+        if self._worker_erred:
+            told.forgotten |= self._remembered.clear()
+            self._worker_erred = False
         size = self._manager.block_size
         for name, stream in list(self._streams.items()):
             request = self._scheduler.requests.get(name)
@@ -221,6 +225,10 @@ class Streams:
         if lost := {told.drops[name].remembered for name in preempted}:
             told.forgotten |= self._remembered.forget(lost)
         self._arrivals.scheduled(self._scheduler.requests, preempted)
+
+    def on_lost(self) -> None:
+        """The worker has lost a request's KV: what it remembers is not relied on."""
+        self._worker_erred = True
 
     def loaded(self, output: Any) -> None:
         """A step is over; its KVConnectorOutput, or None."""

@@ -7,7 +7,7 @@ for each step that steps are under way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +34,7 @@ class Bound:
         book: summaries of an engine on a CPU.
         offloading: of an engine that offloads.
         following: of an engine that bounds contexts.
+        lost: requests whose KV was lost, which the scheduler has to hear of (`lost`).
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Bound:
         self.book: Book | None = None
         self.offloading: Offloading | None = None
         self.following: Following | None = None
+        self.lost: set[str] = set()
         self._rows: SparseRows | None = None
         self._batch: Callable[[], Sequence[BatchRow]] | None = None
 
@@ -111,18 +113,20 @@ class Bound:
     ) -> tuple[list[OffloadedRow], list[StagedRow]]:
         """The offloaded rows of the step that is under way; none otherwise.
 
-        Nothing but these knows where their KV is. So what goes wrong here ends the engine.
+        Nothing but these knows where their KV is. So what goes wrong here ends their requests.
 
         Args:
             count, starts: as of `sparse_rows`.
             kv_tokens, tables: as of `Offloading.of_step`.
-
-        Raises:
-            RuntimeError: the batch is not the step's.
         """
         if not self.offloading or self._batch is None or not self.under_way:
             return [], []
-        return self.offloading.of_step(_whole(self._batch(), count), starts, kv_tokens, tables)
+        batch = self._batch()
+        try:
+            return self.offloading.of_step(_whole(batch, count), starts, kv_tokens, tables)
+        except Exception:
+            self._lose(row.request_id for row in batch if row.request_id in self.offloading)
+            return [], []
 
     def bounded_rows(
         self,
@@ -135,7 +139,21 @@ class Bound:
         `offloaded_rows`."""
         if not self.following or self._batch is None or not self.under_way:
             return [], []
-        return self.following.of_step(_whole(self._batch(), count), starts, kv_tokens, tables)
+        batch = self._batch()
+        try:
+            return self.following.of_step(_whole(batch, count), starts, kv_tokens, tables)
+        except Exception:
+            self._lose(row.request_id for row in batch if row.request_id in self.following)
+            return [], []
+
+    def take_lost(self) -> set[str]:
+        """Return the requests whose KV was lost since the last time."""
+        lost, self.lost = self.lost, set()
+        return lost
+
+    def _lose(self, names: Iterable[str]) -> None:
+        self.lost.update(names)
+        logger.exception("requests end, since their KV cannot be found: %s", sorted(self.lost))
 
 
 def _whole(batch: Sequence[BatchRow], count: int) -> Sequence[BatchRow]:

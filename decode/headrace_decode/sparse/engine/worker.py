@@ -41,6 +41,7 @@ from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.bound import BOUND
 from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
 from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.lost import with_lost
 from headrace_decode.sparse.engine.offload.held import Memory
 from headrace_decode.sparse.engine.offload.host import HostPool
 from headrace_decode.sparse.engine.offload.manager import DropSpec, OffloadSpec
@@ -252,7 +253,8 @@ class SparseInReach:
         if BOUND.following is not None:
             told = getattr(scheduler_output, TOLD, Told())
             ended = scheduler_output.finished_req_ids
-            BOUND.following.step_begins(ended, requests_gone(scheduler_output) - ended, told)
+            preempted = requests_gone(scheduler_output) - ended
+            BOUND.lost |= BOUND.following.step_begins(ended, preempted, told)
         final = self._offload_begins(scheduler_output)
         try:
             found = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -260,7 +262,12 @@ class SparseInReach:
             BOUND.step_ends()
         if BOUND.offloading:
             BOUND.offloading.save(final, self._blocks)
-        return found
+        return found if found is None else with_lost(found, BOUND.take_lost())
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, with the requests whose KV was lost in the step."""
+        found = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return with_lost(found, BOUND.take_lost()) if self._sparse else found
 
     def _offload_begins(self, step: Any) -> dict[str, int]:
         """Follow a step's offloaded requests; how many tokens of each are final behind it."""

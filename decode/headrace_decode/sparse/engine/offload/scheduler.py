@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace_decode.replay.scheduler import TakingUp, TakingUpAsync
 from headrace_decode.sparse.engine.counts import chosen_units
+from headrace_decode.sparse.engine.lost import end_lost
 from headrace_decode.sparse.engine.offload.ledger import Ledger, cold_blocks
 from headrace_decode.sparse.engine.offload.manager import OffloadManager
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
@@ -230,15 +231,18 @@ class _Offloads:
             context[self._mode(manager, request)] += self._attended(request)
         return len(output.num_scheduled_tokens), context
 
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """As vLLM's; learns what the step took."""
         now_s = self._clock()
+        end_lost(self, model_runner_output)
         step: Any = getattr(scheduler_output, STEP, None)
         if step is not None and step[0] is not None:
             (rows, context), begun_s = step
             self.costs.observe(rows, context, now_s - max(begun_s, self._returned_s))
         found = super().update_from_output(  # type: ignore[misc]
-            scheduler_output, *args, **kwargs
+            scheduler_output, model_runner_output, *args, **kwargs
         )
         self._returned_s = self._clock()
         return found

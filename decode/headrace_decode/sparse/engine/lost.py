@@ -1,0 +1,49 @@
+"""Tells the scheduler of requests whose KV a worker has lost: they end with an error.
+
+The scheduler of such an engine gives blocks of running requests to others, and its worker keeps
+what the requests need. If the two ever disagree, or an error comes between, only the worker knows.
+It says so with the step's output, and the scheduler ends these requests as vLLM ends one whose
+grammar fails. Nothing of what was computed for them in that step reaches a client.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+LOST = "headrace_lost"
+"""Attribute of a step's `ModelRunnerOutput`: names of requests."""
+
+
+class _Later(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """An output that is not there yet."""
+
+    def __init__(self, output: Any, names: frozenset[str]) -> None:
+        self._output, self._names = output, names
+
+    def get_output(self) -> Any:
+        return with_lost(self._output.get_output(), self._names)
+
+
+def with_lost(output: Any, names: Iterable[str]) -> Any:
+    """Return a step's output that tells of these requests."""
+    lost = frozenset(names)
+    if output is None or not lost:
+        return output
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Later(output, lost)
+    told = copy.copy(output)  # vLLM shares the output of steps without tokens
+    setattr(told, LOST, lost)
+    return told
+
+
+def end_lost(scheduler: Any, output: Any) -> None:
+    """Have a scheduler of vLLM's end what a step's output tells of, when it takes the output in."""
+    for name in getattr(output, LOST, ()):
+        if name in scheduler.requests:
+            scheduler.grammar_compile_error_reqs.add(name)
+        if output.sampled_token_ids and name in output.req_id_to_index:
+            output.sampled_token_ids[output.req_id_to_index[name]] = []
