@@ -31,6 +31,7 @@ from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_fact
 from headrace_engine.exchange import refusal
 from headrace_engine.handoff import (
     PARAMS_KEY,
+    REUSED_KEY,
     PrefillError,
     PrefillRequest,
     PrefillResult,
@@ -140,12 +141,13 @@ class PrefillServer(PDPrefillServer):
         finally:
             self._ahead.ended(request.request_id)
             self._line.changed()
-        if output is None or not output.kv_transfer_params:
+        kv_params = (output and output.kv_transfer_params) or {}
+        if output is None or not kv_params.keys() - {REUSED_KEY}:
             raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
         times, cached = output.metrics, output.num_cached_tokens or 0
         logger.debug("prefilled", extra={"request_id": request.request_id})
         return PrefillResult(
-            kv_params=output.kv_transfer_params,
+            kv_params=kv_params,
             queue_s=waited_s + (max(0.0, times.scheduled_ts - times.queued_ts) if times else 0.0),
             compute_s=max(0.0, times.first_token_ts - times.scheduled_ts) if times else 0.0,
             cached_tokens=cached,
