@@ -25,6 +25,10 @@ engine when that step ends. A turn that lasted until the prompt's first token wo
 without a prompt pass before each next one. Prompts that need more than one step keep their turn
 until the first token.
 
+A prompt with a turn may wait in the engine for its grammar or its KV, and an engine without a step
+tells nothing. So a turn ends in any case after a few times its predicted time: an idle engine is
+given the next prompt.
+
 A short prompt need not wait for the end of such a long one. The engine gives no prompt more than
 15 of 16 tokens of a step (`spare_tokens`; vLLM gives the first one all of them), and prompts that
 fit into what is left are let in beside the long one. They take a sixteenth of its steps' tokens at
@@ -40,6 +44,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace_engine.meter import EngineMeter, Step
+from headrace_engine.steptime import pairs_of
+
+MAX_TURNS, MIN_TURN_S = 3.0, 0.05
+"""Longest turn: times the prompt's predicted seconds alone, and at least. Steps beside decoding
+requests take up to twice as long as alone (`benchmarks.gate`)."""
 
 
 @dataclass
@@ -60,6 +69,8 @@ class _Turn:
     begins: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    limit: asyncio.TimerHandle | None = None
+    """Ends it although the engine tells nothing."""
 
 
 class ComputeGate:
@@ -106,15 +117,20 @@ class ComputeGate:
         finally:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            self._computing.discard(turn)
-            self._beside.discard(turn)
-            self._admit()
+            self._end(turn)
 
     def _on_step(self, step: Step) -> None:
         """A step has ended and the next one has begun, with all prompts that were let in."""
         self._beside.clear()
         if not self._takes_steps():
             self._computing.clear()
+        self._admit()
+
+    def _end(self, turn: _Turn) -> None:
+        if turn.limit is not None:
+            turn.limit.cancel()
+        self._computing.discard(turn)
+        self._beside.discard(turn)
         self._admit()
 
     def _takes_steps(self) -> bool:
@@ -143,8 +159,12 @@ class ComputeGate:
                 stay.append(turn)
         self._waiting = stay
 
-    @staticmethod
-    def _begin(turn: _Turn, others: set[_Turn]) -> None:
+    def _begin(self, turn: _Turn, others: set[_Turn]) -> None:
         if not turn.begins.done():  # else its request is gone
             others.add(turn)
             turn.begins.set_result(None)
+            step_tokens = self._step_tokens or max(1, turn.tokens)
+            pairs = pairs_of(0, turn.tokens)
+            alone_s = self._step_time.prefill_s(turn.tokens, pairs, step_tokens=step_tokens)
+            limit_s = max(MIN_TURN_S, MAX_TURNS * alone_s)
+            turn.limit = asyncio.get_running_loop().call_later(limit_s, self._end, turn)

@@ -200,3 +200,25 @@ async def test_beside_a_prompt_of_one_step_nothing_is_let_in_for_its_room() -> N
         await asyncio.sleep(0.005)
         assert gate.waiting == 1
     await following
+
+
+async def test_a_prompt_that_waits_in_the_engine_does_not_leave_it_idle() -> None:
+    """Its grammar is being compiled: the engine makes no step, and so tells nothing."""
+    gate = fitted(0.001, 0.00005)
+    compiled = asyncio.Event()
+
+    async def waits_for_its_grammar() -> None:
+        async with gate.turn(600):
+            await compiled.wait()
+
+    first = asyncio.create_task(waits_for_its_grammar())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5), gate.turn(600):
+        assert not first.done()
+    compiled.set()
+    await first
+    assert not gate._computing and gate.waiting == 0
+
+
+async def test_a_turn_that_is_used_in_time_is_no_shorter() -> None:
+    assert await order(fitted(0.05, 0.002), [600] * 3, seconds=0.1) == [1, 1, 1]
