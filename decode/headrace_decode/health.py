@@ -2,6 +2,10 @@
 
 vLLM's own asks whether the engine's process lives. One that was stopped, or waits for a device that
 never answers, lives. ASGI, around vLLM's application.
+
+How long an engine may make no step follows from the step itself: its longest step by the fit of its
+own step times, so that neither a large model on a slow machine counts as hung nor a fast one is
+waited for in vain.
 """
 
 from __future__ import annotations
@@ -10,9 +14,22 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-HUNG_S = 20.0
-"""From the first question to an engine that has requests and makes no step, until it counts as
-hung. Longer than any one step should take."""
+from headrace_engine.meter import Progress
+
+MAX_STEPS = 5.0
+"""An engine that makes no step for so many times its longest predicted step counts as hung. The
+fit is off by a tenth or two. A process with a fifth of its processor time takes five times as
+long."""
+MIN_HUNG_S = 10.0
+"""No engine counts as hung before that: the first use of a kernel compiles it for seconds."""
+UNFITTED_HUNG_S = 300.0
+"""The same before the engine's steps are fitted; vLLM's own limit of a step
+(`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`)."""
+MAX_GAP_S = 10.0
+"""Between two questions. Gateways ask each second while a replica is silent; after a longer gap the
+engine may have been idle in between."""
+HUNG = b"the engine makes no step"
+"""The body of the 503. vLLM's own, for an engine that has ended, is empty."""
 
 ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
@@ -21,18 +38,19 @@ class Health:
     """ASGI: answers `/health` with 503 while the engine hangs, and passes on all else.
 
     Args:
-        engine: (steps since it started, requests that it runs).
+        progress: how far the engine is now.
         now: seconds of a clock that only goes forward.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        engine: Callable[[], tuple[int, int]],
+        progress: Callable[[], Progress],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._app, self._engine, self._now = app, engine, now
+        self._app, self._progress, self._now = app, progress, now
         self._seen: tuple[int, float] | None = None
+        self._asked_s = 0.0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -40,14 +58,22 @@ class Health:
             await self._app(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 503, "headers": []})
-        await send({"type": "http.response.body", "body": b"the engine makes no step"})
+        await send({"type": "http.response.body", "body": HUNG})
 
     def hangs(self) -> bool:
-        """Whether the engine has made no step for `HUNG_S` though it had requests whenever this was
-        asked."""
-        steps, running = self._engine()
-        now = self._now()
-        if not running or self._seen is None or self._seen[0] != steps:
-            self._seen = (steps, now) if running else None
+        """Return whether the engine has made no step for too long, though it had requests whenever
+        this was asked."""
+        progress, now_s = self._progress(), self._now()
+        gap_s, self._asked_s = now_s - self._asked_s, now_s
+        seen = self._seen
+        if not progress.running or seen is None or seen[0] != progress.steps or gap_s > MAX_GAP_S:
+            self._seen = (progress.steps, now_s) if progress.running else None
             return False
-        return now - self._seen[1] > HUNG_S
+        return now_s - seen[1] > hung_s(progress)
+
+
+def hung_s(progress: Progress) -> float:
+    """Return the seconds without a step after which an engine with requests counts as hung."""
+    if progress.longest_step_s is None:
+        return UNFITTED_HUNG_S
+    return max(MIN_HUNG_S, MAX_STEPS * progress.longest_step_s)

@@ -47,7 +47,7 @@ from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
-from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts
+from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts, engine_progress
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import EngineMeter
@@ -192,8 +192,9 @@ class DecodeServer(PDDecodeServer):
         await self._obey_notes()
         self._start("carry out the orders in force", self._keep_obeying)
         if wiring.listen is not None:
-            meter = self.engine.meter
-            well = Health(Recorded(app), lambda: (meter.steps_total, meter.running))
+            engine = self.engine
+            progress = partial(engine_progress, engine.vllm_config, engine.meter)
+            well = Health(Recorded(app), progress)
             self._port = InFlight(well, max_ongoing_requests)
             guarded = InternalOnly(self._with_keys(self._port), self._token)
             watched = self._stall.over(guarded)

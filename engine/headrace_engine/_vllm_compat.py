@@ -30,6 +30,7 @@ from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
     Finished,
+    Progress,
     Step,
     StoreLoad,
     Transfer,
@@ -302,6 +303,13 @@ def compute_gate(vllm_config: VllmConfig, meter: EngineMeter) -> ComputeGate:
     most = prompt_step_tokens(vllm_config)
     spare = vllm_config.scheduler_config.max_num_batched_tokens - most
     return ComputeGate(meter, most, spare)
+
+
+def engine_progress(vllm_config: VllmConfig, meter: EngineMeter) -> Progress:
+    """Return how far a started engine is."""
+    cache = vllm_config.cache_config
+    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+    return meter.progress(vllm_config.scheduler_config.max_num_batched_tokens, kv_tokens)
 
 
 def executor_class(vllm_config: VllmConfig, in_process: bool) -> type[Executor]:

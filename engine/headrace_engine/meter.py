@@ -61,6 +61,17 @@ class Unproven(NamedTuple):
     why: str
 
 
+class Progress(NamedTuple):
+    """The state of an engine that shows whether it hangs."""
+
+    steps: int
+    """Since it started."""
+    running: int
+    """Requests in its batch."""
+    longest_step_s: float | None
+    """Predicted seconds of the longest step that these requests allow; None before any step."""
+
+
 @dataclass
 class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
@@ -103,6 +114,20 @@ class EngineMeter:
         """Take the scheduler's present view: sequences running and waiting, share of KV blocks
         used."""
         self.running, self.waiting, self.kv_usage = running, waiting, kv_usage
+
+    def progress(self, step_tokens: int, kv_tokens: int) -> Progress:
+        """Return how far the engine is.
+
+        Args:
+            step_tokens: most tokens that it computes in a step. kv_tokens: that its KV cache holds.
+        """
+        longest_s = None
+        if self.step_time.samples:
+            held = self.kv_usage * kv_tokens
+            longest_s = self.step_time.seconds(
+                step_tokens, self.running, 0, held, step_tokens * (held + step_tokens)
+            )
+        return Progress(self.steps_total, self.running, longest_s)
 
     def step(self, step: Step) -> None:
         """Book one engine step."""

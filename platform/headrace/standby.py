@@ -13,6 +13,7 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from ray.util import get_node_ip_address
@@ -23,6 +24,7 @@ from headrace_decode.internal import InternalOnly
 from headrace_decode.replay.recorder import Recorded
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.server import base_url, without_responses_store
+from headrace_engine._vllm_compat import engine_progress
 from headrace_engine.serving._ray_compat import shutdown_seconds
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
@@ -49,8 +51,7 @@ class StandIn:
         self._wanted = asyncio.Event()
         self._listener: Any = None
         self._routes: list[dict[str, Any]] = []
-        meter = engine.meter
-        well = Health(self._answer, lambda: (meter.steps_total, meter.running))
+        well = Health(self._answer, partial(engine_progress, engine.vllm_config, engine.meter))
         self._port = InFlight(Recorded(well))
 
     async def start(self) -> None:

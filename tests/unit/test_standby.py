@@ -19,7 +19,8 @@ from headrace_decode.routes import Route
 
 def engine() -> Any:
     meter = SimpleNamespace(steps_total=0, running=2, waiting=1)
-    return SimpleNamespace(meter=meter, llm=SimpleNamespace(errored=False, offered=""))
+    llm = SimpleNamespace(errored=False, offered="")
+    return SimpleNamespace(meter=meter, llm=llm, vllm_config=None)
 
 
 class Maker:
