@@ -47,11 +47,15 @@ class FakeReplica:
     Attributes:
         seen: the requests that came, with their bodies under `BODY`.
         aborted: handlers that were cancelled because the gateway hung up.
+        health_s: seconds until its health check answers.
+        probes: how often that was asked.
     """
 
     handler: Handler
     replica_id: str = "decode-1"
     healthy: bool = True
+    health_s: float = 0.0
+    probes: int = 0
     waiting: int = 0
     seen: list[web.Request] = field(default_factory=list)
     aborted: int = 0
@@ -76,6 +80,12 @@ class FakeReplica:
         self.port = self._runner.addresses[0][1]
         return self
 
+    async def stop_listening(self) -> None:
+        """Accept no more connections; those that there are stay open."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
@@ -83,6 +93,8 @@ class FakeReplica:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
+            self.probes += 1
+            await asyncio.sleep(self.health_s)
             return web.Response(status=200 if self.healthy else 503)
         request[BODY] = await request.read()
         self.seen.append(request)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from headrace.gateway.backend import NoMetrics
 from headrace.gateway.relay.relay import MAX_DELIVERIES
-from headrace.gateway.replicas import DOWN_S
+from headrace.liveness import PROBE_INTERVAL_S
 from tests.unit.gateway_fakes import (
     CHAT,
     EVENTS,
@@ -214,7 +214,7 @@ async def test_a_request_waits_for_the_replacement_of_a_dead_engine() -> None:
         dead.healthy = False
         request = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
         await soon(lambda: len(dead.seen) == 1)
-        await asyncio.sleep(3 * DOWN_S)
+        await asyncio.sleep(3 * PROBE_INTERVAL_S)
         assert len(dead.seen) == 1, "a dead engine was asked again"
         bench.cluster.members[:] = [await FakeReplica(answer, "decode-2").start()]
         async with await request as response:

@@ -18,6 +18,7 @@ from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.streams import MAX_TRIES, Streams
 from headrace.gateway.upstream import ReplicaLost
+from headrace.liveness import Probe
 from headrace_decode.replay.journal import Journal
 from headrace_decode.replay.said import HEADER, Said, line
 from tests.unit.gateway_fakes import (
@@ -116,7 +117,7 @@ async def test_a_replica_that_hangs_is_lost_and_one_that_is_busy_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watch, "SILENT_S", 0.2)
-    monkeypatch.setattr(watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(watch, "TICK_S", 0.05)
     handler = in_turn(tells(*WHOLE[:2], hangs=True), tells(*WHOLE))
     async with (
         gateway_over(handler, handler) as bench,
@@ -174,7 +175,7 @@ async def test_a_slow_client_gets_each_event_once_when_its_replica_is_lost(
 ) -> None:
     """The client does not read while the gateway finds out that the replica hangs."""
     monkeypatch.setattr(watch, "SILENT_S", 0.2)
-    monkeypatch.setattr(watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(watch, "TICK_S", 0.05)
     count, pad = 60, "x" * 2**14
     events = [b'data: {"i":%d,"pad":"%s"}\n\n' % (i, pad.encode()) for i in range(count)]
     parts = [part for i, event in enumerate(events) for part in (says(i), event)]
@@ -228,13 +229,13 @@ class FakeReply:
 async def test_an_event_that_comes_in_the_moment_in_which_its_replica_is_lost_is_sent() -> None:
     sent: list[bytes] = []
     lease: Any = SimpleNamespace(replica=ReplicaInfo("decode-1", "", 0, 0), release=lambda: None)
-    pool: Any = SimpleNamespace(failed=lambda replica, dying: None)
+    pool: Any = SimpleNamespace(failed=lambda replica, error: None, doubtful=list)
 
     async def send(message: Any) -> None:
         sent.append(message["body"])
 
-    async def healthy(replica: Any) -> bool:
-        return False
+    async def probe(replica: Any) -> Probe:
+        return Probe.REFUSED
 
     def replied(body: bytes, reply: Any) -> Answer:
         return Answer(lease, reply, body, streamed=True)
@@ -243,8 +244,8 @@ async def test_an_event_that_comes_in_the_moment_in_which_its_replica_is_lost_is
         assert call.said == says(1) + says(2)
         return replied(b"".join(WHOLE), FakeReply())
 
-    looks = watch.Watch(healthy)
-    streams = Streams(pool, looks, Quarantine(lambda: 0.0), fetch, healthy, lambda when: None)
+    looks = watch.Watch(pool, probe)
+    streams = Streams(pool, looks, Quarantine(lambda: 0.0), fetch, probe, lambda when: None)
     first = replied(WHOLE[0] + WHOLE[1], FakeReply(WHOLE[2] + WHOLE[3], lost=True))
     await streams.copy(Call(b"r", "POST", CHAT, []), first, Journal(), send)
     await looks.aclose()
@@ -273,7 +274,7 @@ async def test_a_stream_that_loses_every_replica_without_a_new_event_is_given_up
 
 async def test_a_stream_that_kills_engines_is_not_tried_again() -> None:
     handler = tells(*WHOLE[:2], ERROR_EVENT)
-    async with gateway_over(handler, handler) as bench:
+    async with gateway_over(*[handler] * (1 + MAX_TRIES)) as bench:
         for each in bench.cluster.members:
             each.healthy = False
         stream = {**PROMPT, "stream": True}
@@ -282,6 +283,8 @@ async def test_a_stream_that_kills_engines_is_not_tried_again() -> None:
         async with bench.client.post(CHAT, json=stream) as response:
             assert response.status == 422
             assert (await response.json())["error"]["code"] == "request_quarantined"
-        assert sum(len(each.seen) for each in bench.cluster.members) == 1 + MAX_TRIES
+        assert [len(each.seen) for each in bench.cluster.members] == [1] * (1 + MAX_TRIES)
+        for each in bench.cluster.members:
+            each.healthy = True
         async with bench.client.post(CHAT, json={**stream, "seed": 1}) as response:
             assert response.status == 200, "another request is asked"

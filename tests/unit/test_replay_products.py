@@ -106,7 +106,7 @@ async def test_no_event_is_lost_or_repeated_whatever_fails_together(
     monkeypatch: pytest.MonkeyPatch, lost: str, kv: str, client: str
 ) -> None:
     monkeypatch.setattr(watch, "SILENT_S", 0.2)
-    monkeypatch.setattr(watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(watch, "TICK_S", 0.05)
     replicas = [Replica(f"decode-{number}", PAD * (client == "slow")) for number in range(2)]
     prompt = [len(lost), len(kv), len(client)]
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "stream": True}

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.liveness import SILENT_S, Probe
 from headrace.router.blocks.feed import GPU, Kind
-from headrace.router.cluster import BOOKED_S, SILENT_S, Cluster, Prompt
+from headrace.router.cluster import BOOKED_S, Cluster, Prompt
 from headrace.router.place import NobodyAnswersError
 from headrace.router.plan import RouterSettings
 from headrace.router.view import ELSEWHERE, WITHIN
@@ -58,7 +59,7 @@ def hold(of: Cluster, replica: str, keys: np.ndarray) -> None:
 
 def test_without_a_decode_replica_nobody_answers() -> None:
     for empty in (Cluster(RouterSettings()), cluster("p1")):
-        assert empty.choices(0.0) == 0
+        assert empty.choices() == 0
         with pytest.raises(NobodyAnswersError):
             empty.plan(PROMPT, 0.0)
 
@@ -96,11 +97,15 @@ def test_what_a_machines_store_supplies_is_loaded_there() -> None:
 def test_a_replica_that_may_not_be_asked_gets_nothing() -> None:
     two = cluster("d1", "d2")
     hold(two, "d2", KEYS)
-    assert two.plan(PROMPT, 0.0, down=["d2"]).decode == "d1"
-    assert two.choices(0.0) == 2, "it may be asked again"
+    two.liveness.on_probe("d2", Probe.MISSED, 0.0)
+    assert two.plan(PROMPT, 0.0).decode == "d1"
+    two.liveness.on_probe("d2", Probe.PASSED, 0.0)
+    assert two.choices() == 2, "it may be asked again"
     two.report(report("d2", 1, draining=True), 0.1)
-    assert two.choices(0.1) == 1
-    assert two.choices(0.1, down=["d2"]) == two.choices(0.1) == 1, "it drains all the same"
+    assert two.choices() == 1
+    two.liveness.on_probe("d2", Probe.REFUSED, 0.1)
+    two.liveness.on_probe("d2", Probe.PASSED, 0.1)
+    assert two.choices() == 1, "it drains all the same"
     two.report(report("d2", 2), 0.2)
     two.report(report("d1", 1), SILENT_S + 0.1)
     two.tend(SILENT_S + 0.3)
@@ -159,7 +164,7 @@ def test_reports_out_of_order_and_of_other_blocks_are_left_out() -> None:
     assert row(one, "d1")["running"] == 7
     with pytest.raises(ValueError, match="blocks of 32 tokens"):
         one.report(report("d2", block_tokens=32), 0.2)
-    assert one.choices(0.2) == 1
+    assert one.choices() == 1
 
 
 def test_what_decode_replicas_measure_of_calls_holds_for_all_prefill_replicas() -> None:
@@ -325,4 +330,4 @@ def test_when_all_have_gone_replicas_of_other_blocks_may_come() -> None:
         made.report(report("d2", block_tokens=32), 0.0)
     made.gone("d1")
     made.report(report("d2", block_tokens=32), 0.0)
-    assert made.choices(0.0) == 1
+    assert made.choices() == 1

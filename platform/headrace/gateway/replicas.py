@@ -1,5 +1,8 @@
-"""The gateway's view of the replicas: who is ready, who just failed, how much is in flight to each,
-and which routes they offer. Replicas of one app run one vLLM, so their routes are the same.
+"""The gateway's view of the replicas: how each stands, how much is in flight to each, and which
+routes they offer. Replicas of one app run one vLLM, so their routes are the same.
+
+`headrace.liveness` judges them. A replica that is down or drains gets no request. A suspect one
+gets some only while no other one is healthy: a doubt about all of them should not stop the app.
 
 The list is polled in the background, so that a request never waits for it unless it is empty. A
 replica that Serve says is gone or drains leaves the list at once (`members`).
@@ -10,23 +13,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, ReplicaInfo
 from headrace.gateway.pick import pick
+from headrace.gateway.reply import ReplicaLost
 from headrace.gateway.route_table import RouteTable
+from headrace.liveness import Liveness, Probe
+from headrace_engine.supervise import supervise
 
 logger = logging.getLogger("headrace.gateway")
 
 POLL_S = 1.0
 # While nobody can answer the list is polled at this pace.
 HURRY_S = 0.1
-# A replica that failed is left alone for this long, then tried again if it is still listed.
-DOWN_S = 1.0
-# One whose engine is dead is replaced by Serve under another id, which takes longer than that.
-DYING_S = 10.0
+# How often a request that waits for a replica looks again.
+LOOK_AGAIN_S = 0.25
 
 
 class Lease:
@@ -69,6 +73,9 @@ class ReplicaPool:
     Args:
         backend: where the list comes from.
         on_poll: called after each look at the list.
+
+    Attributes:
+        on_doubt: called when a replica failed, so that it is probed.
     """
 
     def __init__(self, backend: Backend, on_poll: Callable[[], None] = lambda: None) -> None:
@@ -76,7 +83,8 @@ class ReplicaPool:
         self._replicas: list[ReplicaInfo] = []
         self._others: dict[str, int] = {}
         self._members: frozenset[str] | None = None
-        self._down_until: dict[str, float] = {}
+        self.liveness = Liveness()
+        self.on_doubt: Callable[[], None] = lambda: None
         self._poller: asyncio.Task[None] | None = None
         self._polled = False
         self._wake = asyncio.Event()
@@ -88,7 +96,7 @@ class ReplicaPool:
     def start(self) -> None:
         """Begin to poll; call it in the event loop, as often as you like."""
         if self._poller is None or self._poller.done():
-            self._poller = asyncio.get_running_loop().create_task(self._poll())
+            self._poller = supervise(self._poll, "ask for the list of replicas")
 
     async def aclose(self) -> None:
         """Stop polling."""
@@ -184,12 +192,14 @@ class ReplicaPool:
             self._wake.set()
             # Not `wait_for`: in Python 3.11 a change at the same time swallows a cancellation.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, DOWN_S / 4)):
+                async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
                     await self._changed.wait()
 
     def members(self, replica_ids: frozenset[str]) -> None:
         """Serve's word on who runs: others get no more requests, and new ones are asked at once."""
         self._members = replica_ids
+        listed = [each.replica_id for each in self._replicas if not each.stands_in]
+        self.liveness.on_members(listed, replica_ids, asyncio.get_running_loop().time())
         self._replicas = _of(self._replicas, replica_ids)
         self._wake.set()
 
@@ -215,27 +225,58 @@ class ReplicaPool:
                     await self._changed.wait()
         return self.routes
 
-    def failed(self, replica: ReplicaInfo, *, dying: bool = False) -> None:
-        """Leave a replica alone for a while, and ask at once who is there.
+    def failed(self, replica: ReplicaInfo, error: Exception) -> None:
+        """Take a failed request for evidence, and ask at once who is there.
 
         Args:
-            dying: whether its engine is known to be dead; a request that is not sent there is
-                not one of the few times that it may be sent.
+            error: how it failed. One that hangs was given up by what probes said already.
         """
-        now = asyncio.get_running_loop().time()
-        until = now + (DYING_S if dying else DOWN_S)
-        self._down_until[replica.replica_id] = max(
-            until, self._down_until.get(replica.replica_id, until)
-        )
+        now_s, name = asyncio.get_running_loop().time(), replica.replica_id
+        if isinstance(error, ReplicaLost) and not error.hangs:
+            if error.dying:
+                self.liveness.on_probe(name, Probe.DEAD, now_s)
+            elif error.sent:
+                self.liveness.on_broken(name, now_s)
+            elif isinstance(error.__cause__, TimeoutError):
+                self.liveness.on_probe(name, Probe.MISSED, now_s)
+            else:
+                self.liveness.on_probe(name, Probe.REFUSED, now_s)
         self._wake.set()
+        self.on_doubt()
 
     @property
-    def down(self) -> dict[str, float]:
-        """Replicas that failed a moment ago, and until when they are left alone."""
-        if self._down_until:
-            now = asyncio.get_running_loop().time()
-            self._down_until = {key: at for key, at in self._down_until.items() if at > now}
-        return self._down_until
+    def down(self) -> Collection[str]:
+        """Replicas that get no requests now."""
+        unhealthy = self.liveness.unhealthy
+        if not unhealthy:
+            return ()
+        some_healthy = any(
+            not each.stands_in and each.replica_id not in unhealthy for each in self._replicas
+        )
+        if some_healthy:
+            return unhealthy
+        now_s = asyncio.get_running_loop().time()
+        return [name for name in unhealthy if not self.liveness.may_be_tried(name, now_s)]
+
+    def doubtful(self) -> list[ReplicaInfo]:
+        """Listed replicas that failed and that no later probe has cleared."""
+        liveness = self.liveness
+        return [each for each in self._replicas if liveness.needs_probe(each.replica_id)]
+
+    def healthy_beside(self, replica_id: str) -> dict[str, int]:
+        """Healthy replicas that could take over what another one has, with the requests of each."""
+        unhealthy = self.liveness.unhealthy
+        healthy = [
+            each
+            for each in self._replicas
+            if each.replica_id != replica_id and each.replica_id not in unhealthy
+        ]
+        healthy = [each for each in healthy if not each.stands_in] or healthy
+        return {
+            each.replica_id: self.in_flight.get(each.replica_id, 0)
+            + self._others.get(each.replica_id, 0)
+            for each in healthy
+        }
 
     async def _poll(self) -> None:
         while True:
@@ -255,6 +296,7 @@ class ReplicaPool:
                     self.routes = RouteTable(offered)
             except Exception as error:
                 logger.warning("cannot list the replicas, keeping the last list: %r", error)
+            self.liveness.check(asyncio.get_running_loop().time())
             self._polled = True
             self._changed.set()
             self._changed = asyncio.Event()

@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.liveness import Liveness
 from headrace.router.blocks.expected import Expected
 from headrace.router.blocks.feed import GPU, Feed
 from headrace.router.blocks.index import BlockIndex
@@ -38,8 +39,6 @@ from headrace_engine.steptime import StepTime, pairs_of
 from headrace_kvstore.supply import Supply
 
 BOOKED_S = 5.0
-SILENT_S = 2.0
-"""A replica that has not reported for so long is not placed on; ten reports are missing then."""
 COMING_S = 30.0
 """How long a plan's blocks may take to come, beyond three times what was predicted."""
 
@@ -92,21 +91,28 @@ class Cluster:
     Args:
         settings: how prices are weighed.
         rng: names plans, and spreads when the dearer kind is measured again.
+        liveness: how the replicas stand, by all that the gateway sees of them.
     """
 
-    def __init__(self, settings: RouterSettings, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        rng: random.Random | None = None,
+        liveness: Liveness | None = None,
+    ) -> None:
         self.index = BlockIndex()
         self.feed = Feed(self.index)
         self.counts: Counter[str] = Counter()
         self._settings = settings
         self._rng = rng or random.Random()
+        self.liveness = liveness or Liveness()
         self._expected = Expected(self.index)
         self._view: View | None = None
         self._reports: dict[str, Report] = {}
         self._kinds: Counter[str] = Counter()  # replicas by what their KV depends on
         self._machines: Counter[str] = Counter()  # replicas by machine
         self._booked: dict[str, dict[str, _Booked]] = {}
-        self._down: frozenset[str] = frozenset()
+        self._unhealthy: frozenset[str] = frozenset()
         self._look_s = -math.inf
 
     # What came
@@ -171,7 +177,8 @@ class Cluster:
         )
         for each in ahead:
             self._answers(row, each, 1)
-        self._judge(name, now_s)
+        self.liveness.on_report(name, now_s, draining=report.draining)
+        self._judge(name)
 
     def gone(self, replica: str) -> None:
         """A replica is no longer there."""
@@ -184,16 +191,18 @@ class Cluster:
         view.remove(replica)
         self._count(self._reports.pop(replica), None)
         del self._booked[replica]
+        self.liveness.remove_reports(replica)
 
     def tend(self, now_s: float) -> None:
         """Notice what is over. To be called about once a second."""
         self._expected.check(now_s)
         self.index.tend()
+        self.liveness.check(now_s)
         for name, booked in self._booked.items():
             for plan in [one for one, each in booked.items() if now_s - each.at_s > BOOKED_S]:
                 self._take_off(name, plan, now_s)
                 self.counts["unheard"] += 1
-            self._judge(name, now_s)
+            self._judge(name)
         if self._view is None:
             return
         # All decode replicas measure these two for everybody.
@@ -215,25 +224,19 @@ class Cluster:
 
     # Plans
 
-    def choices(self, now_s: float, down: Collection[str] = ()) -> int:
-        """Decode replicas that may answer.
-
-        Args:
-            down: replicas that may not be asked now.
-        """
+    def choices(self) -> int:
+        """Return how many decode replicas may answer: those that are healthy."""
         if self._view is None:
             return 0
-        changed = self._down ^ frozenset(down)
-        self._down = frozenset(down)
-        for name in changed & self._reports.keys():
-            self._judge(name, now_s)
+        before, self._unhealthy = self._unhealthy, frozenset(self.liveness.unhealthy)
+        for name in (before ^ self._unhealthy) & self._reports.keys():
+            self._judge(name)
         return int(np.count_nonzero(self._view.engines["decode"]))
 
     def plan(
         self,
         prompt: Prompt,
         now_s: float,
-        down: Collection[str] = (),
         targets: Targets = NO_TARGETS,
     ) -> Plan:
         """Where to send a request; it is booked there.
@@ -244,7 +247,7 @@ class Cluster:
         Raises:
             NobodyAnswersError: no decode replica may be asked.
         """
-        if not self.choices(now_s, down):
+        if not self.choices():
             raise NobodyAnswersError("no decode replica may be asked")
         view = self._seen
         keys = prompt.keys
@@ -292,6 +295,7 @@ class Cluster:
             "index": self.index.stats(),
             "events": self.feed.stats(),
             "coming": self._expected.stats(),
+            "unhealthy": self.liveness.to_dict(),
         }
 
     # Inside
@@ -354,11 +358,10 @@ class Cluster:
             self._expected.gone(int(engine["hbm"]))
         engine["hbm"] = holder
 
-    def _judge(self, name: str, now_s: float) -> None:
-        """Whether a replica may be asked."""
+    def _judge(self, name: str) -> None:
+        """Plan on a replica only while it is healthy."""
         report, engine = self._reports[name], self._seen.engines[self._seen.row(name)]
-        fresh = now_s - float(engine["heard_s"]) <= SILENT_S
-        engine[report.role] = fresh and not report.draining and name not in self._down
+        engine[report.role] = name not in self.liveness.unhealthy
 
     def _supplies(self, view: View, prompt: Prompt) -> list[Sequence[Supply]] | None:
         if not prompt.stored or prompt.machine not in self._machines:

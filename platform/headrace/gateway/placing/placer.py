@@ -97,7 +97,7 @@ class Placer:
         upstream: Upstream,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cluster = Cluster(settings)
+        self.cluster = Cluster(settings, liveness=pool.liveness)
         self._ask_lines, self._pool, self._upstream = lines, pool, upstream
         self._clock = clock
         self._lines = Lines(self.cluster.feed, self._report, clock)
@@ -138,8 +138,7 @@ class Placer:
             headers: by which a replica knows a gateway, and whose request it is.
             affinity, draftable_tokens: as for `pick`.
         """
-        down = self._pool.down
-        if target not in PLACED or self.cluster.choices(self._clock(), down) < 2:
+        if target not in PLACED or self.cluster.choices() < 2:
             return None
         replica = self._pool.suggested(affinity, draftable_tokens)
         if replica is None:
@@ -158,7 +157,7 @@ class Placer:
             self.cluster.counts["no_keys"] += 1
             return None
         try:
-            plan = self.cluster.plan(prompt, self._clock(), self._pool.down, self.targets())
+            plan = self.cluster.plan(prompt, self._clock(), self.targets())
         except NobodyAnswersError:
             return None
         self.on_plan(plan)

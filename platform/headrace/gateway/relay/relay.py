@@ -6,8 +6,7 @@ What is retried, until the request's own time limit:
   but at most `MAX_DELIVERIES` times in all, because a request that kills its replica must not kill
   them one after the other;
 - 500, 502 or 503, or a stream that begins with an error, from a replica whose `/health` then
-  fails: its engine is dying. Counts as the case above, and the replica is left alone until Serve
-  has had the time to replace it. From a healthy replica it is the answer.
+  fails: its engine is dying. Counts as the case above. From a healthy replica it is the answer.
 
 To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
 or the last bytes of any other body, are here. An answer that is longer than `HELD_BYTES`, or for
@@ -16,8 +15,9 @@ passed on in whole events. When its replica is lost midway, another one resumes 
 (`journal`): the same one if it lives, and at most `streams.MAX_TRIES` times without a new event. A
 stream that cannot be resumed ends with an error event.
 
-A replica that has been silent for a while is asked whether it is well (`watch`), so one that
-hangs is lost, too.
+A replica that has been silent for a while is probed (`watch`). If it is down, others take its
+requests over little by little. That counts as the second case, but puts no request in quarantine.
+How a replica stands is one judgement for all (`headrace.liveness`), to which each loss is evidence.
 
 Asking again is safe on every relayed route, since none changes anything at the replica: the store
 of `/v1/responses` is off (`headrace_decode.server`).
@@ -42,12 +42,13 @@ from headrace.gateway.relay.streams import Streams
 from headrace.gateway.relay.watch import Watch, Watched
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace.liveness import PROBE_TIMEOUT_S, Probe
 from headrace_decode import techniques
+from headrace_decode.health import HUNG
 from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
 from headrace_decode.replay.said import HEADER, RESUME
 
 MAX_DELIVERIES = 3
-HEALTH_TIMEOUT_S = 2.0
 MOST_PLACED_HEAD_BYTES = 32 * 1024
 HELD_BYTES = 1 << 20
 """Maximum bytes of an answer that a gateway holds before it passes them on. An answer of 8,192
@@ -129,10 +130,10 @@ class Relay:
         self._placer = placer
         self._hold = hold
         self._queue_timeout_s = options.queue_timeout_s
-        self._watch = Watch(self._is_healthy)
+        self._watch = Watch(pool, self._probe)
         self._quarantine = Quarantine(monotonic)
         self._streams = Streams(
-            pool, self._watch, self._quarantine, self.fetch, self._is_healthy, on_lost
+            pool, self._watch, self._quarantine, self.fetch, self._checked, on_lost
         )
 
     async def aclose(self) -> None:
@@ -198,7 +199,7 @@ class Relay:
                     async with watched.waits():
                         body = await answer.reply.read_some()
                 except ReplicaLost as lost:
-                    self._pool.failed(answer.lease.replica)
+                    self._pool.failed(answer.lease.replica, lost)
                     raise errors.replica_lost("within its answer") from lost
                 more = bool(body)
                 await send({"type": "http.response.body", "body": body, "more_body": more})
@@ -214,10 +215,10 @@ class Relay:
         Raises:
             ApiError: 503 when no replica was ready in time, 502 when it was lost too often.
         """
-        self._quarantine.check(call.target, call.body)
+        self._quarantine.check(call.tenant, call.target, call.body)
         loop = asyncio.get_running_loop()
         until = loop.time() + self._queue_timeout_s
-        deliveries = 0
+        deliveries = deaths = 0
         lease = self._pool.lease_of(prefer) if prefer else None
         placed = await self._place(call) if lease is None else None
         while True:
@@ -243,12 +244,13 @@ class Relay:
                 lease.release()
                 self._give_up(placed)
                 lease = placed = None
-                self._pool.failed(replica, dying=lost.dying)
+                self._pool.failed(replica, lost)
                 self._on_lost("worked" if lost.sent else "before")
                 if lost.sent:
-                    deliveries += 1
+                    deliveries, deaths = deliveries + 1, deaths + (not lost.hangs)
                     if deliveries >= MAX_DELIVERIES:
-                        self._quarantine.add(call.target, call.body)
+                        if deaths == deliveries:
+                            self._quarantine.add(call.tenant, call.target, call.body)
                         when = f"while it worked on this request, {deliveries} times in a row"
                         raise errors.replica_lost(when) from lost
                     until = loop.time() + self._queue_timeout_s
@@ -299,6 +301,7 @@ class Relay:
         with self._watch.over(lease.replica) as watched:
             async with watched.waits():
                 reply = await self._upstream.send(url, call.method, call.target, headers, body)
+            watched.heard()
             try:
                 streamed = _is_event_stream(reply.headers)
                 async with watched.waits():
@@ -309,9 +312,10 @@ class Relay:
                 failed = reply.status in _DYING or (
                     streamed and body.startswith(call.dialect.events.failed)
                 )
-                if failed and not await self._is_healthy(lease.replica):
-                    why = f"status {reply.status} and an error from a dying replica"
-                    raise ReplicaLost(why, sent=True, dying=True)
+                if failed and (probe := await self._checked(lease.replica)) is not Probe.PASSED:
+                    why = f"status {reply.status} and an error, then its probe {probe.value}"
+                    hangs = probe is Probe.MISSED
+                    raise ReplicaLost(why, sent=True, dying=not hangs, hangs=hangs)
             except BaseException:
                 reply.close()
                 if held is not None:
@@ -319,20 +323,34 @@ class Relay:
                 raise
         return Answer(lease, reply, body, streamed, held, is_whole)
 
-    async def _is_healthy(self, replica: ReplicaInfo) -> bool:
-        """Whether the replica's own health check passes."""
+    async def _checked(self, replica: ReplicaInfo) -> Probe:
+        """Probe a replica now, and take the result for evidence."""
+        probe = await self._probe(replica)
+        now_s = asyncio.get_running_loop().time()
+        self._pool.liveness.on_probe(replica.replica_id, probe, now_s)
+        return probe
+
+    async def _probe(self, replica: ReplicaInfo) -> Probe:
+        """Ask a replica's own health check."""
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
                 proof = _proof(replica)
                 reply = await self._upstream.send(replica.url, "GET", "/health", proof, b"")
                 try:
-                    while await reply.read_some():
-                        pass
+                    body = part = await reply.read_some()
+                    while part and len(body) <= len(HUNG):
+                        part = await reply.read_some()
+                        body += part
                 finally:
                     reply.close()
-        except (ReplicaLost, TimeoutError):
-            return False
-        return reply.status == 200
+        except TimeoutError:
+            return Probe.MISSED
+        except ReplicaLost as lost:
+            refused = not lost.sent and not isinstance(lost.__cause__, TimeoutError)
+            return Probe.REFUSED if refused else Probe.MISSED
+        if reply.status == 200:
+            return Probe.PASSED
+        return Probe.DEAD if reply.status == 503 and body != HUNG else Probe.MISSED
 
 
 async def _held_body(

@@ -18,6 +18,7 @@ from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.watch import Watch, Watched
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
+from headrace.liveness import Probe
 from headrace_decode.replay.journal import Diverged, Journal
 
 MAX_TRIES = 2
@@ -34,7 +35,7 @@ class Streams:
         watch: finds those that hang.
         quarantine: for requests that kill one after the other.
         fetch: gets an answer to a call, from the replica named if it is ready.
-        healthy: whether a replica's health check passes; bounded in time.
+        probe: asks a replica's health check; bounded in time.
         on_lost: as of `relay.Relay`.
     """
 
@@ -44,12 +45,12 @@ class Streams:
         watch: Watch,
         quarantine: Quarantine,
         fetch: Callable[[Call, str], Awaitable[Answer]],
-        healthy: Callable[[ReplicaInfo], Awaitable[bool]],
+        probe: Callable[[ReplicaInfo], Awaitable[Probe]],
         on_lost: Callable[[str], None],
     ) -> None:
         self._pool, self._watch, self._on_lost = pool, watch, on_lost
         self._quarantine = quarantine
-        self._fetch, self._healthy = fetch, healthy
+        self._fetch, self._probe = fetch, probe
 
     async def copy(self, call: Call, answer: Answer, journal: Journal, send: Send) -> None:
         """Pass on the events of a stream to its end. The caller closes the first answer."""
@@ -61,7 +62,7 @@ class Streams:
                     break
                 except (ReplicaLost, Diverged) as lost:
                     if call.dialect.is_over(call.last):
-                        self._pool.failed(answer.lease.replica)
+                        self._pool.failed(answer.lease.replica, lost)
                         break
                     tries = 1 if journal.progress > had else tries + 1
                     had = journal.progress
@@ -110,9 +111,12 @@ class Streams:
             while not over:
                 await passage.send_kept()  # not under the watch: it waits for the client
                 if passage.error:
-                    if await self._healthy(answer.lease.replica):
+                    probe = await self._probe(answer.lease.replica)
+                    if probe is Probe.PASSED:
                         return passage.error
-                    raise ReplicaLost("an error from a dying replica", sent=True, dying=True)
+                    hangs = probe is Probe.MISSED
+                    why = f"an error, then its probe {probe.value}"
+                    raise ReplicaLost(why, sent=True, dying=not hangs, hangs=hangs)
                 over = await pour()
         return journal.rest()
 
@@ -133,14 +137,14 @@ class Streams:
         answer.close()
         dying = isinstance(lost, ReplicaLost) and lost.dying
         hangs = isinstance(lost, ReplicaLost) and lost.hangs
-        lives = not dying and not hangs and await self._healthy(replica)
+        lives = not dying and not hangs and await self._probe(replica) is Probe.PASSED
         if not lives:
-            self._pool.failed(replica, dying=dying)
+            self._pool.failed(replica, lost)
         if journal.why_not is not None:
             raise errors.replica_lost(_MIDWAY + journal.why_not)
         if isinstance(lost, Diverged) or tries > MAX_TRIES:
             if dying:
-                self._quarantine.add(call.target, call.body)
+                self._quarantine.add(call.tenant, call.target, call.body)
             raise errors.replica_lost(f"{_MIDWAY}{lost}, {tries} times in a row")
         call.said = journal.take_up()
         again = await self._fetch(call, replica.replica_id if lives else "")

@@ -1,41 +1,55 @@
-"""Finds replicas that hang: one that was silent for a while is asked whether it is well.
+"""Probes replicas that are silent or in doubt, and gives up requests of those that are down.
 
 A connection to a stopped process, or to a machine that is gone, stays open for long, and a request
-that waits for its turn is silent, too. So silence alone ends nothing; a health check that fails
-does.
+that waits in an engine's queue gets no byte, too. So it is the replica that is silent, when no
+request of it gets any byte; then its health check is asked, and `headrace.liveness` judges. A
+replica that is down keeps its requests until others may take them over: at the pace of the retry
+budget, and none while no other replica is healthy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 
 from headrace.gateway.backend import ReplicaInfo
+from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
+from headrace.liveness import PROBE_INTERVAL_S, SILENT_S, Probe, State
+from headrace_engine.supervise import supervise
 
-SILENT_S = 2.0
-"""From the last byte of a request's answer until its replica is asked, and between two asks."""
-LOOK_S = 0.5
+logger = logging.getLogger("headrace.gateway")
+
+TICK_S = 0.25
 
 
 class Watched:
     """One request at a replica.
 
     Attributes:
-        heard_s: loop time of its last byte, or of its begin. The owner sets it.
+        began_s: loop time of its begin.
+        heard_s: loop time of its last byte.
     """
 
-    __slots__ = ("_loop", "_patience", "heard_s", "replica")
+    __slots__ = ("_loop", "_patience", "began_s", "heard_s", "replica")
 
     def __init__(self, replica: ReplicaInfo, loop: asyncio.AbstractEventLoop) -> None:
         self.replica, self._loop = replica, loop
-        self.heard_s = loop.time()
+        self.began_s, self.heard_s = loop.time(), -math.inf
         self._patience: asyncio.Timeout | None = None
 
     def heard(self) -> None:
         """Its replica gave a sign of life."""
         self.heard_s = self._loop.time()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its owner waits for the replica."""
+        return self._patience is not None
 
     def give_up(self) -> None:
         """Its replica hangs."""
@@ -64,49 +78,107 @@ class Watch:
     """All requests of one event loop.
 
     Args:
-        healthy: whether a replica's health check passes; bounded in time.
+        pool: the replicas.
+        probe: asks a replica's health check; bounded in time.
     """
 
-    def __init__(self, healthy: Callable[[ReplicaInfo], Awaitable[bool]]) -> None:
-        self._healthy = healthy
-        self._watched: set[Watched] = set()
-        self._asked_s: dict[str, float] = {}
+    def __init__(self, pool: ReplicaPool, probe: Callable[[ReplicaInfo], Awaitable[Probe]]) -> None:
+        self._pool, self._probe = pool, probe
+        self._watched: dict[str, dict[Watched, None]] = {}
+        """By replica, oldest first."""
+        self._heard_s: dict[str, float] = {}
+        """When each of them was heard last, by requests that have ended."""
+        self._probed_s: dict[str, float] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
         self._looker: asyncio.Task[None] | None = None
+        pool.on_doubt = self.start
 
     @contextlib.contextmanager
     def over(self, replica: ReplicaInfo) -> Iterator[Watched]:
         """Watch one request until the end of the block."""
-        loop = asyncio.get_running_loop()
-        if self._looker is None or self._looker.done():
-            self._looker = loop.create_task(self._look())
-        one = Watched(replica, loop)
-        self._watched.add(one)
+        self.start()
+        name, one = replica.replica_id, Watched(replica, asyncio.get_running_loop())
+        self._watched.setdefault(name, {})[one] = None
         try:
             yield one
         finally:
-            self._watched.discard(one)
+            self._heard_s[name] = max(self._heard_s.get(name, one.heard_s), one.heard_s)
+            del self._watched[name][one]
+            if not self._watched[name]:
+                del self._watched[name], self._heard_s[name]
+
+    def start(self) -> None:
+        """Look after the replicas, until there is nothing to look after."""
+        if self._looker is None or self._looker.done():
+            self._looker = supervise(self._look, "probe replicas that are silent or in doubt")
 
     async def aclose(self) -> None:
         """Stop to look."""
-        if self._looker is not None:
-            self._looker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._looker
+        tasks = [*self._probes.values(), *([self._looker] if self._looker else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._watched:
-            await asyncio.sleep(LOOK_S)
-            now = loop.time()
-            self._asked_s = {k: at for k, at in self._asked_s.items() if now - at < SILENT_S}
-            silent = {
-                one.replica.replica_id: one.replica
-                for one in self._watched
-                if now - one.heard_s >= SILENT_S and one.replica.replica_id not in self._asked_s
+        while self._watched or self._probes or self._pool.doubtful():
+            await asyncio.sleep(TICK_S)
+            now_s = asyncio.get_running_loop().time()
+            silent = self._silent(now_s)
+            for name, replica in silent.items():
+                if self._pool.liveness.state(name) is State.DOWN:
+                    self._give_up(replica, now_s)
+            doubtful = {each.replica_id: each for each in self._pool.doubtful()}
+            for name, replica in (doubtful | silent).items():
+                due_s = self._probed_s.get(name, -PROBE_INTERVAL_S) + PROBE_INTERVAL_S
+                if name not in self._probes and now_s >= due_s:
+                    self._probed_s[name] = now_s
+                    self._probes[name] = supervise(
+                        partial(self._probe_one, replica), f"probe {name}", restarts=False
+                    )
+            self._probed_s = {
+                name: at_s
+                for name, at_s in self._probed_s.items()
+                if now_s - at_s < 2 * PROBE_INTERVAL_S
             }
-            self._asked_s.update(dict.fromkeys(silent, now))
-            well = await asyncio.gather(*map(self._healthy, silent.values()))
-            hang = {name for name, fine in zip(silent, well, strict=True) if not fine}
-            for one in list(self._watched):
-                if one.replica.replica_id in hang and one.heard_s <= now - SILENT_S:
-                    one.give_up()
+
+    def _silent(self, now_s: float) -> dict[str, ReplicaInfo]:
+        """Return the replicas with requests none of which got a byte lately.
+
+        A request that begins is no sign of life.
+        """
+        silent = {}
+        for name, watched in self._watched.items():
+            heard_s = max(one.heard_s for one in watched)
+            heard_s = max(heard_s, self._heard_s.get(name, -math.inf))
+            self._pool.liveness.on_bytes(name, heard_s)
+            oldest = next(iter(watched))
+            if now_s - max(heard_s, oldest.began_s) >= SILENT_S:
+                silent[name] = oldest.replica
+        return silent
+
+    def _give_up(self, replica: ReplicaInfo, now_s: float) -> None:
+        """Have other replicas take over requests, as many as they may."""
+        name = replica.replica_id
+        waiting = [one for one in self._watched[name] if one.is_waiting]
+        others = self._pool.healthy_beside(name)
+        moved = self._pool.liveness.take_retries(others, len(waiting), now_s)
+        for one in waiting[:moved]:
+            one.give_up()
+
+    async def _probe_one(self, replica: ReplicaInfo) -> None:
+        name, liveness = replica.replica_id, self._pool.liveness
+        try:
+            probe = await self._probe(replica)
+        finally:
+            del self._probes[name]
+        before = liveness.state(name)
+        liveness.on_probe(name, probe, asyncio.get_running_loop().time())
+        after = liveness.state(name)
+        if after is not before:
+            logger.warning(
+                "replica %s is %s, and was %s: probe %s",
+                name,
+                after.value,
+                before.value,
+                probe.value,
+            )
