@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, WRITER_TIMEOUT_S
+from headrace_kvstore.arena import shared_file
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, WRITER_TIMEOUT_S, ArenaFormatError
+from headrace_kvstore.arena.shared_file import is_in_memory
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, hash_word, pack_hashes
 from tests.support.kvarena import (
     BIG_BLOCK,
@@ -333,3 +335,26 @@ def test_a_reader_that_fell_behind_is_told_and_takes_all_blocks(make: Make) -> N
     added, _, lost = arena.events(since)
     assert not lost and added["kind"].tolist() == [REMOVED, STORED]
     assert arena.events(since + 1000)[2]  # of another arena
+
+
+def test_an_arena_of_another_version_names_the_file_and_what_to_do(
+    make: Make, tmp_path: Path
+) -> None:
+    make().close()
+    with (tmp_path / "arena").open("r+b") as file:
+        file.seek(8)
+        file.write((3).to_bytes(8, "little"))
+    with pytest.raises(ArenaFormatError) as raised:
+        make()
+    text = str(raised.value)
+    assert str(tmp_path / "arena") in text and "version 3" in text and "remove the file" in text
+
+
+def test_a_folder_on_a_disk_is_warned_of(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert is_in_memory(Path("/dev/shm")) and not is_in_memory(Path("/proc"))
+    assert not is_in_memory(Path("/does/not/exist"))
+    monkeypatch.setattr(shared_file, "is_in_memory", lambda folder: False)
+    make()
+    assert any("no tmpfs" in message for message in caplog.messages)

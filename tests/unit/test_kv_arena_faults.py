@@ -162,7 +162,7 @@ def test_files_of_another_version_or_with_a_damaged_header_are_refused(
     make().close()
     path = tmp_path / "arena"
     good = path.read_bytes()
-    for at, what in ((0, "not an arena"), (8, "version"), (20, "damaged"), (50, "damaged")):
+    for at, what in ((0, "no arena"), (8, "version"), (20, "damaged"), (50, "damaged")):
         damaged = bytearray(good)
         damaged[at] ^= 1
         path.write_bytes(damaged)

@@ -21,6 +21,7 @@ from headrace_kvstore.arena.geometry import (
     TOTALS,
     WORDS,
     WORDS_OFFSET,
+    ArenaFormatError,
     Geometry,
     Tables,
 )
@@ -99,7 +100,13 @@ class ArenaMap:
         self._clock = clock
         self._file = file
         self._bytes = np.frombuffer(file.memory, np.uint8)
-        self.geometry = Geometry.parse(bytes(self._bytes[:WORDS_OFFSET]), file.size_bytes)
+        try:
+            self.geometry = Geometry.parse(bytes(self._bytes[:WORDS_OFFSET]), file.size_bytes)
+        except ArenaFormatError as error:
+            raise ArenaFormatError(
+                f"{file.path} cannot be used: {error}. End the processes that use it and remove "
+                "the file, or give another name"
+            ) from None
         self._t: Tables = self.geometry.tables(self._bytes)
         self._per_segment = self.geometry.slots_per_segment
         self.table = self._t.table.view(SLOT)

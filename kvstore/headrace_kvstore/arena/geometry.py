@@ -204,13 +204,13 @@ class Geometry:
     def parse(cls, header: bytes, size_bytes: int) -> Geometry:
         """Read the header of a file of `size_bytes`; raises ArenaFormatError."""
         if header[: len(MAGIC)] != MAGIC or len(header) < HEADER_BYTES:
-            raise ArenaFormatError("not an arena")
+            raise ArenaFormatError("it is no arena")
         version, *numbers = struct.unpack_from("<7Q", header, len(MAGIC))
         if version != VERSION:
-            raise ArenaFormatError(f"an arena of version {version}, not {VERSION}")
+            raise ArenaFormatError(f"it is an arena of version {version}, and this is {VERSION}")
         geometry = cls(*numbers)
         if header[:HEADER_BYTES] != geometry.header() or geometry.size_bytes != size_bytes:
-            raise ArenaFormatError("the arena's header is damaged")
+            raise ArenaFormatError("its header is damaged")
         return geometry
 
     def tables(self, memory: np.ndarray) -> Tables:

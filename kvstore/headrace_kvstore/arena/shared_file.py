@@ -13,12 +13,14 @@ nodes (`device.placing.spread`), unless /dev/shm is mounted with `mpol=` or the 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import mmap
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +35,8 @@ CREATE_PATIENCE_S = 30.0
 file grows at least once in this time."""
 
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
+"""File systems tmpfs, ramfs and hugetlbfs, by the numbers of `statfs`."""
 MADV_POPULATE_WRITE = 23
 MAGIC_BYTES = 8
 USES = 16
@@ -168,6 +172,14 @@ def remove_left(folder: Path, pattern: str) -> list[str]:
     return removed
 
 
+def is_in_memory(folder: Path) -> bool:
+    """Return whether files of this folder lie in memory, and go with a restart of the machine."""
+    buffer = ctypes.create_string_buffer(256)
+    if ctypes.CDLL(None).statfs(os.fsencode(folder), buffer):
+        return False
+    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) in IN_MEMORY
+
+
 def huge_page_mode() -> str:
     """The kernel's word on huge pages in shared memory: always, within_size, advise, never, ..."""
     try:
@@ -196,6 +208,11 @@ def _names(path: Path, inode: int) -> bool:
 
 
 def _create(path: Path, fd: int, size_bytes: int) -> mmap.mmap:
+    if not is_in_memory(path.parent):
+        logger.warning(
+            "%s is no tmpfs: the arena there is slow, and leases outlive a restart of the machine",
+            path.parent,
+        )
     try:
         os.ftruncate(fd, 0)
         os.ftruncate(fd, size_bytes)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.arena_map import Space
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.protocol.events import DRAM, Change
 from headrace_kvstore.staging.write_behind import WriteBehind
@@ -46,6 +47,7 @@ class Follower:
         self._arena, self._writer = arena, writer
         self._publish, self._resync, self._sweep_s = publish, resync, sweep_s
         self._seq: int | None = None
+        self._spaces: list[Space] = []
         self._swept_s = time.monotonic()
         self._sweeping = False
         self.lost = self.sweeps = 0
@@ -106,15 +108,26 @@ class Follower:
             self.lost += 1
             self._seq = None
             return True
-        self._take(found)
-        self._seq = upto
+        if self._take(found):
+            self._seq = upto
+        else:
+            self.lost += 1
+            self._seq = None
         return True
 
     def _may_sweep(self) -> bool:
         return time.monotonic() - self._swept_s >= self._sweep_s
 
-    def _take(self, found: np.ndarray) -> None:
-        spaces = self._arena.spaces()
+    def _take(self, found: np.ndarray) -> bool:
+        """Publish events, and offer blocks that were stored.
+
+        Returns False, with nothing done, if a row was given to another namespace: some of these
+        events are of the one before, and do not say which.
+        """
+        before, self._spaces = self._spaces, self._arena.spaces()
+        spaces = self._spaces
+        if before != spaces[: len(before)]:
+            return False
         changes = [
             Change(kind == STORED, DRAM, spaces[row].digest, block_hash.tobytes())
             for kind, row, block_hash in zip(
@@ -124,6 +137,7 @@ class Follower:
         self._publish(changes)
         stored = found[found["kind"] == STORED]
         self._offer(stored["namespace"].tolist(), [h.tobytes() for h in stored["hash"]])
+        return True
 
     def _sweep(self) -> int:
         """Offer every block that is there, those used most and last first; the ring's number."""

@@ -1,0 +1,52 @@
+"""The follower of an arena's events: what it publishes is of the right namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace_kvstore.arena.geometry import NAMESPACES
+from headrace_kvstore.node.follower import Follower
+from headrace_kvstore.protocol.events import Change
+from tests.support.kvarena import BLOCK, DIGEST, LAYERS, Make, arenas, block_hash, store
+from tests.support.kvnode import until
+
+
+class Writer:
+    """Writes nothing behind."""
+
+    missed, has_time = False, True
+
+    def offer(self, row: int, hashes: Sequence[bytes]) -> None:
+        pass
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with arenas(tmp_path) as make:
+        yield make
+
+
+def test_blocks_of_a_row_that_another_namespace_got_are_told_under_no_wrong_name(
+    make: Make,
+) -> None:
+    arena = make(blocks=16)
+    row = arena.namespace(DIGEST, BLOCK, LAYERS, keep=False)
+    for number in range(1, NAMESPACES):
+        arena.namespace(number.to_bytes(16), BLOCK, LAYERS)
+    store(arena, row, 1)
+    told: list[Change] = []
+    resyncs: list[None] = []
+    follower = Follower(arena, Writer(), told.extend, lambda: resyncs.append(None), 60.0)  # type: ignore[arg-type]
+    until(lambda: len(resyncs) == 1)
+    store(arena, row, 2)
+    until(lambda: [(c.stored, c.digest) for c in told] == [(True, DIGEST)])
+    assert arena.namespace(b"another--digest!", BLOCK, LAYERS) == row
+    until(lambda: len(resyncs) == 2)
+    assert len(told) == 1, "a removal was told under another namespace's name"
+    store(arena, row, 3)
+    until(lambda: len(told) == 2)
+    assert (told[1].digest, told[1].hash) == (b"another--digest!", block_hash(3))
+    assert follower.close(10)
