@@ -107,6 +107,28 @@ def test_what_did_not_come_is_not_loaded_ahead_again() -> None:
     assert not engine.half.loads_ahead(req)
 
 
+def test_where_vllm_recovers_no_load_under_a_step_all_are_made_ahead() -> None:
+    req = request(5 * B)
+    engine = Busy(Store(set(req.block_hashes)), req, costs=price(), under_steps=False)
+    assert engine.admit() == 4 * B
+    work = engine.idle()
+    assert work.load == Load() and work.ahead["r"].blocks == engine.blocks[:4]
+    assert engine.half.matched(req, 0) == 0, "what did not come is computed"
+    engine.step(4 * B, new=True)
+    engine.request.num_computed_tokens = 0
+    assert engine.half.matched(req, 0) == 4 * B, "after a preemption it is loaded again"
+    assert engine.half.loads_ahead(req)
+
+
+def test_ahead_of_a_step_nothing_hides_a_load() -> None:
+    costs = price(token_s=1e-3)
+    for blocks in (1, 8, 64) * 20:
+        costs.loaded("nvme", blocks, 1.5e-3 * B * blocks)
+    offered = [Run("nvme", 10)]
+    assert costs.choose(0, offered, 100 * B).blocks == 10
+    assert costs.choose(0, offered, 100 * B, ahead=True).blocks <= 1, "at most to try the disk"
+
+
 def test_a_load_ahead_of_a_slow_tier_keeps_its_limit() -> None:
     req = request(5 * B)
     tiers, costs = Tiers(*req.block_hashes), price()

@@ -218,7 +218,7 @@ def test_a_load_ahead_waits_for_reads_of_the_one_before_it_that_was_given_up(
 
     def loads(names: dict[str, Load]) -> set[int]:
         worker.begin(Work(ahead=names))
-        worker._ahead.submit(lambda: None).result(20)
+        worker._ahead_files.submit(lambda: None).result(20)
         worker.end()
         assert worker.loaded_ahead() == set(names)
         return worker.failed_blocks()
@@ -229,6 +229,24 @@ def test_a_load_ahead_waits_for_reads_of_the_one_before_it_that_was_given_up(
     mover.bytes_per_s = None
     until(lambda: loads({"again": Load([2], HASHES[2:3], places, [math.inf])}) == set())
     assert second.content(2) == first.content(2)
+
+
+def test_a_load_ahead_from_dram_waits_for_no_disk(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    first, _ = engines
+    first.arena.discard(0, HASHES[1:])
+    mover, worker = SlowMover(), first.worker
+    slow(first, mover, ahead=True)
+    mover.bytes_per_s = LAYER_BYTES / 0.3
+    disk = Load([1], HASHES[1:2], places, [20.0])
+    worker.begin(Work(ahead={"disk": disk, "dram": Load([0], HASHES[:1])}))
+    worker._ahead.submit(lambda: None).result(20)
+    worker.end()
+    assert worker.loaded_ahead() == {"dram"} and worker.failed_blocks() == set()
+    worker._ahead_files.submit(lambda: None).result(20)
+    worker.end()
+    assert worker.loaded_ahead() == {"disk"}
 
 
 def test_what_stands_in_dram_is_loaded_though_the_disk_is_late(

@@ -105,7 +105,9 @@ class WorkerHalf:
         # Loads ahead have all of their own, so that a step's own load waits for none of them.
         self._cache_ahead = cache.beside()
         self._files_ahead = None if files is None else files(self._cache_ahead)
+        # A load from DRAM takes milliseconds, so it waits for no disk.
         self._ahead = ThreadPoolExecutor(1, "kv-load-ahead")
+        self._ahead_files = ThreadPoolExecutor(1, "kv-load-ahead-files")
         self._came: list[tuple[str, _Ended]] = []
         self._finished: set[str] = set()
         self._layer_of = {name: i for i, name in enumerate(cache.layer_names)}
@@ -152,7 +154,8 @@ class WorkerHalf:
             if not by_layers:
                 self._wait(self._pipeline.finish)
         for request_id, load in work.ahead.items():
-            self._tasks.append(self._ahead.submit(self._load_ahead, request_id, load))
+            threads = self._ahead_files if load.places else self._ahead
+            self._tasks.append(threads.submit(self._load_ahead, request_id, load))
 
     def wait(self, layer_name: str) -> None:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
@@ -226,7 +229,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Stop; copies under way end first."""
-        self._ahead.shutdown(cancel_futures=True)
+        for threads in (self._ahead, self._ahead_files):
+            threads.shutdown(cancel_futures=True)
         self._loader.shutdown()
         self._saver.shutdown(cancel_futures=True)
         for files in (self._files, self._files_ahead):
@@ -249,7 +253,7 @@ class WorkerHalf:
         self._timer.resume()
 
     def _load_ahead(self, request_id: str, load: Load) -> None:
-        """In the thread of loads ahead. The load is finished here, since the next one uses the same
+        """In a thread of loads ahead. The load is finished here, since the next one uses the same
         staging memory."""
         ended = _Ended(_Loading.of_nothing(load), 0.0, failed=True)
         try:
