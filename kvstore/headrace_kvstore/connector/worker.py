@@ -29,6 +29,7 @@ import numpy as np
 
 from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
 from headrace_kvstore.arena.writers import Writer
+from headrace_kvstore.connector.arena_source import ArenaSource
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline, ThisThread, Threads
@@ -289,7 +290,7 @@ class WorkerHalf:
         seeds = self._seeds(load.hashes)
         slots = self._arena.lookup(self._row, load.hashes)
         here = np.flatnonzero(slots >= 0)
-        arena = _ArenaSource(self._arena, cache, slots[here], blocks[here], seeds[here])
+        arena = ArenaSource(self._arena, cache, slots[here], blocks[here], seeds[here])
         source = _Loading(load.hashes, blocks, slots[here], [(here, arena)])
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
         if placed and files is not None:
@@ -338,7 +339,7 @@ class WorkerHalf:
             bad[indices] = part.bad
             wrong = indices[part.bad]
             lost["gone"] -= len(indices)
-            if isinstance(part, _ArenaSource):
+            if isinstance(part, ArenaSource):
                 medium, same = "dram", ~part.overwritten()
                 corrupt = {
                     source.hashes[indices[i]]: int(part.slots[i])
@@ -429,41 +430,6 @@ class WorkerHalf:
         self.counts["save_failed"] += len(slots) - published
 
 
-class _ArenaSource:
-    """Blocks of one step's load that stand in the arena: `slots`, to `blocks`."""
-
-    def __init__(
-        self,
-        arena: Arena,
-        cache: EngineCache,
-        slots: np.ndarray,
-        blocks: np.ndarray,
-        seeds: np.ndarray,
-    ) -> None:
-        self._cache, self._blocks, self._seeds = cache, blocks, seeds
-        self._generations = arena.table["generation"]
-        self.slots, self._generation = slots, self._generations[slots]
-        self._payloads = arena.addresses(slots).astype(np.uint64)
-        self._expected = arena.sums(slots)
-        self._started: dict[int, Callable[[], np.ndarray]] = {}
-        self.bad = np.zeros(len(blocks), np.bool_)
-
-    def begin(self, layer: int) -> None:
-        if len(self._blocks):
-            seeds = self._seeds[:, self._cache.columns(layer)]
-            self._started[layer] = self._cache.start(layer, self._blocks, self._payloads, seeds)
-
-    def end(self, layer: int) -> None:
-        if len(self._blocks):
-            wanted = self._expected[:, self._cache.columns(layer)]
-            self.bad |= (self._started.pop(layer)() != wanted).any(axis=1)
-
-    def overwritten(self) -> np.ndarray:
-        """Tell which slots were given to other blocks since the load began, bool [n]."""
-        changed: np.ndarray = self._generations[self.slots] != self._generation
-        return changed
-
-
 @dataclass
 class _Loading:
     """One step's load: which of its blocks comes from which source; the rest is gone.
@@ -477,7 +443,7 @@ class _Loading:
     hashes: list[bytes]
     blocks: np.ndarray
     slots: np.ndarray
-    parts: list[tuple[np.ndarray, _ArenaSource | FileSource]]
+    parts: list[tuple[np.ndarray, ArenaSource | FileSource]]
     files: FileSource | None = None
 
     @staticmethod
