@@ -98,7 +98,11 @@ def _not_utf8() -> Iterator[Bad]:
     }.items():
         body = b'{"model": "%s", "prompt": "' % MODEL.encode() + text + b'"}'
         yield Bad(f"utf8-{name}", COMPLETE, body)
-    yield Bad("utf8-utf16", CHAT, json.dumps({"model": MODEL, **HELLO}).encode("utf-16"))
+    utf16 = json.dumps({"model": MODEL, **HELLO}).encode("utf-16")
+    yield Bad("utf8-half-utf16", CHAT, utf16[:-1])
+    yield Bad("utf8-no-gzip", CHAT, b"{}", headers={**JSON, "content-encoding": "gzip"})
+    unknown = {**JSON, "content-encoding": "br"}
+    yield Bad("utf8-unknown-encoding", CHAT, b"{}", frozenset({415}), headers=unknown)
 
 
 def _content_types() -> Iterator[Bad]:
@@ -266,7 +270,7 @@ def _no_such_route() -> Iterator[Bad]:
         "/v1/realtime",
         "/v1/audio/speech",
         "/v2/chat/completions",
-        "/v1/chat/completions/",
+        "/v1/chat/completions/x/",
         "/v1/chat/completions/x",
         "/pause",
         "/reset_prefix_cache",

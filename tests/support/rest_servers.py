@@ -108,6 +108,7 @@ async def _main(model: str) -> None:
     from headrace_decode.rendering._vllm_compat import keys_route
     from headrace_decode.replay.recorder import Recorded
     from headrace_decode.routes import keep_public_routes, public_routes
+    from headrace_engine.serving.validation import bound_validation
 
     line = ["--model", model, "--served-model-name", NAME, "--dtype", "float32"]
     line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
@@ -155,6 +156,7 @@ async def _main(model: str) -> None:
         """The ports of the gateway and of the replica."""
         app = await application(reasoning)
         keep_public_routes(app)
+        bound_validation(app)
         port = await serve(
             InternalOnly(Cutting(Recorded(keys_route(app, app, llm.vllm_config))), TOKEN)
         )

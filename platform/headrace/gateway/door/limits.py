@@ -254,8 +254,9 @@ def check_logprobs(request: Mapping[str, Any], body_bytes: int) -> None:
 
 
 def _count(value: Any) -> int:
-    """Return a field's number; 0 for a value that the replica will refuse or ignore."""
-    return value if isinstance(value, int) and value > 0 else 0
+    """Return a field's number, at most a very large one; 0 for a value that the replica refuses or
+    ignores."""
+    return min(value, 1 << 40) if isinstance(value, int) and value > 0 else 0
 
 
 def _prompts(request: Mapping[str, Any]) -> int:
@@ -269,7 +270,7 @@ def _prompts(request: Mapping[str, Any]) -> int:
 
 def _max_tokens(request: Mapping[str, Any]) -> int:
     names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    limits = [request[name] for name in names if _count(request.get(name))]
+    limits = [count for name in names if (count := _count(request.get(name)))]
     return min(limits) if limits else DEFAULT_TOKENS if "prompt" not in request else 16
 
 
