@@ -513,3 +513,13 @@ async def test_an_app_can_hang_up_on_a_client_that_does_not_read() -> None:
         with unread(server.port, GET):
             await soon(lambda: bool(connections(server)))
             await soon(lambda: not connections(server), 5.0)
+
+
+async def test_a_client_that_is_gone_before_its_early_answer_leaves_nothing() -> None:
+    async with gateway_over(answer, api_keys=("right-key",)) as bench:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", bench.gateway.port)) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+                sock.sendall(CHUNKED)
+        await soon(lambda: not connections(bench.gateway))
+        await soon(lambda: not bench.gateway._server.server_state.tasks)

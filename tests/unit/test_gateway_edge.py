@@ -290,7 +290,7 @@ def test_an_answer_cannot_have_millions_of_log_probabilities(
 def test_a_message_cannot_have_very_many_parts(field: str) -> None:
     few, many = ([{"role": "user", "content": [{}] * n}] for n in (1_000, 40_000))
     limits.check_fields({field: few})
-    for wrong in (many, [many], [{"role": "user", "tool_calls": [[[{}] * 40_000]]}]):
+    for wrong in (many, [many], [{"role": "user", "tool_calls": [[{}] * 40_000]}]):
         with pytest.raises(ApiError, match="parts"):
             limits.check_fields({field: wrong})
 

@@ -371,7 +371,10 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self._arm(self._time_to_read(LINGER_S), self.transport.abort)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client is gone
+                self.transport.abort()
 
     def _bound_closing(self) -> None:
         """A transport that closes waits for the client to read all; this one not for ever."""
