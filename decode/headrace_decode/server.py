@@ -193,7 +193,7 @@ class DecodeServer(PDDecodeServer):
         self._start("carry out the orders in force", self._keep_obeying)
         if wiring.listen is not None:
             engine = self.engine
-            progress = partial(engine_progress, engine.vllm_config, engine.meter)
+            progress = partial(engine_progress, engine.vllm_config, engine.meter, engine.llm)
             well = Health(Recorded(app), progress)
             self._port = InFlight(well, max_ongoing_requests)
             guarded = InternalOnly(self._with_keys(self._port), self._token)

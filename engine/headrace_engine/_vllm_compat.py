@@ -305,8 +305,11 @@ def compute_gate(vllm_config: VllmConfig, meter: EngineMeter) -> ComputeGate:
     return ComputeGate(meter, most, spare)
 
 
-def engine_progress(vllm_config: VllmConfig, meter: EngineMeter) -> Progress:
+def engine_progress(vllm_config: VllmConfig, meter: EngineMeter, llm: AsyncLLM) -> Progress:
     """Return how far a started engine is."""
+    if not llm.output_processor.has_unfinished_requests():
+        # vLLM tells its load with each step, and none follows the end of a request by its client.
+        meter.load(0, 0, meter.kv_usage)
     cache = vllm_config.cache_config
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
     return meter.progress(vllm_config.scheduler_config.max_num_batched_tokens, kv_tokens)

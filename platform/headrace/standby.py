@@ -51,7 +51,8 @@ class StandIn:
         self._wanted = asyncio.Event()
         self._listener: Any = None
         self._routes: list[dict[str, Any]] = []
-        well = Health(self._answer, partial(engine_progress, engine.vllm_config, engine.meter))
+        progress = partial(engine_progress, engine.vllm_config, engine.meter, engine.llm)
+        well = Health(self._answer, progress)
         self._port = InFlight(Recorded(well))
 
     async def start(self) -> None:

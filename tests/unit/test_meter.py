@@ -315,3 +315,20 @@ def test_where_steps_overlap_a_step_is_the_time_between_two_results(
         now = at_s
         logger.record(scheduler_stats(num_running_reqs=running, iteration_details=details), None)
     assert [(s.rows, s.seconds) for s in steps] == [(4, 0.5), (4, 0.75), (4, 0.5)]
+
+
+def test_an_engine_without_a_request_runs_none_whatever_its_last_step_told() -> None:
+    """A client that hangs up ends its request, and no step follows that would tell."""
+    from headrace_engine._vllm_compat import engine_progress
+
+    meter, config = EngineMeter(), SimpleNamespace()
+    config.cache_config = SimpleNamespace(num_gpu_blocks=100, block_size=16)
+    config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
+    unfinished = {"r"}
+    llm: Any = SimpleNamespace(output_processor=SimpleNamespace())
+    llm.output_processor.has_unfinished_requests = lambda: bool(unfinished)
+    meter.load(1, 0, 0.5)
+    assert engine_progress(config, meter, llm).running == 1  # type: ignore[arg-type]
+    unfinished.clear()
+    assert engine_progress(config, meter, llm).running == 0  # type: ignore[arg-type]
+    assert (meter.running, meter.kv_usage) == (0, 0.5)
