@@ -243,7 +243,10 @@ class Liveness:
     # Inside
 
     def _record(self, replica: str) -> _Record:
-        return self._records.setdefault(replica, _Record())
+        record = self._records.get(replica)
+        if record is None:
+            record = self._records[replica] = _Record()
+        return record
 
     def _touched(self, replica: str, now_s: float) -> _Record:
         record = self._record(replica)

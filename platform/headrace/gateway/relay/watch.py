@@ -114,6 +114,7 @@ class Watch:
 
     async def aclose(self) -> None:
         """Stop to look."""
+        self._pool.on_doubt = lambda: None
         tasks = [*self._probes.values(), *([self._looker] if self._looker else [])]
         for task in tasks:
             task.cancel()
