@@ -31,6 +31,7 @@ from contextlib import aclosing
 from typing import Any
 
 from headrace_engine.meter import EngineMeter, Step
+from headrace_kvstore.salts import marked
 
 PROMPT_TOKENS = (16, 96, 384, 1536, 1920)
 """Lengths that spread the step-time model's features; cut to what the model and engine take."""
@@ -65,7 +66,7 @@ async def rehearse(
     Args:
         most_rows: the engine answers no more requests at once.
     """
-    start = uuid.uuid4().hex  # of this start's own: a store may remember the last one
+    start = uuid.uuid4().hex  # of this start's own: the engine may remember the last one
     fastest: dict[tuple[int, int], Step] = {}
 
     async def answer(ids: list[int], name: str, salt: str) -> None:
@@ -83,12 +84,13 @@ async def rehearse(
     meter.learns = False
     meter.on_step.append(see)
     for number in range(TIMES):
-        salt, began_s = f"rehearsal-{start}-{number}", clock()
+        name, began_s = f"rehearsal-{start}-{number}", clock()
+        salt = marked(name, "rehearsal")  # no client asks for these prompts, so they are not stored
         for ids in prompts:
             if number and len(ids) > SHORT_TOKENS and clock() - began_s > SHORT_S:
                 break
             steps.clear()
-            await answer(ids, f"{salt}-{len(ids)}", salt)
+            await answer(ids, f"{name}-{len(ids)}", salt)
             answered = 0
             for at, step in enumerate(steps):
                 answered += step.rows
@@ -96,7 +98,7 @@ async def rehearse(
         for asked in ROWS:
             rows = min(asked, most_rows)
             steps.clear()
-            answers = (answer(prompts[0][:1], f"{salt}-{rows}-{n}", salt) for n in range(rows))
+            answers = (answer(prompts[0][:1], f"{name}-{rows}-{n}", salt) for n in range(rows))
             await asyncio.gather(*answers)
             for step in steps:
                 if step.rows == rows:  # all have begun, and none has ended

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 
 from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
+from headrace_kvstore.salts import is_marked
 from tests.support.clock import Clock
 
 
@@ -121,3 +122,4 @@ def test_the_beginnings_of_one_time_share_a_salt_and_no_two_times_do() -> None:
     assert all(prompts[-1][: len(ids)] == ids for ids in prompts)
     assert [len(set(salts[n : n + 5])) for n in (0, 5, 10)] == [1, 1, 1]
     assert len(set(salts)) == 3
+    assert all(map(is_marked, salts)), "the store would keep what nobody asks for"
