@@ -172,7 +172,8 @@ class PlannedLLM(TakingUpLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, kwargs: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         sampling_params = without_reserved(sampling_params)
-        prompt = with_tenant(prompt, TENANT.get())
+        has_adapters = self.vllm_config.lora_config is not None
+        prompt = with_tenant(prompt, TENANT.get(), has_adapters)
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
         apart = self._apart_of(sampling_params)
         prompt = with_technique(prompt, sampling_params, self.lossy)

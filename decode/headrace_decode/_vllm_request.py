@@ -23,8 +23,8 @@ from headrace_decode.techniques import (
 )
 from headrace_decode.tenants import TenantPolicy
 from headrace_engine.handoff import PARAMS_KEY
-from headrace_kvstore.connector.identity import lossy_codec
-from headrace_kvstore.salts import salt_of
+from headrace_kvstore.connector.identity.engine_identity import lossy_codec
+from headrace_kvstore.salts import salt_of, unlike_adapters
 
 RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", SAID})
 """Arguments that no client may give: they are ours, or name memory of an engine or an encoder."""
@@ -36,14 +36,18 @@ GRAMMAR_FIELDS = (
 """Of vLLM's `StructuredOutputsParams`: what a grammar is made of."""
 
 
-def with_tenant(prompt: Any, tenant: str | None) -> Any:
+def with_tenant(prompt: Any, tenant: str | None, adapters: bool = False) -> Any:
     """The prompt under its tenant's cache salt; as it is where there are no tenants.
+
+    Args:
+        adapters: the engine has some, whose names no salt may equal.
 
     Raises:
         TypeError: the prompt has no place for a salt, so its KV would be everybody's.
     """
     if tenant is None:
-        return prompt
+        own = prompt.get("cache_salt") if adapters and isinstance(prompt, dict) else None
+        return {**prompt, "cache_salt": unlike_adapters(own)} if own else prompt
     if not isinstance(prompt, dict):
         raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
     return {**prompt, "cache_salt": salt_of(tenant, prompt.get("cache_salt") or "")}

@@ -6,7 +6,11 @@ that the client itself sends only divides its tenant further:
 
     tenant:NAME:SALT            NAME holds no colon, so no two pairs make the same salt
 
-Without keys there are no tenants but the salts that clients send.
+Without keys there are no tenants but the salts that clients send. An engine with LoRA adapters tags
+them, since vLLM hashes an adapter's name in the salt's place: a salt that equals a name would share
+the first block of the adapter's prompts.
+
+    salt:SALT
 
 KV that must not meet other KV of the same tokens gets a mark in front of all this:
 
@@ -24,6 +28,7 @@ EXACT = "exact"
 """Of a request that wants exact KV only, in an app whose store gives other KV, too."""
 
 _PREFIX = "tenant:"
+_CLIENT = "salt:"
 _MARKED = "technique:"
 
 
@@ -38,12 +43,17 @@ def salt_of(tenant: str, own: str = "") -> str:
     return f"{_PREFIX}{tenant}:{own}"
 
 
+def unlike_adapters(salt: str) -> str:
+    """Return a request's salt for an engine with adapters: it equals no adapter's name."""
+    return salt if not salt or salt.startswith((_PREFIX, _MARKED)) else _CLIENT + salt
+
+
 def tenant_of(salt: str) -> str:
-    """The tenant in a salt; the salt itself, less its mark, if it names none."""
+    """The tenant in a salt; the salt itself, less its mark and tag, if it names none."""
     if is_marked(salt):
         salt = salt[len(_MARKED) :].partition(":")[2]
     if not salt.startswith(_PREFIX):
-        return salt
+        return salt.removeprefix(_CLIENT)
     tenant, colon, _ = salt[len(_PREFIX) :].partition(":")
     return tenant if tenant and colon else salt
 

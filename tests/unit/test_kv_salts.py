@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore.salts import salt_of, tenant_of
+from headrace_kvstore.prompt_hash import hash_prompt, root_hash
+from headrace_kvstore.salts import marked, salt_of, tenant_of, unlike_adapters
 
 names = st.text(st.characters(exclude_characters=":"), min_size=1)
 
@@ -24,6 +25,23 @@ def test_a_salt_tells_its_tenant(tenant: str, own: str) -> None:
 @pytest.mark.parametrize("salt", ["", "x", "tenant:", "tenant:x", "tenant::x"])
 def test_where_a_salt_names_no_tenant_it_is_its_own(salt: str) -> None:
     assert tenant_of(salt) == salt
+
+
+def test_in_an_engine_with_adapters_no_salt_is_an_adapters_name() -> None:
+    """vLLM hashes an adapter's name into the place of a salt, in the first block."""
+    tokens, root = range(256), root_hash("seed")
+    of_adapter = hash_prompt(tokens, 128, root, lora="sql")
+    assert hash_prompt(tokens, 128, root, salt="sql")[0] == of_adapter[0]
+    salted = hash_prompt(tokens, 128, root, salt=unlike_adapters("sql"))
+    assert not set(salted) & set(of_adapter)
+
+
+def test_the_tag_changes_no_tenant() -> None:
+    assert unlike_adapters("") == ""
+    assert tenant_of(unlike_adapters("sql")) == "sql"
+    for salt in (salt_of("ann", "x"), marked("x", "exact")):
+        assert unlike_adapters(salt) == salt
+    assert len({unlike_adapters(salt) for salt in ("x", "salt:x", "salt:salt:x")}) == 3
 
 
 @pytest.mark.parametrize("name", ["", "a:b"])

@@ -21,7 +21,7 @@ from headrace_decode.techniques import (
     salt_for,
     wants_exact,
 )
-from headrace_kvstore.connector.identity import lossy_codec
+from headrace_kvstore.connector.identity.engine_identity import lossy_codec
 from headrace_kvstore.prompt_hash import hash_prompt, root_hash
 from headrace_kvstore.salts import EXACT, is_marked, marked, salt_of, tenant_of
 from tests.support.kvscheduling import B, Engine, Store, Tiers, hashes, request
@@ -141,6 +141,15 @@ def test_the_mark_stands_before_the_tenant_so_no_tenant_can_forge_it() -> None:
     assert with_technique(prompt, params, "") is prompt
     salted = with_technique(prompt, params, INT4)["cache_salt"]
     assert salted == "technique:exact:tenant:ann:technique:exact:"
+
+
+def test_only_engines_with_adapters_tag_the_salts_of_clients() -> None:
+    prompt = {"prompt_token_ids": [1], "cache_salt": "sql"}
+    assert with_tenant(prompt, None) is prompt
+    assert with_tenant(prompt, None, adapters=True)["cache_salt"] == "salt:sql"
+    assert with_tenant(prompt, "ann", adapters=True)["cache_salt"] == "tenant:ann:sql"
+    for plain in ({"prompt_token_ids": [1]}, "text"):
+        assert with_tenant(plain, None, adapters=True) is plain
 
 
 def test_the_decode_replica_refuses_what_the_gateway_did_not_see() -> None:
