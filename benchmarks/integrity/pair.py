@@ -57,7 +57,7 @@ class Shape:
 
 def digest(tokens: list[int]) -> bytes:
     """Of a prompt of one model and tenant."""
-    return prompt_digest(b"model", "tenant", "", tokens)
+    return prompt_digest(b"model", "tenant", b"", tokens)
 
 
 @dataclass

@@ -48,6 +48,7 @@ from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
 from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts, engine_progress
+from headrace_engine.exchange import KvKind
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import EngineMeter
@@ -159,7 +160,7 @@ class DecodeServer(PDDecodeServer):
         self._port: InFlight | None = None
         self._line: ReplicaLine | None = None
         self._token = secrets.token_urlsafe(32)
-        self._kv = ""
+        self._kind: KvKind | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
         without_responses_store()
@@ -172,7 +173,7 @@ class DecodeServer(PDDecodeServer):
         )
         self.engine: PlannedVLLMEngine
         layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
-        self._kv = str(await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout))
+        self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
         if store is not None:
             self._start("join the KV store", partial(join_store, store))
         self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
@@ -267,6 +268,12 @@ class DecodeServer(PDDecodeServer):
         planner, config = self._planner, self.engine.llm.vllm_config
         return keys_route(port, self._app, config, planner.supplies, planner.machine)
 
+    @property
+    def _kv(self) -> str:
+        """With whom the engine can exchange KV; empty until that is known."""
+        kind = self._kind
+        return "" if kind is None else str(kind.of_epoch(self.engine.meter.kv_epoch))
+
     def _open_line(self) -> ReplicaLine:
         """Have gateways know at all times how this replica stands, and what its engine holds."""
         line = ReplicaLine(
@@ -278,7 +285,7 @@ class DecodeServer(PDDecodeServer):
             events=self.engine.events,
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
             facts=self._facts,
-            kv=self._kv,
+            kv=lambda: self._kv,
         )
         self._planner.on_change.append(line.changed)
         return line

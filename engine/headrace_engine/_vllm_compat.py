@@ -25,7 +25,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from headrace_engine.executor import InProcessExecutor
 from headrace_engine.gate import ComputeGate
-from headrace_engine.integrity.events import PIECES, seconds_by_event, transfers_by_event
+from headrace_engine.integrity.events import EPOCHS, PIECES, seconds_by_event, transfers_by_event
 from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
@@ -102,6 +102,8 @@ class MeterStatLogger(StatLoggerBase):
         for data in told:
             if "side_s" in data:
                 continue
+            for epoch in data.get(EPOCHS, ()):
+                meter.renewed(str(epoch))
             if "transfer_duration" in data:
                 meter.transfers(*nixl_transfers(data))
                 meter.proofs(transfers_by_event(data), seconds_by_event(data), unproven(data))

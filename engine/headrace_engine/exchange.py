@@ -20,10 +20,13 @@ would differ. So are unlike sizes where the puller wants every transfer checked 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 CHECKS_KEY = "headrace_integrity"
 """In a connector's settings: which transfers are checked (`integrity.settings`)."""
+UNIDENTIFIED = "unidentified"
+"""The digest of an engine whose KV has no identity."""
 SPLITTABLE = "LBHNC", "BLHNC"
 """vLLM's cache layouts out of which single heads can be copied."""
 
@@ -46,6 +49,13 @@ class KvKind:
     layout: str = ""
     check_all: bool = False
 
+    def of_epoch(self, epoch: str) -> KvKind:
+        """The kind of the same engine after a reset of its caches. Empty before any reset."""
+        if not epoch or self.digest == UNIDENTIFIED:
+            return self
+        hashed = blake2b(f"{self.digest} {epoch}".encode(), digest_size=8)
+        return replace(self, digest=hashed.hexdigest())
+
     def __str__(self) -> str:
         """As replicas tell it."""
         fields = self.digest, self.ranks, self.heads, self.layout, int(self.check_all)
@@ -67,9 +77,11 @@ def refusal(prefill: str, decode: str) -> str:
     Args:
         prefill, decode: `KvKind`s as text; empty for one that does not tell, and takes any.
     """
+    there, here = KvKind.parse(prefill), KvKind.parse(decode)
+    if UNIDENTIFIED in (there.digest, here.digest):
+        return "weights or settings of an engine cannot be told from others; its log says why"
     if not prefill or not decode or prefill == decode:
         return ""
-    there, here = KvKind.parse(prefill), KvKind.parse(decode)
     if there.digest != here.digest:
         return "weights, settings or versions differ: a change is rolling"
     if there.layout and here.layout and there.layout != here.layout and here.heads:

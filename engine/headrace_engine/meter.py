@@ -102,6 +102,8 @@ class EngineMeter:
     """Blocks by what became of them (`connector.stats`); bytes and seconds of loads."""
     store_digests: list[bytes] = field(default_factory=list)
     """Namespaces of this engine's blocks in the store, one a worker; empty until it has told."""
+    kv_epoch: str = ""
+    """Since the last reset of the engine's caches, in hex; empty before any."""
     on_step: list[Callable[[Step], None]] = field(default_factory=list)
     """Called with each step, as the next two with each finished transfer and load."""
     on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
@@ -163,6 +165,11 @@ class EngineMeter:
         for pull in unproved:
             for watcher in self.on_unproved:
                 watcher(pull)
+
+    def renewed(self, epoch: str) -> None:
+        """The engine's caches were reset: its blocks in the store are no longer its own."""
+        self.kv_epoch = epoch
+        self.store_digests.clear()
 
     def store(
         self, counts: Mapping[str, int], loads: Iterable[StoreLoad], digests: Iterable[bytes]

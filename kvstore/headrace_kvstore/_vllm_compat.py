@@ -4,15 +4,28 @@ first. `tests/unit/test_contracts_store.py` pins what is used here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 import vllm
+from pydantic.fields import FieldInfo
 from vllm.config import CUDAGraphMode
+from vllm.config.utils import normalize_value
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from headrace_kvstore.prompt_hash import hash_prompt
+
+FILE_FORMATS = frozenset(
+    {
+        *("auto", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt"),
+        *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+    }
+)
+"""Values of `load_format` whose weights are files of the model's folder, its commit on the hub, or
+its objects. `tensorizer` and `modelexpress` take them from elsewhere."""
 
 
 def vllm_version() -> str:
@@ -52,6 +65,42 @@ def recovers_failed_loads(vllm_config: Any) -> bool:
     token: not where another step was scheduled before it knew of the failure (vllm#45138), and not
     in the second model runner, which keeps the old count of computed tokens (vllm#49250)."""
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
+
+
+def model_settings(config: Any, ignored: frozenset[str]) -> dict[str, Any]:
+    """Fields of one of vLLM's configurations, as values of JSON, that are not the default.
+
+    Args:
+        config: a dataclass of `vllm.config`, or None.
+        ignored: fields that are left out.
+
+    Raises:
+        TypeError: a value has no stable form.
+    """
+    if config is None:
+        return {}
+    found = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in ignored and value != _default_of(field):
+            found[field.name] = normalize_value(value)
+    return found
+
+
+def _default_of(field: Field[Any]) -> Any:
+    """A field's default, which pydantic keeps in an object of its own."""
+    if isinstance(field.default, FieldInfo):
+        return field.default.get_default(call_default_factory=True, validated_data={})
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def reads_model_files(load_format: str) -> bool:
+    """Whether weights of this `load_format` are files of the model, or objects, and no others; no
+    for loaders of plugins, which may do anything."""
+    loaders = sys.modules.get("vllm.model_executor.model_loader")
+    known = getattr(loaders, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).get(load_format)
+    ours = known is None or known.__module__.startswith("vllm.")
+    return ours and load_format in FILE_FORMATS
 
 
 class BlockHasher:

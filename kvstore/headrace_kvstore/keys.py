@@ -1,11 +1,14 @@
 """What names a KV block: the namespace it belongs to, and its block hash.
 
 Two blocks may stand for each other only if every byte of them would be the same. vLLM's block hash
-covers what was computed (the tokens from the prompt's start, LoRA, multimodal input, salt); the
-`Namespace` covers how: weights, number formats, parts of a layer, block size, engine layout, codec.
-Its digest and the block hash together are the key, 48 bytes:
+covers what was computed (the tokens from the prompt's start, the adapter's name, multimodal input,
+salt); the `Namespace` covers how: weights, settings of the model, number formats, parts of a layer,
+block size, engine layout, codec. Its digest and the block hash together are the key, 48 bytes:
 
     key = blake2b-128(canonical JSON of all fields) || block hash, zero-padded to 32 bytes
+
+Blocks of an adapter, and of an engine whose weights were changed while it ran, have another name in
+place of their hash (`owned_name`).
 
 The JSON has sorted keys, no spaces and only ASCII, and its values are strings and integers, so
 that two namespaces have the same encoding only if every field is equal. Adding a field changes
@@ -18,7 +21,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 DIGEST_BYTES = 16
 HASH_BYTES = 32
@@ -27,52 +30,36 @@ FORMAT_VERSION = 2
 strangers."""
 
 _PERSON = b"headrace-kv-ns"
+_OWNED_PERSON = b"headrace-kv-own"
 
 
 @dataclass(frozen=True)
-class Namespace:
-    """Everything that makes KV bytes incompatible or unequal. Compared and stored by `digest`.
+class KvIdentity:
+    """Everything that the KV of given tokens depends on. Engines that differ in it share no KV.
 
+    The store's namespaces, the proofs of pulls and the kinds of replicas are all made of it.
     Spellings of one meaning become one: `torch.bfloat16` and `bfloat16`, a `kv_cache_dtype` of
     `auto` and the model's own dtype.
 
     Raises:
         TypeError: a field is not of its type (the encoding depends on it).
-        ValueError: model, dtype, layout or device is empty, or a size is impossible.
+        ValueError: model, a dtype or device is empty, or a size is impossible.
     """
 
     model: str
     revision: str
-    """Commit, or a digest of the weights' files where there is none."""
-    quantization: str
-    """Of the weights, where the engine quantises while loading; empty otherwise."""
-    overrides: str
-    """Other changes to the model's configuration (RoPE scaling, ...); see `canonical`."""
-    layers: int
-    """That a block holds, in all."""
-    speculative: str
-    """The draft model that some of them belong to; empty where all are the model's own."""
+    """Commit, or a digest of the weights' files or objects."""
+    settings: str
+    """All other settings of the model that are not the default, as JSON; see `canonical`."""
+    max_model_len: int
+    """Some models choose rotary factors or attention temperatures by it."""
     dtype: str
     kv_cache_dtype: str
-    parts: int
-    """Of each layer, as `headrace_kvstore.parts` cuts it. Tensor-parallel sizes are named by this
-    alone: a block holds the KV of all ranks, which data-parallel ones compute alike."""
-    block_tokens: int
     engine: str
-    """Engine and version: kernels of another version may pack or round otherwise."""
-    layout: str
-    """The engine's name for its cache layout and attention backend."""
+    """Engine and libraries with their versions: kernels of another version may pack or round
+    otherwise."""
     device: str
     """Device kind, or the instruction set that the CPU kernels pack for."""
-    hash_algorithm: str
-    """vLLM's `prefix_caching_hash_algo`."""
-    hash_root: str
-    """`fingerprint` of the seed of vLLM's root hash."""
-    codec: str
-    codec_version: int
-    technique: str
-    """Empty unless the KV is lossy: then which technique, with the parameters that matter."""
-    format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -84,18 +71,54 @@ class Namespace:
         kv = own if self.kv_cache_dtype == "auto" else self.kv_cache_dtype.removeprefix("torch.")
         object.__setattr__(self, "dtype", own)
         object.__setattr__(self, "kv_cache_dtype", kv)
-        for name in ("model", "dtype", "kv_cache_dtype", "layout", "device", "codec"):
+        for name in self._NAMES:
             if not getattr(self, name):
                 raise ValueError(f"namespace: {name} is empty")
-        for name in ("parts", "block_tokens"):
+        for name in self._SIZES:
             if getattr(self, name) <= 0:
                 raise ValueError(f"namespace: {name} is {getattr(self, name)}")
+
+    _NAMES: ClassVar[tuple[str, ...]] = ("model", "revision", "dtype", "kv_cache_dtype", "device")
+    _SIZES: ClassVar[tuple[str, ...]] = ("max_model_len",)
+
+    @property
+    def encoding(self) -> bytes:
+        """Bytes that are equal only for equal identities."""
+        return canonical(asdict(self)).encode("ascii")
+
+
+@dataclass(frozen=True)
+class Namespace(KvIdentity):
+    """Everything that makes KV bytes incompatible or unequal: their identity, and how they lie in a
+    block. Compared and stored by `digest`."""
+
+    layers: int
+    """That a block holds, in all."""
+    speculative: str
+    """The draft model that some of them belong to; empty where all are the model's own."""
+    parts: int
+    """Of each layer, as `headrace_kvstore.parts` cuts it. Tensor-parallel sizes are named by this
+    alone: a block holds the KV of all ranks, which data-parallel ones compute alike."""
+    block_tokens: int
+    layout: str
+    """The engine's name for its cache layout and attention backend."""
+    hash_algorithm: str
+    """vLLM's `prefix_caching_hash_algo`."""
+    hash_root: str
+    """`fingerprint` of the seed of vLLM's root hash."""
+    codec: str
+    codec_version: int
+    technique: str
+    """Empty unless the KV is lossy: then which technique, with the parameters that matter."""
+    format_version: int = FORMAT_VERSION
+
+    _NAMES: ClassVar[tuple[str, ...]] = (*KvIdentity._NAMES, "layout", "codec")
+    _SIZES: ClassVar[tuple[str, ...]] = (*KvIdentity._SIZES, "parts", "block_tokens")
 
     @cached_property
     def digest(self) -> bytes:
         """16 bytes; equal only for equal namespaces."""
-        encoding = canonical(asdict(self)).encode("ascii")
-        return hashlib.blake2b(encoding, digest_size=DIGEST_BYTES, person=_PERSON).digest()
+        return hashlib.blake2b(self.encoding, digest_size=DIGEST_BYTES, person=_PERSON).digest()
 
     def describe(self) -> str:
         """One line for logs: the digest, and all fields that say something."""
@@ -112,6 +135,14 @@ def fingerprint(seed: str) -> str:
     """Tells hash seeds apart without telling them: under a non-cryptographic algorithm the seed is
     a secret."""
     return hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()
+
+
+def owned_name(block_hash: bytes, owner: bytes) -> bytes:
+    """The name of a block, 32 bytes, that only engines with the same `owner` give it: what its KV
+    depends on beyond hash and namespace, 1 to 64 bytes."""
+    return hashlib.blake2b(
+        block_hash, digest_size=HASH_BYTES, key=owner, person=_OWNED_PERSON
+    ).digest()
 
 
 def block_key(digest: bytes, block_hash: bytes) -> bytes:

@@ -98,7 +98,7 @@ class PrefillServer(PDPrefillServer):
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
-        self._kv = str(await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout))
+        self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
         self._ahead, self._heard = PromptsAhead(), HeardPlans()
         self.engine.meter.on_step.append(self._on_step)
         self._line = ReplicaLine(
@@ -110,13 +110,18 @@ class PrefillServer(PDPrefillServer):
             events=self.engine.events,
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
             facts=self._facts,
-            kv=self._kv,
+            kv=lambda: self._kv,
         )
         self._joining = (
             supervise(partial(join_store, store), "join the KV store")
             if store is not None
             else None
         )
+
+    @property
+    def _kv(self) -> str:
+        """With whom the engine can exchange KV."""
+        return str(self._kind.of_epoch(self.engine.meter.kv_epoch))
 
     async def prefill(self, request: PrefillRequest, replica: str = "") -> PrefillResult:
         """Compute a prompt's KV and keep it for the caller's engine to pull.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace_kvstore.connector.identity.weights import Unidentified, objects_fingerprint
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.objects.object_client import ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import object_bytes
@@ -272,3 +273,15 @@ def test_a_pull_from_an_endpoint_that_dies_ends_and_the_engine_stores_on(
     until(lambda: node.operations.pull(DIGEST, [key(1)]) is not None)
     until(lambda: engine.has(1) == [True])
     engine.close()
+
+
+def test_weights_in_a_bucket_are_known_by_their_versions(port: int, url: str) -> None:
+    bucket, options = StoreClient(url, s3_options(port), 10.0), s3_options(port)
+    bucket.put("model-1.safetensors", memoryview(b"weights"))
+    bucket.put("config.json", memoryview(b"{}"))
+    before = objects_fingerprint(url, options)
+    assert objects_fingerprint(url, options) == before
+    bucket.put("model-1.safetensors", memoryview(b"others!"))
+    assert objects_fingerprint(url, options) != before
+    with pytest.raises(Unidentified, match="0 objects"):
+        objects_fingerprint(f"{url}-none", options)

@@ -318,6 +318,25 @@ class TestCodec:
         assert LOGPROB_TOLERANCE < error < 1.0
 
 
+class TestResets:
+    def test_weights_that_are_updated_in_place_never_meet_kv_of_the_old_ones(
+        self, restarted: StoredEngine, cold: list[Stored], on_disk: Machine
+    ) -> None:
+        """The last of this engine: its KV is its own from now on."""
+        assert restarted.answers([PROMPTS[MIDDLE]], anew=True)[0].cached == FOUND[MIDDLE]
+        restarted.update_weights()
+        [computed] = restarted.answers([PROMPTS[MIDDLE]])
+        assert computed.cached == 0 and computed.tokens != cold[MIDDLE].tokens
+        found: list[Stored] = []
+
+        def stored() -> bool:
+            found[:] = restarted.answers([PROMPTS[MIDDLE]], anew=True)
+            return found[0].cached == FOUND[MIDDLE]
+
+        until(stored)
+        assert_same(found, [computed])
+
+
 class TestReplacedArena:
     def test_an_engine_uses_the_arena_that_took_the_name_and_lets_the_old_one_go(
         self, lossy: StoredEngine, on_disk: Machine

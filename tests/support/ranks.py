@@ -31,6 +31,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from headrace_engine.store_connector import HeadraceConnector
 from headrace_kvstore.connector.connector import StepMetadata
 from headrace_kvstore.connector.work import Load, Save, Work
+from tests.support.engineconfig import engine_config
 
 BLOCKS, TOKENS, HEAD_DIM, LATENT = 6, 32, 32, 96
 HASHES = [bytes([n + 1]) * 32 for n in range(BLOCKS)]
@@ -59,37 +60,17 @@ class Model:
         shape = (len(self.own), BLOCKS, self.heads, TOKENS, self.content)
         return np.random.default_rng(seed).integers(-(2**15), 2**15, shape, np.int16)
 
-    def config(self, ranks: int, rank: int, store: dict[str, Any]) -> SimpleNamespace:
-        """As much of vLLM's VllmConfig as connectors read."""
-        return SimpleNamespace(
-            model_config=SimpleNamespace(
-                model="made-up/model",
-                revision="main",
-                hf_config=SimpleNamespace(_commit_hash=None),
-                hf_overrides=None,
-                quantization=None,
-                dtype=torch.bfloat16,
-                get_num_layers=lambda _: len(self.own) + len(self.borrowed),
-                get_head_size=lambda: HEAD_DIM,
-                get_total_num_kv_heads=lambda: self.heads,
-            ),
-            cache_config=SimpleNamespace(
-                block_size=TOKENS, cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"
-            ),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=ranks,
-                rank=rank,
-                pipeline_parallel_size=1,
-                prefill_context_parallel_size=1,
-                decode_context_parallel_size=1,
-                nnodes_within_dp=1,
-            ),
-            max_concurrent_batches=1,
-            use_v2_model_runner=False,
-            attention_config=SimpleNamespace(backend=None),
-            device_config=SimpleNamespace(device_type="cpu"),
-            speculative_config=None,
-            additional_config=None,
+    def config(self, ranks: int, rank: int, store: dict[str, Any]) -> Any:
+        """vLLM's configuration of a rank."""
+        return engine_config(
+            model_config__dtype=torch.bfloat16,
+            model_config__get_num_layers=lambda _: len(self.own) + len(self.borrowed),
+            model_config__get_head_size=lambda: HEAD_DIM,
+            model_config__get_total_num_kv_heads=lambda: self.heads,
+            cache_config__block_size=TOKENS,
+            cache_config__prefix_caching_hash_algo="sha256_cbor",
+            parallel_config__tensor_parallel_size=ranks,
+            parallel_config__rank=rank,
             kv_transfer_config=SimpleNamespace(
                 kv_load_failure_policy="recompute", kv_connector_extra_config=store, engine_id=""
             ),

@@ -42,6 +42,7 @@ class Scheduled:
         folder: of the arena.
         blocks: of the cache. scheduler: its class. spec: of a layer. step_tokens: of a step.
         told: `additional_config`. asynchronous: steps are scheduled before their predecessors end.
+        more: arguments of the engine.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class Scheduled:
         step_tokens: int = 4096,
         told: dict[str, Any] | None = None,
         asynchronous: bool = False,
+        **more: Any,
     ) -> None:
         init_none_hash(sha256_cbor)
         config = EngineArgs(
-            model=str(tiny_llama()),
+            model=more.pop("model", str(tiny_llama())),
             dtype="float32",
             enforce_eager=True,
-            max_model_len=4096,
+            max_model_len=more.pop("max_model_len", 4096),
             max_num_batched_tokens=step_tokens,
             num_gpu_blocks_override=blocks,
             additional_config=told or {},
@@ -78,6 +80,7 @@ class Scheduled:
                     "node": False,
                 },
             ),
+            **more,
         ).create_engine_config()
         # vLLM switches it off on CPUs.
         config.scheduler_config.async_scheduling = asynchronous
@@ -135,14 +138,25 @@ class Scheduled:
             time.sleep(0.001)
 
     def add(
-        self, name: str, prompt: int | list[int], answer: int, extra: Any = None, salt: str = ""
+        self,
+        name: str,
+        prompt: int | list[int],
+        answer: int,
+        extra: Any = None,
+        salt: str = "",
+        adapter: Any = None,
     ) -> Request:
         """A request with these tokens, or so many."""
         params = SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra)
         if isinstance(prompt, int):
             prompt = [(prompt * 7 + n) % 1000 + 20 for n in range(prompt)]
         hasher = get_request_block_hasher(BLOCK, sha256_cbor)
-        made = Request(name, prompt, params, None, block_hasher=hasher, cache_salt=salt or None)
+        made = Request(
+            *(name, prompt, params, None),
+            block_hasher=hasher,
+            cache_salt=salt or None,
+            lora_request=adapter,
+        )
         self.scheduler.add_request(made)
         return made
 

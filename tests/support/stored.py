@@ -146,6 +146,10 @@ class StoredEngine:
         lines = Path(f"/proc/{self._child._process.pid}/maps").read_text().splitlines()
         return any(f"/{name} (deleted)" in line for line in lines)
 
+    def update_weights(self) -> None:
+        """Give the model other embeddings in place, and reset all caches."""
+        self._child.do("update_weights")
+
     def kill(self) -> None:
         """With -9."""
         self._child.kill()
@@ -244,10 +248,14 @@ class Engine:
         [answer] = self._turn([given], 8, parameters)[0]
         return answer
 
-    def _forget(self) -> None:
+    def update_weights(self) -> None:
+        self._llm.collective_rpc(_flip)
+        self._forget(reset_connector=True)
+
+    def _forget(self, **more: bool) -> None:
         """Empty the prefix cache. Blocks that are being saved are given back in a later step."""
         deadline = time.monotonic() + FORGET_S
-        while not self._llm.reset_prefix_cache():
+        while not self._llm.reset_prefix_cache(**more):
             assert time.monotonic() < deadline, "blocks are never given back"
             self._turn([{"prompt_token_ids": [FIRST_TOKEN]}], 1)
             time.sleep(0.01)
@@ -336,6 +344,11 @@ def _connector(name: str, module: str, settings: dict[str, Any]) -> dict[str, An
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }
+
+
+def _flip(worker: Any) -> None:
+    embeddings = worker.model_runner.get_model().model.embed_tokens.weight.data
+    embeddings.copy_(embeddings.flip(0).clone())
 
 
 def _hold(worker: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 
+from headrace_kvstore._vllm_compat import FILE_FORMATS
 from tests.support.contracts import assert_fields, assert_takes, find
 
 SCHEDULER = "kvstore/headrace_kvstore/connector/scheduler.py"
@@ -16,6 +17,7 @@ DIVISION = "kvstore/headrace_kvstore/connector/division.py"
 PARTS = "kvstore/headrace_kvstore/parts.py"
 COMPOSITE = "kvstore/headrace_kvstore/connector/composite.py"
 COMPAT = "kvstore/headrace_kvstore/_vllm_compat.py"
+ADAPTERS = "kvstore/headrace_kvstore/connector/identity/adapters.py"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 VLLM_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -38,6 +40,7 @@ def test_the_connectors_calls_are_vllms() -> None:
         ("build_connector_worker_meta",),
         ("bind_connector_metadata", "connector_metadata"),
         ("get_kv_connector_stats",),
+        ("reset_cache",),
         ("shutdown",),
     ):
         assert_takes(f"{BASE}.{method}", CONNECTOR, "self", *wanted)
@@ -55,6 +58,8 @@ def test_blocks_can_be_held() -> None:
     assert_takes(f"{pool}.free_blocks", SAVES, "ordered_blocks")
     assert_takes(f"{pool}.get_num_free_blocks", SAVES)
     assert "self.blocks" in inspect.getsource(find(pool, SAVES))
+    reset = inspect.getsource(find(f"{pool}.reset_prefix_cache", SAVES))
+    assert "num_used_blocks != 1" in reset, "a reset needs all blocks free but one"
 
 
 def test_a_request_tells_what_is_confirmed() -> None:
@@ -155,6 +160,23 @@ def test_the_namespace_can_be_told() -> None:
         "kv_cache_groups",
         "kv_cache_layout",
     )
+
+
+def test_resets_reach_the_connectors_after_the_engines_own_cache() -> None:
+    reset = inspect.getsource(find(f"{VLLM_SCHEDULER}.reset_prefix_cache", CONNECTOR))
+    assert 0 < reset.index("kv_cache_manager.reset_prefix_cache") < reset.index("reset_connector_c")
+    multi = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+    assert_takes(f"{multi}.reset_cache", CONNECTOR, "self")
+
+
+def test_identities_cover_the_loaders_and_adapters_that_there_are() -> None:
+    loaders = "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER"
+    assert set(find(loaders, COMPAT)) == FILE_FORMATS | {"dummy", "tensorizer", "modelexpress"}
+    request = find("vllm.lora.request:LoRARequest", ADAPTERS)
+    assert set(request.__struct_fields__) == {
+        *("lora_name", "lora_int_id", "lora_path", "base_model_name", "tensorizer_config_dict"),
+        *("load_inplace", "is_3d_lora_weight"),
+    }
 
 
 def test_a_step_tells_whether_a_full_graph_computes_it() -> None:

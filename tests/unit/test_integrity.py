@@ -30,7 +30,7 @@ from headrace_engine.integrity.identity import (
 from headrace_engine.integrity.records import LEAST_ROWS, Geometry, Grants, RecordTable
 from headrace_engine.integrity.settings import IntegritySettings, Sampling
 
-WHO = Identity(b"i" * 16, 7, prompt_digest(b"m", "s", "", [1, 2, 3]), 3, True)
+WHO = Identity(b"i" * 16, 7, prompt_digest(b"m", "s", b"", [1, 2, 3]), 3, True)
 BLOCKS = [[4, 9]]
 GOOD = Claim(WHO, {(0, 0): 4096}, WHO.proof(BLOCKS))
 
@@ -73,10 +73,11 @@ def test_a_torn_record_is_not_believed(bit: int) -> None:
 
 
 def test_whatever_kv_depends_on_makes_another_digest() -> None:
-    known = (b"m", "s", "a", (1, 2, 3))
+    known = (b"m", "s", b"a", (1, 2, 3))
     others = [
-        *[(b"n", "s", "a", (1, 2, 3)), (b"m", "t", "a", (1, 2, 3)), (b"m", "s", "b", (1, 2, 3))],
-        *[(b"m", "sa", "", (1, 2, 3)), (b"m", "s", "a", (1, 2)), (b"m", "s", "a", (1, 2, 4))],
+        *[(b"n", "s", b"a", (1, 2, 3)), (b"m", "t", b"a", (1, 2, 3))],
+        *[(b"m", "s", b"b", (1, 2, 3)), (b"m", "sa", b"", (1, 2, 3))],
+        *[(b"m", "s", b"a", (1, 2)), (b"m", "s", b"a", (1, 2, 4))],
     ]
     assert len({prompt_digest(*one) for one in [known, *others]}) == 1 + len(others)
 

@@ -16,10 +16,11 @@ from vllm.v1.request import RequestStatus
 
 from headrace_engine.handoff import PARAMS_KEY as TRANSFER
 from headrace_engine.handoff import produce_params
-from headrace_engine.integrity import halves
+from headrace_engine.integrity import halves, prompt_digests
 from headrace_engine.integrity.halves import ProvenPayload, ProvenScheduler, ProvenWorker
 from headrace_engine.integrity.identity import PARAMS_KEY, Claim, Unproved, believe
 from headrace_engine.ports import reserve_ports
+from headrace_kvstore.connector.identity.weights import Unidentified
 
 PROMPT = list(range(200))
 BLOCK = 128
@@ -27,7 +28,8 @@ BLOCK = 128
 
 @pytest.fixture(autouse=True)
 def _model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "model_digest", lambda config: b"model")
+    known = SimpleNamespace(encoding=b"model")
+    monkeypatch.setattr(prompt_digests, "kv_identity", lambda config: known)
 
 
 def scheduler(check: str = "off", groups: int = 1) -> ProvenScheduler:
@@ -42,6 +44,7 @@ def scheduler(check: str = "off", groups: int = 1) -> ProvenScheduler:
             pipeline_parallel_size=1,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        lora_config=None,
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config=extra,
             kv_buffer_device="cpu",
@@ -92,9 +95,12 @@ def step(new: dict[str, list[int]], tokens: dict[str, int]) -> Any:
     )
 
 
-def hand_out(producer: ProvenScheduler, *, check: bool = False) -> tuple[dict[str, Any], Any]:
+def hand_out(
+    producer: ProvenScheduler, *, check: bool = False, adapter: Any = None
+) -> tuple[dict[str, Any], Any]:
     """The reference to a prompt that was computed in blocks 5 and 6, and the step's work."""
     asked = request("p", produce_params(check), PROMPT)
+    asked.lora_request = adapter
     producer.update_state_after_alloc(asked, blocks([5, 6]), 0)
     work = producer.build_connector_meta(step({"p": [5, 6]}, {"p": len(PROMPT)})).integrity
     held, params = producer.request_finished(asked, ([5, 6],))
@@ -102,10 +108,17 @@ def hand_out(producer: ProvenScheduler, *, check: bool = False) -> tuple[dict[st
     return params, work
 
 
-def pulled(params: dict[str, Any], tokens: list[int], salt: str = "t") -> Claim | Unproved:
+def pulled(
+    params: dict[str, Any],
+    tokens: list[int],
+    salt: str = "t",
+    consumer: ProvenScheduler | None = None,
+    adapter: Any = None,
+) -> Claim | Unproved:
     """What a decode engine's scheduler makes of a reference."""
-    consumer = scheduler()
+    consumer = consumer or scheduler()
     asked = request("d", dict(params), tokens, salt)
+    asked.lora_request = adapter
     consumer.on_new_request(asked)
     assert consumer.get_num_new_matched_tokens(asked, 0) == (len(tokens), True)
     consumer.update_state_after_alloc(asked, blocks([1, 2]), len(tokens))
@@ -184,6 +197,99 @@ def test_models_that_cannot_compute_again_are_not_pulled() -> None:
         scheduler("all", groups=2)
 
 
+class TestResets:
+    """vLLM resets caches when weights change in a running engine."""
+
+    @pytest.mark.parametrize("who", ["prefill", "decode"])
+    def test_other_weights_than_those_that_computed_a_prompt_never_pull_it(self, who: str) -> None:
+        producer, consumer = scheduler(), scheduler()
+        (producer if who == "prefill" else consumer).reset()
+        refused = pulled(hand_out(producer)[0], PROMPT, consumer=consumer)
+        assert isinstance(refused, Unproved) and refused.kind == "reference"
+
+    def test_what_was_handed_out_before_is_still_that_of_the_old_weights(self) -> None:
+        producer = scheduler()
+        params, _ = hand_out(producer)
+        producer.reset()
+        assert isinstance(pulled(params, PROMPT), Claim)
+        assert not producer.build_connector_meta(step({}, {})).integrity.ended
+
+    def test_a_prompt_that_was_being_computed_hands_out_nothing(self) -> None:
+        producer = scheduler("all")
+        asked = request("p", produce_params(), PROMPT)
+        producer.update_state_after_alloc(asked, blocks([5, 6]), 0)
+        producer.reset()
+        work = producer.build_connector_meta(step({"p": [5, 6]}, {"p": len(PROMPT)})).integrity
+        assert work.ended == ["p"] and not work.sums
+        _, params = producer.request_finished(asked, ([5, 6],))
+        refused = pulled(params, PROMPT)
+        assert isinstance(refused, Unproved) and refused.kind == "unknown"
+
+    def test_computed_again_from_its_start_it_is_that_of_the_new_weights(self) -> None:
+        producer = scheduler()
+        asked = request("p", produce_params(), PROMPT)
+        for _ in range(2):
+            producer.update_state_after_alloc(asked, blocks([5, 6]), 0)
+            last = producer.build_connector_meta(step({"p": [5, 6]}, {"p": 200})).integrity
+            producer.reset()
+        assert len(last.begun) == 1 and last.ended == ["p"]
+
+    def test_it_is_told_once(self) -> None:
+        producer = scheduler()
+        digests = producer.digests
+        assert digests.take_epochs() == []
+        producer.reset()
+        [epoch] = digests.take_epochs()
+        assert epoch == digests._epoch.hex() and digests.take_epochs() == []
+
+
+def test_an_engine_without_an_identity_pulls_nothing_and_hands_out_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, _ = hand_out(scheduler())
+
+    def unknown(config: Any) -> Any:
+        raise Unidentified("load_format: nobody knows")
+
+    monkeypatch.setattr(prompt_digests, "kv_identity", unknown)
+    engine = scheduler()
+    assert "load_format: nobody knows" in caplog.text
+    assert engine.get_num_new_matched_tokens(request("d", good, PROMPT), 0) == (0, False)
+    params, work = hand_out(engine)
+    assert PARAMS_KEY not in params and not work.begun
+
+
+class TestAdapters:
+    class Known:
+        """Digests of adapters."""
+
+        def __init__(self, digest: bytes | None) -> None:
+            self.digest = digest
+
+        def of(self, adapter: Any) -> bytes | None:
+            return self.digest
+
+        def close(self) -> None:
+            pass
+
+    def engine(self, digest: bytes | None) -> ProvenScheduler:
+        made = scheduler()
+        made.digests._adapters = self.Known(digest)  # type: ignore[assignment]
+        return made
+
+    def test_a_prompt_with_an_adapter_is_pulled_with_the_same_content_only(self) -> None:
+        params, _ = hand_out(self.engine(b"one"), adapter="sql")
+        for digest, expected in ((b"one", Claim), (b"two", Unproved), (None, Unproved)):
+            found = pulled(params, PROMPT, consumer=self.engine(digest), adapter="sql")
+            assert isinstance(found, expected)
+
+    @pytest.mark.parametrize("known", [False, True], ids=["no adapters", "not this one"])
+    def test_of_one_that_is_not_known_nothing_is_handed_out(self, known: bool) -> None:
+        producer = self.engine(None) if known else scheduler()
+        params, work = hand_out(producer, adapter="sql")
+        assert PARAMS_KEY not in params and not work.begun
+
+
 def worker(claim: Claim | Unproved | None) -> ProvenWorker:
     """A worker's half that has met an engine of ten blocks."""
     made = object.__new__(ProvenWorker)
@@ -234,7 +340,8 @@ def test_the_demand_for_fingerprints_travels_with_the_prefill() -> None:
 def listening(host: str, port: int) -> ProvenScheduler:
     """A producer that answers handshakes at this address."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halves, "model_digest", lambda config: b"model")
+        known = SimpleNamespace(encoding=b"model")
+        patch.setattr(prompt_digests, "kv_identity", lambda config: known)
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
         patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
         made = scheduler()

@@ -8,22 +8,29 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.keys import Namespace, block_key, canonical, fingerprint
+from headrace_kvstore.keys import (
+    KvIdentity,
+    Namespace,
+    block_key,
+    canonical,
+    fingerprint,
+    owned_name,
+)
 
 PLAIN: dict[str, Any] = dict(
     model="org/model",
     revision="0123456789abcdef",
-    quantization="",
-    overrides="",
-    layers=30,
-    speculative="",
+    settings="{}",
+    max_model_len=4096,
     dtype="bfloat16",
     kv_cache_dtype="auto",
+    engine="vllm 0.29.0",
+    device="cpu/vec",
+    layers=30,
+    speculative="",
     parts=3,
     block_tokens=128,
-    engine="vllm 0.29.0",
     layout="LBHNC/CPU_ATTN",
-    device="cpu/vec",
     hash_algorithm="sha256_cbor",
     hash_root=fingerprint("vllm-none-hash"),
     codec="raw",
@@ -38,7 +45,7 @@ def namespace(**changes: Any) -> Namespace:
 
 def test_the_digest_never_changes_by_itself() -> None:
     """Stored blocks are found by it: a change makes every cache cold."""
-    assert namespace().digest.hex() == "f378f4c041f406d7ea6b0f4bed124539"
+    assert namespace().digest.hex() == "f0d0b5b6d0db5bda368b14609e23dde7"
 
 
 def test_any_field_makes_another_namespace() -> None:
@@ -51,10 +58,21 @@ def test_any_field_makes_another_namespace() -> None:
     assert len(digests) == 1 + len(dataclasses.fields(Namespace))
 
 
+def test_any_field_makes_another_identity() -> None:
+    names = [field.name for field in dataclasses.fields(KvIdentity)]
+    base = KvIdentity(**{name: PLAIN[name] for name in names})
+    made = {base.encoding}
+    for name in names:
+        value = getattr(base, name)
+        other = value + 1 if isinstance(value, int) else value + "x"
+        made.add(dataclasses.replace(base, **{name: other}).encoding)
+    assert len(made) == 1 + len(names)
+
+
 def test_text_cannot_move_from_one_field_to_the_next() -> None:
     one = namespace(model="a", revision="bc")
     two = namespace(model="ab", revision="c")
-    quoted = namespace(model='a","revision":"bc', revision="")
+    quoted = namespace(model='a","revision":"bc', revision="x")
     assert len({one.digest, two.digest, quoted.digest}) == 3
 
 
@@ -67,7 +85,7 @@ def test_spellings_of_one_meaning_are_one_namespace() -> None:
 
 
 def test_it_survives_json() -> None:
-    base = namespace(parts=2, overrides=canonical({"rope": "für"}))
+    base = namespace(parts=2, settings=canonical({"rope": "für"}))
     again = Namespace(**json.loads(json.dumps(dataclasses.asdict(base))))
     assert again == base
     assert again.digest == base.digest
@@ -99,12 +117,19 @@ def test_a_line_for_people() -> None:
         ({"block_tokens": True}, TypeError),
         ({"codec_version": 1.0}, TypeError),
         ({"revision": 7}, TypeError),
-        ({"quantization": None}, TypeError),
+        ({"settings": None}, TypeError),
+        ({"revision": ""}, ValueError),
+        ({"max_model_len": 0}, ValueError),
     ],
 )
 def test_what_no_engine_can_mean_is_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         namespace(**wrong)
+
+
+def test_an_owned_name_is_its_owners() -> None:
+    names = {owned_name(hash, owner) for hash in (b"h", b"i") for owner in (b"a", b"b")}
+    assert len(names) == 4 and {len(name) for name in names} == {32}
 
 
 def test_a_key_is_digest_and_hash_padded_to_32_bytes() -> None:

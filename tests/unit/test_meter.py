@@ -293,6 +293,19 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
     }
 
 
+def test_after_a_reset_of_the_engine_none_of_the_stores_blocks_are_its_own(
+    logger: Any, meter: EngineMeter
+) -> None:
+    """Or plans would count on blocks that the engine does not find."""
+    from headrace_engine.integrity.stats import TransferStats
+
+    for data in ({}, TransferStats().data):
+        logger.record(scheduler_stats(kv_connector_stats={"digests": ["ab" * 16]}), None)
+        assert meter.store_digests
+        logger.record(scheduler_stats(kv_connector_stats={**data, "epochs": ["aa"]}), None)
+        assert meter.store_digests == [] and meter.kv_epoch == "aa"
+
+
 def test_where_steps_overlap_a_step_is_the_time_between_two_results(
     meter: EngineMeter, steps: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:

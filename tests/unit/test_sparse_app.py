@@ -40,7 +40,7 @@ from headrace_decode.techniques import (
     salt_for,
     share_in,
 )
-from headrace_kvstore.connector.identity import device_identity
+from headrace_kvstore.connector.identity.engine_identity import device_identity
 from headrace_kvstore.salts import is_marked
 from tests.unit.test_reuse_app import engine as storing_engine
 

@@ -25,7 +25,7 @@ from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, r
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.sparse.engine.worker import bases_for
 from headrace_decode.sparse.offline.calibrate import least_share
-from headrace_kvstore.connector.identity import SPARSE_KEY
+from headrace_kvstore.connector.identity.engine_identity import SPARSE_KEY
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 128,

@@ -20,7 +20,7 @@ from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, w
 from headrace_decode.replay.recorder import RECORDER, Recorder
 from headrace_decode.replay.said import Output, is_over, tokens_of
 from headrace_engine.handoff import PARAMS_KEY
-from headrace_kvstore.connector.identity import BOUNDED_KEY, SPARSE_KEY
+from headrace_kvstore.connector.identity.engine_identity import BOUNDED_KEY, SPARSE_KEY
 
 SCHEDULERS = {
     False: "headrace_decode.replay.scheduler.TakingUp",

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as V
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from headrace_engine.integrity.events import EPOCHS
 from headrace_engine.integrity.halves import ProvenScheduler, ProvenWorker
 from headrace_engine.integrity.stats import TransferPromMetrics, TransferStats
 from headrace_engine.quiet_nixl import quieten
@@ -47,6 +48,19 @@ class NixlConnector(VllmNixlConnector):
         self.connector_worker = ProvenWorker(*args)
         if vllm_config.device_config.device_type == "cpu":
             quieten(self.connector_worker, cores)
+
+    def reset_cache(self) -> bool:
+        """Stop proving KV that was computed so far. vLLM calls this when the weights change or all
+        caches are cleared."""
+        scheduler = self.connector_scheduler
+        return scheduler.reset() if isinstance(scheduler, ProvenScheduler) else True
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if not isinstance(self.connector_scheduler, ProvenScheduler):
+            return super().get_kv_connector_stats()
+        stats = TransferStats()
+        stats.data[EPOCHS] = self.connector_scheduler.digests.take_epochs()
+        return None if stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PROVED, UNPROVED, PIECES = "proved", "unproved", "pieces"
-"""Lists of a report: [seconds, checked]; [request id, producer, kind, why]; numbers."""
+PROVED, UNPROVED, PIECES, EPOCHS = "proved", "unproved", "pieces", "epochs"
+"""Lists of a report: [seconds, checked]; [request id, producer, kind, why]; numbers; epochs in hex,
+one after each reset of the engine's caches."""
 
 
 def transfers_by_event(data: Mapping[str, Any]) -> dict[str, int]:

@@ -33,14 +33,14 @@ from headrace_engine.integrity.identity import (
     Claim,
     Identity,
     Unproved,
-    prompt_digest,
     read_claim,
 )
+from headrace_engine.integrity.prompt_digests import PromptDigests
 from headrace_engine.integrity.proving import ProvingAgent, Pull
 from headrace_engine.integrity.records import Geometry, Grants, RecordTable
 from headrace_engine.integrity.settings import IntegritySettings, Sampling
 from headrace_engine.integrity.stats import TransferStats
-from headrace_engine.kvkind import kv_heads, model_digest
+from headrace_engine.kvkind import kv_heads
 from headrace_kvstore.device.placing import place_worker
 from headrace_kvstore.layout import LayoutError
 from headrace_kvstore.protocol.address import host_port
@@ -114,7 +114,8 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             raise ValueError("integrity.check: all needs a model with one kind of attention")
         self._pulls = groups == 1
         """vLLM 0.29 cannot recompute what failed to arrive for a model with several groups."""
-        self._model = model_digest(vllm_config)
+        self.digests = PromptDigests(vllm_config)
+        self._pulls = self._pulls and self.digests.is_known
         self._grants = Grants(
             geometry_of(vllm_config).rows,
             secrets.token_bytes(ID_BYTES),
@@ -124,6 +125,8 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         self._row_bytes = geometry_of(vllm_config).row_bytes
         self._work = StepWork()
         self._to_sum: dict[str, _Summed] = {}
+        self._computing: set[str] = set()
+        """Requests that will hand out KV and have not ended."""
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
         self._places = {rank: payload.records_at for rank, payload in metadata.items()}
@@ -172,13 +175,15 @@ class ProvenScheduler(NixlPullConnectorScheduler):
 
     def _begin(self, request: Any, params: dict[str, Any]) -> None:
         request_id, ids = request.request_id, request.prompt_token_ids or []
-        if self._grants.held(request_id) is None:
+        digest = self.digests.of(request, ids)
+        if digest is not None and self._grants.held(request_id) is None:
             demanded = bool(params.get(CHECK_KEY))
-            grant = self._grants.begin(request_id, self._digest(request, ids), len(ids), demanded)
+            grant = self._grants.begin(request_id, digest, len(ids), demanded)
             if grant is None:
                 logger.warning("more hand-outs are out than have records; one will not be pulled")
                 return
             row, identity = grant
+            self._computing.add(request_id)
             self._work.begun.append((request_id, row, identity.record()))
             if identity.checked:
                 self._to_sum[request_id] = _Summed(request, row, identity)
@@ -189,16 +194,26 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             tokens = claim.identity.tokens
             if not 0 < tokens <= len(request.prompt_token_ids or ()):
                 raise Unproved("reference", "the reference is of a longer prompt")
-            ids = request.prompt_token_ids[:tokens]
-            return claim.own(self._digest(request, ids), _groups(params["remote_block_ids"]))
+            digest = self.digests.of(request, request.prompt_token_ids[:tokens])
+            if digest is None:
+                raise Unproved("unknown", "it is not known what this request's KV depends on")
+            return claim.own(digest, _groups(params["remote_block_ids"]))
         except Unproved as error:
             return error
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             return Unproved("unknown", f"the reference cannot be read ({error})")
 
-    def _digest(self, request: Any, token_ids: Sequence[int]) -> bytes:
-        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-        return prompt_digest(self._model, request.cache_salt or "", adapter, token_ids)
+    def reset(self) -> bool:
+        """Stop proving KV that was computed so far: the weights may be others by now.
+
+        KV that was handed out before keeps its proof. A prompt that is being computed hands out
+        nothing unless it is computed again from its start.
+        """
+        self.digests.renew()
+        for request_id in self._computing:
+            self._end(request_id)
+        self._computing.clear()
+        return True
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         self._follow_prompts(scheduler_output)
@@ -226,6 +241,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
                 del self._to_sum[request_id]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._computing.discard(request.request_id)
         held, params = super().request_finished(request, block_ids)
         grant = self._grants.held(request.request_id)
         if grant is None:
@@ -243,6 +259,10 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         for request_id in connector_output.finished_sending or ():
             self._grants.end(request_id)  # the workers have erased its record
             self._to_sum.pop(request_id, None)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.digests.close()
 
     def _end(self, request_id: str) -> None:
         self._grants.end(request_id)

@@ -60,16 +60,16 @@ class Identity:
         return hashed.digest()
 
 
-def prompt_digest(model: bytes, salt: str, adapter: str, token_ids: Sequence[int]) -> bytes:
+def prompt_digest(engine: bytes, salt: str, adapter: bytes, token_ids: Sequence[int]) -> bytes:
     """16 bytes that differ if anything differs on which a prompt's KV depends.
 
     Args:
-        model: what tells models, weights and number formats apart.
-        salt: the cache salt, in which the tenant is. adapter: the LoRA's name; or empty.
+        engine: what the KV of any tokens depends on there (`KvIdentity.encoding`), and its epoch.
+        salt: the cache salt, in which the tenant is. adapter: a digest of the LoRA's; or empty.
         token_ids: all of the prompt's, so any beginning that differs shows.
     """
     hashed = hashlib.blake2b(digest_size=ID_BYTES, person=_PERSON)
-    for part in (model, salt.encode(), adapter.encode()):
+    for part in (engine, salt.encode(), adapter):
         hashed.update(len(part).to_bytes(8, "little"))
         hashed.update(part)
     hashed.update(np.asarray(token_ids, "<u4").tobytes())

@@ -16,23 +16,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlPromMetrics,
 )
 
-from headrace_engine.integrity.events import PIECES, PROVED, UNPROVED, transfers_by_event
+from headrace_engine.integrity.events import EPOCHS, PIECES, PROVED, UNPROVED, transfers_by_event
 
 
 class TransferStats(NixlKVConnectorStats):
     """vLLM's, with `proved`, lists [seconds, checked], `unproved`, lists [request id of the engine,
-    id of the producing engine, kind, why], and `pieces`, a number a transfer (`meter.Transfer`)."""
+    id of the producing engine, kind, why], `pieces`, a number a transfer (`meter.Transfer`), and
+    `epochs`, in hex, one after each reset of the engine's caches."""
 
     def reset(self) -> None:
         super().reset()
-        self.data[PROVED], self.data[UNPROVED], self.data[PIECES] = [], [], []
+        self.data |= {PROVED: [], UNPROVED: [], PIECES: [], EPOCHS: []}
 
     def record_transfer(self, res: Any) -> None:
         super().record_transfer(res)
         self.data[PIECES].append(getattr(res, "pieces", 1))
 
     def is_empty(self) -> bool:
-        return super().is_empty() and not (self.data[PROVED] or self.data[UNPROVED])
+        told = self.data[PROVED] or self.data[UNPROVED] or self.data[EPOCHS]
+        return super().is_empty() and not told
 
 
 class TransferPromMetrics(NixlPromMetrics):

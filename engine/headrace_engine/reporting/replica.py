@@ -21,7 +21,7 @@ class ReplicaLine:
         events: follows the engine; None if nobody does.
         engine: the engine's part of each report.
         facts: gives the other fields of a report, as far as there are any.
-        kv: as in a `Report`.
+        kv: gives the field of a `Report`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ReplicaLine:
         events: EngineEvents | None,
         engine: EngineFacts,
         facts: Callable[[], Mapping[str, Any]],
-        kv: str = "",
+        kv: Callable[[], str] = str,
     ) -> None:
         self._identity = {"replica_id": replica, "role": role, "machine": machine}
         self._kv = kv
@@ -79,5 +79,5 @@ class ReplicaLine:
             "role": identity["role"],
             "machine": identity["machine"],
             "draining": self._draining,
-            "kv": self._kv,
+            "kv": self._kv(),
         }

@@ -36,6 +36,7 @@ from headrace_kvstore.arena.arena import LockBusyError
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.coded import CodedCache
 from headrace_kvstore.connector.files import DIRECT_BACKEND, FileTier
+from headrace_kvstore.connector.identity.adapters import BlockNames
 from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
@@ -151,18 +152,22 @@ class StoreConnector(KVConnectorBase_V1):
         self._introduced = False
         self._look_at_s = 0.0
         self._moves_to: OpenedArena | None = None
+        self._epochs: list[str] = []
         if role == KVConnectorRole.SCHEDULER:
             self._workers = opened.parts.ranks
             self._ended: dict[int, int] = {}
+            self._names = BlockNames.of(vllm_config)
+            if self._names.epoch:
+                self._tell_epoch()
             self._scheduler = self._make_scheduler(
                 vllm_config.cache_config.block_size, recovers_failed_loads(vllm_config)
             )
 
     def _make_scheduler(self, block_tokens: int, under_steps: bool) -> SchedulerHalf:
         opened, settings, ranks = self._opened, self._settings, self._opened.parts.ranks
-        logger.info("KV store %s: %s", settings.name, opened.space.describe())
+        logger.info("KV store %s: %s", settings.name, opened.about or "not used")
         if settings.node and settings.load:
-            self._node = NodeTiers(settings, opened.space.digest)
+            self._node = NodeTiers(settings, opened.digest)
         self._price = Price(block_tokens, opened.layers, self.make_step_time())
         priced = self._node is not None and settings.priced
         self._learn()
@@ -180,6 +185,7 @@ class StoreConnector(KVConnectorBase_V1):
             prompted=self._prompted,
             ended=self._give_up if opened.parts.writers > 1 else None,
             under_steps=under_steps,
+            names=self._names,
         )
 
     # Scheduler half
@@ -243,6 +249,28 @@ class StoreConnector(KVConnectorBase_V1):
         """
         found = [c for c in getattr(connector, "_connectors", [connector]) if isinstance(c, cls)]
         return found[0].half if found and not found[0]._opened.codec.lossy else None
+
+    def reset_cache(self) -> bool:
+        """Let go of all KV. vLLM calls this when the weights change or all caches are cleared.
+
+        From now on this engine finds none of the blocks that are stored already, and no other
+        engine finds the blocks that it stores, because the weights may be any. The engine shares
+        blocks again after its next start.
+        """
+        if self._scheduler is None:
+            return True
+        done = self.half.reset()
+        self._tell_epoch()
+        if not done:
+            logger.warning(
+                "the store is reset, but the engine's own cache still holds KV; nothing is saved "
+                "until a later reset finds it empty"
+            )
+        return done
+
+    def _tell_epoch(self) -> None:
+        self._epochs = [self._names.epoch.hex()]
+        logger.info("the KV of this engine is its own from now on: its weights may change")
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
@@ -376,7 +404,7 @@ class StoreConnector(KVConnectorBase_V1):
 
     def _learn(self) -> None:
         """Begin to report prompts to the arena's policy, if that learns."""
-        learns = self._arena.policy.learns
+        learns = self._arena.policy.learns and bool(self._opened.about)
         self._learner = PromptLearner(self._arena, [self._opened.row]) if learns else None
 
     def _prompted(self, hashes: Sequence[bytes]) -> None:
@@ -385,7 +413,12 @@ class StoreConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
-            return None if self._scheduler is None else self._reporter.report(self._counts())
+            if self._scheduler is None:
+                return None
+            told = self._reporter.report(self._counts()) or StoreStats({})
+            if self._epochs:
+                told.data["epochs"], self._epochs = self._epochs, []
+            return None if told.is_empty() else told
         first, counts = self._opened.rank == 0, dict(self._worker.counts)
         if not first:  # the first worker speaks of blocks, the others of what they lost
             counts = {event: n for event, n in counts.items() if event in LOSSES}
@@ -397,8 +430,9 @@ class StoreConnector(KVConnectorBase_V1):
         if loads and first:
             stats.data["loads"] = loads
         if first and not self._introduced:
-            digest = self._opened.space.digest
-            stats.data["digests"], self._introduced = [digest.hex()], True
+            self._introduced = True
+            if self._opened.about:
+                stats.data["digests"] = [self._opened.digest.hex()]
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -422,6 +456,8 @@ class StoreConnector(KVConnectorBase_V1):
             self._worker.close()
         if self._learner is not None:
             self._learner.close()
+        if self._scheduler is not None:
+            self._names.close()
         if self._node is not None:
             self._node.close()
         if self._moves_to is not None:

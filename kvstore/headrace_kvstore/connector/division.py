@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_cache_spec_kind, iter_layer_specs
 
 from headrace_kvstore.codec import Codec
-from headrace_kvstore.connector.identity import speculative_heads
+from headrace_kvstore.connector.identity.engine_identity import speculative_heads
 from headrace_kvstore.parts import Parts, heads_apart
 from headrace_kvstore.table import MOST_WRITERS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,16 @@ from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.codec import CODECS, Codec, LayerShape
 from headrace_kvstore.connector.coded import layer_shape, stored_layer_bytes
 from headrace_kvstore.connector.division import only_group, parts_of
-from headrace_kvstore.connector.identity import device_identity, engine_namespace
-from headrace_kvstore.keys import Namespace
+from headrace_kvstore.connector.identity.engine_identity import device_identity, engine_namespace
+from headrace_kvstore.connector.identity.weights import Unidentified
+from headrace_kvstore.keys import DIGEST_BYTES
 from headrace_kvstore.parts import Held, Parts
 from headrace_kvstore.settings import StoreSettings
+
+logger = logging.getLogger("headrace.kvstore")
+
+UNIDENTIFIED_DIGEST = bytes(DIGEST_BYTES)
+"""The digest of an engine whose KV has no identity."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,8 @@ class OpenedArena:
 
     Attributes:
         settings: of the connector.
-        row: of the engine's blocks. space: their namespace.
+        row: of the engine's blocks. digest: of their namespace. about: it, in a line for people;
+            empty if the engine's KV cannot be identified. Then it is neither loaded nor saved.
         layers: whose KV a block holds. parts: how each of them is cut.
         rank: of the worker whose half this is; 0 for the scheduler's.
         group: names the engine's workers where they fill blocks together.
@@ -40,10 +48,11 @@ class OpenedArena:
     arena: Arena
     settings: StoreSettings
     row: int
-    space: Namespace
+    digest: bytes
     layers: int
     parts: Parts
     rank: int
+    about: str
     group: int
     part_bytes: int
     engine_block_bytes: int
@@ -74,13 +83,23 @@ class OpenedArena:
             part_bytes = stored_layer_bytes(codec, shape)
         pieces = layers * parts.parts
         arena = _open(settings, pieces * part_bytes, pieces)
-        space = engine_namespace(vllm_config, cache_layout, parts.parts, group.layer_names, codec)
-        row = arena.namespace(space.digest, pieces * part_bytes, pieces)
+        space, digest = None, UNIDENTIFIED_DIGEST
+        names = cache_layout, parts.parts, group.layer_names, codec
+        try:
+            space = engine_namespace(vllm_config, *names)
+        except Unidentified as error:
+            settings = settings.model_copy(update={"load": False, "save": False})
+            if role == KVConnectorRole.SCHEDULER:
+                logger.warning("this engine neither loads stored KV nor stores any: %s", error)
+        else:
+            digest = space.digest
+        row = 0 if space is None else arena.namespace(digest, pieces * part_bytes, pieces)
         rank = 0
         if role == KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank % parts.ranks
         return OpenedArena(
-            *(arena, settings, row, space, layers, parts, rank),
+            *(arena, settings, row, digest, layers, parts, rank),
+            about="" if space is None else space.describe(),
             group=group_of(str(transfer.engine_id)),
             part_bytes=part_bytes,
             engine_block_bytes=layers * spec.page_size_bytes,
@@ -121,12 +140,11 @@ class OpenedArena:
 
     def seeds(self, hashes: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Checksum seeds [n, pieces] of blocks."""
-        digest = self.space.digest
-        return layer_seeds([block_seed(digest, each) for each in hashes], self.pieces)
+        return layer_seeds([block_seed(self.digest, each) for each in hashes], self.pieces)
 
     def holds(self, hashes: Sequence[bytes]) -> bool:
         """Whether DRAM has all these blocks. No side effects."""
-        return bool((self.arena.lookup(self.row, hashes) >= 0).all())
+        return bool(self.about and (self.arena.lookup(self.row, hashes) >= 0).all())
 
     def leased(self, hashes: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Slots of blocks, kept for `lease_s`; -1 for those that are not there."""
@@ -143,7 +161,9 @@ class OpenedArena:
             return None
         arena = _open(self.settings, self.block_bytes, self.pieces)
         try:
-            row = arena.namespace(self.space.digest, self.block_bytes, self.pieces)
+            row = 0
+            if self.about:
+                row = arena.namespace(self.digest, self.block_bytes, self.pieces)
         except BaseException:
             arena.close()
             raise

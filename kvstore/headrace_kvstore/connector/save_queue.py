@@ -72,6 +72,12 @@ class SaveQueue:
         return self._pool is not None
 
     @property
+    def is_pool_free(self) -> bool:
+        """Whether all blocks of the pool are free, as they are after a reset that succeeded."""
+        # vLLM's null block is never free.
+        return self._pool is None or self._pool.get_num_free_blocks() == len(self._pool.blocks) - 1
+
+    @property
     def busy(self) -> bool:
         """Whether blocks are held."""
         return bool(self._jobs or self._waiting)

@@ -19,8 +19,9 @@ Blocks that are being copied, and those that an ended request has left to copy, 
 engine's block pool (`save_queue`). Nothing else waits for a copy: requests finish, are preempted or
 aborted as they would without a store.
 
-Blocks of a request whose salt is marked (`headrace_kvstore.salts`) are neither loaded nor saved,
-nor are a request's private blocks (`headrace_kvstore.private_blocks`).
+Blocks of a request whose salt is marked (`headrace_kvstore.salts`), or whose adapter is not known
+by its content (`identity.adapters`), are neither loaded nor saved, nor are a request's private
+blocks (`headrace_kvstore.private_blocks`).
 
 An engine's scheduler may also have blocks saved and loaded that are no prompt's, under names that
 it makes itself (`lacking`, `load`, `save`).
@@ -37,6 +38,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.connector.identity.adapters import BlockNames
 from headrace_kvstore.connector.load_price import Price, Run
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.save_queue import SaveQueue
@@ -94,10 +96,12 @@ class _Request:
 
 
 class _Offer(NamedTuple):
-    """What a request may load: from which of its blocks on, and whether ahead of its step."""
+    """Blocks that a request may load: the first one's number, whether they are loaded ahead of its
+    step, and their names."""
 
     start: int = 0
     ahead: bool = False
+    names: tuple[bytes, ...] = ()
 
 
 class _Question(NamedTuple):
@@ -138,6 +142,7 @@ class SchedulerHalf:
             ahead of their step.
         prompted: told of each new prompt's full blocks, root first; must not wait.
         ended: told of the blocks of each save that all workers have ended; must not wait.
+        names: names blocks in the store.
         under_steps: whether a load may be made under the step that needs it.
         clock: seconds, as `time.monotonic`.
 
@@ -159,10 +164,12 @@ class SchedulerHalf:
         costs: Price | None = None,
         prompted: Callable[[Sequence[bytes]], None] | None = None,
         ended: Callable[[Sequence[bytes]], None] | None = None,
+        names: BlockNames | None = None,
         under_steps: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index, self._under_steps, self._clock = index, under_steps, clock
+        self._names, self._is_clean = names or BlockNames(), True
         self._slow, self._most_slow, self._price = slow, most_slow, price
         self._left_tokens = max(1, window_tokens)
         self.counts: Counter[str] = Counter()
@@ -180,6 +187,19 @@ class SchedulerHalf:
     def bind(self, pool: Any) -> None:
         """Get vLLM's block pool, which holds blocks; before that nothing is saved."""
         self._queue.bind(pool)
+
+    def reset(self) -> bool:
+        """Let go of all KV that was computed or stored so far: its weights may be others by now.
+
+        Returns:
+            False if the engine's own cache still holds some: then nothing is saved until a later
+            reset finds it empty.
+        """
+        self._names.renew()
+        for each in (self._asked, self._taken, self._offered):
+            each.clear()
+        self._is_clean = self._queue.is_pool_free
+        return self._is_clean
 
     @property
     def busy(self) -> bool:
@@ -206,7 +226,7 @@ class SchedulerHalf:
         start = computed_tokens // self._block_tokens
         end = (request.num_tokens - self._left_tokens) // self._block_tokens
         end = min(end, shared_blocks(request.block_hashes))
-        hashes = [bytes(h) for h in request.block_hashes[start : max(start, end)]]
+        hashes = self._names.of_request(request, start, max(start, end))
         if not hashes:
             return 0
         there = self._index.leading(hashes)
@@ -216,7 +236,8 @@ class SchedulerHalf:
         ahead = not self._under_steps or self._pays_ahead(
             request, start, hashes[: there + slower], there
         )
-        self._offered[request.request_id] = _Offer(start, ahead)
+        names = tuple(hashes[: there + slower])
+        self._offered[request.request_id] = _Offer(start, ahead, names)
         return (there + slower) * self._block_tokens
 
     def loads_ahead(self, request: Any) -> bool:
@@ -297,12 +318,12 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine admits a request: what it found in the store will be loaded now."""
-        start, ahead = self._offered.pop(request.request_id, _Offer())
+        start, ahead, names = self._offered.pop(request.request_id, _Offer())
         taken = self._taken.pop(request.request_id, _Taken())
         if not external_tokens:
             return
         end = start + external_tokens // self._block_tokens
-        hashes = [bytes(h) for h in request.block_hashes[start:end]]
+        hashes = list(names[: end - start])
         self._index.lease(hashes)
         load = self._work.load
         if ahead:
@@ -324,7 +345,7 @@ class SchedulerHalf:
         transfer = getattr(request, "kv_transfer_params", None) or {}
         if self._prompted is not None and not transfer.get("do_remote_prefill"):
             exact = shared_blocks(request.block_hashes)
-            hashes = [bytes(h) for h in request.block_hashes[:exact]]
+            hashes = self._names.of_request(request, 0, exact)
             if hashes:
                 self._prompted(hashes)
 
@@ -360,12 +381,17 @@ class SchedulerHalf:
             known.blocks = list(block_ids)
             self._save(known, len(known.blocks))
             # An engine whose cache is full needs blocks before its next step.
-            kept = self._queue.count(map(bytes, request.block_hashes))
+            kept = self._queue.count(self._names.of_request(request, 0, None) or ())
             self._queue.yield_room(freed=len(known.blocks) - kept)
 
     def saved(self, jobs: Iterable[int]) -> None:
         """The copies of these jobs have ended, well or not: the blocks are let go."""
         self._queue.end(jobs)
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether blocks may be saved at all."""
+        return self._saves and self._is_clean
 
     def _follow(self, output: Any) -> None:
         """Keep the requests' block ids."""
@@ -388,7 +414,7 @@ class SchedulerHalf:
     def _savable(self, known: _Request) -> int:
         """How many of a request's leading blocks are full, confirmed and not private."""
         request, in_flight = known.request, known.request.num_in_flight_tokens
-        if not self._saves or not self._queue.has_pool or known.scheduled <= in_flight:
+        if not self._may_save or not self._queue.has_pool or known.scheduled <= in_flight:
             return 0
         confirmed = max(0, request.num_computed_tokens - in_flight) // self._block_tokens
         return min(confirmed, shared_blocks(request.block_hashes), len(known.blocks))
@@ -399,12 +425,16 @@ class SchedulerHalf:
         Args:
             most: blocks.
         """
-        request, hashes = known.request, known.request.block_hashes
+        request = known.request
         end = min(known.saved + most, self._savable(known))
         if end <= known.saved:
             return
+        before = max(0, known.saved - 1)
+        hashes = self._names.of_request(request, before, end)
+        if hashes is None:
+            return
         first, known.saved = known.saved, end
-        names = [bytes(h) for h in hashes[first:end]]
+        names = hashes[first - before :]
         places = [first + i for i, lacks in enumerate(self._queue.lacking(names)) if lacks]
         if not places:
             return
@@ -413,7 +443,7 @@ class SchedulerHalf:
             Save(
                 blocks=[known.blocks[i] for i in places],
                 hashes=[names[i - first] for i in places],
-                parents=[bytes(hashes[i - 1]) if i else b"" for i in places],
+                parents=[hashes[i - 1 - before] if i else b"" for i in places],
                 depths=places,
                 tenant=request.cache_salt or "",
                 compute_s=[self._compute_s(i * size, (i + 1) * size) for i in places],
@@ -422,12 +452,13 @@ class SchedulerHalf:
 
     def lacking(self, names: Sequence[bytes]) -> list[bool]:
         """Which blocks DRAM has not; all if nothing is loaded from there."""
-        return self._index.lacking(names) if self._loads else [True] * len(names)
+        return self._index.lacking(self._names.own(names)) if self._loads else [True] * len(names)
 
     def load(self, request_id: str, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Copy blocks from DRAM ahead of a request's step; vLLM is told as of its other loads."""
-        self._index.lease(names)
-        self._work.ahead[request_id] = Load(list(blocks), list(names))
+        own = self._names.own(names)
+        self._index.lease(own)
+        self._work.ahead[request_id] = Load(list(blocks), own)
 
     def save(self, blocks: Sequence[int], names: Sequence[bytes], salt: str, tokens: int) -> None:
         """Copy blocks to DRAM as soon as the next step is computed, unless they are there, or too
@@ -436,7 +467,8 @@ class SchedulerHalf:
         Args:
             salt: of their request. tokens: of a prompt, that would be computed without them.
         """
-        if not self._saves or not any(self._index.lacking(names)):
+        names = self._names.own(names)
+        if not self._may_save or not any(self._index.lacking(names)):
             return
         each_s = self._compute_s(0, tokens) / len(names)
         parents = [b"", *names[:-1]]

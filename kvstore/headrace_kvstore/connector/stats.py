@@ -55,8 +55,9 @@ class LoadTime(NamedTuple):
 class StoreStats(KVConnectorStats):
     """What has come since the last report.
 
-    `data` is {event: blocks}, and for whoever plans `loads`, lists as `LoadTime`, and once
-    `digests`, the namespaces of the worker's blocks in hex.
+    `data` is {event: blocks}. For planners it also has `loads`, lists as `LoadTime`, once
+    `digests`, the namespaces of the worker's blocks in hex, and after each reset `epochs`, in hex.
+    Then the engine no longer finds blocks by their hashes in these namespaces.
     """
 
     def reset(self) -> None:

@@ -33,11 +33,13 @@ class ObjectError(Exception):
 
 
 class Listed(NamedTuple):
-    """One object. `modified_s`: seconds of the server's time.time()."""
+    """One object. `modified_s`: seconds of the server's time.time(). `tag`: the entity tag of this
+    version; empty where the server gives none."""
 
     name: str
     size_bytes: int
     modified_s: float
+    tag: str = ""
 
 
 class StoreClient:
@@ -82,7 +84,7 @@ class StoreClient:
             for chunk in self._store.list(offset=after or None, chunk_size=LIST_CHUNK):
                 for meta in chunk:
                     modified_s = meta["last_modified"].timestamp()
-                    yield Listed(meta["path"], meta["size"], modified_s)
+                    yield Listed(meta["path"], meta["size"], modified_s, meta["e_tag"] or "")
         except Exception as error:
             raise named(error) from error
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace_kvstore.connector.identity import BOUNDED_KEY
+from headrace_kvstore.connector.identity.engine_identity import BOUNDED_KEY
 
 
 @dataclass(frozen=True)

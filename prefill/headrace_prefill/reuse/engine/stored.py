@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_engine.handoff import REUSE_KEY
+from headrace_kvstore.connector.identity.engine_identity import first_epoch
 from headrace_kvstore.connector.opened import OpenedArena
 from headrace_kvstore.layout import BlockLayout
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
@@ -45,10 +46,12 @@ class StoredReuseConnector(ReuseConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._opened = OpenedArena.of(vllm_config, role, kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
+        self._shares = not first_epoch(vllm_config)
+        """Whether the store's blocks are of this engine's weights."""
 
     def find(self, request: Any, computed_tokens: int) -> Any:
         """What the request says, if the store has it."""
-        found = (request.kv_transfer_params or {}).get(REUSE_KEY)
+        found = (request.kv_transfer_params or {}).get(REUSE_KEY) if self._shares else None
         if not found or found["runs"][0][0] < computed_tokens:
             return None
         digests = [digest for run in found["runs"] for digest in _digests(run)]
@@ -81,6 +84,11 @@ class StoredReuseConnector(ReuseConnector):
             return depths
 
         return Planned(runs, choose, last)
+
+    def reset_cache(self) -> bool:
+        """The weights may be others from now on than those whose KV is in the store."""
+        self._shares = False
+        return True
 
     def placer(self, rows: RowEngine) -> Placer:
         caches = {f"layers.{n}": cache for n, cache in enumerate(rows.kv.caches)}

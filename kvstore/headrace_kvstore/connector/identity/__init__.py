@@ -1,0 +1,1 @@
+"""The identity of an engine's KV: configuration, weights, adapters."""
