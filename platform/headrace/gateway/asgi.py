@@ -1,9 +1,9 @@
-"""ASGI's types, whole answers in one call, and a way to interrupt a request from outside it."""
+"""ASGI's types, our extensions of it, and a way to interrupt a request from outside it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -47,15 +47,6 @@ def hang_up(scope: Scope) -> Callable[[], None]:
     """The function of the extension; where there is none, one that leaves it to the server."""
     found: Callable[[], None] = scope.get("extensions", {}).get(HANG_UP, lambda: None)
     return found
-
-
-async def send_answer(
-    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]
-) -> None:
-    """Send a whole answer; `content-length` is added."""
-    length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body})
 
 
 class Interrupts:
