@@ -27,6 +27,7 @@ from headrace_engine.meter import EngineMeter
 from headrace_engine.ports import ReservedPorts, reserve_ports
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
 from headrace_engine.reporting.engine_events import EngineEvents
+from headrace_engine.serving._vllm_compat import set_parsers
 
 IN_PROCESS_KEY = "headrace_in_process"
 """`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
@@ -85,6 +86,12 @@ class MeteredVLLMEngine(VLLMEngine):
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
         return AsyncLLM.generate(self.llm, prompt, params, name)
+
+    def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, VllmConfig]:
+        args, frontend, config = super()._prepare_engine_config(callback_ctx)
+        own = self.llm_config.get_engine_config()
+        self.parsers = set_parsers(args, frontend, config, own.engine_kwargs | own.frontend_kwargs)
+        return args, frontend, config
 
     async def shutdown(self) -> None:
         """End the engine's processes, so that they take their shared memory with them."""

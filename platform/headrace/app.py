@@ -43,6 +43,7 @@ from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
 from headrace_engine.exchange import CHECKS_KEY
 from headrace_engine.serving.draining import drain_options
+from headrace_engine.serving.parsers import shared
 from headrace_engine.serving.request_router import routed_as
 from headrace_prefill.server import DPPrefillServer, PrefillServer, Standby
 
@@ -84,6 +85,7 @@ def build_app(args: dict[str, Any]) -> Application:
         for config in (pd.prefill_config, pd.decode_config):
             _trace_engine(config, section.observability.otlp_endpoint)
     engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
+    engines[0].update(shared(decode=engines[1], prefill=engines[0]))
     for engine in engines:
         _use_own_nixl(engine, section.integrity)
     saves = section.speculation.enabled and section.speculation.save
