@@ -18,8 +18,10 @@ with its input.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import faulthandler
+import importlib
 import json
 import math
 import os
@@ -41,6 +43,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from headrace_decode.grammars import limits
+from headrace_decode.grammars.keywords import named, unenforced
 
 STACK_BYTES = 4 * 2**20
 """Half of what a thread of the engine has: what recurses too deep there has crashed here."""
@@ -50,6 +53,18 @@ NICE = 10
 Pick = Callable[[Sequence[int]], int]
 """Which of the tokens that may come next a walk takes."""
 PICKS: tuple[Pick, ...] = (itemgetter(0), itemgetter(-1), Random(1).choice)
+
+BACKENDS = {
+    "either": ("headrace_decode.grammars.backends", "EitherBackend"),
+    "xgrammar": ("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend"),
+    "guidance": ("vllm.v1.structured_output.backend_guidance", "GuidanceBackend"),
+    "outlines": ("vllm.v1.structured_output.backend_outlines", "OutlinesBackend"),
+    "lm-format-enforcer": (
+        "vllm.v1.structured_output.backend_lm_format_enforcer",
+        "LMFormatEnforcerBackend",
+    ),
+}
+"""Module and class of each backend; the names but the first are vLLM's."""
 
 Answer = dict[str, Any]
 Spec = Mapping[str, Any]
@@ -143,42 +158,41 @@ class Compiler:
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
 
+        from headrace_decode.grammars.backends import chooses
+
         self._config = config
         self._tokenizer = maybe_wrap_mistral_common_tokenizer(
             cached_tokenizer_from_config(model_config=config.model_config)
         )
-        self._backends = {"xgrammar": self._backend("xgrammar")}
+        # An engine with a scheduler that is not ours has the backend of its first grammar.
+        scheduler = str(config.scheduler_config.scheduler_cls)
+        self._either = chooses(config) and scheduler.startswith("headrace_decode.")
+        self._backends: dict[str, Any] = {}
+        for name in ("either",) if self._either else ("xgrammar",):
+            self._backends[name] = self._backend(name)
+        if self._either:
+            self._backends["either"].prepare(wait=True)
 
     def _backend(self, name: str) -> Any:
-        if name == "xgrammar":
-            from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend as Backend
-        elif name == "guidance":
-            from vllm.v1.structured_output.backend_guidance import GuidanceBackend as Backend
-        elif name == "outlines":
-            from vllm.v1.structured_output.backend_outlines import OutlinesBackend as Backend
-        else:
-            from vllm.v1.structured_output.backend_lm_format_enforcer import (
-                LMFormatEnforcerBackend as Backend,
-            )
+        module, kind = BACKENDS[name]
         size = self._config.model_config.get_vocab_size()
-        return Backend(self._config, tokenizer=self._tokenizer, vocab_size=size)
+        make = getattr(importlib.import_module(module), kind)
+        return make(self._config, tokenizer=self._tokenizer, vocab_size=size)
 
     def __call__(self, spec: Spec) -> Answer:
         """Check, compile and follow a grammar; what vLLM's check left of it."""
-        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+        from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.structured_output.request import get_structured_output_key
 
-        config = self._config
         try:
             wanted = StructuredOutputsParams(**spec)
-            SamplingParams(structured_outputs=wanted).verify(
-                config.model_config, None, config.structured_outputs_config, self._tokenizer
-            )
+            if (why := self._check(wanted)) is not None:
+                return _refused(why)
             kind, text = get_structured_output_key(wanted)
-            # The engine has one backend, that of its first grammar: where vLLM chooses, either.
             chosen = wanted._backend or "xgrammar"
-            automatic = config.structured_outputs_config.backend == "auto"
-            for name in {chosen, "xgrammar"} if automatic else {chosen}:
+            automatic = self._config.structured_outputs_config.backend == "auto"
+            names = {chosen, "xgrammar"} if automatic else {chosen}
+            for name in ("either",) if self._either else names:
                 backend = self._backends.get(name) or self._backend(name)
                 for pick in PICKS:
                     follower = _Follower(
@@ -201,6 +215,34 @@ class Compiler:
             "backend": wanted._backend,
             "automatic": wanted._backend_was_auto,
         }
+
+    def _check(self, wanted: Any) -> str | None:
+        """Check a grammar by vLLM's rules, and that all of a schema is enforced; why not.
+
+        Raises:
+            Exception: vLLM refuses the grammar.
+        """
+        from vllm.sampling_params import SamplingParams
+
+        settings = self._config.structured_outputs_config
+        found = []
+        if wanted.json is not None and settings.backend in ("auto", "xgrammar"):
+            schema = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
+            found = unenforced(schema)
+        if found and not self._either:
+            return f"xgrammar does not enforce {named(found)}; leave that out"
+        if found:
+            settings = copy.copy(settings)
+            settings.backend = "guidance"
+        try:
+            SamplingParams(structured_outputs=wanted).verify(
+                self._config.model_config, None, settings, self._tokenizer
+            )
+        except Exception as error:
+            if not found or isinstance(error, MemoryError | RecursionError):
+                raise
+            return f"the schema has {named(found)}, which cannot be enforced ({str(error)[:300]})"
+        return None
 
 
 class _Follower:

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from headrace_decode.grammars.backends import use_either_backend
 from headrace_decode.techniques import BOUNDED, SPARSE, share_in
 from headrace_engine.private_kv import keep_private
 
@@ -32,6 +33,10 @@ class _TakesUp:
 
     keeps_answers_private = True
     """Whether prompts of sparse requests may be shared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        use_either_backend(self.structured_output_manager)  # type: ignore[attr-defined]
 
     def add_request(self, request: Request) -> None:
         """As vLLM's, with what the request has said as its output.
