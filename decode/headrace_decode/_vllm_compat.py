@@ -38,6 +38,7 @@ from headrace_decode._vllm_request import (
     with_transfer_params,
     without_reserved,
 )
+from headrace_decode.apis.usage import USAGE, CachedTokens
 from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
 from headrace_decode.guard import why_refused
@@ -47,7 +48,7 @@ from headrace_decode.renderer import register
 from headrace_decode.rendering.keys import RENDER_ONLY, Prompt, Rendered
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.replay.recorder import RECORDER
-from headrace_decode.replay.said import tokens_of
+from headrace_decode.replay.said import cached_tokens_of, tokens_of
 from headrace_decode.reusing import Reuse, Reusing
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.techniques import (
@@ -165,8 +166,13 @@ class PlannedLLM(TakingUpLLM):
             self.turns.turn(),
             aclosing(self._planned(prompt, sampling_params, request_id, kwargs)) as outputs,
         ):
-            async for output in outputs:
-                yield output
+            try:
+                async for output in outputs:
+                    yield output
+            except VLLMValidationError as error:
+                if (usage := USAGE.get()) is not None:
+                    usage.refusal = str(error.args[0]), error.parameter
+                raise
 
     async def _planned(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, kwargs: dict[str, Any]
@@ -199,16 +205,24 @@ class PlannedLLM(TakingUpLLM):
         if reuse is not None:
             sampling_params = with_transfer_params(sampling_params, {REUSE_KEY: reuse.params})
 
+        cached = CachedTokens(USAGE.get())
+        if reuse is not None:
+            cached.at_most(len(prompt["prompt_token_ids"]) - reuse.computed)
+        if (recorder := RECORDER.get()) is not None and recorder.again:
+            cached.at_most(cached_tokens_of(recorder.again))
+
         def run(plain: Generate, over: bool) -> AsyncGenerator[RequestOutput, None]:
             if self.planning is None or over:
                 return plain(prompt, sampling_params, request_id, **kwargs)
-            work = self._work(self.planning, plain, prompt, sampling_params, request_id, kwargs)
+            work = self._work(
+                self.planning, plain, prompt, sampling_params, request_id, kwargs, cached
+            )
             work = replace(work, private_answer=apart is not None or reuse is not None)
             if reuse is not None:
                 work = reusing_work(work, reuse)
             return self.planning.orchestrator.run(work)
 
-        async with aclosing(self.recorded(prompt, sampling_params, run)) as outputs:
+        async with aclosing(self.recorded(prompt, sampling_params, run, cached.correct)) as outputs:
             async for output in outputs:
                 if output.finished and reusing is not None:
                     await self._finished(reusing, reuse, prompt, kwargs)
@@ -303,6 +317,15 @@ class PlannedLLM(TakingUpLLM):
     ) -> None:
         """Nothing: vLLM's serving layer calls this with parameters that a client sent."""
 
+    async def _add_request(
+        self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        await super()._add_request(request, prompt, parent_req, index, queue)
+        if parent_req is not None and (usage := USAGE.get()) is not None:
+            state = self.output_processor.request_states.get(request.request_id)
+            if state is not None:
+                usage.samples.setdefault(request.external_req_id, []).append(state)
+
     async def _tell_worker(self, method: str, command: dict[str, Any]) -> dict[str, Any] | None:
         """The answer of the worker that drafts."""
         answers = await self.collective_rpc(method, args=(command,))
@@ -369,6 +392,7 @@ class PlannedLLM(TakingUpLLM):
         params: SamplingParams,
         request_id: str,
         kwargs: dict[str, Any],
+        cached: CachedTokens,
     ) -> Work[RequestOutput]:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
@@ -389,7 +413,7 @@ class PlannedLLM(TakingUpLLM):
                 "prompt_tokens": len(token_ids or ()),
             }
             with span("remote prefill", kwargs.get("trace_headers"), **attributes) as trace_headers:
-                return await planning.prefill_call(
+                result = await planning.prefill_call(
                     PrefillRequest(
                         request_id=request_id,
                         token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
@@ -403,6 +427,8 @@ class PlannedLLM(TakingUpLLM):
                         reuse=transfer.get(REUSE_KEY),
                     )
                 )
+                cached.at_most(result.cached_tokens)
+                return result
 
         async def release(kv_params: dict[str, Any]) -> None:
             await AsyncLLM.notify_kv_transfer_request_rejected(

@@ -33,6 +33,8 @@ from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
 from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning
+from headrace_decode.apis._vllm_compat import add_api_layer, add_middleware
+from headrace_decode.apis.names import engine_names
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.health import Health
@@ -64,7 +66,6 @@ from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.orders import Notes, Obedience
-from headrace_engine.serving.validation import bound_validation
 from headrace_engine.stall import LoopStall
 from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
@@ -220,13 +221,14 @@ class DecodeServer(PDDecodeServer):
         return await LLMServer.completions(self, request, raw_request_info)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """vLLM's application, less the routes that are not for clients (`routes`)."""
+        """vLLM's application with the routes for clients (`routes`) and the layer of `apis`."""
         app = await LLMServer.__serve_build_asgi_app__(self)
         keep_public_routes(app)
-        bound_validation(app)
+        engine, died = self.engine, lambda: bool(self.engine.llm.errored)
+        add_api_layer(app, engine.parsers.why_no_tools, died)
         if self._wiring.listen is None:
             apis = {route.path: route.api for route in public_routes(app)}
-            app.add_middleware(Resumed, apis=apis, engine_died=lambda: self.engine.llm.errored)
+            add_middleware(app, Resumed, apis=apis, engine_died=died)
         return app
 
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
@@ -467,18 +469,8 @@ class DecodeServer(PDDecodeServer):
         self._planner.policy = policy
 
     async def headrace_plan(self, request_id: str) -> dict[str, Any] | None:
-        """The plan made for a request, or None if this replica does not remember it.
-
-        Takes the id that the client sent or was given, too: vLLM puts the kind of answer before it,
-        and behind it the number of the prompt in its list.
-        """
-        names = (
-            request_id,
-            f"chatcmpl-{request_id}",
-            f"cmpl-{request_id}-0",
-            f"{request_id}_0",  # of `/v1/responses`
-        )
-        plans = (self._planner.explain(name) for name in names)
+        """The plan made for a request, or None if this replica does not remember it."""
+        plans = (self._planner.explain(name) for name in engine_names(request_id))
         return next((plan for plan in plans if plan is not None), None)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from ray.util import get_node_ip_address
 
 from headrace_decode._vllm_compat import PlannedVLLMEngine
+from headrace_decode.apis._vllm_compat import add_api_layer
 from headrace_decode.health import Health
 from headrace_decode.internal import InternalOnly
 from headrace_decode.replay.recorder import Recorded
@@ -28,7 +29,6 @@ from headrace_engine._vllm_compat import engine_progress
 from headrace_engine.serving._ray_compat import shutdown_seconds
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
-from headrace_engine.serving.validation import bound_validation
 from headrace_engine.supervise import supervise
 
 BUILD_AFTER_S = 5.0
@@ -111,8 +111,8 @@ class StandIn:
         return task
 
     async def _make(self) -> Any:
-        app = await self._make_app()
+        app, engine = await self._make_app(), self._engine
         keep_public_routes(app)
-        bound_validation(app)
+        add_api_layer(app, engine.parsers.why_no_tools, lambda: bool(engine.llm.errored))
         self._routes = [asdict(route) for route in public_routes(app)]
         return app

@@ -21,6 +21,7 @@ ORDER = (
     "test_exactness",
     "test_drafting",
     "test_openai_client",
+    "test_tools",
     "test_operator",
     "test_console",
     "test_bad_requests",

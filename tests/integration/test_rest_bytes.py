@@ -1,5 +1,5 @@
-"""On vLLM's routes the gateway answers with the bytes of vLLM's own server; and a replica tells the
-keys of the prompts that vLLM renders."""
+"""On vLLM's routes the gateway answers with the bytes of vLLM's own server, in the shapes of
+`headrace_decode.apis`; and a replica tells the keys of the prompts that vLLM renders."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 
 from headrace.model import resolve
 from headrace.router.blocks.hashing import PromptKeys
+from headrace_decode.apis import messages, responses
 from headrace_kvstore.salts import salt_of
 from tests.support.rest_servers import BLOCK_TOKENS, NAME, REASONING, TOKEN, rest_servers
 
@@ -180,11 +181,25 @@ def servers() -> Iterator[Servers]:
         yield Servers(plain, ours, port, dict(zip(REASONING, reasoning, strict=True)))
 
 
+def shaped(vllm: httpx.Response) -> str:
+    """An answer of vLLM's as the API's clients expect it."""
+    path, body = vllm.request.url.path, vllm.content
+    if path.startswith("/v1/messages") and vllm.status_code != 200:
+        return messages.error(vllm.status_code, body).decode()
+    if path not in ("/v1/messages", "/v1/responses") or vllm.status_code != 200:
+        return vllm.text
+    if vllm.headers["content-type"].startswith("application/json"):
+        answer = messages.answer if path == "/v1/messages" else responses.answer
+        return answer(body).decode()
+    change = messages.event if path == "/v1/messages" else responses.EventRewriter().rewrite
+    return b"".join(change(one + b"\n\n") for one in body.split(b"\n\n")[:-1]).decode()
+
+
 def assert_alike(vllm: httpx.Response, gateway: httpx.Response) -> None:
     """Same status, kind and bytes, but for random ids and the time."""
     assert vllm.status_code == gateway.status_code, gateway.text[:500]
     assert vllm.headers["content-type"] == gateway.headers["content-type"]
-    assert _VARIES.sub("*", vllm.text) == _VARIES.sub("*", gateway.text)
+    assert _VARIES.sub("*", shaped(vllm)) == _VARIES.sub("*", gateway.text)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -301,11 +316,102 @@ def test_a_grammar_that_costs_too_much_is_refused_before_the_engine(
         refused = servers.gateway.post(
             "/v1/chat/completions", json={**CALL, **asked, "stream": stream}
         )
-        # vLLM begins a stream before it looks at a grammar.
-        assert refused.status_code == (200 if stream else 400), refused.text[:500]
-        text = refused.text.partition("data: ")[2].partition("\n\n")[0] if stream else refused.text
-        error = json.loads(text)["error"]
+        assert refused.status_code == 400, refused.text[:500]
+        error = refused.json()["error"]
         assert (error["code"], bool(error["message"])) == (400, True)
+
+
+SCHEMAS: dict[str, Any] = {
+    "two branches": {
+        "allOf": [
+            {
+                "type": "object",
+                "properties": {"a": {"enum": ["x"]}, "b": {"enum": ["y"]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+            {"type": "object", "required": ["b"]},
+        ]
+    },
+    "plain": SHAPE | {"properties": {"name": {"enum": ["x", "y"]}}, "additionalProperties": False},
+}
+
+
+@pytest.mark.parametrize("name", [*SCHEMAS, *SCHEMAS])
+def test_a_schema_is_enforced_whichever_came_first(servers: Servers, name: str) -> None:
+    schema = {"name": "x", "schema": SCHEMAS[name], "strict": True}
+    body = {**CALL, "response_format": {"type": "json_schema", "json_schema": schema}}
+    answer = servers.gateway.post(CHAT_PATH, json={**body, "max_tokens": 64}).json()
+    said = json.loads(answer["choices"][0]["message"]["content"])
+    assert said in ({"a": "x", "b": "y"}, {"name": "x"}, {"name": "y"})
+    assert ("a" in said) == (name == "two branches")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT_PATH, "/v1/responses", "/v1/messages"])
+def test_a_schema_that_nothing_enforces_is_refused_by_name(
+    servers: Servers, path: str, stream: bool
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    body: dict[str, Any] = {
+        CHAT_PATH: {
+            **CALL,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            },
+        },
+        "/v1/responses": {
+            **INPUT,
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        },
+        "/v1/messages": {
+            **CALL,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+    }[path]
+    refused = servers.gateway.post(path, json={**body, "stream": stream})
+    assert refused.status_code == 400, refused.text[:500]
+    assert '"not" at #/properties/a' in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "tell"}])
+def test_a_forced_tool_of_responses_is_called(servers: Servers, choice: Any, stream: bool) -> None:
+    tool = {"type": "function", "name": "tell", "parameters": SCHEMAS["plain"]}
+    body = {**INPUT, "tools": [tool], "tool_choice": choice, "stream": stream}
+    answer = servers.gateway.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text[:500]
+    last = answer.text.strip().rpartition("data: ")[2]
+    told = json.loads(last)["response"] if stream else answer.json()
+    [call] = told["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "tell", "completed")
+    assert json.loads(call["arguments"])["name"] in "xy"
+
+
+def test_cached_tokens_of_all_prompts_and_samples_are_told(servers: Servers) -> None:
+    prompts = [uuid.uuid4().hex + LONG * 2 for _ in range(2)]
+
+    def cached(path: str, body: dict[str, Any]) -> list[int]:
+        told = []
+        for stream in (False, True):
+            more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            answer = servers.gateway.post(path, json={"max_tokens": 2, **body, **more})
+            assert answer.status_code == 200, answer.text[:500]
+            told.append(int(re.findall(r'"cached_tokens":(\d+)', answer.text)[-1]))
+        return told
+
+    completion = {"model": NAME, "prompt": prompts}
+    tokens = len(servers.keys(COMPLETION_PATH, {**completion, "prompt": prompts[0]})["keys"])
+    assert tokens
+    first, again = cached(COMPLETION_PATH, completion)
+    assert (first, again > 2 * BLOCK_TOKENS) == (0, True)
+    one = cached(COMPLETION_PATH, {**completion, "prompt": prompts[0]})
+    assert one[0] == one[1] and again <= 2 * one[0] + BLOCK_TOKENS
+    story = [{"role": "user", "content": uuid.uuid4().hex + LONG}]
+    samples = cached(CHAT_PATH, {"model": NAME, "messages": story, "n": 3})
+    assert samples[0] == 0, "the first sample computed the prompt"
+    assert samples[1] > 0
 
 
 # The keys of a prompt

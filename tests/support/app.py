@@ -36,9 +36,6 @@ STEP_TOKENS = 512
 ENGINE = {
     # Greedy answers are compared token for token: half precision would leave ties to rounding.
     "dtype": "float32",
-    # Named tools and required ones need no parser; "auto" does.
-    "enable_auto_tool_choice": "true",
-    "tool_call_parser": "hermes",
     # A step takes seconds at most, and prompts need not be long to be computed in several.
     "max_num_batched_tokens": str(STEP_TOKENS),
 }

@@ -104,16 +104,17 @@ async def _main(model: str) -> None:
 
     from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
     from headrace_decode._vllm_compat import PlannedLLM
+    from headrace_decode.apis._vllm_compat import add_api_layer
     from headrace_decode.internal import InternalOnly
     from headrace_decode.rendering._vllm_compat import keys_route
     from headrace_decode.replay.recorder import Recorded
     from headrace_decode.routes import keep_public_routes, public_routes
-    from headrace_engine.serving.validation import bound_validation
 
     line = ["--model", model, "--served-model-name", NAME, "--dtype", "float32"]
     line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
     line += ["--block-size", str(BLOCK_TOKENS), "--prefix-caching-hash-algo", "sha256_cbor"]
     line += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    line += ["--enable-prompt-tokens-details"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
 
@@ -156,7 +157,7 @@ async def _main(model: str) -> None:
         """The ports of the gateway and of the replica."""
         app = await application(reasoning)
         keep_public_routes(app)
-        bound_validation(app)
+        add_api_layer(app)
         port = await serve(
             InternalOnly(Cutting(Recorded(keys_route(app, app, llm.vllm_config))), TOKEN)
         )

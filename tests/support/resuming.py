@@ -22,6 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import PrefillStats
 
 from headrace_decode._vllm_compat import PlannedLLM, Planning
 from headrace_decode.orchestrate import Orchestrator
@@ -58,10 +59,12 @@ class Core:
         aborted: likewise of those that were.
         released: parameters of KV that nobody pulls.
         running: those that have not ended, with the places of their next tokens.
+        cached_tokens: of each prompt, what the engine says that it did not compute.
     """
 
     kv: str = "comes"
     runs: bool = True
+    cached_tokens: int = 0
     added: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     released: list[Any] = field(default_factory=list)
@@ -121,7 +124,8 @@ class Core:
             last = place + 1 == params.max_tokens
             said = [token(request.prompt_token_ids, place)]
             finish = FinishReason.LENGTH if last else None
-            outputs.append(EngineCoreOutput(name, said, finish_reason=finish))
+            stats = PrefillStats(num_cached_tokens=self.cached_tokens)
+            outputs.append(EngineCoreOutput(name, said, finish_reason=finish, prefill_stats=stats))
             if last:
                 del self.running[name]
             else:
@@ -200,6 +204,7 @@ class Frontend(PlannedLLM):
         self.logger_manager = None
         self.log_stats = self.log_requests = False
         self._cannot = self._drafter = None
+        self.cached_tokens: list[int] = []
         self._draws_again = True
         self.turns, self.lossy = Turns(StepTime()), ""
         self._apart, self._stream = {}, False

@@ -10,12 +10,13 @@ from ray.serve._private.common import RUNNING_REQUESTS_KEY
 from vllm import SamplingParams
 
 from headrace_decode._vllm_compat import PlannedLLM
+from headrace_decode.apis.usage import CachedTokens
 from headrace_decode.internal import PLAN
 from headrace_decode.server import DecodeServer
-from headrace_engine.handoff import PrefillError, PrefillRequest
+from headrace_engine.handoff import PrefillError, PrefillRequest, PrefillResult
 from headrace_engine.serving.orders import Notes, Obedience
 from headrace_prefill.server import PrefillServer
-from tests.support.orchestrated import FakePlan
+from tests.support.orchestrated import RESULT, FakePlan
 
 
 class Call:
@@ -83,8 +84,9 @@ async def test_a_prefill_replica_computes_nothing_that_the_caller_cannot_use() -
 async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() -> None:
     asked: list[PrefillRequest] = []
 
-    async def prefill(request: PrefillRequest) -> None:
+    async def prefill(request: PrefillRequest) -> PrefillResult:
         asked.append(request)
+        return RESULT
 
     planning: Any = SimpleNamespace(
         prefill_call=prefill,
@@ -102,6 +104,7 @@ async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() ->
             SamplingParams(),
             "r",
             {},
+            CachedTokens(None),
         )
     finally:
         PLAN.reset(token)

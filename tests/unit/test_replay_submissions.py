@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
@@ -17,8 +18,8 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from headrace_decode.replay import feed
 from headrace_decode.replay.llm import vllm_drafter
 from headrace_decode.replay.recorder import RECORDER, Recorder
-from headrace_decode.replay.said import Output, Said
-from tests.support.orchestrated import LATE_S, PULL, Planner, until
+from headrace_decode.replay.said import Output, Said, cached_tokens_of, read
+from tests.support.orchestrated import LATE_S, PULL, RESULT, Planner, until
 from tests.support.resuming import Core, Frontend, PrefillSide, text, token
 
 PROMPT = [3, 5, 8]
@@ -53,6 +54,7 @@ async def resume(
     prompt = {"type": "token", "prompt_token_ids": PROMPT}
     async with aclosing(llm.generate(prompt, told, name)) as answer:
         async for output in answer:
+            llm.cached_tokens.append(output.num_cached_tokens or 0)
             for choice in output.outputs:
                 tokens.setdefault(choice.index, []).extend(choice.token_ids)
     return tokens
@@ -118,6 +120,44 @@ async def test_the_planner_learns_the_whole_answer_of_a_resumed_stream(prefill: 
     llm = Frontend(Core(), planner)
     assert await resume(llm, said(5)) == WHOLE
     assert planner.over == [("r", WHOLE[0])]
+    await llm.stop()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"), [(2, 3, 2), (3, 2, 2), (0, 3, 0), (2**31 - 1, 1, 1)]
+)
+async def test_a_resumed_streams_cached_tokens_are_those_that_no_engine_computed(
+    first: int, second: int, told: int
+) -> None:
+    llm = Frontend(Core(cached_tokens=second))
+    outputs = said(3)
+    outputs[0] = (replace(outputs[0][0], cached=first),)
+    assert await resume(llm, outputs) == WHOLE
+    assert set(llm.cached_tokens) == {told}
+    recorder = RECORDER.get()
+    assert recorder is not None
+    again = read(recorder.take())
+    assert again[:3] == outputs, "the lines are the same for whoever resumes the stream next"
+    assert cached_tokens_of(again) == first
+    await llm.stop()
+
+
+async def test_what_a_prefill_engine_computed_is_not_cached() -> None:
+    llm = Frontend(Core(cached_tokens=3), Planner("p"))
+    assert await resume(llm, []) == WHOLE
+    assert set(llm.cached_tokens) == {RESULT.cached_tokens} == {0}
+    recorder = RECORDER.get()
+    assert recorder is not None and cached_tokens_of(read(recorder.take())) == 0
+    await llm.stop()
+
+
+async def test_a_new_streams_first_line_has_its_cached_tokens() -> None:
+    llm = Frontend(Core(cached_tokens=3))
+    await resume(llm, [])
+    recorder = RECORDER.get()
+    assert recorder is not None
+    lines = read(recorder.take())
+    assert [one[0].cached for one in lines] == [3] + [0] * (len(lines) - 1)
     await llm.stop()
 
 

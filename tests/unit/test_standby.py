@@ -15,12 +15,14 @@ from headrace.gateway.backend import ReplicaInfo
 from headrace.standby import StandIn
 from headrace_decode.internal import INTERNAL_HEADER
 from headrace_decode.routes import Route
+from headrace_engine.serving.parsers import Parsers
 
 
 def engine() -> Any:
     meter = SimpleNamespace(steps_total=0, running=2, waiting=1)
     llm = SimpleNamespace(errored=False, offered="")
-    return SimpleNamespace(meter=meter, llm=llm, vllm_config=None)
+    parsers = Parsers("hermes", None)
+    return SimpleNamespace(meter=meter, llm=llm, parsers=parsers, vllm_config=None)
 
 
 class Maker:
@@ -32,6 +34,8 @@ class Maker:
     async def __call__(self) -> FastAPI:
         self.made += 1
         app = FastAPI()
+        app.state.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+        app.state.args = SimpleNamespace(tool_server=None)
 
         @app.get("/v1/models")
         def models() -> dict[str, str]:

@@ -31,8 +31,12 @@ AT_ONCE = 200
 _FINISH = {str(reason): reason for reason in FinishReason}
 
 
-def output_of(output: RequestOutput) -> Output:
-    """What one output of a stream says; it has what it adds only."""
+def output_of(output: RequestOutput, cached_tokens: int = 0) -> Output:
+    """What one output of a stream says; it has what it adds only.
+
+    Args:
+        cached_tokens: `Said.cached` of the first choice.
+    """
     return tuple(
         Said(
             index=choice.index,
@@ -40,8 +44,9 @@ def output_of(output: RequestOutput) -> Output:
             logprobs=_ranked(choice),
             finish=choice.finish_reason,
             stop=choice.stop_reason,
+            cached=0 if number else cached_tokens,
         )
-        for choice in output.outputs
+        for number, choice in enumerate(output.outputs)
     )
 
 

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from headrace_decode.replay.checks import check
 from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
 from headrace_decode.replay.recorder import RECORDER, Recorder
-from headrace_decode.replay.said import Output, is_over, tokens_of
+from headrace_decode.replay.said import Output, cached_tokens_of, is_over, tokens_of
 from headrace_engine.handoff import PARAMS_KEY
 from headrace_kvstore.connector.identity.engine_identity import BOUNDED_KEY, SPARSE_KEY
 
@@ -111,6 +111,7 @@ class TakingUpLLM(AsyncLLM):
         prompt: Any,
         params: SamplingParams,
         run: Callable[[Generate, bool], AsyncGenerator[Any, None]],
+        correct: Callable[[RequestOutput], None] = lambda output: None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """A request's outputs, with those said elsewhere before them, told to its `Recorder`.
 
@@ -118,11 +119,13 @@ class TakingUpLLM(AsyncLLM):
             run: runs the request, given what asks the engine (`AsyncLLM.generate`), and whether
                 the engine has nothing left to compute for it. It may ask several times, each time
                 under another request id.
+            correct: has each output of the engine tell the right number of cached tokens.
         """
         recorder = RECORDER.get()
         if recorder is None:
             async with aclosing(run(super().generate, False)) as outputs:
                 async for output in outputs:
+                    correct(output)
                     yield output
             return
         said = recorder.begin(self._cannot or self._why_not(prompt, params))
@@ -139,17 +142,20 @@ class TakingUpLLM(AsyncLLM):
         over = is_over(said, params.n)
         async with aclosing(run(resuming if said else plain, over)) as outputs:
             async for output in outputs:
+                correct(output)
                 if states:
                     state = states[output.request_id]
                     states.clear()
                     for earlier in state.earlier():
-                        left = _tell(recorder, earlier, left)
+                        left = _tell(recorder, earlier, left, cached_tokens_of(said))
+                        earlier.num_cached_tokens = output.num_cached_tokens
                         yield earlier
-                left = _tell(recorder, output, left)
+                left = _tell(recorder, output, left, output.num_cached_tokens or 0)
                 yield output
         for state in [one for one in states.values() if one.is_fed][:1]:  # nothing was left to say
             for earlier in state.earlier():
-                left = _tell(recorder, earlier, left)
+                earlier.num_cached_tokens = cached_tokens_of(said)
+                left = _tell(recorder, earlier, left, cached_tokens_of(said))
                 yield earlier
 
     async def _add_request(
@@ -271,9 +277,12 @@ def vllm_drafter(config: VllmConfig) -> str | None:
     return None if told is None or told.method == "custom_class" else str(told.method)
 
 
-def _tell(recorder: Recorder, output: RequestOutput, left: int | None) -> int | None:
-    """Record an output; how many tokens may still be said, if there is a limit."""
-    said = output_of(output)
+def _tell(
+    recorder: Recorder, output: RequestOutput, left: int | None, cached_tokens: int
+) -> int | None:
+    """Record an output, the first one with the cached tokens; how many tokens may still be said, if
+    there is a limit."""
+    said = output_of(output, 0 if recorder.has_told else cached_tokens)
     recorder.add(said)
     if left is not None:
         left -= sum(len(one.tokens) for one in said)

@@ -23,10 +23,12 @@ class Recorder:
 
     Attributes:
         again: what the stream's engine said elsewhere.
+        has_told: whether an output was added.
     """
 
     def __init__(self) -> None:
         self.again: list[Output] = []
+        self.has_told = False
         self._began = False
         self._lines: list[bytes] = []
         self._silent = False
@@ -52,6 +54,7 @@ class Recorder:
 
     def add(self, output: Output) -> None:
         """The engine said something, which the serving layer gets now."""
+        self.has_told = True
         if not self._silent:
             self._lines.append(line(output))
 

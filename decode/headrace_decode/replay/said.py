@@ -41,7 +41,10 @@ class Said(
     msgspec.Struct,
     omit_defaults=True,
     frozen=True,
-    rename={"index": "i", "tokens": "t", "logprobs": "l", "finish": "f", "stop": "s"},
+    rename={
+        **{"index": "i", "tokens": "t", "logprobs": "l", "finish": "f", "stop": "s"},
+        "cached": "c",
+    },
 ):
     """What one output of the engine adds to one choice.
 
@@ -52,6 +55,7 @@ class Said(
             none were asked for.
         finish: the choice's finish reason, if it ends here.
         stop: the stop string or token that ended it.
+        cached: in the first output of a stream: tokens of the prompt that no engine computed.
     """
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -59,6 +63,7 @@ class Said(
     logprobs: tuple[tuple[Ranked, ...], ...] | None = None
     finish: str | None = None
     stop: int | str | None = None
+    cached: TokenId = 0
 
 
 Output = tuple[Said, ...]
@@ -107,3 +112,8 @@ def is_over(outputs: list[Output], choices: int) -> bool:
     """Whether each of so many choices has ended."""
     ended = {said.index for output in outputs for said in output if said.finish is not None}
     return len(ended) == choices
+
+
+def cached_tokens_of(outputs: list[Output]) -> int:
+    """Tokens of the prompt that no engine had computed when the stream began."""
+    return outputs[0][0].cached if outputs and outputs[0] else 0

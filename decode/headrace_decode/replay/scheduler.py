@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 
 from headrace_decode.grammars.backends import use_either_backend
@@ -48,8 +49,19 @@ class _TakesUp:
             keep_private(request)
         if (said := said_by(request.sampling_params)) and not request.num_output_tokens:
             request.append_output_token_ids(said)
-            request.prefill_stats = None  # they are of prompts; more than that may be cached
+            request.prefill_stats = None  # `schedule` tells them: more may be cached
         super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, and tell how much of the prompts of resumed requests was cached."""
+        step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        for new in step.scheduled_new_reqs:
+            if said_by(new.sampling_params):
+                request = self.requests[new.req_id]  # type: ignore[attr-defined]
+                tokens = request.num_prompt_tokens
+                request.prefill_stats = PrefillStats()
+                request.prefill_stats.set(tokens, min(new.num_computed_tokens, tokens), 0)
+        return step
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
         """As vLLM's. A grammar that is compiled is led through what has been said."""

@@ -40,10 +40,12 @@ vLLM {vllm}.
   the role admin.
 - **Request ids.** A client may send `x-request-id`: 1 to 128 letters, digits, `_`, `.`, `:` and
   `-`. The answer carries it. `GET /headrace/v1/plans/ID` then tells where the request was computed.
-  A request to `/v1/responses` is known there by the `id` of its answer.
+  A request to `/v1/responses` is known there by the `id` of its answer. `request_id` in the body of
+  a chat, a completion or a response becomes the id of the answer, behind its usual beginning.
 - **Errors.** A refusal of the gateway looks like one of the API that was called:
   `{{"error": {{"message", "type", "param", "code"}}}}` for OpenAI's, `{{"type": "error", "error":
-  {{"type", "message"}}}}` for Anthropic's. Errors of vLLM are passed on as they are.
+  {{"type", "message"}}}}` for Anthropic's. Errors of vLLM are passed on as they are, those of
+  `/v1/messages` in Anthropic's shape and with Anthropic's types.
 - **Streams** are passed on event by event. If a replica dies in the middle of a stream, another one
   [takes it up](replay.md). If it dies before the first byte, the request is sent to another one,
   three times at most. A client can [resume its stream](replay.md#when-a-gateway-dies) at another
@@ -68,6 +70,13 @@ vLLM {vllm}.
   may by default. No page may call `/headrace/`. Without keys and TLS, a request whose `Host` is no
   IP address, local name or name in `gateway.allowed_hosts` is answered 403.
 
+- **Tools, reasoning, schemas** work without settings for the families of models that vLLM has
+  parsers for; [Tools](tools.md) says which.
+- **Cached tokens.** `usage` tells how many tokens of the prompt no engine computed: they were in an
+  engine's cache or in the KV store. The fields are `prompt_tokens_details.cached_tokens`,
+  `input_tokens_details.cached_tokens` and `cache_read_input_tokens`. Several prompts are summed; of
+  several samples the first one counts.
+
 What differs from vLLM's own server:
 
 - Routes for vLLM's operator are refused with 404, among them `/scale_elastic_ep`, `/start_profile`,
@@ -78,6 +87,13 @@ What differs from vLLM's own server:
   `previous_response_id` is answered with 404, and so are `GET /v1/responses/ID` and its `cancel`.
   This is vLLM's default. Its switch `VLLM_ENABLE_RESPONSES_API_STORE` is ignored, because vLLM
   keeps answers without a bound and in the memory of one replica only.
+- What vLLM would ignore is answered 400 with the field in `param`: `guided_json` and its kin,
+  `priority` where the engine does not schedule by it, parts of a schema that nothing enforces,
+  tools and items of `/v1/responses` that only OpenAI's service has. A `request_id` has the letters
+  of an `x-request-id`.
+- A stream that the engine refuses is answered 400, not by a stream of one error.
+- Streams of `/v1/responses` name an item by one id, and end with `response.incomplete` where the
+  answer was cut. Messages of `/v1/messages` are called `msg_...` and have `stop_sequence`.
 - Lists in a request have a longest length: {items}. `messages` and `input` have at most {parts}
   items and parts of items together.
 - A request whose answer could have more than {logprobs} log-probabilities is refused with 400: the

@@ -1,0 +1,66 @@
+"""Errors in the shape that an API's clients read."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+MOST_SEARCHED, MOST_FIELDS = 16_384, 5
+"""Of a message that is made plain: characters that are looked at, and fields that are named."""
+_WRONG_FIELD = re.compile(
+    r"""'loc': \(([^()]{0,200})\), 'msg': (?:'([^'\\]{1,500})'|"([^"\\]{1,500})")"""
+)
+"""One error in vLLM's answer to a body that its schema refuses."""
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic's types of errors by status (https://docs.anthropic.com/en/api/errors)."""
+
+
+def anthropic_type(status: int) -> str:
+    """The type of an error with this status."""
+    return ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """An error as Anthropic's API writes it."""
+    return {"type": "error", "error": {"type": anthropic_type(status), "message": message}}
+
+
+def openai_error(message: str, param: str | None, status: int = 400) -> dict[str, Any]:
+    """A client's error as vLLM's application writes it."""
+    kind = "BadRequestError" if status == 400 else "InternalServerError"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def plain(message: str) -> str:
+    """A message without Python's notation: of an error of pydantic's, fields and what is wrong."""
+    found = _WRONG_FIELD.findall(message[:MOST_SEARCHED])[:MOST_FIELDS]
+    if not found:
+        return message
+    told = []
+    for place, single, double in found:
+        names = re.findall(r"[\w-]+", place)
+        field = ".".join(names[1:] if names[:1] == ["body"] else names)
+        told.append(f"{field}: {(single or double).removeprefix('Value error, ')}")
+    return "; ".join(told)
+
+
+def message_of(body: bytes) -> str | None:
+    """The message in an error's document, of either shape; None if there is none."""
+    try:
+        document = json.loads(body)
+        message = document["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return message if isinstance(message, str) else None

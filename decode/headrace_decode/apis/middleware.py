@@ -1,0 +1,293 @@
+"""The layer between vLLM's application and whoever asks it: checks requests, completes answers.
+
+ASGI. What it does to each API is in the modules beside this one. A request for any other path, and
+the events of a chat's stream, pass as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from headrace_decode.apis import checks, errors, media, messages, responses, usage
+from headrace_decode.apis.checks import Abilities, Fields, Refusal
+from headrace_decode.apis.usage import USAGE, RequestUsage
+from headrace_decode.internal import TENANT
+
+logger = logging.getLogger("headrace.decode")
+
+Message = MutableMapping[str, Any]
+ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
+_END = b"\n\n"
+_REQUEST_ID = b"x-request-id"
+_BEFORE_ENGINE = (b"event: response.created\n", b"event: response.in_progress\n")
+"""How the events begin that vLLM sends before it asks the engine."""
+
+
+class ApiMiddleware:
+    """See the module.
+
+    Args:
+        app: vLLM's application.
+        abilities: what the engine and the application can do.
+        engine_died: whether the engine did; a 500 is then no client's fault.
+    """
+
+    def __init__(self, app: ASGIApp, abilities: Abilities, engine_died: Callable[[], bool]) -> None:
+        self._app, self._abilities, self._engine_died = app, abilities, engine_died
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        path = scope["path"] if scope["type"] == "http" else ""
+        anthropic = path.startswith(checks.MESSAGES)
+        tenant = TENANT.get()
+        if path not in checks.PATHS or scope["method"] != "POST":
+            if tenant is not None and path and scope["method"] == "POST":
+                if (read := await _read(receive)) is None:
+                    return
+                scope, receive = _with_body(scope, media.scoped(read, tenant), receive)
+            answer = _Errors(send) if anthropic else None
+            await self._app(scope, receive, send if answer is None else answer.send)
+            return
+        body = await _read(receive)
+        if body is None:
+            return
+        if tenant is not None:
+            body = media.scoped(body, tenant)
+        scope, receive = _with_body(scope, body, receive)
+        fields = checks.fields_of(body)
+        if fields is not None:
+            refusal = checks.check(path, fields, self._abilities)
+            if refusal is not None:
+                await _refuse(send, path, refusal)
+                return
+            scope = _named(scope, path, fields)
+        counted = RequestUsage()
+        before = USAGE.set(counted)
+        try:
+            shaped = _Shaped(path, fields or Fields(), counted, send, self._engine_died)
+            try:
+                await self._app(scope, receive, shaped.send)
+            except Exception:
+                if not await shaped.refuse_late():
+                    raise
+        finally:
+            USAGE.reset(before)
+
+
+class _Shaped:
+    """The answer of vLLM's application on its way.
+
+    Whole answers that are changed are collected; streams pass event by event. A stream begins with
+    the engine's first output: a refusal of the engine's is an answer with a status of its own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fields: Fields,
+        counted: RequestUsage,
+        send: Any,
+        engine_died: Callable[[], bool],
+    ) -> None:
+        self._path, self._counted, self._send = path, counted, send
+        self._engine_died = engine_died
+        self._only_echo = fields.echo is True and fields.max_tokens == 0
+        self._corrects = self._only_echo or _are_several(fields.prompt)
+        self._start: Message | None = None
+        self._body: list[bytes] = []
+        self._waiting: Message | None = None
+        self._early: list[bytes] = []
+        self._refused = False
+        self._change: Callable[[bytes], bytes] | None = None
+        self._rewriter = responses.EventRewriter()
+        self._changes: dict[str, Callable[[bytes], bytes]] = {
+            checks.MESSAGES: messages.event,
+            checks.RESPONSES: self._rewriter.rewrite,
+        }
+        if self._corrects:
+            self._changes[checks.COMPLETIONS] = self._completion_event
+
+    async def send(self, message: Message) -> None:
+        """As ASGI's."""
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif self._start is not None:
+            self._body.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self._finish()
+        elif self._waiting is not None and not await self._may_begin(message):
+            pass
+        elif self._change is not None and message["type"] == "http.response.body":
+            await self._events(message)
+        else:
+            await self._send(message)
+
+    async def refuse_late(self) -> bool:
+        """Answer a request that the engine refused when its stream should begin; whether it was."""
+        refusal = self._counted.refusal
+        if refusal is None or self._waiting is None:
+            return self._refused
+        self._waiting, self._refused = None, True
+        await _refuse(self._send, self._path, Refusal(refusal[0], refusal[1] or ""))
+        return True
+
+    async def _may_begin(self, message: Message) -> bool:
+        """Whether a stream begins with this part of it. What came before the engine was asked waits
+        for that."""
+        assert self._waiting is not None
+        body = message.get("body", b"")
+        if body.startswith(_BEFORE_ENGINE) and message.get("more_body", False):
+            self._early.append(body)
+            return False
+        if self._counted.refusal is not None:
+            if not message.get("more_body", False):
+                await self.refuse_late()
+            return False
+        start, self._waiting = self._waiting, None
+        await self._send(start)
+        message["body"] = b"".join([*self._early, body])
+        return True
+
+    async def _begin(self, message: Message) -> None:
+        if _kind(message).startswith(b"text/event-stream"):
+            self._change = self._changes.get(self._path)
+            self._waiting = message
+        elif message["status"] == 200 and self._path not in self._changes:
+            await self._send(message)
+        else:
+            self._start = message
+
+    async def _finish(self) -> None:
+        assert self._start is not None
+        message, body, path = self._start, b"".join(self._body), self._path
+        if message["status"] != 200:
+            status, body = self._error(message["status"], body)
+            message["status"] = status
+        elif path == checks.MESSAGES:
+            body = messages.answer(body)
+        elif path == checks.RESPONSES:
+            body = responses.answer(body)
+        else:
+            body = usage.completion(body, self._counted, only_echo=self._only_echo)
+        await _send_whole(self._send, message, body)
+
+    def _error(self, status: int, body: bytes) -> tuple[int, bytes]:
+        """An error in the API's shape. What vLLM failed on before any prompt reached an engine that
+        lives is the request's fault."""
+        if status == 500 and not self._counted.prompts and not self._engine_died():
+            said = errors.message_of(body) or "no reason is known"
+            logger.warning("a request was not understood: %s", said)
+            status = 400
+            message = f"This request cannot be made into a prompt: {said}"
+            body = json.dumps(errors.openai_error(message, None)).encode()
+        if self._path == checks.MESSAGES:
+            body = messages.error(status, body)
+        return status, body
+
+    def _completion_event(self, event: bytes) -> bytes:
+        return usage.completion_event(event, self._counted, only_echo=self._only_echo)
+
+    async def _events(self, message: Message) -> None:
+        assert self._change is not None
+        self._body.append(message.get("body", b""))
+        whole, _, rest = b"".join(self._body).rpartition(_END)
+        self._body = [rest] if rest else []
+        more = message.get("more_body", False)
+        events = [self._change(event + _END) for event in whole.split(_END)] if whole else []
+        if not more:
+            events += [self._rewriter.rest(), *self._body]
+        body = b"".join(events)
+        if body or not more:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class _Errors:
+    """The errors of one answer, in Anthropic's shape; anything else as it is."""
+
+    def __init__(self, send: Any) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._body: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        """As ASGI's."""
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                body = messages.error(self._start["status"], b"".join(self._body))
+                await _send_whole(self._send, self._start, body)
+
+
+def _named(scope: Message, path: str, fields: Fields) -> Message:
+    """The scope with the request id that the body names, where vLLM takes the header's."""
+    if path not in (checks.CHAT, checks.COMPLETIONS) or not isinstance(fields.request_id, str):
+        return scope
+    headers = [head for head in scope["headers"] if head[0] != _REQUEST_ID]
+    return {**scope, "headers": [*headers, (_REQUEST_ID, fields.request_id.encode())]}
+
+
+def _are_several(prompt: msgspec.Raw) -> bool:
+    """Whether a completion's prompt is a list of prompts and not of token ids."""
+    start = bytes(memoryview(prompt)[:64])
+    return start.startswith(b"[") and not start[1:].lstrip()[:1].isdigit()
+
+
+def _kind(message: Message) -> bytes:
+    return next((value for name, value in message["headers"] if name == b"content-type"), b"")
+
+
+async def _read(receive: Any) -> bytes | None:
+    """The whole body; None if the client left before its end."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _with_body(scope: Message, body: bytes, receive: Any) -> tuple[Message, Any]:
+    """The scope of a request with this body, and a `receive` that gives it."""
+    length = b"%d" % len(body)
+    headers = [(k, length if k == b"content-length" else v) for k, v in scope["headers"]]
+    first = True
+
+    async def receiving() -> Any:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return {**scope, "headers": headers}, receiving
+
+
+async def _send_whole(send: Any, start: Message, body: bytes) -> None:
+    headers = [head for head in start["headers"] if head[0] != b"content-length"]
+    start["headers"] = [*headers, (b"content-length", b"%d" % len(body))]
+    await send(start)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse(send: Any, path: str, refusal: Refusal) -> None:
+    if path == checks.MESSAGES:
+        document = errors.anthropic_error(400, refusal.message)
+    else:
+        document = errors.openai_error(refusal.message, refusal.param)
+    start = {
+        "type": "http.response.start",
+        "status": 400,
+        "headers": [(b"content-type", b"application/json")],
+    }
+    await _send_whole(send, start, json.dumps(document).encode())

@@ -1,0 +1,112 @@
+"""What the prompts of one request cost, and whether the engine refused one.
+
+vLLM's completions tell the number of one prompt where a request has several, and count the token
+that the engine draws for `echo` with `max_tokens: 0`. The prompts of one request count here.
+"""
+
+from __future__ import annotations
+
+import json
+from contextvars import ContextVar
+from typing import Any
+
+_STREAMED = b"data: "
+
+
+class RequestUsage:
+    """What the prompts of one request cost.
+
+    Attributes:
+        prompts: how many reached the engine.
+        refusal: why one of them was refused, with the field that is wrong; None if none was.
+        samples: the engine's states (vLLM's `RequestState`) of the samples of a prompt that has
+            several, by the name of its request.
+    """
+
+    def __init__(self) -> None:
+        self.prompts = 0
+        self.refusal: tuple[str, str | None] | None = None
+        self.samples: dict[str, list[Any]] = {}
+        self._cached: dict[int, int] = {}
+
+    def begin(self) -> int:
+        """A prompt reaches the engine; its number."""
+        self.prompts += 1
+        return self.prompts
+
+    def tell(self, prompt: int, cached_tokens: int) -> None:
+        """So many tokens of a prompt were not computed."""
+        self._cached[prompt] = cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(self._cached.values())
+
+
+class CachedTokens:
+    """How many tokens of one prompt no engine computed.
+
+    The engine that answers counts tokens that it pulled from another engine as cached, though that
+    one computed them.
+
+    Args:
+        usage: of the request; None for what is no request of a client's.
+    """
+
+    def __init__(self, usage: RequestUsage | None) -> None:
+        self._usage = usage
+        self._prompt = 0 if usage is None else usage.begin()
+        self._most: int | None = None
+
+    def at_most(self, tokens: int) -> None:
+        """All but so many tokens of the prompt were computed somewhere."""
+        self._most = tokens if self._most is None else min(self._most, tokens)
+
+    def correct(self, output: Any) -> None:
+        """Have an output of the engine (vLLM's `RequestOutput`) tell the number."""
+        tokens = output.num_cached_tokens or 0
+        samples = [] if self._usage is None else self._usage.samples.get(output.request_id, [])
+        for sample in samples:  # all but the first one find what that one computed
+            if not sample.is_prefilling:
+                tokens = min(tokens, sample.num_cached_tokens)
+        output.num_cached_tokens = tokens if self._most is None else min(tokens, self._most)
+        if self._usage is not None:
+            self._usage.tell(self._prompt, output.num_cached_tokens)
+
+
+USAGE: ContextVar[RequestUsage | None] = ContextVar("headrace_usage", default=None)
+"""Of the request that this task answers; None for what is no request of a client's."""
+
+
+def completion(body: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
+    """A completion's document with the usage of all its prompts.
+
+    Args:
+        only_echo: whether the client wants its prompts back and no answer.
+    """
+    document = json.loads(body)
+    told = document.get("usage")
+    if not isinstance(told, dict):
+        return body
+    if only_echo:
+        told["completion_tokens"] = 0
+        told["total_tokens"] = told.get("prompt_tokens") or 0
+        for choice in document.get("choices") or ():
+            if choice.get("token_ids"):
+                choice["token_ids"] = []
+    if isinstance(details := told.get("prompt_tokens_details"), dict):
+        details["cached_tokens"] = usage.cached_tokens
+    return _encoded(document)
+
+
+def completion_event(event: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
+    """One event of a completion's stream, likewise."""
+    if b'"usage"' not in event or not event.startswith(_STREAMED + b"{"):
+        return event
+    data = event[len(_STREAMED) :].rstrip(b"\n")
+    return _STREAMED + completion(data, usage, only_echo=only_echo) + b"\n\n"
+
+
+def _encoded(document: Any) -> bytes:
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
