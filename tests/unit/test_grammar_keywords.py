@@ -10,6 +10,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
@@ -18,6 +19,7 @@ from vllm.v1.structured_output.backend_xgrammar import STRING_SUPPORTED_FORMATS
 
 from headrace_decode.grammars.backends import EitherBackend
 from headrace_decode.grammars.keywords import FORMATS, named, unenforced
+from headrace_decode.grammars.trials import GrammarTrials
 from headrace_decode.grammars.worker import Compiler
 from tests.support.tiny import VOCABULARY, tiny_llama
 
@@ -179,11 +181,26 @@ def test_one_backend_takes_schemas_and_structural_tags_in_any_order(
     assert mask.shape == (1, VOCABULARY // 32)
 
 
-def test_a_refusal_names_the_keyword_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_decode.grammars.worker.limits.MASK_S", 5.0)
+def engine_config() -> Any:
     args = EngineArgs(model=str(tiny_llama()), dtype="float32", enforce_eager=True)
     config = args.create_engine_config()
     config.scheduler_config.scheduler_cls = "headrace_decode.replay.scheduler.TakingUp"
+    return config
+
+
+@pytest.mark.slow
+async def test_the_first_schema_for_guidance_is_not_taken_for_a_slow_one() -> None:
+    trials = GrammarTrials(cloudpickle.dumps(engine_config()))
+    try:
+        found = await trials.passed({"json": {"allOf": [A, B]}}, "")
+    finally:
+        trials.close()
+    assert found["backend"] == "guidance"
+
+
+def test_a_refusal_names_the_keyword_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_decode.grammars.worker.limits.MASK_S", 5.0)
+    config = engine_config()
     compiler = Compiler(config)
     for schema, keyword, place in REFUSED.values():
         answer = compiler({"json": schema})

@@ -24,6 +24,11 @@ from headrace_decode.grammars.keywords import unenforced
 
 logger = logging.getLogger("headrace.decode")
 
+WARM_UP = (
+    '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}',
+    '{"type": "string", "pattern": "^[a-z]+$"}',
+    '{"type": "array", "items": {"type": "number", "minimum": 1}}',
+)
 MASK_BITS = 32
 """Of one number of a mask."""
 
@@ -85,9 +90,16 @@ class EitherBackend(StructuredOutputBackend):
             return
         for name in ("_xgrammar", "_guidance"):
             try:
-                getattr(self, name)
+                self._warm(getattr(self, name))
             except Exception as error:
                 logger.warning("a backend for grammars is not there: %r", error)
+
+    def _warm(self, backend: StructuredOutputBackend) -> None:
+        """Have a backend compute a mask: guidance takes 0.1 s for its first."""
+        mask = backend.allocate_token_bitmask(1)
+        for schema in WARM_UP:
+            grammar = backend.compile_grammar(StructuredOutputOptions.JSON, schema)
+            grammar.fill_bitmask(mask, 0)
 
     @property
     def _xgrammar(self) -> StructuredOutputBackend:
