@@ -36,6 +36,7 @@ from headrace.observability.shared_memory import (
     remove_shm,
     shm_names,
 )
+from headrace_kvstore.protocol.address import family
 
 HOST = "127.0.0.1"
 # Ray replaces 127.0.0.1 by the machine's external address, but keeps other loopback addresses. With
@@ -113,8 +114,7 @@ def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
 
 def port_is_free(host: str, port: int) -> bool:
     """Whether `host:port` can be listened on now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

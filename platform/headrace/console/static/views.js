@@ -14,7 +14,7 @@ const bytes = (n) => {
 function dashboardOf(state) {
   const told = state.ray?.dashboard;
   if (!told) return null;
-  const local = ["localhost", "127.0.0.1"].includes(location.hostname);
+  const local = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
   return `http://${local ? `${location.hostname}:${told.split(":").at(-1)}` : told}/#/serve/applications/${state.ray.app}`;
 }
 
