@@ -23,8 +23,8 @@ long."""
 MIN_HUNG_S = 10.0
 """No engine counts as hung before that: the first use of a kernel compiles it for seconds."""
 UNFITTED_HUNG_S = 300.0
-"""The same before the engine's steps are fitted; vLLM's own limit of a step
-(`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`)."""
+"""The same before the engine's steps are fitted, and while its requests may only wait for KV. It is
+vLLM's own limit of a step (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`)."""
 MAX_GAP_S = 10.0
 """Between two questions. Gateways ask each second while a replica is silent; after a longer gap the
 engine may have been idle in between."""

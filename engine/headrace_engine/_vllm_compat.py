@@ -309,12 +309,17 @@ def compute_gate(vllm_config: VllmConfig, meter: EngineMeter) -> ComputeGate:
 
 def engine_progress(vllm_config: VllmConfig, meter: EngineMeter, llm: AsyncLLM) -> Progress:
     """Return how far a started engine is."""
-    if not llm.output_processor.has_unfinished_requests():
-        # vLLM tells its load with each step, and none follows the end of a request by its client.
+    # vLLM tells its load with each step only. None follows the end of a request by its client, and
+    # none comes while the first step after an idle time hangs.
+    unfinished = llm.output_processor.get_num_unfinished_requests()
+    if not unfinished:
         meter.load(0, 0, meter.kv_usage)
     cache = vllm_config.cache_config
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    return meter.progress(vllm_config.scheduler_config.max_num_batched_tokens, kv_tokens)
+    progress = meter.progress(vllm_config.scheduler_config.max_num_batched_tokens, kv_tokens)
+    if unfinished and not progress.running:  # they may also wait for their KV
+        return progress._replace(running=unfinished, longest_step_s=None)
+    return progress
 
 
 def executor_class(vllm_config: VllmConfig, in_process: bool) -> type[Executor]:

@@ -69,7 +69,8 @@ class Progress(NamedTuple):
     running: int
     """Requests in its batch."""
     longest_step_s: float | None
-    """Predicted seconds of the longest step that these requests allow; None before any step."""
+    """Predicted seconds of the longest step that these requests allow; None if it is not known,
+    or not known whether they are in a step."""
 
 
 @dataclass

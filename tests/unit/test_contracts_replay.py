@@ -75,7 +75,7 @@ def test_the_frontend_can_be_led() -> None:
         f"{processor}.add_request", LLM, "request", "prompt", "parent_req", "request_index", "queue"
     )
     assert_takes(f"{processor}.process_outputs", FEED, "engine_core_outputs")
-    find(f"{processor}.has_unfinished_requests", "headrace_engine/_vllm_compat.py")
+    find(f"{processor}.get_num_unfinished_requests", "headrace_engine/_vllm_compat.py")
     for name in ("get_nowait", "put"):
         find(f"vllm.v1.engine.output_processor:RequestOutputCollector.{name}", FEED)
     find("vllm.outputs:STREAM_FINISHED", LLM)

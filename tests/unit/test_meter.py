@@ -339,9 +339,14 @@ def test_an_engine_without_a_request_runs_none_whatever_its_last_step_told() -> 
     config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
     unfinished = {"r"}
     llm: Any = SimpleNamespace(output_processor=SimpleNamespace())
-    llm.output_processor.has_unfinished_requests = lambda: bool(unfinished)
+    llm.output_processor.get_num_unfinished_requests = lambda: len(unfinished)
+    meter.step(Step(100, 0, 0, 0, 5000, 0.1))
     meter.load(1, 0, 0.5)
-    assert engine_progress(config, meter, llm).running == 1  # type: ignore[arg-type]
+    progress = engine_progress(config, meter, llm)  # type: ignore[arg-type]
+    assert progress.running == 1 and progress.longest_step_s is not None
     unfinished.clear()
     assert engine_progress(config, meter, llm).running == 0  # type: ignore[arg-type]
     assert (meter.running, meter.kv_usage) == (0, 0.5)
+    unfinished.add("its first step may hang")
+    progress = engine_progress(config, meter, llm)  # type: ignore[arg-type]
+    assert (progress.running, progress.longest_step_s) == (1, None)
