@@ -17,6 +17,7 @@ What makes that harmless:
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -353,12 +354,20 @@ def repair(t: Tables) -> None:
     t.words[REPAIRS_TOTAL] += _ONE
 
 
-@lru_cache(maxsize=1)
+_warming = threading.Lock()
+
+
 def warm() -> None:
-    """Compile everything, once a process: nobody shall compile while holding the lock.
+    """Compile everything, once a process, so that no thread compiles while it holds the lock.
 
     After this a call with arguments of other types is an error and not a compilation.
     """
+    with _warming:
+        _compile()
+
+
+@lru_cache(maxsize=1)
+def _compile() -> None:
     geometry = Geometry.plan(1 << 18, 4096, 1, 4096)
     memory = np.zeros(geometry.size_bytes, np.uint8)
     t = geometry.tables(memory)
