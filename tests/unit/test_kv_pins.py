@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from headrace_kvstore import __main__ as program
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.node.administration import MAX_LISTED, parse_hex
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import call
 from tests.support.kvcheck import broken
-from tests.support.kvnode import DIGEST, Engine, key, keys, settings, settled, until
+from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, settled, until
 
 
 @pytest.fixture
@@ -65,6 +66,26 @@ def test_room_of_a_pin_that_was_undone_is_free_for_another(engine: Engine) -> No
     last = pinned.index(False)
     engine.arena.pin(engine.row, keys(there[0]), pinned=False)
     assert pin(engine, there[last], there[-1]) == [True, False]
+
+
+def test_pins_that_an_engine_of_other_weights_left_give_way(
+    node: StoreNode, engine: Engine
+) -> None:
+    old = engine.arena
+    engine.put(*range(40))
+    there = [number for number in range(40) if engine.has(number)[0]]
+    pinned = sum(pin(engine, *there))
+    new = Arena.attach("arena", node.settings.folder)
+    row = new.namespace(b"other-weights--!", SHAPE.payload_bytes, SHAPE.layers)
+    slots = new.reserve(row, keys(*range(100, 104)), [0] * 4, [0] * 4)
+    assert (slots >= 0).all()
+    new.publish(slots, np.zeros((4, SHAPE.layers), np.uint64))
+    assert not new.pin(row, keys(*range(100, 104))).any(), "the first engine lives"
+    assert old.stats()["pinned"] == pinned
+    engine.close()
+    assert new.pin(row, keys(*range(100, 104))).all()
+    assert new.stats()["pinned"] == 4
+    new.close()
 
 
 def test_pins_are_listed_as_the_chains_that_they_are(node: StoreNode, engine: Engine) -> None:

@@ -395,7 +395,7 @@ class Arena(PolicedArena):
     def pin(self, row: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
         """Keep blocks from eviction, or let them go again; bool [n]: whether they are there, and
         pinned if they are to be. All pins together take MAX_PINNED_SHARE of the arena at most; the
-        first blocks go before the last."""
+        first blocks go before the last. Pins of namespaces that no process uses give way."""
         self._check_row(row)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
@@ -405,11 +405,26 @@ class Arena(PolicedArena):
             there = slots[slots >= 0]
             if pinned:
                 new = self.table["pinned"][there] == 0
-                fits = np.cumsum(self.table["bytes"][there] * new) <= room
+                taken = np.cumsum(self.table["bytes"][there] * new)
+                if len(taken) and taken[-1] > room:
+                    room += self._unpin_left(row)
+                fits = taken <= room
                 slots[np.flatnonzero(slots >= 0)[~fits & new]] = -1
                 there = there[fits | ~new]
             self.table["pinned"][there] = pinned
         return slots >= 0
+
+    def _unpin_left(self, row: int) -> float:
+        """Unpin the blocks of namespaces that no living process uses, such as those of weights
+        that were replaced; returns their bytes. In a section."""
+        pinned = (self.table["pinned"] == 1) & (self.table["namespace"] != row)
+        freed = 0.0
+        for other in np.unique(self.table["namespace"][pinned]).tolist():
+            if self._file.unused(other):
+                slots = np.flatnonzero(pinned & (self.table["namespace"] == other))
+                freed += float(self.table["bytes"][slots].sum())
+                self.table["pinned"][slots] = 0
+        return freed
 
     @property
     def pin_limit_bytes(self) -> int:
