@@ -167,7 +167,7 @@ def run_products(
     rounds: list[Round] = []
     about = machine()
     for number, (lost, fault) in enumerate(_drawn(options.rounds, chosen, rng), 1):
-        rounds.append(_round(app, kv, load, lost, fault, rng.randrange(100)))
+        rounds.append(_round(app, kv, load, lost, fault))
         one = rounds[-1]
         print(
             f"{number}/{options.rounds} {lost} x {fault}: {one.cut} streams cut, {one.hit} pulls "
@@ -195,7 +195,7 @@ def _drawn(rounds: int, chosen: Sequence[str], rng: random.Random) -> list[tuple
     return drawn[:rounds]
 
 
-def _round(app: App, kv: KvFaults, load: ProductLoad, lost: str, fault: str, number: int) -> Round:
+def _round(app: App, kv: KvFaults, load: ProductLoad, lost: str, fault: str) -> Round:
     time.sleep(STREAMS_S)
     load.broken.set()
     try:
@@ -203,8 +203,9 @@ def _round(app: App, kv: KvFaults, load: ProductLoad, lost: str, fault: str, num
         before, hit = _decode_replicas(app), kv.hit
         one = Round(lost, fault, time.monotonic())
         streaming = [each for each in list(load.seen) if not each.over and each.came_s]
+        busiest = _busiest(before, streaming)
         with kv.breaking(app, fault):
-            victim = LOST[lost](app, number)
+            victim = LOST[lost](app, busiest)
             lasts_s = STOPPED_S + 1.0 if lost == "hung" else KV_S
             time.sleep(max(0.0, one.broken_s + lasts_s - time.monotonic()))
     finally:
@@ -214,6 +215,16 @@ def _round(app: App, kv: KvFaults, load: ProductLoad, lost: str, fault: str, num
     app.wait_whole(victim if lost == "killed" else "")
     one.seconds = time.monotonic() - one.broken_s
     return one
+
+
+def _busiest(replicas: set[str], streaming: Sequence[Answer]) -> int:
+    """The number, in their order, of the replica with the most streams; Serve drains whom it likes.
+
+    A fault of a replica without any would show nothing.
+    """
+    answering = Counter(each.replica for each in streaming)
+    names = sorted(replicas)
+    return max(range(len(names)), key=lambda number: answering[names[number]])
 
 
 def _decode_replicas(app: App) -> set[str]:

@@ -10,7 +10,16 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.chaos.kv_faults import KV_FAULTS, KvFaults
-from benchmarks.chaos.products import LEFT, LOST, Answer, Round, _drawn, figures, is_wrong
+from benchmarks.chaos.products import (
+    LEFT,
+    LOST,
+    Answer,
+    Round,
+    _busiest,
+    _drawn,
+    figures,
+    is_wrong,
+)
 from benchmarks.chaos.streams import Seen
 
 TRUTH = Seen(0, 0.0, tokens=[1, 2, 3], over=True)
@@ -55,6 +64,14 @@ def test_the_figures_tell_the_lost_from_those_who_left() -> None:
     assert (found["left"], found["lost"], found["hung"], found["held"]) == (1, 2, 1, 0)
     assert found["wrong_or_repeated_tokens"] == 1
     assert (found["streams_cut"], found["pulls_hit"]) == (2, 1)
+
+
+def test_the_replica_with_the_most_streams_is_hit() -> None:
+    streaming = [seen(1) for _ in range(3)]
+    for each, replica in zip(streaming, "bab", strict=True):
+        each.replica = replica
+    assert _busiest({"c", "b", "a"}, streaming) == 1
+    assert _busiest({"c"}, []) == 0
 
 
 def test_every_product_comes_before_one_comes_again() -> None:
