@@ -196,6 +196,7 @@ class Frontend(PlannedLLM):
         cache = SimpleNamespace(kv_sharing_fast_prefill=False, num_gpu_blocks=1000, block_size=16)
         self.vllm_config: Any = SimpleNamespace(
             speculative_config=None,
+            lora_config=None,
             cache_config=cache,
             scheduler_config=SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None),
         )
