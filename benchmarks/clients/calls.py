@@ -264,6 +264,7 @@ def of_instructor(url: str) -> dict[str, Callable[[], Any]]:
 
 
 def of_litellm(url: str) -> dict[str, Callable[[], Any]]:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks the network otherwise
     import litellm
 
     function = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -287,7 +288,6 @@ def of_litellm(url: str) -> dict[str, Callable[[], Any]]:
 
         return run
 
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     return {
         f"litellm: {model.partition('/')[0]}, {'a tool required' if forced else 'tools'}": call(
             model, base, forced=forced
