@@ -49,7 +49,7 @@ from headrace_decode.rendering.keys import RENDER_ONLY, Prompt, Rendered
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.replay.recorder import RECORDER
 from headrace_decode.replay.said import cached_tokens_of, tokens_of
-from headrace_decode.reusing import Reuse, Reusing
+from headrace_decode.reusing import Reuse, Reusing, reusing_work
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.techniques import (
     BOUNDED,
@@ -65,7 +65,7 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.turns import PROMPTS, Turns
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
-from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, REUSED_KEY, PrefillRequest, PrefillResult
+from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.steptime import StepTime
@@ -452,37 +452,6 @@ class PlannedLLM(TakingUpLLM):
             engine_steps=lambda: planning.meter.steps_total,
             engine_busy=lambda: planning.meter.running > 0,
         )
-
-
-def reusing_work(work: Work[RequestOutput], reuse: Reuse) -> Work[RequestOutput]:
-    """Return the work of a request that may reuse KV.
-
-    vLLM counts all but one of the prompt's tokens as cached if it does. It is planned under a salt
-    of its own: planners count on prompts that the prefix cache gets.
-    """
-    prompt_tokens = len(work.token_ids)
-    cached = prompt_tokens - reuse.computed
-
-    def submit(
-        engine_request_id: str, kv_params: dict[str, Any] | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        reuse.pulls = kv_params is not None
-        reuse.happened = bool(kv_params and kv_params.get(REUSED_KEY))
-        return work.submit(engine_request_id, kv_params)
-
-    def cached_tokens(output: RequestOutput) -> int:
-        found = work.cached_tokens(output)
-        if not reuse.pulls:  # of an exact prefix at least the last block is computed
-            reuse.happened = found >= prompt_tokens - 1
-        return min(cached, found) if reuse.happened else found
-
-    return replace(
-        work,
-        salt=reuse.salt,
-        computed=reuse.computed,
-        submit=submit,
-        cached_tokens=cached_tokens,
-    )
 
 
 class PlannedVLLMEngine(MeteredVLLMEngine):

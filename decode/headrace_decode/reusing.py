@@ -17,11 +17,15 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
+from headrace_decode.orchestrate import Work
+from headrace_engine.handoff import REUSED_KEY
 from headrace_kvstore.salts import marked
+
+Output = TypeVar("Output")
 
 SAVES = 0.8
 """Reuse is worth its error if it computes at most this share of the rows."""
@@ -183,3 +187,34 @@ def pays(tokens: int, runs: Sequence[FoundRun], rows: float) -> bool:
 
 def _exact(runs: Sequence[FoundRun]) -> int:
     return sum(run.length for run in runs if is_exact(run))
+
+
+def reusing_work(work: Work[Output], reuse: Reuse) -> Work[Output]:
+    """Return the work of a request that may reuse KV.
+
+    vLLM counts all but one of the prompt's tokens as cached if it does. It is planned under a salt
+    of its own: planners count on prompts that the prefix cache gets.
+    """
+    prompt_tokens = len(work.token_ids)
+    cached = prompt_tokens - reuse.computed
+
+    def submit(
+        engine_request_id: str, kv_params: dict[str, Any] | None
+    ) -> AsyncGenerator[Output, None]:
+        reuse.pulls = kv_params is not None
+        reuse.happened = bool(kv_params and kv_params.get(REUSED_KEY))
+        return work.submit(engine_request_id, kv_params)
+
+    def cached_tokens(output: Output) -> int:
+        found = work.cached_tokens(output)
+        if not reuse.pulls:  # of an exact prefix at least the last block is computed
+            reuse.happened = found >= prompt_tokens - 1
+        return min(cached, found) if reuse.happened else found
+
+    return replace(
+        work,
+        salt=reuse.salt,
+        computed=reuse.computed,
+        submit=submit,
+        cached_tokens=cached_tokens,
+    )

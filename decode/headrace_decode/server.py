@@ -69,7 +69,7 @@ from headrace_engine.serving.orders import Notes, Obedience
 from headrace_engine.stall import LoopStall
 from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
-from headrace_kvstore.protocol.address import host_port
+from headrace_kvstore.protocol.address import base_url
 from headrace_kvstore.supply import Supply
 
 logger = logging.getLogger("headrace.decode")
@@ -492,11 +492,6 @@ def refuse_api_key(environment: Mapping[str, str]) -> None:
             f"{API_KEY} has no effect with headrace.token_path: relay, where the gateway checks "
             "keys; unset it and set headrace.gateway.api_keys or api_keys_file"
         )
-
-
-def base_url(host: str, port: int) -> str:
-    """The URL of a server at an IP address."""
-    return f"http://{host_port(host, port)}"
 
 
 async def _answer(response: Any) -> Any:

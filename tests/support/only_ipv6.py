@@ -82,7 +82,7 @@ def gateway(folder: Path) -> None:
 
     from headrace.cli.cluster import port_is_free
     from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
-    from headrace_decode.server import base_url
+    from headrace_kvstore.protocol.address import base_url
     from tests.unit import gateway_fakes as fakes
 
     class Replica(fakes.FakeReplica):

@@ -15,7 +15,8 @@ from headrace.app import build_app, build_configured
 from headrace.config import ConfigError
 from headrace.config.elasticity import POLICY
 from headrace.dropin import refusals
-from headrace_decode.server import base_url, refuse_api_key
+from headrace_decode.server import refuse_api_key
+from headrace_kvstore.protocol.address import base_url
 
 ROLE: dict[str, Any] = {
     "model_loading_config": {"model_id": "m", "model_source": "/m"},

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from headrace_decode._vllm_compat import PlannedLLM, Planning, reusing_work
+from headrace_decode._vllm_compat import PlannedLLM, Planning
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_decode.replay.scheduler import TakingUp
-from headrace_decode.reusing import Reuse, Reusing
+from headrace_decode.reusing import Reuse, Reusing, reusing_work
 from headrace_engine.handoff import REUSED_KEY, PrefillRequest
 from headrace_prefill.reuse.engine.worker import ModelInReach
 from headrace_prefill.server import PrefillServer

@@ -21,6 +21,11 @@ def host_port(host: str, port: int | str) -> str:
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
+def base_url(host: str, port: int) -> str:
+    """Return the URL of an HTTP server at an IP address."""
+    return f"http://{host_port(host, port)}"
+
+
 def split_host_port(address: str) -> tuple[str, int]:
     """Split HOST:PORT; the host comes without brackets.
 
