@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -21,6 +22,8 @@ from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, Trial
 from headrace_decode.grammars.worker import PICKS, Answer, Confines, run_confined, serve, walk
 
 CLOSE = Confines(cpu_s=1, wall_s=20.0, added_bytes=2**28, answer_bytes=1_000_000)
+PATIENT = replace(CLOSE, wall_s=300.0)
+"""A trial on a busy machine gets hardly any processor time."""
 
 
 def test_what_the_work_answers_is_the_answer() -> None:
@@ -29,9 +32,15 @@ def test_what_the_work_answers_is_the_answer() -> None:
     }
 
 
-def endless() -> Answer:
-    while True:
-        pass
+def passes_its_time() -> Answer:
+    """A trial gets only what other processes leave, so the kernel's signal is sent right away."""
+    os.kill(os.getpid(), signal.SIGXCPU)
+    return {}
+
+
+def test_the_kernel_bounds_a_trials_processor_time() -> None:
+    answer = run_confined(lambda: {"spec": resource.getrlimit(resource.RLIMIT_CPU)}, CLOSE)
+    assert answer["spec"][0] == CLOSE.cpu_s
 
 
 def greedy() -> Answer:
@@ -57,10 +66,10 @@ def chatty() -> Answer:
     return {"spec": "x" * 2_000_000}
 
 
-@pytest.mark.parametrize("work", [endless, greedy, crash, deep, chatty])
+@pytest.mark.parametrize("work", [passes_its_time, greedy, crash, deep, chatty])
 def test_work_that_passes_a_limit_or_crashes_is_refused_and_gone(work: Any) -> None:
     before = set(psutil.Process().children())
-    answer = run_confined(work, replace(CLOSE, wall_s=6.0))
+    answer = run_confined(work, PATIENT)
     assert "refused" in answer
     assert set(psutil.Process().children()) <= before
 
@@ -78,7 +87,7 @@ def killed() -> Answer:
 
 
 def test_a_trial_that_the_machine_kills_says_nothing_about_its_grammar() -> None:
-    assert "unfinished" in run_confined(killed, CLOSE)
+    assert "unfinished" in run_confined(killed, PATIENT)
 
 
 def test_trials_at_the_same_time_rest_for_each_other() -> None:
