@@ -52,6 +52,7 @@ ENFORCED_BY_XGRAMMAR: dict[str, tuple[Any, Any, Any]] = {
         {"a": 1},
         {"a": 1, "b": 2},
     ),
+    "properties of any kind": ({"type": "object", "minProperties": 2}, {"a": 1}, {"a": 1, "b": 2}),
     "values": ({"type": ["string", "null"], "enum": ["a", None]}, "b", "a"),
 }
 ENFORCED_BY_GUIDANCE: dict[str, tuple[Any, Any, Any]] = {

@@ -111,11 +111,11 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 def fails_once(call: Callable[..., object]) -> Callable[..., object]:
     failed: list[int] = []
 
-    def failing(*given: object) -> object:
+    def failing(*given: object, **named: object) -> object:
         if not failed:
             failed.append(1)
             raise LockBusyError("another process holds the arena")
-        return call(*given)
+        return call(*given, **named)
 
     return failing
 

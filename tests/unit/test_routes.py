@@ -157,10 +157,15 @@ async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
     from headrace_decode.server import DecodeServer
 
     async def build_asgi_app() -> FastAPI:
-        return application_without_engine()
+        app = application_without_engine()
+        scheduling = SimpleNamespace(policy="fcfs")
+        app.state.vllm_config = SimpleNamespace(scheduler_config=scheduling)
+        return app
 
     replica = DecodeServer.__new__(DecodeServer)
-    replica.engine = SimpleNamespace(build_asgi_app=build_asgi_app)
+    replica.engine = SimpleNamespace(
+        build_asgi_app=build_asgi_app, parsers=SimpleNamespace(why_no_tools=None)
+    )
     replica._llm_config = LLMConfig(model_loading_config={"model_id": "m", "model_source": "m"})
     replica._wiring = SimpleNamespace(listen=build_asgi_app if has_port else None)
     app = await replica.__serve_build_asgi_app__()
