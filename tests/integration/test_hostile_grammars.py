@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
+from headrace_decode.replay.llm import SCHEDULERS
 from tests.support.tiny import tiny_llama
 
 pytestmark = pytest.mark.timeout(180)
@@ -24,6 +25,7 @@ class Loop:
         from vllm.engine.arg_utils import EngineArgs
 
         config = EngineArgs(model=str(tiny_llama()), dtype="float32").create_engine_config()
+        config.scheduler_config.scheduler_cls = SCHEDULERS[False]  # as in a decode engine
         self.loop = asyncio.new_event_loop()
         self.trials = GrammarTrials(pickle.dumps(config))
 

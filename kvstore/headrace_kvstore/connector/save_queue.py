@@ -110,15 +110,15 @@ class SaveQueue:
             self._waiting_blocks += len(piece.blocks)
 
     def add_at_once(self, save: Save) -> bool:
-        """Have blocks copied with the next step. Several may exceed the limit if nothing else is
-        being copied.
+        """Have blocks copied with the next step.
 
         Returns:
-            False if there is no room.
+            False if others are being copied, and together they would be more than the limit and
+            more than `JOB_BLOCKS`: a small cache takes the copies of a context all the same.
         """
-        if self._pool is None or (
-            (self._copied_blocks or self._waiting) and len(save.blocks) > self.room
-        ):
+        busy = self._copied_blocks + self._waiting_blocks
+        most = max(self._limit, JOB_BLOCKS)
+        if self._pool is None or (busy and busy + len(save.blocks) > most):
             return False
         self._hold(save)
         self._begin(save)
