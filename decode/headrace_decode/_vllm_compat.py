@@ -465,7 +465,7 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
     llm: PlannedLLM
 
     async def start(self) -> None:
-        """As `MeteredVLLMEngine.start`; learns what the engine can do."""
+        """Start the engine, and learn which techniques it can do."""
         await super().start()
         await self.llm.learn_techniques()
 

@@ -66,7 +66,7 @@ class Texts(Protocol):
 
 @dataclass
 class Reuse:
-    """What a request's KV may be made from.
+    """The stored KV that a request's KV may be made from.
 
     Attributes:
         salt: the request's own, for its plan.

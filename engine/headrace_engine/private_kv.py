@@ -14,7 +14,7 @@ from headrace_kvstore.private_blocks import private_name
 
 
 def keep_private(request: Any, first_block: int | None = None) -> None:
-    """Give a request's blocks from `first_block` on names that nobody else can have.
+    """Give a request's blocks from `first_block` on names that no other block can have.
 
     Args:
         request: vLLM's, in the scheduler.

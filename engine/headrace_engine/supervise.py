@@ -1,6 +1,6 @@
 """Long-lived asyncio tasks that are logged when they fail, and started again.
 
-A task that nobody awaits dies without a word, and its work stays undone for ever. A supervised
+A task that is not awaited dies without a log line, and its work stays undone for ever. A supervised
 task logs each failure with its traceback and begins again after a pause. The pause doubles, as
 Kubernetes' CrashLoopBackOff does (from 10 s to 5 min; these tasks cost less to start).
 """

@@ -75,7 +75,7 @@ class StoreView:
         return [supply._replace(length=supply.length * self._block_tokens) for supply in found]
 
     def holds(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Which of some blocks all workers' parts of are in DRAM. Never raises."""
+        """Return, for each block, whether DRAM has the parts of all workers. Never raises."""
         if not hashes or not self._open() or self._arena is None:
             return [False] * len(hashes)
         try:

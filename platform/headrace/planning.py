@@ -294,7 +294,7 @@ class ReplicaPlanner:
         return 0 if self._store is None else self._store.held_tokens(token_ids, salt)
 
     def holds(self, blocks: Sequence[bytes]) -> Sequence[bool]:
-        """Which of some blocks, by hash, this machine's DRAM holds."""
+        """Return, for each block by its hash, whether this machine's DRAM holds it."""
         return [False] * len(blocks) if self._store is None else self._store.holds(blocks)
 
     def pin(self, token_ids: Sequence[int], salt: str) -> int:

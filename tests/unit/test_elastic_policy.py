@@ -263,7 +263,7 @@ def test_a_replica_that_was_missing_for_long_counts_no_more_than_a_minute_of_it(
 
 
 def test_what_is_kept_of_replicas_that_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "MOST_REPLICAS", 8)
+    monkeypatch.setattr(board, "MAX_REPLICAS", 8)
     app = one_board()
     for n in range(50):
         counted(app, (float(n), {f"r{n}": (1.0, 1.0)}))

@@ -51,7 +51,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What an engine and its application can do.
+    """The abilities of an engine and its application.
 
     Attributes:
         why_no_tools: why tool calls cannot be parsed, in words; None if they can.

@@ -1,4 +1,4 @@
-"""The layer between vLLM's application and whoever asks it: checks requests, completes answers.
+"""The layer between vLLM's application and its clients: checks requests, completes answers.
 
 ASGI. What it does to each API is in the modules beside this one. A request for any other path, and
 the events of a chat's stream, pass as they are.

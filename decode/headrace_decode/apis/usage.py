@@ -1,4 +1,4 @@
-"""What the prompts of one request cost, and whether the engine refused one.
+"""The cost of one request's prompts, and whether the engine refused one.
 
 vLLM's completions tell the number of one prompt where a request has several, and count the token
 that the engine draws for `echo` with `max_tokens: 0`. The prompts of one request count here.
@@ -14,7 +14,7 @@ _STREAMED = b"data: "
 
 
 class RequestUsage:
-    """What the prompts of one request cost.
+    """The cost of one request's prompts.
 
     Attributes:
         prompts: how many reached the engine.

@@ -203,7 +203,7 @@ class TakingUpLLM(AsyncLLM):
             queue.put(STREAM_FINISHED)
 
     async def _release_kv(self, request: Any) -> None:
-        """Tell the prefill engine that nobody pulls what it holds for a request."""
+        """Tell the prefill engine that a request's KV will not be pulled."""
         told = (request.sampling_params.extra_args or {}).get(PARAMS_KEY) or {}
         if told.get("do_remote_prefill"):
             with suppress(Exception):

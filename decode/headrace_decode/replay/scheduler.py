@@ -40,7 +40,7 @@ class _TakesUp:
         use_either_backend(self.structured_output_manager)  # type: ignore[attr-defined]
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's, with what the request has said as its output.
+        """Add a request, with the tokens of its earlier answer as output.
 
         The prompt's KV is exact whatever the answer attends to, and is shared. Blocks with tokens
         of the answer are not.
@@ -53,7 +53,7 @@ class _TakesUp:
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, and tell how much of the prompts of resumed requests was cached."""
+        """Update from a step's output, and report the cached tokens of resumed requests."""
         step = super().schedule(*args, **kwargs)  # type: ignore[misc]
         for new in step.scheduled_new_reqs:
             if said_by(new.sampling_params):

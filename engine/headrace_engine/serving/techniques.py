@@ -1,4 +1,4 @@
-"""Asks a started engine which techniques it cannot do, so that nobody is offered them.
+"""Asks a started engine which techniques it cannot do, so that no client is offered them.
 
 Workers of ours have a method `headrace_unsupported`: why a technique cannot be done, by its name.
 """

@@ -1,4 +1,4 @@
-"""Which blocks are pinned, as chains: a pinned prompt is a chain of blocks from its root to a leaf.
+"""Chains of pinned blocks: a pinned prompt is a chain from its root block to a leaf.
 Pure.
 
 Rows are SLOT (n,), of pinned blocks of one arena. A block's parent is known by the first 8 bytes of
@@ -44,7 +44,7 @@ def chain(rows: np.ndarray, leaf: int) -> set[int]:
 
 
 def _up(places: dict[Key, int], parents: list[Key], at: int, until: set[int]) -> Iterator[int]:
-    """From a block to its root, or to one of `until`."""
+    """The chain from a block to its root, or to one of `until`."""
     seen: set[int] = set()
     here: int | None = at
     while here is not None and here not in until and here not in seen:

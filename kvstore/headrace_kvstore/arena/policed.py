@@ -1,4 +1,4 @@
-"""The arena with its eviction policy: what the policy is told, and which blocks it gives up."""
+"""The arena with its eviction policy: feeds the policy, and evicts the blocks that it names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PolicedArena(ArenaMap):
         self.policy.policy.measured(medium, byte_s)
 
     def load_byte_s(self, medium: str) -> float:
-        """Seconds that a byte more takes to load from a medium; 0 where nobody has measured."""
+        """Seconds that a byte more takes to load from a medium; 0 if it was not measured."""
         return self.policy.policy.byte_s(medium)
 
     def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Blocks that an engine saves: those that wait for it, and those that are being copied.
+"""The queue of blocks that an engine saves, first waiting, then being copied.
 
 The engine's block pool holds all of them by a reference, as it holds a running request's blocks.
 So they outlive their request, which ends, is preempted or is aborted as it would without a store.
@@ -6,7 +6,7 @@ So they outlive their request, which ends, is preempted or is aborted as it woul
 Two bounds keep the room for requests. At most a quarter of the pool is being copied. What else an
 ended request has left waits, and is let go, newest first, if the pool gets short of free blocks.
 Copies keep up with that: a GPU computes 10,000 tokens/s of an 8B model, 1.3 GB/s of KV, and its bus
-takes 20 GB/s. What a running request has left is held by the request itself and is not queued.
+takes 20 GB/s. Unsaved blocks of a running request are held by the request and are not queued.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from headrace_kvstore.connector.work import Save
 logger = logging.getLogger("headrace.kvstore")
 
 COPYING_FRACTION = 1 / 4
-"""Of the engine's blocks, that may be copied at once: a step of 8,192 tokens, if 32,768 fit."""
+"""Fraction of the engine's blocks that may be copied at once: 8,192 tokens, if 32,768 fit."""
 FREE_FRACTION = 1 / 16
-"""Of the engine's blocks, that are left free by blocks that wait."""
+"""Fraction of the engine's blocks that waiting blocks leave free."""
 JOB_BLOCKS = 256
 """Blocks of one copy: it reserves their slots in one turn under the arena's lock, and they are let
 go together."""
@@ -34,7 +34,7 @@ class Index(Protocol):
     """The store, as far as it is used here."""
 
     def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Which blocks it has not. No side effects."""
+        """Return, for each block, whether it is missing. No side effects."""
         ...
 
 
@@ -92,7 +92,7 @@ class SaveQueue:
         return 0 if self._pool is None else max(1, int(len(self._pool.blocks) * COPYING_FRACTION))
 
     def lacking(self, names: Sequence[bytes]) -> list[bool]:
-        """Which blocks neither the store nor this queue has."""
+        """Return, for each block, whether both the store and this queue lack it."""
         absent = zip(self._index.lacking(names), names, strict=True)
         return [lacks and name not in self._names for lacks, name in absent]
 
@@ -180,7 +180,7 @@ class SaveQueue:
         self._names.update(save.hashes)
 
     def _let_go(self, save: Save) -> None:
-        """The pool evicts first what it is given first: the end of the prefix."""
+        """Free the end of the prefix first, because the pool evicts in that order."""
         self._names -= Counter(save.hashes)
         self._pool.free_blocks(self._pool.blocks[block] for block in reversed(save.blocks))
 

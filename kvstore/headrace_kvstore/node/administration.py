@@ -1,4 +1,4 @@
-"""What operators do with a node's blocks: list pins, undo them, clear tiers, look blocks up.
+"""An operator's actions on a node's blocks: list pins, undo them, clear tiers, look up blocks.
 
 Answers are JSON-able, with digests and hashes in hex. Blocks in objects are left alone: other nodes
 share them, and each removes the least recently used of its own.

@@ -54,7 +54,7 @@ class ObjectRead:
             self.answer(block, None)
 
     def wait(self) -> np.ndarray:
-        """Which blocks are in memory whole and proven right: bool (blocks,)."""
+        """Return, for each block, whether it is in memory, whole and verified: bool (blocks,)."""
         good = np.zeros(len(self.objects), np.bool_)
         for block, answer in enumerate(self._answers):
             try:

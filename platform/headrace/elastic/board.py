@@ -39,7 +39,7 @@ quota changes nothing."""
 MOST_STARTS = 256
 RETURNS_S = 3600.0
 """A replica that Serve leaves out of the running ones may return within this time."""
-MOST_REPLICAS = 4096
+MAX_REPLICAS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Board:
             self._load = averaged(self._load, load, part)
 
     def _new(self, name: str, told: Mapping[str, float], now_s: float) -> float:
-        """Return the requests that have come to a replica since it was last seen.
+        """Return the number of requests that a replica got since it was last seen.
 
         One that is seen for the first time counts from its first request if it is younger than the
         board. An older one served before the board was there, and counts from now on.
@@ -146,7 +146,7 @@ class Board:
         assert self._since_s is not None
         total, before = float(told.get(CAME, 0.0)), self._came.pop(name, None)
         self._came[name] = _Total(total, now_s)  # the one that was seen last stands last
-        while len(self._came) > MOST_REPLICAS or self._oldest_s() < now_s - RETURNS_S:
+        while len(self._came) > MAX_REPLICAS or self._oldest_s() < now_s - RETURNS_S:
             del self._came[next(iter(self._came))]
         if before is None:
             return total if told.get(AGE_S, math.inf) <= now_s - self._since_s else 0.0

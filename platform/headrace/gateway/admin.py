@@ -239,7 +239,7 @@ class Admin:
         return 200, self._schema[1], _JSON
 
     async def _status(self, pool: ReplicaPool) -> Answer:
-        """What can be told; a part that fails is left out, and named in `incomplete`."""
+        """The status; a part that fails is left out, and named in `incomplete`."""
         told: dict[str, Any] = {}
         incomplete: list[str] = []
 

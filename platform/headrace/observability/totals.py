@@ -1,4 +1,4 @@
-"""Counters that follow totals which somebody else counts since a start of its own."""
+"""Counters that follow the totals of other components, which count since their own start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TotalCounter:
     def follow(
         self, total: float, tags: Mapping[str, str] | None = None, *, source: str = ""
     ) -> None:
-        """Count what a total has grown by since it was last seen.
+        """Count the growth of a total since it was last seen.
 
         A total that became smaller was started again, and counts from 0.
 

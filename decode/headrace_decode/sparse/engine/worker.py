@@ -93,7 +93,7 @@ class SparseInReach:
         super().load_model(**kwargs)  # type: ignore[misc]
 
     def headrace_unsupported(self) -> dict[str, str]:
-        """As `ModelInReach.headrace_unsupported`."""
+        """Implement `ModelInReach.headrace_unsupported`."""
         found: dict[str, str] = getattr(super(), "headrace_unsupported", dict)()
         return found | self._unsupported
 
@@ -265,7 +265,7 @@ class SparseInReach:
         return found if found is None else with_lost(found, BOUND.take_lost())
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, with the requests whose KV was lost in the step."""
+        """Return the step's output, with the requests whose KV was lost in it."""
         found = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         return with_lost(found, BOUND.take_lost()) if self._sparse else found
 

@@ -262,7 +262,7 @@ def overrides_identity(overrides: Any) -> str:
 
 
 def speculative_identity(vllm_config: Any, layer_names: Sequence[str]) -> str:
-    """Which draft model some of these layers belong to; empty where all are the model's own."""
+    """Return the draft model that some of these layers belong to; empty if there is none."""
     own = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
     speculative = vllm_config.speculative_config
     if speculative is None or len(layer_names) <= own:

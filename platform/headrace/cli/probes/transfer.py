@@ -245,7 +245,7 @@ def _send(line: socket.socket, message: dict[str, Any], ends_s: float) -> None:
 
 
 def _receive(line: socket.socket, ends_s: float) -> dict[str, Any]:
-    """Return a message that has come by a time of the monotonic clock.
+    """Return the next message, if it arrives by a time of the monotonic clock.
 
     Raises:
         TimeoutError: it has not, however many of its bytes have.
