@@ -225,7 +225,7 @@ async def test_openais_client_streams_over_a_break_as_the_docs_say() -> None:
 
 
 async def test_who_does_not_ask_for_it_sees_no_line() -> None:
-    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient() as client:
+    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient(timeout=60) as client:
         plain = await client.post(bench.url + CHAT, json=ASKED)
         wants = await client.post(bench.url + CHAT, json=ASKED, headers={"x-headrace-resume": "0"})
     assert plain.content == b"".join(EVENTS) and "x-headrace-resume" not in plain.headers
@@ -234,7 +234,7 @@ async def test_who_does_not_ask_for_it_sees_no_line() -> None:
 
 @pytest.mark.parametrize("told", ["-1", "x", "1e3", "9" * 13, "100000"])
 async def test_a_wrong_header_is_refused_by_its_name(told: str) -> None:
-    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient() as client:
+    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient(timeout=60) as client:
         got = await client.post(bench.url + CHAT, json=ASKED, headers={"x-headrace-resume": told})
         assert (got.status_code, got.json()["error"]["param"]) == (400, "x-headrace-resume")
         assert bench.replica.seen == []
@@ -242,7 +242,7 @@ async def test_a_wrong_header_is_refused_by_its_name(told: str) -> None:
 
 async def test_a_stream_that_said_it_cannot_be_taken_up_is_not_resumed() -> None:
     had = line("it has two prompts") + EVENTS[0]
-    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient() as client:
+    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient(timeout=60) as client:
         got = await client.post(
             bench.url + CHAT,
             content=had + httpx.Request("POST", bench.url, json=ASKED).content,
@@ -253,7 +253,7 @@ async def test_a_stream_that_said_it_cannot_be_taken_up_is_not_resumed() -> None
 
 
 async def test_a_replica_that_tells_nothing_neither_begins_nor_resumes_such_a_stream() -> None:
-    async with gateway_over(stream) as bench, httpx.AsyncClient() as client:
+    async with gateway_over(stream) as bench, httpx.AsyncClient(timeout=60) as client:
         began = await client.post(bench.url + CHAT, json=ASKED, headers={"x-headrace-resume": "0"})
         assert "x-headrace-resume" not in began.headers
         had = says(1) + EVENTS[0]
