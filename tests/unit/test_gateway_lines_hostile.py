@@ -244,7 +244,7 @@ async def test_a_flood_of_blocks_leaves_the_loop_its_turns(
         turns += 1
         await asyncio.sleep(0)
     flood.join()
-    assert turns > 50
+    assert turns > 10
     # A turn ends 4 ms after it began, with the message that is being read; on a busy machine the
     # process may be set aside within it.
     assert 0.0 < gateway.lines.longest_s < (time.monotonic() - began_s) / 4

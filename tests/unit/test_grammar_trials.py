@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -98,18 +99,28 @@ def test_trials_at_the_same_time_rest_for_each_other() -> None:
 
 
 class Compiled:
-    """A compiler of grammars that takes as long as the grammar says."""
+    """A compiler of grammars; that of a slow one ends well after that of a quick one."""
+
+    def __init__(self, file: Path) -> None:
+        self._quick_ended = file
 
     def __call__(self, spec: Mapping[str, Any]) -> Answer:
-        time.sleep(spec["wait"])
+        if not spec["slow"]:
+            self._quick_ended.touch()
+            return {"spec": spec}
+        while not self._quick_ended.exists():
+            time.sleep(0.01)
+        time.sleep(2.0)
         return {"spec": spec}
 
 
-def test_the_worker_answers_a_quick_grammar_before_a_slow_one_that_came_first() -> None:
-    jobs = [b'{"id": %d, "spec": {"wait": %s}}' % job for job in [(1, b"1.0"), (2, b"0")]]
+def test_the_worker_answers_a_quick_grammar_before_a_slow_one_that_came_first(
+    tmp_path: Path,
+) -> None:
+    jobs = [b'{"id": 1, "spec": {"slow": true}}', b'{"id": 2, "spec": {"slow": false}}']
     answers, told = os.pipe()
     with open(answers, "rb") as lines, open(told, "wb") as writer:
-        serve(Compiled(), CLOSE, jobs, writer)
+        serve(Compiled(tmp_path / "ended"), PATIENT, jobs, writer)
         assert [json.loads(lines.readline())["id"] for _ in jobs] == [2, 1]
 
 
