@@ -216,8 +216,12 @@ async def test_trailers_are_read_and_are_no_headers() -> None:
         (b"2\r\n{}\r\n0\r\na:", b"b" * 10_000),
         (b"2;", b"a" * 10_000),
         (b"", b"1;" + b"a" * 60_000 + b"\r\na\r\n"),
+        (b"", b"1\r\na\r\n" * 1000),
     ],
-    ids=["trailers", "few trailers at once", "one trailer", "one extension", "extensions"],
+    ids=[
+        *("trailers", "few trailers at once", "one trailer", "one extension", "extensions"),
+        "chunks of one byte",
+    ],
 )
 async def test_endless_framing_ends_the_connection(begin: bytes, piece: bytes) -> None:
     async with serving(echo) as server:
@@ -231,11 +235,13 @@ async def test_endless_framing_ends_the_connection(begin: bytes, piece: bytes) -
         assert not connections(server)
 
 
-async def test_chunks_of_one_byte_are_a_body_like_any_other() -> None:
+@pytest.mark.parametrize("chunk, count", [(1, 10_000), (5, 100_000)])
+async def test_a_body_may_come_in_short_chunks(chunk: int, count: int) -> None:
+    piece = b"%d\r\n%b\r\n" % (chunk, b"a" * chunk)
     async with serving(echo) as server, client_of(server.port) as client:
-        client.writer.write(CHUNKED + b"1\r\na\r\n" * 100_000 + b"0\r\n\r\n")
+        client.writer.write(CHUNKED + piece * count + b"0\r\n\r\n")
         _, body = await client.answer()
-        assert body == CHAT.encode() + b" " + b"a" * 100_000
+        assert body == CHAT.encode() + b" " + b"a" * chunk * count
 
 
 async def test_a_body_that_nobody_reads_ends_too() -> None:

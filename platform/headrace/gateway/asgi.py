@@ -10,6 +10,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 WRITE_AT_ONCE = "headrace.write_at_once"
 """Name of our extension of ASGI, a `Write`. Only our own server has it (`listen`)."""

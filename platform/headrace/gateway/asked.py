@@ -161,22 +161,25 @@ class Intake:
         call.body = body
 
     async def parsed(self, body: bytes) -> Mapping[str, Any]:
-        """A request's body as an object.
+        """A request's body as an object, its fields checked.
 
         Each pass over a body of megabytes holds the loop for some milliseconds. Such bodies are
         parsed one after the other, and each pass in a turn of the loop of its own, so that streams
         wait for one pass and not for all passes over all bodies.
 
         Raises:
-            ApiError: it is no JSON object, or its bulk is not where a request may have bulk.
+            ApiError: it is no JSON object, its bulk is not where a request may have bulk, or a
+                field is one that no replica should get.
         """
         if len(body) <= limits.MOST_OTHER_BYTES:
-            return limits.parse_object(body)
+            return _checked(limits.parse_object(body), body)
         async with self._long_body:
             for check in (limits.check_other_bytes, limits.check_parts):
                 check(body)
                 await asyncio.sleep(0)
-            return limits.decode_object(body)
+            request = limits.decode_object(body)
+            await asyncio.sleep(0)
+            return _checked(request, body)
 
     async def _read(self, asked: Asked, most_bytes: int) -> bytes:
         """The body, which has to come in time from here on."""
@@ -202,3 +205,9 @@ class Intake:
         asked.interrupts.set_deadline(self._options.request_timeout_s - spent_s, TIME_UP)
         if not may_leave:
             asked.interrupts.listen(asked.receive)
+
+
+def _checked(request: Mapping[str, Any], body: bytes) -> Mapping[str, Any]:
+    limits.check_fields(request)
+    limits.check_logprobs(request, len(body))
+    return request

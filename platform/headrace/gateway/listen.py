@@ -20,6 +20,7 @@ import uvicorn
 from headrace.config.tlsfiles import TlsFiles
 from headrace.gateway.door.connection import SECURITY_HEADERS, SEND_TIMEOUT_S, Connection
 from headrace.gateway.door.tls import ReloadingContext
+from headrace.gateway.door.turns import InTurns
 
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
@@ -184,7 +185,7 @@ async def serve_gateway(
     context = None if tls is None else ReloadingContext(tls)
     headers = [*SECURITY_HEADERS, HSTS] if tls else SECURITY_HEADERS
     config = uvicorn.Config(
-        app,
+        InTurns(app),
         loop="none",
         http=partial(  # type: ignore[arg-type]
             Connection, max_body_bytes=max_body_bytes, send_timeout_s=send_timeout_s

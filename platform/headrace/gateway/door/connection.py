@@ -22,7 +22,7 @@ the client has read it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,15 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headrace.gateway.asgi import HANG_UP, WRITE_AT_ONCE, Message, Receive, Scope, Send
+from headrace.gateway.asgi import HANG_UP, WRITE_AT_ONCE, ASGIApp, Message, Receive, Scope, Send
 from headrace.gateway.errors import ApiError
 
 HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
 """Also of bytes in a row that hold no body: chunk extensions and trailers."""
-OVERHEAD = 8
-"""Bytes of framing for each byte of a body, beyond the first `MAX_HEAD_BYTES`: chunks of one byte
-have five."""
+OVERHEAD = 1
+"""Bytes of framing for each byte of a body, beyond the first `MAX_HEAD_BYTES`. Chunks of one byte
+have five, and each costs as much as one of 64 KiB."""
 BODY_MARGIN_BYTES = 1 << 20
 """Bytes above `max_body_bytes` after which the connection ends. The application refuses such a body
 in the shape of its API, but only in its next turn of the loop."""
@@ -66,7 +66,6 @@ SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", 
 """Headers of each answer: browsers do not guess its type, and caches do not keep it."""
 
 _WITHOUT_BODY = frozenset({204, 304})
-ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class _RefusedError(ValueError):
@@ -100,6 +99,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._in_body = self._completed = False
         self._head_bytes = self._raw_bytes = self._body_bytes = self._barren_bytes = 0
         self._body_follows = self._framed_again = False
+        self._pieces: list[bytes] = []  # of the body, since the parser was last fed
         # The timer.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -178,6 +178,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(*(why or (400, "This is not a valid HTTP request.")))
             else:
                 self._check_bytes(used, self._body_bytes - body_bytes)
+            self._pass_on_body()
             at += used
         self._unparsed = bytes(data[at:]) if self.pipeline else b""
 
@@ -266,15 +267,23 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        self._pieces.append(body)
+
+    def _pass_on_body(self) -> None:
+        """Give the application what came, at once: a body may come in chunks of one byte."""
+        if not self._pieces:
+            return
         cycle = self.cycle
         if not cycle.response_complete:
-            cycle.body += body
+            cycle.body += b"".join(self._pieces)
             if len(cycle.body) > HIGH_WATER_LIMIT:
                 self.flow.pause_reading()
             cycle.message_event.set()
+        self._pieces.clear()
 
     def on_message_complete(self) -> None:
         if not self._body_follows:
+            self._pass_on_body()
             self._in_body, self._completed = False, True
             super().on_message_complete()
 
