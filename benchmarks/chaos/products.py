@@ -43,6 +43,9 @@ STREAMS_S, FULL_S, KV_S = 5.0, 3.0, 12.0
 """From the time that all replicas are there until slow clients stop to read; from then until the
 faults, while what is kept for them fills up; how long KV faults last at least. They last as long as
 an engine is stopped, since that is found late."""
+UNREAD_S = 25.0
+"""A slow client does not read for so long, at most. A gateway hangs up after 30 s
+(`door.connection`)."""
 LEAVES_S = 4.0
 """Within this time from the fault a client leaves that does."""
 HELD_S = 10.0
@@ -115,12 +118,16 @@ class ProductLoad:
             seen.why = repr(error)
 
     def _read(self, seen: Answer, lines: Iterator[str], patience_s: float) -> None:
-        leaves_s = math.inf
+        leaves_s, reads_s = math.inf, 0.0
         for line in lines:
             if seen.read(line):
                 return
-            while seen.client == "slow" and self.broken.is_set():
-                time.sleep(0.05)
+            if not self.broken.is_set():
+                reads_s = 0.0
+            elif seen.client == "slow":
+                reads_s = reads_s or time.monotonic() + UNREAD_S
+                while self.broken.is_set() and time.monotonic() < reads_s:
+                    time.sleep(0.05)
             if seen.client == "gone" and self.broken.is_set():
                 leaves_s = min(leaves_s, time.monotonic() + patience_s)
                 if time.monotonic() > leaves_s:

@@ -138,6 +138,7 @@ class ServedApp:
             stderr=self._log,
             text=True,
             cwd=ROOT,
+            start_new_session=True,  # so a benchmark's clients come first (`benchmarks.client`)
         )
 
     def __enter__(self) -> ServedApp:

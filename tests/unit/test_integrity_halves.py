@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,6 +328,28 @@ def test_a_worker_pulls_only_with_a_claim() -> None:
     for missing in (None, Unproved("reference", "no")):
         with pytest.raises(Unproved):
             worker(missing)._may_pull("d", meta(([5, 6],), [1, 2]))
+
+
+@pytest.mark.parametrize("sliding_windows", [False, True])
+@pytest.mark.parametrize("ours", [[], [[]], [[1, 2]]], ids=["none", "no blocks", "two blocks"])
+def test_a_failed_transfer_is_told_of_if_anybody_waits_for_it(
+    ours: list[list[int]], sliding_windows: bool
+) -> None:
+    """A request whose prompt is all cached runs already: to vLLM it is no transfer that ended."""
+    one = worker(None)
+    one._is_hma_required = sliding_windows
+    one._recving_metadata = {"d": SimpleNamespace(remote=None, local_block_ids=ours)}  # type: ignore[dict-item]
+    one._agent = SimpleNamespace(outcomes=SimpleNamespace(failed={}))  # type: ignore[assignment]
+    one._failed_recv_reqs, one._invalid_block_ids = SimpleQueue(), SimpleQueue()  # type: ignore[assignment]
+    one.xfer_stats = SimpleNamespace(record_failed_transfer=lambda: None)  # type: ignore[assignment]
+    one._refuse("d", Unproved("unreachable", "the producer is gone"))
+    waits = ours == [[1, 2]]
+    assert one._failed_recv_reqs.empty() != waits
+    assert (not one._invalid_block_ids.empty() and one._invalid_block_ids.get()) == (
+        {1, 2} if waits else False
+    )
+    assert ("d" in one._recving_metadata) == waits
+    assert bool(one._agent.outcomes.failed) == waits
 
 
 def test_the_demand_for_fingerprints_travels_with_the_prefill() -> None:

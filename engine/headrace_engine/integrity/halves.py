@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 
 from headrace_engine.exchange import pieces
 from headrace_engine.handoff import CHECK_KEY
+from headrace_engine.integrity.block_ids import by_group, has_blocks
 from headrace_engine.integrity.content import BlockSums, block_seeds
 from headrace_engine.integrity.events import PROVED, UNPROVED
 from headrace_engine.integrity.identity import (
@@ -197,7 +198,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             digest = self.digests.of(request, request.prompt_token_ids[:tokens])
             if digest is None:
                 raise Unproved("unknown", "it is not known what this request's KV depends on")
-            return claim.own(digest, _groups(params["remote_block_ids"]))
+            return claim.own(digest, by_group(params["remote_block_ids"]))
         except Unproved as error:
             return error
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -251,7 +252,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             return held, params
         row, identity = grant
         places = {rank: at + row * self._row_bytes for rank, at in self._places.items()}
-        proof = identity.proof(_groups(params["remote_block_ids"]))
+        proof = identity.proof(by_group(params["remote_block_ids"]))
         return held, {**params, PARAMS_KEY: Claim(identity, places, proof).params()}
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -385,9 +386,11 @@ class ProvenWorker(NixlPullConnectorWorker):
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
         try:
-            if any(len(group) for group in meta.local_block_ids):
+            if has_blocks(meta):
                 self._may_pull(req_id, meta)
             super()._read_blocks_for_req(req_id, meta)
+            if not has_blocks(meta):
+                self._recving_metadata.pop(req_id, None)  # no transfer will end it
         except Unproved as why:
             self._refuse(req_id, why)
         except Exception as error:
@@ -402,7 +405,7 @@ class ProvenWorker(NixlPullConnectorWorker):
         remote = meta.remote
         engine = self.transfer_topo.get_engine_info(remote.engine_id)
         known = self.dst_num_blocks[remote.engine_id] // engine.remote_physical_blocks_per_logical
-        theirs = _groups(remote.block_ids)
+        theirs = by_group(remote.block_ids)
         if len(theirs) != len(meta.local_block_ids):
             raise Unproved("range", "the reference has another number of block groups")
         for rank in self.tp_mappings[remote.engine_id].all_source_ranks:
@@ -451,7 +454,7 @@ class ProvenWorker(NixlPullConnectorWorker):
 
     def _blocks_of(self, meta: Any) -> int:
         """Blocks of the prompt at the producer, of the scheduler's size."""
-        kernel_blocks = len(_groups(meta.remote.block_ids)[0])
+        kernel_blocks = len(by_group(meta.remote.block_ids)[0])
         return kernel_blocks // self._physical_blocks_per_logical_kv_block
 
     def _refuse(self, req_id: str, why: Unproved) -> None:
@@ -459,8 +462,13 @@ class ProvenWorker(NixlPullConnectorWorker):
         self._handle_failed_transfer(req_id, None)
 
     def _handle_failed_transfer(self, req_id: str, handle: Any) -> None:
-        """vLLM's, which leaves out models with sliding windows."""
+        """vLLM's, which leaves out models with sliding windows and requests without a transfer."""
         meta = self._recving_metadata.get(req_id)
+        if meta is not None and not has_blocks(meta):
+            # All its KV is here, and it runs already. Only the producer does not hear of it.
+            self._recving_metadata.pop(req_id, None)
+            self._agent.outcomes.failed.pop(req_id, None)
+            return
         if meta is not None and self._is_hma_required:
             self._invalid_block_ids.put({block for g in meta.local_block_ids for block in g})
         if meta is not None and meta.remote is not None:
@@ -482,15 +490,3 @@ class ProvenWorker(NixlPullConnectorWorker):
         if getattr(self, "_sums", None) is not None:
             assert self._sums is not None
             self._sums.close()
-
-
-def _groups(blocks: Any) -> list[list[int]]:
-    """Block ids group by group, from whatever a message made of them.
-
-    Raises:
-        TypeError: they are no lists of integers.
-    """
-    groups = [list(group) for group in blocks]
-    if any(not isinstance(block, int) for group in groups for block in group):
-        raise TypeError("block ids that are no integers")
-    return groups
