@@ -29,10 +29,12 @@ class Machine:
     """Nothing runs until `engine` and `node.start`.
 
     Args:
+        model: folder of the engines' model; None for the tiny Llama's.
         node: settings of the StoreNode.
     """
 
-    def __init__(self, **node: Any) -> None:
+    def __init__(self, model: Path | None = None, **node: Any) -> None:
+        self._model = model
         self.name = f"headrace-test-{uuid.uuid4().hex[:12]}"
         self.engines: list[StoredEngine] = []
         self.node = self._make_node(**node)
@@ -48,13 +50,24 @@ class Machine:
         self.node = self._make_node(**settings)
         return self.node.start()
 
-    def engine(self, ranks: int = 1, hands_over: bool = False, **settings: Any) -> StoredEngine:
-        """Starts; `ready` waits for it."""
+    def engine(
+        self,
+        ranks: int = 1,
+        hands_over: bool = False,
+        arguments: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> StoredEngine:
+        """Starts; `ready` waits for it.
+
+        Args:
+            arguments: more of the engine's.
+            settings: of its store.
+        """
         store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 10.0}
         store |= {"lease_s": 20.0, **settings}
-        self.engines.append(
-            StoredEngine(str(tiny_llama()), store, ranks=ranks, hands_over=hands_over)
-        )
+        model, more = str(self._model or tiny_llama()), arguments or {}
+        engine = StoredEngine(model, store, ranks=ranks, hands_over=hands_over, **more)
+        self.engines.append(engine)
         return self.engines[-1]
 
     def arena(self) -> Arena:

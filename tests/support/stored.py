@@ -48,6 +48,7 @@ class StoredEngine:
         ranks: tensor-parallel workers; several are processes of their own, in which `slow_disk`
             changes nothing.
         hands_over: whether it hands KV to other engines over NIXL, and pulls theirs.
+        more: of the engine's arguments.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StoredEngine:
         prefix_caching: bool = True,
         ranks: int = 1,
         hands_over: bool = False,
+        **more: Any,
     ) -> None:
         self._folder = TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
@@ -69,6 +71,7 @@ class StoredEngine:
             "prefix_caching": int(prefix_caching),
             "ranks": ranks,
             "hands_over": int(hands_over),
+            "more": json.dumps(more),
         }
         run.engine_started()
         self._child = Child("stored", options, environment, self._log, "tests.support.")
@@ -86,14 +89,17 @@ class StoredEngine:
         max_tokens: int = 8,
         together: bool = False,
         anew: bool = False,
+        adapter: tuple[int, str] | None = None,
     ) -> list[Stored]:
         """Greedy answers to prompts of token ids, one after the other, or all at once.
 
         Args:
             salts: a cache salt a prompt.
             anew: the engine forgets its own prefix cache first.
+            adapter: number and folder of a LoRA adapter; its name is that of the folder.
         """
-        self.ask(prompts, salts, max_tokens=max_tokens, together=together, anew=anew)
+        task = {"max_tokens": max_tokens, "together": together, "anew": anew}
+        self.ask(prompts, salts, **task, adapter=adapter)
         return self.answer()
 
     def ask(
@@ -104,10 +110,11 @@ class StoredEngine:
         max_tokens: int = 8,
         together: bool = False,
         anew: bool = False,
+        adapter: tuple[int, str] | None = None,
     ) -> None:
         """As `answers`, without waiting for them: `answer` does."""
         task = {"prompts": prompts, "salts": salts, "max_tokens": max_tokens}
-        self._child.ask("answers", **task, together=together, anew=anew)
+        self._child.ask("answers", **task, together=together, anew=anew, adapter=adapter)
 
     def answer(self) -> list[Stored]:
         """What was asked for last. Raises RuntimeError if the engine failed or is gone."""
@@ -191,6 +198,7 @@ class Engine:
         prefix_caching: bool,
         ranks: int,
         hands_over: bool,
+        more: dict[str, Any],
     ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -198,6 +206,7 @@ class Engine:
 
         files.Mover = SlowMover  # type: ignore[misc]
         transfer = None
+        self._stores = store is not None
         if store is not None:
             connector = store_connector(store)
             if hands_over:
@@ -209,11 +218,10 @@ class Engine:
                     {"connectors": [checked_nixl_connector(), connector]},
                 )
             transfer = KVTransferConfig(**connector)
+        usual = {"dtype": "float32", "enforce_eager": True, "max_model_len": 8192}
         self._llm = LLM(
             model,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=8192,
+            **(usual | more),
             enable_prefix_caching=prefix_caching,
             disable_hybrid_kv_cache_manager=True,
             disable_log_stats=False,
@@ -229,6 +237,7 @@ class Engine:
         max_tokens: int = 8,
         together: bool = False,
         anew: bool = False,
+        adapter: tuple[int, str] | None = None,
     ) -> list[dict[str, Any]]:
         if anew:
             self._forget()
@@ -237,7 +246,8 @@ class Engine:
             if salt is not None:
                 given["cache_salt"] = salt
         turns = [inputs] if together else [[given] for given in inputs]
-        return [answer for turn in turns for answer in self._turn(turn, max_tokens)[0]]
+        ask = {"max_tokens": max_tokens, "adapter": adapter}
+        return [answer for turn in turns for answer in self._turn(turn, **ask)[0]]
 
     def prefill(self, prompt: list[int], salt: str) -> Any:
         given = {"prompt_token_ids": prompt, "cache_salt": salt}
@@ -250,7 +260,7 @@ class Engine:
 
     def update_weights(self) -> None:
         self._llm.collective_rpc(_flip)
-        self._forget(reset_connector=True)
+        self._forget(**({"reset_connector": True} if self._stores else {}))
 
     def _forget(self, **more: bool) -> None:
         """Empty the prefix cache. Blocks that are being saved are given back in a later step."""
@@ -261,17 +271,23 @@ class Engine:
             time.sleep(0.01)
 
     def _turn(
-        self, inputs: list[dict[str, Any]], max_tokens: int, transfer: Any = None
+        self,
+        inputs: list[dict[str, Any]],
+        max_tokens: int,
+        transfer: Any = None,
+        adapter: tuple[int, str] | None = None,
     ) -> tuple[list[dict[str, Any]], Any]:
         """Answers, and how the last one's KV is pulled."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
+        lora = adapter and LoRARequest(Path(adapter[1]).name, *adapter)
         extra = None if transfer is None else {PARAMS_KEY: transfer}
         params = SamplingParams(
             max_tokens=max_tokens, temperature=0.0, logprobs=0, extra_args=extra
         )
         answers, transfer = [], None
-        for result in self._llm.generate(inputs, params, use_tqdm=False):
+        for result in self._llm.generate(inputs, params, use_tqdm=False, lora_request=lora):
             [output] = result.outputs
             assert output.logprobs is not None
             logprobs = [
@@ -382,9 +398,10 @@ def main() -> None:
     parser.add_argument("--prefix-caching", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--hands-over", type=int, required=True)
+    parser.add_argument("--more", type=json.loads, required=True)
     args = parser.parse_args()
     flags = bool(args.prefix_caching), args.ranks, bool(args.hands_over)
-    serve(lambda: Engine(args.model, args.store, *flags))
+    serve(lambda: Engine(args.model, args.store, *flags, args.more))
 
 
 if __name__ == "__main__":

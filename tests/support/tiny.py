@@ -26,6 +26,8 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
 HIDDEN, INTERMEDIATE = HEADS * HEAD_DIM, 4096
 """Wide enough that computing a block takes ten times as long as loading it, as for a real model."""
 POSITIONS = 8192
+RANK = 8
+"""Of adapters."""
 FLOAT32_BYTES = 4
 KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * FLOAT32_BYTES
 """In float32."""
@@ -43,12 +45,16 @@ def tiny_llama() -> Path:
     return make_tiny_llama(run.folder() / "tiny")
 
 
-def make_tiny_llama(folder: Path, seed: int = 0) -> Path:
-    """Write the model's files into `folder`, which is made; returns it."""
+def make_tiny_llama(folder: Path, seed: int = 0, **config: object) -> Path:
+    """Write the model's files into `folder`, which is made; returns it.
+
+    Args:
+        config: fields of its configuration that differ.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write(folder / "config.json", _config())
+    _write(folder / "config.json", _config() | config)
     _write(
         folder / "tokenizer_config.json",
         {
@@ -60,6 +66,23 @@ def make_tiny_llama(folder: Path, seed: int = 0) -> Path:
         },
     )
     save_file(_weights(tokenizer, seed), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter for it into `folder`, which is made; returns it. Its answers are not the
+    model's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
+        for part, shape in (("A", (RANK, HIDDEN)), ("B", (KV_HEADS * HEAD_DIM, RANK))):
+            scale = np.float32(shape[1] ** -0.5)
+            weights[f"{name}.lora_{part}.weight"] = rng.standard_normal(shape, np.float32) * scale
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+    told = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 2 * RANK}
+    _write(folder / "adapter_config.json", told | {"target_modules": ["v_proj"], "bias": "none"})
     return folder
 
 
