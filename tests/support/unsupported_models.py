@@ -1,0 +1,166 @@
+"""Engines of models that a technique cannot be done for, one after another, with all switched on.
+
+    told("unsupported_models", FOLDER)
+
+For each model: why not, what a prompt took from the prefix cache when it came again, blocks in the
+store, and what the log said of it. Weights are random.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import Ernie4_5Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+
+from headrace_engine.handoff import REUSE_KEY
+from tests.support.program import say
+
+BLOCK, BLOCKS, TOKENS = 128, 40, 300
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 256,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+MODELS: dict[str, Any] = {
+    "ernie": lambda: Ernie4_5Config(**SIZES, rope_parameters=PLAIN),
+    "yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
+    "longrope": lambda: LlamaConfig(**SIZES, rope_parameters=LONGROPE),
+    "mixtral": lambda: MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **MOE, num_experts=4, rope_parameters=PLAIN),
+}
+ARCHITECTURES = {
+    "ernie": "Ernie4_5ForCausalLM",
+    "yarn": "LlamaForCausalLM",
+    "longrope": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+class Said(logging.Handler):
+    """What was logged as a warning or worse."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def tried(name: str, folder: Path) -> dict[str, Any]:
+    """One engine."""
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.inputs import TokensPrompt
+
+    from headrace_decode.bounded.engine.settings import BoundedSettings
+    from headrace_decode.replay.llm import BOUNDING_SCHEDULERS
+    from headrace_decode.sparse.engine.settings import SparseSettings
+
+    config = MODELS[name]()
+    config.architectures = [ARCHITECTURES[name]]
+    config.save_pretrained(folder / name)
+    store = {"name": f"store-{name}", "folder": str(folder), "dram_bytes": 32 << 20, "node": False}
+    connectors = [
+        {
+            "kv_connector": kind,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": store,
+        }
+        for kind, module in (
+            ("HeadraceConnector", "headrace_engine.store_connector"),
+            ("StoredReuseConnector", "headrace_prefill.reuse.engine.stored"),
+        )
+    ]
+    said = Said()
+    logging.getLogger("headrace").addHandler(said)
+    llm = LLM(
+        str(folder / name),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_num_batched_tokens=512,
+        max_num_seqs=4,
+        num_gpu_blocks_override=BLOCKS,
+        disable_hybrid_kv_cache_manager=True,
+        worker_cls="headrace.reuse_workers.SparseReusingTakingUpWorker",
+        scheduler_cls=BOUNDING_SCHEDULERS[True],
+        additional_config={
+            **SparseSettings().additional_config(),
+            **BoundedSettings().additional_config(),
+        },
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="HeadracePDConnector",
+            kv_connector_module_path="headrace_kvstore.connector.composite",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": connectors},
+        ),
+    )
+    prompt = TokensPrompt(prompt_token_ids=[n * 7 % 500 + 5 for n in range(TOKENS)])
+    [why] = llm.collective_rpc("headrace_unsupported")
+    cached = []
+    for extra in (
+        None,
+        {"sparse": 0.1},
+        {"bounded": 0.25},
+        {"kv_transfer_params": {REUSE_KEY: {"runs": [[5, 9, 200, 9, b"x" * 64]]}}},
+    ):
+        params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra)
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+        cached.append(output.num_cached_tokens)
+    core: Any = llm.llm_engine.engine_core.engine_core
+    connector: Any = core.scheduler.connector
+    stored = next(each for each in connector._connectors if hasattr(each, "half"))
+    blocks = stored._arena.stats()["blocks"]
+    logging.getLogger("headrace").removeHandler(said)
+    llm.llm_engine.engine_core.shutdown()
+    del llm, core, connector, stored
+    ensure_kv_transfer_shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return {"why": why, "cached": cached, "stored": blocks, "said": said.lines}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    say({name: tried(name, folder) for name in MODELS})
+
+
+if __name__ == "__main__":
+    main()
