@@ -30,6 +30,7 @@ from benchmarks.chaos.faults import STOPPED_S, drain, kill_engine, stop_engine
 from benchmarks.chaos.kv_faults import KV_FAULTS, KvFaults
 from benchmarks.chaos.streams import LIMIT_S, Seen, ask, body_of, headers_of
 from benchmarks.serving.environment import machine
+from headrace.gateway.door.connection import SEND_TIMEOUT_S
 
 LOST: dict[str, Callable[[App, int], str]] = {
     "killed": kill_engine,
@@ -43,9 +44,8 @@ STREAMS_S, FULL_S, KV_S = 5.0, 3.0, 12.0
 """From the time that all replicas are there until slow clients stop to read; from then until the
 faults, while what is kept for them fills up; how long KV faults last at least. They last as long as
 an engine is stopped, since that is found late."""
-UNREAD_S = 25.0
-"""A slow client does not read for so long, at most. A gateway hangs up after 30 s
-(`door.connection`)."""
+UNREAD_S = SEND_TIMEOUT_S - 5.0
+"""A slow client does not read for so long, at most: a gateway would hang up."""
 LEAVES_S = 4.0
 """Within this time from the fault a client leaves that does."""
 HELD_S = 10.0

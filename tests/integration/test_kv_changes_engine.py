@@ -8,14 +8,13 @@ an engine comes back with another `max_model_len`, and weights are updated in pl
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.disk import small_disk
 from tests.support.machine import BLOCK, Machine, assert_same, full_tokens, until
 from tests.support.prompts import noise
 from tests.support.stored import Stored, StoredEngine
@@ -51,10 +50,22 @@ class Story:
     short: StoredEngine
     number: int = 1
 
-    def answers(self, engine: StoredEngine, adapter: bool = False, **more: Any) -> list[Stored]:
+    def answers(self, engine: StoredEngine, adapter: bool = False) -> list[Stored]:
         """To all prompts; an engine with a store has only the store's KV."""
         lora = (self.number, str(self.adapter)) if adapter else None
-        return engine.answers(PROMPTS, anew=True, adapter=lora, **more)
+        return engine.answers(PROMPTS, anew=True, adapter=lora)
+
+    def found(self, engine: StoredEngine, adapter: bool = False) -> list[Stored]:
+        """The same, once all its KV comes from the store. What an engine has computed is saved
+        behind its steps, and files of adapters are read beside them."""
+        answers: list[Stored] = []
+
+        def all_found() -> bool:
+            answers[:] = self.answers(engine, adapter)
+            return cached(answers) == FOUND
+
+        until(all_found)
+        return answers
 
     def exchange_adapter(self, seed: int) -> None:
         """Put another one in its place, under its name and path."""
@@ -72,23 +83,20 @@ def differ(some: list[Stored], others: list[Stored]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A small one of its own."""
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """Where a small one of its own is; None if nobody may mount it."""
     where = tmp_path_factory.mktemp("disk")
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(where)]
-    if subprocess.run(mount, check=False).returncode:
-        pytest.skip("may not mount a file system")
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
+    with small_disk(where, DISK_BYTES) as is_small:
+        yield where if is_small else None
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[Story]:
+def story(tmp_path_factory: pytest.TempPathFactory, disk: Path | None) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("changes")
+    kv = (disk or folder) / "kv"
     model = make_tiny_llama(folder / "model", rope_parameters=LONGROPE)
     adapter = make_adapter(folder / "sql", seed=1)
-    nvme = {"nvme_folder": disk / "kv", "nvme_bytes": 4 << 30, "segment_bytes": SEGMENT_BYTES}
-    machine = Machine(model, **nvme)
+    machine = Machine(model, nvme_folder=kv, nvme_bytes=4 << 30, segment_bytes=SEGMENT_BYTES)
     plain = [
         StoredEngine(str(model), None, False, max_model_len=length, **ADAPTERS)
         for length in (POSITIONS, SHORT)
@@ -138,21 +146,8 @@ def with_adapter(story: Story, truth: list[Stored]) -> list[Stored]:
 
 
 def test_an_adapters_kv_is_shared_too(story: Story, with_adapter: list[Stored]) -> None:
-    answers: list[Stored] = []
-
-    def known() -> bool:  # its files are read beside the engine's steps
-        answers[:] = story.answers(story.first, adapter=True)
-        return cached(answers) == FOUND
-
-    until(known)
-    assert_same(answers, with_adapter)
-
-    def shared() -> bool:
-        answers[:] = story.answers(story.second, adapter=True)
-        return cached(answers) == FOUND
-
-    until(shared)
-    assert_same(answers, with_adapter)
+    for engine in (story.first, story.second):
+        assert_same(story.found(engine, adapter=True), with_adapter)
 
 
 def test_an_adapter_exchanged_under_its_name_finds_nothing(
@@ -178,13 +173,18 @@ def test_after_a_restart_of_the_node_all_is_found(story: Story, truth: list[Stor
         assert_same([story.machine.from_below(story.second, prompt)], [answer])
 
 
-def test_a_full_disk_changes_no_answer(story: Story, truth: list[Stored], disk: Path) -> None:
+def test_a_full_disk_changes_no_answer(
+    story: Story, truth: list[Stored], disk: Path | None
+) -> None:
+    if disk is None:
+        pytest.skip("may not mount a file system")
     with (disk / "others").open("wb", buffering=0) as others:
         while True:
             try:
                 others.write(bytes(1 << 20))
             except OSError:
                 break
+    assert shutil.disk_usage(disk).free < SEGMENT_BYTES
     fresh = [noise(BLOCK * 16 + 1, seed=100 + n) for n in range(6)]
     expected = story.plain.answers(fresh)
     for engine in (story.first, story.second):
@@ -203,21 +203,13 @@ def test_another_max_model_len_has_kv_of_its_own(story: Story, truth: list[Store
     answers = story.answers(story.first)
     assert cached(answers) == NONE
     assert_same(answers, expected)
-    until(lambda: cached(story.answers(story.first)) == FOUND)
-    assert_same(story.answers(story.first), expected)
+    assert_same(story.found(story.first), expected)
     assert_same(story.answers(story.second), truth)
 
 
 def test_an_adapter_that_was_exchanged_is_known_at_the_next_start(story: Story) -> None:
     expected = story.answers(story.short, adapter=True)
-    answers: list[Stored] = []
-
-    def known() -> bool:
-        answers[:] = story.answers(story.first, adapter=True)
-        return cached(answers) == FOUND
-
-    until(known)
-    assert_same(answers, expected)
+    assert_same(story.found(story.first, adapter=True), expected)
 
 
 def test_weights_updated_in_place_have_kv_of_their_own(story: Story, truth: list[Stored]) -> None:
@@ -229,6 +221,5 @@ def test_weights_updated_in_place_have_kv_of_their_own(story: Story, truth: list
     answers = story.answers(story.second)
     assert cached(answers) == NONE
     assert_same(answers, updated)
-    until(lambda: cached(story.answers(story.second)) == FOUND)
-    assert_same(story.answers(story.second), updated)
+    assert_same(story.found(story.second), updated)
     assert_same(story.answers(story.first), before)

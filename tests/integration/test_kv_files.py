@@ -28,6 +28,7 @@ from headrace_kvstore.nvme.mover import MoveError, Mover
 from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES
 from headrace_kvstore.nvme.segment import page_memory
+from tests.support.disk import small_disk
 from tests.support.kvfiles import SHAPE, Bench, key
 
 pytestmark = pytest.mark.timeout(120)
@@ -244,17 +245,13 @@ def test_a_killed_writer_leaves_only_whole_records_and_its_folder_to_the_next(
 # A bad disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(name="small_disk")
+def _small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of two segments and a little."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    size = f"size={(2 * SEGMENT_BYTES + 64 * PAGE_BYTES) // 1024}k"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(where)], check=False)
-    if mounted.returncode:
-        pytest.skip("may not mount a file system")
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
+    with small_disk(tmp_path / "disk", 2 * SEGMENT_BYTES + 64 * PAGE_BYTES) as is_small:
+        if not is_small:
+            pytest.skip("may not mount a file system")
+        yield tmp_path / "disk"
 
 
 def test_a_full_disk_is_lived_with_and_then_turns_writing_off(

@@ -212,7 +212,7 @@ class Engine:
             if hands_over:
                 # MultiConnector takes statistics for mappings, as they are between two processes.
                 KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
-                connector = _connector(
+                connector = connector_of(
                     "HeadracePDConnector",
                     "headrace_kvstore.connector.composite",
                     {"connectors": [checked_nixl_connector(), connector]},
@@ -246,8 +246,8 @@ class Engine:
             if salt is not None:
                 given["cache_salt"] = salt
         turns = [inputs] if together else [[given] for given in inputs]
-        ask = {"max_tokens": max_tokens, "adapter": adapter}
-        return [answer for turn in turns for answer in self._turn(turn, **ask)[0]]
+        told = [self._turn(turn, max_tokens, adapter=adapter)[0] for turn in turns]
+        return [answer for answers in told for answer in answers]
 
     def prefill(self, prompt: list[int], salt: str) -> Any:
         given = {"prompt_token_ids": prompt, "cache_salt": salt}
@@ -260,7 +260,7 @@ class Engine:
 
     def update_weights(self) -> None:
         self._llm.collective_rpc(_flip)
-        self._forget(**({"reset_connector": True} if self._stores else {}))
+        self._forget(reset_connector=self._stores)
 
     def _forget(self, **more: bool) -> None:
         """Empty the prefix cache. Blocks that are being saved are given back in a later step."""
@@ -343,16 +343,16 @@ def side_channel(ranks: int = 1) -> dict[str, str]:
 
 def store_connector(store: dict[str, Any]) -> dict[str, Any]:
     """A transfer configuration with a KV store of these settings."""
-    return _connector("HeadraceConnector", "headrace_engine.store_connector", store)
+    return connector_of("HeadraceConnector", "headrace_engine.store_connector", store)
 
 
 def checked_nixl_connector() -> dict[str, Any]:
     """A transfer configuration with NIXL, and a fingerprint of all KV."""
     checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
-    return _connector("NixlConnector", "headrace_engine.integrity.connector", checks)
+    return connector_of("NixlConnector", "headrace_engine.integrity.connector", checks)
 
 
-def _connector(name: str, module: str, settings: dict[str, Any]) -> dict[str, Any]:
+def connector_of(name: str, module: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "kv_connector": name,
         "kv_connector_module_path": module,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import Ernie4_5Config, LlamaConfig, MixtralConfig, Qwen3MoeCon
 
 from headrace_engine.handoff import REUSE_KEY
 from tests.support.program import say
+from tests.support.stored import connector_of, store_connector
 
 BLOCK, BLOCKS, TOKENS = 128, 40, 300
 SIZES = {
@@ -32,7 +34,7 @@ SIZES = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
-MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LLAMA = "LlamaForCausalLM"
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -47,21 +49,27 @@ LONGROPE = {
     "original_max_position_embeddings": 256,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
-MODELS: dict[str, Any] = {
-    "ernie": lambda: Ernie4_5Config(**SIZES, rope_parameters=PLAIN),
-    "yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
-    "longrope": lambda: LlamaConfig(**SIZES, rope_parameters=LONGROPE),
-    "mixtral": lambda: MixtralConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN
+MODELS: dict[str, Callable[[], Any]] = {
+    "ernie": lambda: Ernie4_5Config(
+        **SIZES, rope_parameters=PLAIN, architectures=["Ernie4_5ForCausalLM"]
     ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **MOE, num_experts=4, rope_parameters=PLAIN),
-}
-ARCHITECTURES = {
-    "ernie": "Ernie4_5ForCausalLM",
-    "yarn": "LlamaForCausalLM",
-    "longrope": "LlamaForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN, architectures=[LLAMA]),
+    "longrope": lambda: LlamaConfig(**SIZES, rope_parameters=LONGROPE, architectures=[LLAMA]),
+    "mixtral": lambda: MixtralConfig(
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=PLAIN,
+        architectures=["MixtralForCausalLM"],
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        rope_parameters=PLAIN,
+        architectures=["Qwen3MoeForCausalLM"],
+    ),
 }
 
 
@@ -88,23 +96,17 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     from headrace_decode.replay.llm import BOUNDING_SCHEDULERS
     from headrace_decode.sparse.engine.settings import SparseSettings
 
-    config = MODELS[name]()
-    config.architectures = [ARCHITECTURES[name]]
-    config.save_pretrained(folder / name)
+    MODELS[name]().save_pretrained(folder / name)
     store = {"name": f"store-{name}", "folder": str(folder), "dram_bytes": 32 << 20, "node": False}
     connectors = [
-        {
-            "kv_connector": kind,
-            "kv_connector_module_path": module,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": store,
-        }
-        for kind, module in (
-            ("HeadraceConnector", "headrace_engine.store_connector"),
-            ("StoredReuseConnector", "headrace_prefill.reuse.engine.stored"),
-        )
+        store_connector(store),
+        connector_of("StoredReuseConnector", "headrace_prefill.reuse.engine.stored", store),
     ]
+    composite = connector_of(
+        "HeadracePDConnector",
+        "headrace_kvstore.connector.composite",
+        {"connectors": connectors},
+    )
     said = Said()
     logging.getLogger("headrace").addHandler(said)
     llm = LLM(
@@ -123,13 +125,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
             **SparseSettings().additional_config(),
             **BoundedSettings().additional_config(),
         },
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="HeadracePDConnector",
-            kv_connector_module_path="headrace_kvstore.connector.composite",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"connectors": connectors},
-        ),
+        kv_transfer_config=KVTransferConfig(**composite),
     )
     prompt = TokensPrompt(prompt_token_ids=[n * 7 % 500 + 5 for n in range(TOKENS)])
     [why] = llm.collective_rpc("headrace_unsupported")

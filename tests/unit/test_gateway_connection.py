@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import uvloop
 
-from headrace.gateway import Server, serve_gateway
-from headrace.gateway.asgi import HANG_UP
 from headrace.gateway.door import connection
-from headrace.gateway.door.connection import LINGER_BYTES, MAX_HEAD_BYTES
+from headrace.gateway.door.connection import MAX_HEAD_BYTES
+from tests.support.connections import (
+    client_of,
+    connections,
+    echo,
+    read_all,
+    send_all,
+    serving,
+)
 from tests.unit.gateway_fakes import CHAT, PROMPT, answer, begin_stream, gateway_over, soon
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
-LIMIT_S = 20.0
 START = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
 CHUNKED = START + b"transfer-encoding: chunked\r\n\r\n"
 BODY = json.dumps(PROMPT).encode()
@@ -36,98 +40,6 @@ def event_loop_policy(request: pytest.FixtureRequest) -> Iterator[asyncio.Abstra
     yield (
         uvloop.EventLoopPolicy() if request.param == "uvloop" else asyncio.DefaultEventLoopPolicy()
     )
-
-
-class Client:
-    """A raw connection."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    async def flood(self, piece: bytes, most_bytes: int = 2 * LINGER_BYTES) -> int:
-        """Send a piece again and again until the server hangs up; the bytes sent by then."""
-        sent = 0
-        with contextlib.suppress(ConnectionError):
-            while sent < most_bytes:
-                self.writer.write(piece)
-                await self.writer.drain()
-                sent += len(piece)
-        return sent
-
-    async def rest(self) -> bytes:
-        """All that the server sends until it hangs up."""
-        found = b""
-        with contextlib.suppress(ConnectionError):
-            while part := await self.reader.read(65_536):
-                found += part
-        return found
-
-    async def head(self) -> bytes:
-        return (await self.reader.readuntil(b"\r\n\r\n")).lower()
-
-    async def answer(self) -> tuple[bytes, bytes]:
-        """The head and body of an answer whose length is told."""
-        head = await self.head()
-        length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        return head, await self.reader.readexactly(length)
-
-    async def is_ended(self) -> None:
-        """The server has ended the connection: it takes no more bytes."""
-        with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop raises the latter
-            while True:
-                self.writer.write(b"a")
-                await self.writer.drain()
-                await asyncio.sleep(0.02)
-
-
-@contextlib.asynccontextmanager
-async def client_of(port: int) -> AsyncIterator[Client]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            yield Client(reader, writer)
-    finally:
-        writer.transport.abort()
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    app: Callable[[Any, Any, Any], Awaitable[None]], **options: Any
-) -> AsyncIterator[Server]:
-    """A server of an ASGI app."""
-
-    async def http_only(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await app(scope, receive, send)
-
-    server = await serve_gateway(http_only, "127.0.0.1", 0, **options)
-    try:
-        yield server
-    finally:
-        await server.stop(1)
-
-
-async def send_all(send: Any, body: bytes, *headers: tuple[bytes, bytes]) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": list(headers)})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def read_all(receive: Any) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body
-
-
-async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the body, and what was asked for before it."""
-    body = scope["path"].encode() + b" " + await read_all(receive)
-    await send_all(send, body, (b"content-length", b"%d" % len(body)))
-
-
-def connections(server: Server) -> set[Any]:
-    return server._server.server_state.connections
 
 
 # Answers before the body's end.
@@ -433,92 +345,6 @@ async def test_a_stream_to_a_client_of_http_1_0_is_the_stream() -> None:
         client.writer.write(head + b"content-length: %d\r\n\r\n" % len(BODY) + BODY)
         body = (await client.rest()).partition(b"\r\n\r\n")[2]
         assert body == b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
-
-
-# Answers that nobody reads.
-
-
-@contextlib.contextmanager
-def unread(port: int, request: bytes) -> Iterator[socket.socket]:
-    """A client that asks and never reads."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(LIMIT_S)
-        sock.connect(("127.0.0.1", port))
-        sock.sendall(request)
-        yield sock
-
-
-GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-
-
-async def test_an_answer_that_nobody_reads_ends_the_connection_and_its_task(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connection, "MIN_RATE", 10**9)
-    sent = 0
-
-    async def endless(scope: Any, receive: Any, send: Any) -> None:
-        nonlocal sent
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(10_000):
-            await send({"type": "http.response.body", "body": b"a" * 10_000, "more_body": True})
-            sent += 10_000
-        await send({"type": "http.response.body", "body": b""})
-
-    async with serving(endless, send_timeout_s=0.3) as server:
-        with unread(server.port, GET):
-            await soon(lambda: sent > 0)
-            await soon(lambda: not connections(server))
-            await soon(lambda: not server._server.server_state.tasks)
-
-
-@pytest.mark.parametrize("request_", [GET, b"GET / HTTP/1.0\r\n\r\n", GET * 3])
-async def test_a_whole_answer_that_nobody_reads_does_not_stay(
-    monkeypatch: pytest.MonkeyPatch, request_: bytes
-) -> None:
-    monkeypatch.setattr(connection, "MIN_RATE", 10**9)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send_all(send, b"a" * 10_000_000, (b"content-length", b"10000000"))
-
-    async with serving(app, send_timeout_s=0.3, keepalive_s=1) as server:
-        with unread(server.port, request_):
-            await soon(lambda: bool(connections(server)))
-            await soon(lambda: not connections(server))
-
-
-async def test_a_slow_reader_gets_all_of_a_large_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 2_000_000
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send_all(send, b"a" * size, (b"content-length", b"%d" % size))
-
-    async with serving(app, send_timeout_s=0.2) as server:
-        with unread(server.port, b"GET / HTTP/1.0\r\n\r\n") as sock:
-            got, loop = 0, asyncio.get_running_loop()
-            sock.setblocking(False)
-            while part := await loop.sock_recv(sock, 100_000):
-                got += len(part)
-                await asyncio.sleep(0.01)
-            assert got > size
-
-
-async def test_an_app_can_hang_up_on_a_client_that_does_not_read() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.3):
-                while True:
-                    await send(
-                        {"type": "http.response.body", "body": b"a" * 10_000, "more_body": True}
-                    )
-        scope["extensions"][HANG_UP]()
-
-    async with serving(app) as server:
-        with unread(server.port, GET):
-            await soon(lambda: bool(connections(server)))
-            await soon(lambda: not connections(server), 5.0)
 
 
 async def test_a_client_that_is_gone_before_its_early_answer_leaves_nothing() -> None:

@@ -53,7 +53,7 @@ class _TakesUp:
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Update from a step's output, and report the cached tokens of resumed requests."""
+        """Schedule a step, and report how much of the prompts of resumed requests was cached."""
         step = super().schedule(*args, **kwargs)  # type: ignore[misc]
         for new in step.scheduled_new_reqs:
             if said_by(new.sampling_params):

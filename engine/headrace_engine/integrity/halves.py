@@ -385,11 +385,12 @@ class ProvenWorker(NixlPullConnectorWorker):
         return self._sums.start(blocks, block_seeds(claim.identity, positions))
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        reads = has_blocks(meta)
         try:
-            if has_blocks(meta):
+            if reads:
                 self._may_pull(req_id, meta)
             super()._read_blocks_for_req(req_id, meta)
-            if not has_blocks(meta):
+            if not reads:
                 self._recving_metadata.pop(req_id, None)  # no transfer will end it
         except Unproved as why:
             self._refuse(req_id, why)
