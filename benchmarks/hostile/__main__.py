@@ -1,6 +1,6 @@
 """What one hostile tenant costs another: stalls, tokens that come late, memory, wrong KV.
 
-    python -m benchmarks.hostile [--model MODEL] [--json FILE]
+    python -m benchmarks.hostile [--model MODEL] [--only KIND,KIND] [--json FILE]
 
 Starts the laptop's app with API keys for two tenants. One streams answers, first alone, then while
 the other sends everything of `attacks` and guesses keys and salts.
@@ -67,6 +67,7 @@ import psutil
 from benchmarks.hostile.attacks import (
     ANSWER_LIMIT_S,
     COMPLETE,
+    KINDS,
     Request,
     SlowHeads,
     Unread,
@@ -84,6 +85,7 @@ from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
 
 SETTLE_S, QUIET_S, BUSY_S = 65.0, 60.0, 30.0
 """A gauge of stalls remembers a minute: what starting cost has to be forgotten first."""
+ATTACKS = (*KINDS, "connections", "unread")
 AT_ONCE = 4
 SLOW_HEADS = 200
 UNREAD = 60
@@ -239,14 +241,20 @@ def main() -> int:
         default=19,
         help="of the hostile client",
     )
+    parser.add_argument(
+        "--only", metavar="KIND,KIND", help=f"attacks of these kinds: {', '.join(ATTACKS)}"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
+    kinds = args.only.split(",") if args.only else ATTACKS
+    if unknown := set(kinds) - set(ATTACKS):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(ATTACKS)}")
     from headrace.model import resolve
 
     model = resolve(args.model)
     try:
         with running(str(model), args.set) as target:
-            figures = measure(target, args.client_niceness)
+            figures = measure(target, kinds, args.client_niceness)
     except (RuntimeError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -261,9 +269,9 @@ def main() -> int:
     return 0
 
 
-def measure(target: Target, client_niceness: int) -> dict[str, float]:
+def measure(target: Target, kinds: Sequence[str], client_niceness: int) -> dict[str, float]:
     """All figures."""
-    sent, parts = list(requests(target.model)), target.parts()
+    sent, parts = list(requests(target.model, kinds)), target.parts()
     time.sleep(SETTLE_S)
     with neighbour_of(target) as quiet:
         time.sleep(QUIET_S)
@@ -273,14 +281,14 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
     held, used, began = parts.resident_bytes(), parts.cpu_s(), time.monotonic()
     under_way = Attacks()
     with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
-        wrong = attack(target, sent, client_niceness, under_way)
+        wrong = attack(target, sent, kinds, client_niceness, under_way)
     took_s = time.monotonic() - began
     time.sleep(HELD_AFTER_S)
     kept = target.held()
     cpu_s = {part: after - used[part] for part, after in parts.cpu_s().items()}
     grown = {part: after - held[part] for part, after in parts.resident_bytes().items()}
     once_bytes = sum(parts.resident_bytes().values())
-    wrong += attack(target, sent, client_niceness, Attacks())
+    wrong += attack(target, sent, kinds, client_niceness, Attacks())
     again_bytes = sum(parts.resident_bytes().values()) - once_bytes
     itl_s, quiet_s, busy_s = (percentile(each.itl_s, 0.99) for each in (neighbour, quiet, beside))
     for each in [*wrong, *neighbour.failures, *under_way.beside(neighbour)]:
@@ -345,7 +353,13 @@ def nice_session(niceness: int) -> Iterator[None]:
         file.write_text("0")
 
 
-def attack(target: Target, sent: Sequence[Request], niceness: int, under_way: Attacks) -> list[str]:
+def attack(
+    target: Target,
+    sent: Sequence[Request],
+    kinds: Sequence[str],
+    niceness: int,
+    under_way: Attacks,
+) -> list[str]:
     """Send everything, from threads of this niceness; what was answered wrongly, in words."""
 
     def begin() -> None:
@@ -353,20 +367,24 @@ def attack(target: Target, sent: Sequence[Request], niceness: int, under_way: At
 
     # A thread that this one starts has its niceness.
     with nice_session(niceness), ThreadPoolExecutor(1, initializer=begin) as client:
-        return client.submit(_attack, target, sent, under_way).result()
+        return client.submit(_attack, target, sent, kinds, under_way).result()
 
 
-def _attack(target: Target, sent: Sequence[Request], under_way: Attacks) -> list[str]:
-    slow = SlowHeads(target.connect, SLOW_HEADS)
-    with under_way.during(f"{UNREAD} clients begin and do not read"):
-        unread = Unread(target.connect, UNREAD, target.model, target.keys["bad"])
+def _attack(
+    target: Target, sent: Sequence[Request], kinds: Sequence[str], under_way: Attacks
+) -> list[str]:
+    slow = SlowHeads(target.connect, SLOW_HEADS if "connections" in kinds else 0)
+    with under_way.during("clients begin and do not read"):
+        count = UNREAD if "unread" in kinds else 0
+        unread = Unread(target.connect, count, target.model, target.keys["bad"])
     wrong: list[str] = []
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             found = pool.map(lambda each: _ask(target, each, under_way), sent)
             wrong += [each for each in found if each]
         slow.drip()
-        for wire in wires(target.model, target.keys["bad"]):
+        misuses = wires(target.model, target.keys["bad"]) if "connections" in kinds else []
+        for wire in misuses:
             with under_way.during(wire.name), closing(target.connect()) as sock:
                 try:
                     why = wrong_answer(wire.act(sock))
