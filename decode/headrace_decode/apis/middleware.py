@@ -25,6 +25,8 @@ Message = MutableMapping[str, Any]
 ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
 LONG_BYTES = 256 * 1024
 """Size from which a body is long."""
+REST_S_A_BYTE = 20e-9
+"""Between two passes over long bodies: about what a pass takes."""
 _END = b"\n\n"
 _REQUEST_ID = b"x-request-id"
 _BEFORE_ENGINE = (b"event: response.created\n", b"event: response.in_progress\n")
@@ -63,7 +65,7 @@ class ApiMiddleware:
         if tenant is not None:
             body = await _scoped(body, tenant)
         scope, receive = _with_body(scope, body, receive)
-        await self._own_turn(body)
+        await self._rested(body)
         fields = checks.fields_of(body)
         if fields is not None:
             refusal = checks.check(path, fields, self._abilities)
@@ -71,7 +73,7 @@ class ApiMiddleware:
                 await _refuse(send, path, refusal)
                 return
             scope = _named(scope, path, fields)
-        await self._own_turn(body)
+        await self._rested(body)
         counted = RequestUsage()
         before = USAGE.set(counted)
         try:
@@ -84,12 +86,15 @@ class ApiMiddleware:
         finally:
             USAGE.reset(before)
 
-    async def _own_turn(self, body: bytes) -> None:
-        """Wait for a turn of the loop in which no other long body is passed over, if this one is
-        long: a pass takes 10 to 30 ms, and streams shall wait for one only."""
+    async def _rested(self, body: bytes) -> None:
+        """Wait until no other long body has been passed over for a while, if this one is long.
+
+        A pass holds the loop for 10 to 30 ms, and a token needs several turns of the loop to get
+        out: without a rest it would wait for as many passes.
+        """
         if len(body) > LONG_BYTES:
             async with self._long_body:
-                await asyncio.sleep(0)
+                await asyncio.sleep(len(body) * REST_S_A_BYTE)
 
 
 class _Shaped:

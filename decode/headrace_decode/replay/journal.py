@@ -20,7 +20,9 @@ import re
 from dataclasses import dataclass
 
 from headrace_decode.replay.said import END, MARK, MOST_BYTES, line
+from headrace_decode.rests import then_rest
 
+PIECE_BYTES = 16 * 1024
 _REFUSED = MARK + b'"'
 
 
@@ -109,6 +111,13 @@ class Journal:
                     self._untold.clear()
                     given.append(part)
         return _joined(given), b""
+
+    async def read(self, had: bytes) -> None:
+        """Pass on all that a client sends back, without holding the loop for long."""
+        for start in range(0, len(had), PIECE_BYTES):
+            _, failed = await then_rest(self.pass_on, had[start : start + PIECE_BYTES])
+            if failed:
+                return
 
     def rest(self) -> bytes:
         """What came behind the last whole event; the stream is at its end."""

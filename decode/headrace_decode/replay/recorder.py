@@ -6,16 +6,17 @@ that are event streams.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from headrace_decode.replay.said import HEADER, MOST_BYTES, Output, line, read
+from headrace_decode.replay.said import END, HEADER, MOST_BYTES, Output, line, read
+from headrace_decode.rests import then_rest
 
 Message = MutableMapping[str, Any]
 ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
+PIECE_BYTES = 16 * 1024
 
 
 class Recorder:
@@ -90,7 +91,7 @@ class Recorded:
         if size:
             try:
                 lines, receive = await split(receive, size)
-                recorder.again = await asyncio.to_thread(read, lines)
+                recorder.again = await _outputs(lines)
             except ValueError as error:
                 await _refuse(send, f"{HEADER.decode()}: {error}")
                 return
@@ -100,6 +101,18 @@ class Recorded:
             await self._app(scope, receive, _with_lines(send, recorder))
         finally:
             RECORDER.reset(before)
+
+
+async def _outputs(lines: bytes) -> list[Output]:
+    """`read`, which takes long for many lines."""
+    outputs: list[Output] = []
+    start = 0
+    while start < len(lines):
+        cut = lines.find(END, start + PIECE_BYTES)
+        end = len(lines) if cut < 0 else cut + len(END)
+        outputs += await then_rest(read, lines[start:end])
+        start = end
+    return outputs
 
 
 def _with_lines(send: Any, recorder: Recorder) -> Callable[[Message], Awaitable[None]]:

@@ -11,7 +11,6 @@ ASGI, around vLLM's application. It acts on requests with the header `RESUME` on
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,7 +58,7 @@ class Resumed:
             except ValueError as error:
                 await _refuse(send, 400, f"{RESUME.decode()}: {error}", "invalid_value")
                 return
-            await asyncio.to_thread(journal.pass_on, had)
+            await journal.read(had)
             if journal.why_not is not None:
                 why = f"This stream cannot be resumed: {journal.why_not}. Send a new request."
                 await _refuse(send, 409, why, "cannot_resume")

@@ -16,6 +16,7 @@ from headrace.gateway.door.budget import BodyBudget, Held
 from headrace.gateway.door.keys import ANYONE, Caller, may_administer
 from headrace.gateway.errors import ApiError
 from headrace.gateway.relay.call import Call
+from headrace_decode.rests import then_rest
 
 REFUSAL_TIMEOUT_S = 5.0
 """Seconds for a client to take a refusal, after which its connection is ended."""
@@ -164,8 +165,8 @@ class Intake:
         """A request's body as an object, its fields checked.
 
         Each pass over a body of megabytes holds the loop for some milliseconds. Such bodies are
-        parsed one after the other, and each pass in a turn of the loop of its own, so that streams
-        wait for one pass and not for all passes over all bodies.
+        parsed one after the other, with a rest after each pass, so that streams wait for one pass
+        and not for all passes over all bodies.
 
         Raises:
             ApiError: it is no JSON object, its bulk is not where a request may have bulk, or a
@@ -174,12 +175,10 @@ class Intake:
         if len(body) <= limits.MOST_OTHER_BYTES:
             return _checked(limits.parse_object(body), body)
         async with self._long_body:
-            for check in (limits.check_other_bytes, limits.check_parts):
-                check(body)
-                await asyncio.sleep(0)
-            request = limits.decode_object(body)
-            await asyncio.sleep(0)
-            return _checked(request, body)
+            await then_rest(limits.check_other_bytes, body)
+            await then_rest(limits.check_parts, body)
+            request = await then_rest(limits.decode_object, body)
+            return await then_rest(_checked, request, body)
 
     async def _read(self, asked: Asked, most_bytes: int) -> bytes:
         """The body, which has to come in time from here on."""

@@ -12,8 +12,6 @@ of events that is wrong ends this stream alone.
 
 from __future__ import annotations
 
-import asyncio
-
 from headrace.gateway import errors
 from headrace.gateway.relay.call import Call
 from headrace_decode.replay.journal import Journal
@@ -37,7 +35,7 @@ async def prepare(call: Call, told: bytes | None) -> None:
     if not size:
         return
     had, call.body = call.body[:size], call.body[size:]
-    await asyncio.to_thread(call.journal.pass_on, had)
+    await call.journal.read(had)
     if call.journal.why_not is not None:
         raise errors.cannot_resume(call.journal.why_not)
     call.said = call.journal.take_up()
