@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import zmq
+from ray.exceptions import RayActorError
 
+from headrace_kvstore.cluster import keeper as keeping
 from headrace_kvstore.cluster.keeper import StoreKeeper, StoreNodeActor
 from headrace_kvstore.cluster.peering import Peering
 from headrace_kvstore.node.node import StoreNode
@@ -141,6 +143,29 @@ def test_a_keeper_takes_over_the_secret_of_the_nodes_there_are_or_makes_one() ->
         asyncio.run(one._agree_on_a_secret())
     assert len(first._settings["secret"]) == 64
     assert first._settings["secret"] != second._settings["secret"]
+
+
+async def test_a_keeper_looks_again_after_a_look_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeping, "LOOK_S", 0.01)
+    monkeypatch.setattr(keeping.ray, "nodes", lambda: [{"NodeID": "a", "Alive": True}])
+    one = keeper({"a": SimpleNamespace(stats=Remote(RayActorError()))})
+    one._why, one._observe, one._peering = {}, None, None
+    made: list[str] = []
+
+    def make(machine: str) -> Any:
+        made.append(machine)
+        if len(made) == 1:
+            raise RuntimeError("no such runtime environment")
+        return SimpleNamespace(stats=Remote({}))
+
+    one._make = make  # type: ignore[method-assign]
+    task = asyncio.create_task(one._look())
+    while len(made) < 2 or one._why:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    assert "looking at the store nodes failed" in caplog.text
 
 
 # A node that begins to lend

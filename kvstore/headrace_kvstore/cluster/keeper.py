@@ -207,35 +207,42 @@ class StoreKeeper:
             return None
 
     async def _look(self) -> None:
-        """Make dead nodes anew on machines that live; forget the other machines; introduce."""
+        """Look at the nodes again and again."""
         while True:
             await asyncio.sleep(LOOK_S)
-            with contextlib.suppress(Exception):
-                alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-                for machine in self._nodes.keys() - alive:
-                    del self._nodes[machine]
-            told: dict[str, dict[str, Any] | None] = dict.fromkeys(self._nodes)
-            for machine, node in list(self._nodes.items()):
-                try:
-                    told[machine] = await asyncio.wait_for(node.stats.remote(), ANSWER_S)
-                    self._why.pop(machine, None)
-                except ray.exceptions.ActorUnavailableError as error:
-                    self._why[machine] = f"restarting: {_first_line(error)}"
-                except ray.exceptions.RayActorError as error:
-                    if self._why.get(machine) != _first_line(error):
-                        logger.error("no store node on %s: %s", machine, error)
-                    self._why[machine] = _first_line(error)
-                    self._nodes[machine] = self._make(machine)
-                except Exception as error:
-                    self._why[machine] = f"does not answer: {_first_line(error)}"
-            if self._observe is not None:
-                try:
-                    self._observe(told)
-                except Exception:  # the nodes matter more
-                    logger.exception("what the store nodes tell is not observed any more")
-                    self._observe = None
-            if self._peering is not None:
-                await self._peering.turn(dict(self._nodes))
+            try:
+                await self._look_once()
+            except Exception:
+                logger.exception("looking at the store nodes failed")
+
+    async def _look_once(self) -> None:
+        """Make dead nodes anew on machines that live; forget the other machines; introduce."""
+        with contextlib.suppress(Exception):
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            for machine in self._nodes.keys() - alive:
+                del self._nodes[machine]
+        told: dict[str, dict[str, Any] | None] = dict.fromkeys(self._nodes)
+        for machine, node in list(self._nodes.items()):
+            try:
+                told[machine] = await asyncio.wait_for(node.stats.remote(), ANSWER_S)
+                self._why.pop(machine, None)
+            except ray.exceptions.ActorUnavailableError as error:
+                self._why[machine] = f"restarting: {_first_line(error)}"
+            except ray.exceptions.RayActorError as error:
+                if self._why.get(machine) != _first_line(error):
+                    logger.error("no store node on %s: %s", machine, error)
+                self._why[machine] = _first_line(error)
+                self._nodes[machine] = self._make(machine)
+            except Exception as error:
+                self._why[machine] = f"does not answer: {_first_line(error)}"
+        if self._observe is not None:
+            try:
+                self._observe(told)
+            except Exception:  # the nodes matter more
+                logger.exception("what the store nodes tell is not observed any more")
+                self._observe = None
+        if self._peering is not None:
+            await self._peering.turn(dict(self._nodes))
 
 
 async def join_store(keeper: DeploymentHandle) -> None:
