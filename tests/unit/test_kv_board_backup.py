@@ -81,6 +81,14 @@ class TestRestored:
         assert board.post(note(4, writer=b"dead"))
         assert board.stats()["bytes"] == 2 * (KIB + NOTE_COST_BYTES)
 
+    def test_what_was_posted_before_a_note_was_restored_is_no_news_when_that_has_gone(self) -> None:
+        board = Board(BOARD_BYTES, "g")
+        assert board.post(note(1))
+        assert board.restore([Kept(note(2), True)]) == 1
+        assert board.post(note(1, stream=b"t"))  # restored notes of its writer go
+        assert notes(board) == [note(1), note(1, stream=b"t")]
+        assert not board.post(note(1)) and board.post(note(2))
+
     @pytest.mark.parametrize(("kind", "own"), [("folder", 1), ("objects", 0)])
     def test_peers_get_what_only_this_machine_has(
         self, kind: str, own: int, tmp_path: Path

@@ -83,8 +83,8 @@ class Board:
         self._numbers: list[int] = []
         """Ascending: those of `_notes`, and of some that are gone."""
         self._streams: dict[bytes, _Stream] = {}
-        self._last: dict[tuple[bytes, bytes], tuple[int, int]] = {}
-        """By writer and stream, while a note of theirs is here: its number, and its `last`."""
+        self._theirs: dict[tuple[bytes, bytes], deque[int]] = {}
+        """By writer and stream, the numbers of their notes that are here."""
         self._size_bytes = 0
         self._restored: dict[bytes, list[int]] = {}
         """By writer, the numbers of its restored notes; some may be gone."""
@@ -120,7 +120,9 @@ class Board:
     def _post(self, note: Note, own: bool) -> bool:
         size_bytes = len(note.data) + NOTE_COST_BYTES
         pair = note.writer, note.stream
-        if size_bytes > self.capacity_bytes or note.last <= self._last.get(pair, (0, -1))[1]:
+        theirs = self._theirs.get(pair)
+        last = self._notes[theirs[-1]][0].last if theirs else -1
+        if size_bytes > self.capacity_bytes or note.last <= last:
             self._counts["not_taken"] += 1
             return False
         self._head += 1
@@ -129,7 +131,7 @@ class Board:
         stream = self._streams.setdefault(note.stream, _Stream())
         stream.numbers.append(self._head)
         stream.size_bytes += size_bytes
-        self._last[pair] = self._head, note.last
+        self._theirs.setdefault(pair, deque()).append(self._head)
         self._size_bytes += size_bytes
         self._counts["taken"] += 1
         while self._size_bytes > self.capacity_bytes:
@@ -190,7 +192,8 @@ class Board:
         if not stream.numbers:
             del self._streams[note.stream]
         pair = note.writer, note.stream
-        if self._last[pair][0] == number:
-            del self._last[pair]
+        self._theirs[pair].remove(number)
+        if not self._theirs[pair]:
+            del self._theirs[pair]
         if len(self._numbers) > 2 * len(self._notes) + 64:
             self._numbers = list(self._notes)
