@@ -17,7 +17,7 @@ TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test soak bench lint format docs lock audit sbom images clean
+.PHONY: help install serve check test flaky soak bench lint format docs lock audit sbom images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -41,6 +41,14 @@ $(NODE)/.installed: $(wildcard tests/support/node/*)
 
 test: install $(NODE)/.installed  ## every test that needs no GPU (ARGS="tests/unit -k name" for a part)
 	$(BIN)/python -m tests.lanes --timeout=$(TEST_TIMEOUT_S) $(ARGS)
+
+check: install  ## for each edit: style, and tests that are quick and need no engine
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.lanes --check --timeout=$(TEST_TIMEOUT_S) $(ARGS)
+
+flaky: install  ## a test many times on a busy machine (TEST=tests/unit/test_x.py::test_y TIMES=50)
+	$(BIN)/python -m tests.flaky $(TEST) $(TIMES)
 
 soak: install  ## hours of kills and load (HEADRACE_SOAK_KILLS=20 HEADRACE_SOAK_S=3600)
 	HEADRACE_TEST_SET="speculation.enabled=false" \

@@ -18,6 +18,8 @@ from tests.support.app import App, Session
 from tests.support.startup import sitecustomize
 
 ENDING_S = 10.0
+PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""They end with this process."""
 
 # A busy machine may take any time for an example, and for drawing one.
 hypothesis.settings.register_profile(
@@ -52,7 +54,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     def running() -> list[str]:
         found = [run.command(pid) for pid in run.marked(run.MARK, run.begin())]
-        return [words for words in found if "multiprocessing.resource_tracker" not in words]
+        return [words for words in found if not any(own in words for own in PYTHONS_OWN)]
 
     deadline = time.monotonic() + ENDING_S
     while (left := running()) and time.monotonic() < deadline:

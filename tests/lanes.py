@@ -1,81 +1,117 @@
-"""All tests, in two processes at once: each takes the next part that is left.
+"""All tests, in several processes at once: a part begins as soon as the machine has room for it.
 
-    python -m tests.lanes [pytest's options]
+    python -m tests.lanes [--check] [pytest's options]
 
-The longest part, the apps', prints as it goes; the log of another part is shown at its end and kept
-in build/test/, and so is what each test cost (PART.json). What failed is said once more at the end.
-With a path among the arguments this is plain pytest.
+`--check` leaves out what needs an engine or takes long. Each part's log is kept in build/test/, and
+shown if a test of it failed; so is what each test cost (PART.json). The end says which tests and
+whether the run took longer than they may. With a path among the arguments this is plain pytest.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.parts import CHECK, PARTS, Part
 from tests.support import run
-from tests.support.costs import REPORT, Costs, slowest
+from tests.support.costs import REPORT, Costs, over_budget, slowest
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "test"
-WORKERS = 2
-APPS = "e2e"
-DIVIDED, PIECES = "integration", 3
-
-
-def parts() -> dict[str, list[Path]]:
-    """What is tested together, the longest part first. One folder is divided, by files: with
-    small parts at the end neither process waits long for the other."""
-    tests = ROOT / "tests"
-    files = sorted((tests / DIVIDED).glob("test_*.py"))
-    pieces = {f"{DIVIDED}-{n + 1}": files[n::PIECES] for n in range(PIECES)}
-    return {
-        APPS: [tests / APPS],
-        "unit": [tests / "unit"],
-        **pieces,
-        "property": [tests / "property"],
-    }
-
-
-PARTS = parts()
+CORES, GB = 1.9, 20.0
+"""What parts that run at once may need together, by `Part`'s estimates. With more of them at once
+each takes longer, and the whole no less."""
+BUDGET_S = {"test": 15 * 60.0, "check": 4 * 60.0}
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-DEFAULTS = ["-m", "not gpu and not soak"]
+DEFAULTS = {"test": "not gpu and not soak", "check": "not gpu and not soak and not slow"}
 
 
 def main(arguments: list[str]) -> int:
+    mode = "check" if "--check" in arguments else "test"
+    arguments = [argument for argument in arguments if argument != "--check"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    marked = ["-m", DEFAULTS[mode]]
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
-        return subprocess.call([*PYTEST, *DEFAULTS, *arguments], cwd=ROOT)
-    started_s, shown = time.monotonic(), threading.Lock()
-    KEPT.mkdir(parents=True, exist_ok=True)
-    print(f"all tests but the apps' write to {log('*')}", flush=True)
+        return subprocess.call([*PYTEST, *marked, *arguments], cwd=ROOT)
+    began_s = time.monotonic()
+    shutil.rmtree(KEPT, ignore_errors=True)
+    KEPT.mkdir(parents=True)
+    parts = CHECK if mode == "check" else PARTS
+    print(f"{len(parts)} parts; each writes to {run.folder()}/PART.log", flush=True)
 
-    def test(name: str) -> int:
-        status = run_part(name, arguments)
-        if report(name).exists():
-            shutil.copy(report(name), KEPT)
-        if name != APPS:
-            shutil.copy(log(name), KEPT)
-            with shown:
-                print(log(name).read_text(errors="replace"), flush=True)
+    def test(part: Part) -> int:
+        status = run_part(part, [*marked, *arguments])
+        for file in (log(part.name), report(part.name)):
+            if file.exists():
+                shutil.copy(file, KEPT)
         return status
 
-    with ThreadPoolExecutor(WORKERS) as workers:
-        try:
-            statuses = list(workers.map(test, PARTS))
-        except KeyboardInterrupt:
-            workers.shutdown(cancel_futures=True)
-            return pytest.ExitCode.INTERRUPTED
-    print_costs(time.monotonic() - started_s)
+    try:
+        statuses = run_all(parts, test)
+    except KeyboardInterrupt:
+        return pytest.ExitCode.INTERRUPTED
+    print_costs(parts, mode, time.monotonic() - began_s)
     bad = [code for code in statuses if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)]
     return bad[0] if bad else min(statuses)
+
+
+def run_all(parts: Sequence[Part], test: Callable[[Part], int]) -> list[int]:
+    """Each part's exit status."""
+    began_s = time.monotonic()
+    ended: queue.Queue[tuple[Part, int]] = queue.Queue()
+    waiting, running = list(parts), list[Part]()
+    statuses: list[int] = []
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began_s:6.0f} s  {what}", flush=True)
+
+    def work(part: Part) -> None:
+        ended.put((part, test(part)))
+
+    while waiting or running:
+        while (part := next_part(waiting, running)) is not None:
+            waiting.remove(part)
+            running.append(part)
+            say(f"{part.name} begins")
+            threading.Thread(target=work, args=[part], daemon=True).start()
+        try:
+            part, status = ended.get()
+        except KeyboardInterrupt:
+            for _ in running:  # they got it as well
+                ended.get()
+            raise
+        running.remove(part)
+        statuses.append(status)
+        say(f"{part.name} " + ("passed" if status == 0 else f"ended with status {status}"))
+        if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            print(said(part), flush=True)
+    return statuses
+
+
+def next_part(waiting: Sequence[Part], running: Sequence[Part]) -> Part | None:
+    """The first waiting part for which there is room; any, where nothing runs."""
+    cores, gb = (sum(part.cores for part in running), sum(part.gb for part in running))
+    for part in waiting:
+        if not running or (cores + part.cores <= CORES and gb + part.gb <= GB):
+            return part
+    return None
+
+
+def said(part: Part) -> str:
+    """A part's log."""
+    file = log(part.name)
+    return file.read_text(errors="replace") if file.exists() else f"{part.name} wrote no log"
 
 
 def log(name: str) -> Path:
@@ -86,32 +122,33 @@ def report(name: str) -> Path:
     return run.folder() / f"{name}.json"
 
 
-def run_part(name: str, arguments: list[str]) -> int:
+def run_part(part: Part, arguments: list[str]) -> int:
     """The exit status of a part's tests. Control-C reaches them, too; they end in their own way."""
-    command = [*PYTEST, *DEFAULTS, *arguments, *map(str, PARTS[name])]
-    environment = {**os.environ, REPORT: str(report(name))}
-    if name == APPS:
-        return subprocess.Popen(command, cwd=ROOT, env=environment).wait()
-    with log(name).open("wb") as out:
+    command = [*PYTEST, *arguments, *map(str, part.files)]
+    environment = {**os.environ, REPORT: str(report(part.name))}
+    with log(part.name).open("wb") as out:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out).wait()
 
 
-def print_costs(seconds: float) -> None:
-    """The end of `make test`: how many tests there were, the slowest ones, engines, time."""
-    parts = {
-        name: Costs(**json.loads(report(name).read_text()))
-        for name in PARTS
-        if report(name).exists()
+def print_costs(parts: Sequence[Part], mode: str, seconds: float) -> None:
+    """The end of a run: what took too long, how many tests there were, the slowest ones, engines,
+    time, and once more what failed."""
+    if seconds > BUDGET_S[mode]:
+        print(f"over budget: {seconds / 60:.1f} minutes; may be {BUDGET_S[mode] / 60:.0f}")
+    costs = {
+        part.name: Costs(**json.loads(report(part.name).read_text()))
+        for part in parts
+        if report(part.name).exists()
     }
-    for name, costs in parts.items():
-        counts = ", ".join(f"{count} {outcome}" for outcome, count in costs.outcomes.items())
-        print(f"{name}: {counts or 'nothing'} in {costs.seconds:.0f} s")
-    tests = [test for costs in parts.values() for test in costs.tests]
-    print(*slowest(tests), sep="\n")
+    for name, cost in costs.items():
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in cost.outcomes.items())
+        print(f"{name}: {counts or 'nothing'} in {cost.seconds:.0f} s")
+    tests = [test for cost in costs.values() for test in cost.tests]
+    print(*slowest(tests), *over_budget(tests), sep="\n")
     print(f"vLLM engines started: {run.engine_starts()}; all in {seconds / 60:.1f} minutes")
-    for costs in parts.values():
-        for test, said in costs.failures:
-            print(f"\nFAILED {test}\n{said}")
+    for cost in costs.values():
+        for name, said in cost.failures:
+            print(f"\nFAILED {name}\n{said}")
 
 
 if __name__ == "__main__":

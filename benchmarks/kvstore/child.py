@@ -29,6 +29,7 @@ class Child:
         environment: all of it.
         log: file that its stderr goes to.
         package: where the module is.
+        begin: begins a process of a command, an environment and a log.
     """
 
     def __init__(
@@ -38,19 +39,12 @@ class Child:
         environment: Mapping[str, str],
         log: Path,
         package: str = "benchmarks.kvstore.",
+        begin: Callable[[list[str], Mapping[str, str], Path], Any] | None = None,
     ) -> None:
         command = [sys.executable, "-m", package + module]
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         self._log = log
-        with log.open("ab") as stderr:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=dict(environment),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-            )
+        self._process = (begin or _begin)(command, environment, log)
 
     def do(self, action: str, **parameters: Any) -> Any:
         """Have it do something and wait for the answer.
@@ -102,6 +96,20 @@ class Child:
         with contextlib.suppress(OSError, RuntimeError):
             self.do("close")
         stop(self._process)
+
+
+def _begin(
+    command: list[str], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with log.open("ab") as stderr:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

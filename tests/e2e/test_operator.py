@@ -114,7 +114,7 @@ def test_the_running_requests_show_in_the_status(app: App) -> None:
     body = {
         "model": MODEL,
         "prompt": noise(20, 5),
-        "max_tokens": 400,
+        "max_tokens": 2000,  # more than anybody waits for
         "ignore_eos": True,
         "stream": True,
     }
@@ -126,7 +126,7 @@ def test_the_running_requests_show_in_the_status(app: App) -> None:
             decode = app.replica("decode")
             return bool(decode["running"] >= 1 and decode["kv_usage"] > 0)
 
-        until(shown, 10, "a running request, and its KV", app.status)
+        until(shown, 60, "a running request, and its KV", app.status)
     app.wait_idle()
 
 

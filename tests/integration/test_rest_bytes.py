@@ -176,7 +176,7 @@ class Servers:
 def servers() -> Iterator[Servers]:
     with rest_servers(str(resolve("smollm2-135m-instruct"))) as urls, ExitStack() as stack:
         plain, ours, port, *reasoning = [
-            stack.enter_context(httpx.Client(base_url=url, timeout=60)) for url in urls
+            stack.enter_context(httpx.Client(base_url=url, timeout=150)) for url in urls
         ]
         yield Servers(plain, ours, port, dict(zip(REASONING, reasoning, strict=True)))
 

@@ -19,6 +19,7 @@ from benchmarks.kvstore.child import ROOT, Child, serve
 from headrace_engine.handoff import PARAMS_KEY
 from headrace_prefill.fusion.reference import Decoder
 from tests.support import run
+from tests.support.forked import Forked
 from tests.support.program import IN_ONE_PROCESS, engine_environment
 from tests.support.stored import checked_nixl_connector, side_channel, store_connector
 
@@ -115,7 +116,7 @@ class FusingEngines:
         environment["PYTHONPATH"] = f"{ROOT / 'prefill'}:{environment['PYTHONPATH']}"
         run.engine_started()
         log = Path(self._folder.name) / "log"
-        self._child = Child("fusing", {}, environment, log, "tests.support.")
+        self._child = Child("fusing", {}, environment, log, "tests.support.", Forked)
         self._child.answer()
 
     def do(self, action: str, **parameters: Any) -> Any:

@@ -33,6 +33,7 @@ from headrace_prefill.reuse.offline.exact import Exact
 from headrace_prefill.reuse.offline.lm import LM
 from headrace_prefill.reuse.offline.prompts import Prompt
 from tests.support import reusing, run
+from tests.support.forked import Forked
 from tests.support.plain_llama import PlainLlama
 from tests.support.program import IN_ONE_PROCESS, engine_environment
 
@@ -115,7 +116,7 @@ class ReusingEngine:
         log = Path(self._folder.name) / "log"
         environment = engine_environment(**IN_ONE_PROCESS)
         run.engine_started()
-        self._child = Child("reusing", {"model": model}, environment, log, "tests.support.")
+        self._child = Child("reusing", {"model": model}, environment, log, "tests.support.", Forked)
         self._child.answer()
 
     def do(self, action: str, **parameters: Any) -> Any:

@@ -24,6 +24,7 @@ from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offline.calibrate import Learning
 from headrace_prefill.reuse.offline.lm import LM
 from tests.support import run
+from tests.support.forked import Forked
 from tests.support.moved import positions_of
 from tests.support.plain_llama import PlainLlama
 from tests.support.program import IN_ONE_PROCESS, engine_environment
@@ -82,7 +83,8 @@ class SparseEngine:
             options["gate"] = Path(self._folder.name) / "gate"
             write_gate(model, options["gate"])
         module = "sparse_engine" if runner is None else "card_engine"
-        self._child = Child(module, options, environment, self.log, "tests.support.")
+        begin = Forked if runner is None else None  # Triton reads its variable when it is imported
+        self._child = Child(module, options, environment, self.log, "tests.support.", begin)
         self._child.answer()
 
     def do(self, action: str, **parameters: Any) -> Any:

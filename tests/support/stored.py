@@ -22,6 +22,7 @@ from headrace_engine.handoff import PARAMS_KEY, produce_params
 from headrace_engine.ports import free_port_block
 from headrace_kvstore.connector import files
 from tests.support import run
+from tests.support.forked import Forked
 from tests.support.kvnode import SlowMover
 from tests.support.program import IN_ONE_PROCESS, engine_environment
 from tests.support.prompts import FIRST_TOKEN
@@ -74,7 +75,7 @@ class StoredEngine:
             "more": json.dumps(more),
         }
         run.engine_started()
-        self._child = Child("stored", options, environment, self._log, "tests.support.")
+        self._child = Child("stored", options, environment, self._log, "tests.support.", Forked)
 
     def ready(self) -> StoredEngine:
         """Wait until it has started. Raises RuntimeError with the end of its log."""

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests import lanes
+from tests import flaky, lanes
+from tests.parts import CHECK, PARTS, Part
 from tests.support import run
 from tests.support.compiled import digest
-from tests.support.costs import Costs, slowest
+from tests.support.costs import BUDGET_S, SLOW_BUDGET_S, Costs, over_budget, slowest
 from tests.support.tiny import KV_BYTES_PER_TOKEN, make_tiny_llama, tiny_llama
 from tests.support.truth import Truth, kept_answers
 
@@ -75,14 +76,64 @@ time.sleep(600)
 
 
 def test_each_file_of_tests_without_a_gpu_is_in_one_part_of_a_whole_run() -> None:
-    found = [
-        file
-        for paths in lanes.PARTS.values()
-        for path in paths
-        for file in (path.glob("test_*.py") if path.is_dir() else [path])
-    ]
+    found = [file for part in PARTS for file in part.files]
     all_files = {file for file in (ROOT / "tests").rglob("test_*.py") if "gpu" not in file.parts}
     assert len(found) == len(all_files) and set(found) == all_files
+    assert {file for part in CHECK for file in part.files} <= all_files
+
+
+def part(name: str, cores: float = 1.0, gb: float = 1.0) -> Part:
+    return Part(name, (), cores, gb)
+
+
+class TestTheOrderOfParts:
+    def test_a_part_waits_for_room(self) -> None:
+        big, small = part("big", cores=2.0), part("small", cores=0.5)
+        assert lanes.next_part([big, small], []) is big
+        assert lanes.next_part([big, small], [part("other")]) is small
+        assert lanes.next_part([big], [part("other")]) is None
+        assert lanes.next_part([part("large", gb=15.0)], [part("other", gb=6.0)]) is None
+
+    def test_what_never_has_room_runs_alone(self) -> None:
+        assert lanes.next_part([alone := part("alone", cores=9.0, gb=99.0)], []) is alone
+
+    def test_parts_begin_in_their_order_and_each_ends_once(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        parts = [part(str(n), cores=1.3) for n in (2, 5, 3)]
+        begun: list[str] = []
+
+        def test(one: Part) -> int:
+            begun.append(one.name)
+            return int(one.name)
+
+        assert sorted(lanes.run_all(parts, test)) == [2, 3, 5]
+        assert begun == ["2", "5", "3"]
+        assert capsys.readouterr().out.count("ended with status") == 3
+
+
+class TestALoopOfOneTest:
+    def test_counts_what_fails(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(flaky, "KEPT", tmp_path / "flaky")
+        statuses = iter([0, 1, 0])
+
+        def run_once(test: str, log: Path) -> int:
+            log.write_text(f"said of {test}")
+            return next(statuses)
+
+        monkeypatch.setattr(flaky, "run", run_once)
+        assert flaky.main(["tests/x.py", "3"]) == 1
+        said = capsys.readouterr().out
+        assert "said of tests/x.py" in said and "2 of 3 passed" in said
+        assert [file.name for file in (tmp_path / "flaky").iterdir()] == ["2.log"]
+
+    @pytest.mark.parametrize(
+        "arguments", [[], ["a", "0"], ["a", "-1"], ["a", "b"], ["a", "1", "c"]]
+    )
+    def test_says_how_it_is_used(self, arguments: list[str]) -> None:
+        assert flaky.main(arguments) == 2
 
 
 def test_processes_of_the_tests_look_for_garbage_seldom() -> None:
@@ -169,8 +220,13 @@ class TestTheTinyLlama:
 
 
 def test_the_slowest_tests_come_first() -> None:
-    costs = Costs(6.0, {"passed": 3}, [(1.0, "a"), (3.0, "c"), (2.0, "b")])
+    costs = Costs(6.0, {"passed": 3}, [(1.0, "a", 9.0), (3.0, "c", 9.0), (2.0, "b", 9.0)])
     assert slowest(costs.tests) == [
         "the 3 slowest tests:",
         *("     3.0 s  c", "     2.0 s  b", "     1.0 s  a"),
     ]
+
+
+def test_tests_over_their_budget_are_named() -> None:
+    late = [(BUDGET_S + 1, "a", BUDGET_S), (SLOW_BUDGET_S - 1, "b", SLOW_BUDGET_S)]
+    assert over_budget(late) == ["over budget: 11.0 s; may be 10: a"]

@@ -1,0 +1,67 @@
+"""What is tested in one process, and what that needs of the machine.
+
+The needs are estimates of a part alone on a quiet machine, and only set how many run at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is tested in one process.
+
+    Attributes:
+        cores: that it keeps busy on average.
+        gb: of memory that it takes at most, with its engines.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    cores: float
+    gb: float
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((TESTS / folder).glob("test_*.py"))
+
+
+def taken(found: list[Path], *names: str) -> tuple[Path, ...]:
+    """Take files out of a list, by name."""
+    wanted = [next(file for file in found if file.stem == f"test_{name}") for name in names]
+    for file in wanted:
+        found.remove(file)
+    return tuple(wanted)
+
+
+def dealt(name: str, found: list[Path], pieces: int, *needs: float) -> list[Part]:
+    """Divide what is left of a folder, so that neighbours, which cost alike, go apart."""
+    return [Part(f"{name}-{n + 1}", tuple(found[n::pieces]), *needs) for n in range(pieces)]
+
+
+APPS, UNIT, INTEGRATION = files("e2e"), files("unit"), files("integration")
+SERVED = taken(APPS, "sparse", "placing", "scaling", "keys")
+RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_reap")
+INTERPRETED = taken(UNIT, "kv_device_kernels", "sparse_kernels", "sparse_device", "fusion_device")
+SIMULATED = taken(UNIT, "admission_simulated", "cli_calibrate")
+REST = taken(INTEGRATION, "rest_bytes", "ipv6_only", "hostile_grammars", "nixl_sleeps")
+CHANGES = taken(INTEGRATION, "kv_changes_engine", "unsupported_engine")
+
+PARTS = [
+    Part("app", tuple(APPS), 0.9, 7.0),
+    Part("simulated", SIMULATED, 0.7, 2.0),  # others find its kernels compiled
+    *dealt("unit", UNIT, 2, 0.4, 3.0),
+    Part("ray", RAY, 0.4, 2.0),
+    *dealt("engines", INTEGRATION, 2, 0.8, 5.5),
+    Part("served", SERVED, 1.2, 9.0),
+    Part("rest", REST, 0.7, 4.0),
+    Part("interpreted", INTERPRETED, 0.8, 2.5),
+    Part("changes", CHANGES, 0.8, 5.5),
+    Part("property", tuple(files("property")), 0.8, 1.0),
+]
+"""In the order in which they begin, where there is room."""
+CHECK = [*dealt("unit", files("unit"), 2, 0.6, 3.0), PARTS[-1]]
