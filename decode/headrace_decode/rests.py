@@ -12,6 +12,8 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import ParamSpec, TypeVar
 
+PIECE_BYTES = 16 * 1024
+"""Of events of a stream: some milliseconds of work."""
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -20,9 +20,8 @@ import re
 from dataclasses import dataclass
 
 from headrace_decode.replay.said import END, MARK, MOST_BYTES, line
-from headrace_decode.rests import then_rest
+from headrace_decode.rests import PIECE_BYTES, then_rest
 
-PIECE_BYTES = 16 * 1024
 _REFUSED = MARK + b'"'
 
 

@@ -12,11 +12,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from headrace_decode.replay.said import END, HEADER, MOST_BYTES, Output, line, read
-from headrace_decode.rests import then_rest
+from headrace_decode.rests import PIECE_BYTES, then_rest
 
 Message = MutableMapping[str, Any]
 ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
-PIECE_BYTES = 16 * 1024
 
 
 class Recorder:
