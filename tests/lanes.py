@@ -29,7 +29,7 @@ from tests.support.costs import REPORT, Costs, over_budget, slowest
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "test"
-CORES, GB = 1.9, 20.0
+CORES, GB = 2.2, 20.0
 """What parts that run at once may need together, by `Part`'s estimates. With more of them at once
 each takes longer, and the whole no less."""
 BUDGET_S = {"test": 15 * 60.0, "check": 4 * 60.0}
