@@ -1,4 +1,4 @@
-"""Long work of an event loop: done in pieces, each with a rest behind it.
+"""Long work on an event loop, in pieces: after each piece comes a rest as long as the piece.
 
 A token needs several turns of the loop to get out. Without rests it waits for as many pieces. A
 thread is worse for work in Python: it gives up the interpreter's lock every 5 ms only, and a token
@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import ParamSpec, TypeVar
 
 PIECE_BYTES = 16 * 1024
-"""Of events of a stream: some milliseconds of work."""
+"""Size of a piece of a stream, which is some milliseconds of work."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
