@@ -77,7 +77,11 @@ def run_all(parts: Sequence[Part], test: Callable[[Part], int]) -> list[int]:
         print(f"{time.monotonic() - began_s:6.0f} s  {what}", flush=True)
 
     def work(part: Part) -> None:
-        ended.put((part, test(part)))
+        status: int = pytest.ExitCode.INTERNAL_ERROR
+        try:
+            status = test(part)
+        finally:
+            ended.put((part, status))
 
     while waiting or running:
         while (part := next_part(waiting, running)) is not None:
