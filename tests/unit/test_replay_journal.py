@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_decode.replay.journal import EVENTS, Diverged, Journal
-from headrace_decode.replay.said import MOST_BYTES, Said, line
+from headrace_decode.replay.said import MAX_BYTES, Said, line
 
 ERROR = b'data: {"error":{"message":"EngineDeadError"}}'
 GROUPS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
@@ -138,7 +138,7 @@ def test_a_replica_says_why_a_stream_cannot_be_taken_up() -> None:
 def test_what_it_keeps_is_bounded() -> None:
     journal = Journal()
     long = line((Said(0, tuple(range(100_000))),))
-    for _ in range(MOST_BYTES // len(long) + 2):
+    for _ in range(MAX_BYTES // len(long) + 2):
         journal.pass_on(long + b"data: 0\n\n")
     assert journal.why_not is not None and "bytes" in journal.why_not
     assert journal.take_up() == b""

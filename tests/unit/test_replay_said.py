@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_decode.replay.recorder import RECORDER, Recorded
-from headrace_decode.replay.said import HEADER, MOST_BYTES, Output, Said, line, read, tokens_of
+from headrace_decode.replay.said import HEADER, MAX_BYTES, Output, Said, line, read, tokens_of
 
 TOKENS = st.integers(0, 2**31 - 1)
 RANKED = st.tuples(TOKENS, st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 9))
@@ -137,7 +137,7 @@ async def test_a_request_that_asks_the_engine_twice_cannot_be_taken_up() -> None
 
 @pytest.mark.parametrize(
     ("said", "body"),
-    [(b"x", b""), (b"%d" % (MOST_BYTES + 1), b""), (b"9", b"short"), (b"4", b"data: 1")],
+    [(b"x", b""), (b"%d" % (MAX_BYTES + 1), b""), (b"9", b"short"), (b"4", b"data: 1")],
 )
 async def test_a_wrong_header_is_refused(said: bytes, body: bytes) -> None:
     replica = Replica()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace_decode.replay.said import END, MARK, MOST_BYTES, line
+from headrace_decode.replay.said import END, MARK, MAX_BYTES, line
 from headrace_decode.rests import PIECE_BYTES, then_rest
 
 _REFUSED = MARK + b'"'
@@ -151,8 +151,8 @@ class Journal:
             if self._tells:
                 self._untold.append(one)
             self.line_bytes += len(one)
-            if self.line_bytes > MOST_BYTES:
-                self.stop(f"its lines have more than {MOST_BYTES} bytes")
+            if self.line_bytes > MAX_BYTES:
+                self.stop(f"its lines have more than {MAX_BYTES} bytes")
 
     def _is_new(self) -> bool:
         """Whether the client lacks the event that comes now."""

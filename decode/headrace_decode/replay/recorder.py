@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from headrace_decode.replay.said import END, HEADER, MOST_BYTES, Output, line, read
+from headrace_decode.replay.said import END, HEADER, MAX_BYTES, Output, line, read
 from headrace_decode.rests import PIECE_BYTES, then_rest
 
 Message = MutableMapping[str, Any]
@@ -84,8 +84,8 @@ class Recorded:
             await self._app(scope, receive, send)
             return
         recorder = Recorder()
-        if size > MOST_BYTES:
-            await _refuse(send, f"{HEADER.decode()}: must be 0 to {MOST_BYTES}")
+        if size > MAX_BYTES:
+            await _refuse(send, f"{HEADER.decode()}: must be 0 to {MAX_BYTES}")
             return
         if size:
             try:

@@ -17,9 +17,9 @@ from typing import Any
 
 from headrace_decode.replay.journal import EVENTS, Diverged, Events, Journal
 from headrace_decode.replay.recorder import ASGIApp, Message, Recorded, shorter, size_told, split
-from headrace_decode.replay.said import END, HEADER, MOST_BYTES, RESUME
+from headrace_decode.replay.said import END, HEADER, MAX_BYTES, RESUME
 
-MOST_HAD_BYTES = 2 * MOST_BYTES
+MOST_HAD_BYTES = 2 * MAX_BYTES
 """Of a stream that a client brings along, lines and events."""
 
 

@@ -29,7 +29,7 @@ RESUME = b"x-headrace-resume"
 its lines; 0 for a new one. Of an answer: this stream can be resumed."""
 STOPPING = "gateway_stopping"
 """Code of the error by which a gateway that shuts down ends a stream; another one resumes it."""
-MOST_BYTES = 4 * 2**20
+MAX_BYTES = 4 * 2**20
 """Of the lines of one stream. A stream that has said more is not taken up."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

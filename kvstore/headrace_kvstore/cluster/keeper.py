@@ -216,7 +216,7 @@ class StoreKeeper:
                 logger.exception("looking at the store nodes failed")
 
     async def _look_once(self) -> None:
-        """Make dead nodes anew on machines that live; forget the other machines; introduce."""
+        """Forget machines that have gone, start dead nodes again, introduce nodes to each other."""
         with contextlib.suppress(Exception):
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             for machine in self._nodes.keys() - alive:
