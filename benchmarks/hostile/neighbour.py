@@ -24,13 +24,22 @@ class Neighbour:
 
     Args:
         tokens: of each answer.
+        pause_s: between two answers.
 
     Attributes:
         itl_s: time between two tokens of an answer.
         came_s: when the second of them came, by the machine's monotonic clock.
     """
 
-    def __init__(self, url: str, model: str, headers: Mapping[str, str], tokens: int = 200) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        headers: Mapping[str, str],
+        tokens: int = 200,
+        pause_s: float = 0.0,
+    ) -> None:
+        self._pause_s = pause_s
         self._client = httpx.Client(base_url=url, headers=dict(headers), timeout=120.0)
         self._body = {
             "model": model,
@@ -90,6 +99,7 @@ class Neighbour:
             except (httpx.HTTPError, ValueError) as error:
                 self.failures.append(repr(error))
                 time.sleep(0.2)
+            self._over.wait(self._pause_s)
 
 
 class NeighbourProcess:

@@ -30,7 +30,7 @@ from tests.support.faults import (
 )
 from tests.support.load import Answer, Load
 
-STREAM_TOKENS = 200
+STREAM_TOKENS = 100
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -50,11 +50,11 @@ def test_prefill_dies_under_load(remote: App, victim: str) -> None:
     pid = int(app.replica("prefill")["pid"])
     with (
         Load(app.url, PROMPTS, clients=CLIENTS, max_tokens=ANSWER_TOKENS) as load,
-        ThreadPoolExecutor(4) as pool,
+        ThreadPoolExecutor(2) as pool,
     ):
         until(lambda: len(load.answers) >= CLIENTS, 120, "the load runs", app.status)
         before, reused_before = app.plans(), reused(app)
-        prompts = [[f"Reader {n}.", SECOND, FIRST] for n in range(4)]
+        prompts = [[f"Reader {n}.", SECOND, FIRST] for n in range(2)]
         reusing = [pool.submit(ask, app, texts, salt, reuse="auto") for texts in prompts]
         until(lambda: reused(app) > reused_before, 120, "requests reuse KV", app.status)
         if victim == "replica":

@@ -35,9 +35,7 @@ def begin(folder: Path) -> Iterator[Callable[..., Node]]:
 
     yield start
     for node in nodes:
-        if node.process.poll() is None:
-            node.kill()
-        node.process.communicate(timeout=10)
+        node.close()
 
 
 @pytest.fixture
@@ -138,7 +136,8 @@ def test_a_second_node_is_refused_and_sigterm_leaves_nothing_but_files(
 ) -> None:
     first = begin()
     second = Node(folder)
-    _, said = second.process.communicate(timeout=30)
+    second.process.communicate(timeout=30)
+    said = second.said()
     assert second.process.returncode == 1 and "another store node" in said
     assert isinstance(first.call(wire.Ping()), wire.Done)
     assert {"arena", "headrace-kv-arena.sock", "nvme"} < set(os.listdir(folder))

@@ -39,9 +39,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
     yield start
     for node in nodes:
-        if node.process.poll() is None:
-            node.kill()
-        node.process.communicate(timeout=10)
+        node.close()
 
 
 @pytest.fixture

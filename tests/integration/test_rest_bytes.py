@@ -8,7 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 
 from headrace.model import resolve
 from headrace.router.blocks.hashing import PromptKeys
-from headrace_decode.apis import messages, responses
 from headrace_kvstore.salts import salt_of
 from tests.support.rest_requests import (
     ANSWERS,
@@ -31,11 +30,13 @@ from tests.support.rest_requests import (
     SHAPE,
     STREAMS,
     TOOL,
+    shaped,
 )
 from tests.support.rest_servers import BLOCK_TOKENS, NAME, REASONING, TOKEN, rest_servers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+TRIES = 4
 TEXTS = ("delta", "text", "content", "arguments", "reasoning")
 _VARIES = re.compile(r'(?<=[_"-])[0-9a-f]{16,32}\b|(?<="created":)\d+|(?<="created_at":)\d+')
 
@@ -85,20 +86,6 @@ def servers() -> Iterator[Servers]:
         yield Servers(plain, ours, port, dict(zip(REASONING, reasoning, strict=True)))
 
 
-def shaped(vllm: httpx.Response) -> str:
-    """An answer of vLLM's as the API's clients expect it."""
-    path, body = vllm.request.url.path, vllm.content
-    if path.startswith("/v1/messages") and vllm.status_code != 200:
-        return messages.error(vllm.status_code, body).decode()
-    if path not in ("/v1/messages", "/v1/responses") or vllm.status_code != 200:
-        return vllm.text
-    if vllm.headers["content-type"].startswith("application/json"):
-        answer = messages.answer if path == "/v1/messages" else responses.answer
-        return answer(body).decode()
-    change = messages.event if path == "/v1/messages" else responses.EventRewriter().rewrite
-    return b"".join(change(one + b"\n\n") for one in body.split(b"\n\n")[:-1]).decode()
-
-
 def assert_alike(vllm: httpx.Response, gateway: httpx.Response) -> None:
     """Same status, kind and bytes, but for random ids and the time. What is wrong with a malformed
     request is said in other words (`headrace_engine.serving.validation`)."""
@@ -111,11 +98,25 @@ def assert_alike(vllm: httpx.Response, gateway: httpx.Response) -> None:
     assert _VARIES.sub("*", shaped(vllm)) == _VARIES.sub("*", gateway.text)
 
 
+def answered_alike(servers: Servers, path: str, body: dict[str, Any] | None) -> httpx.Response:
+    """vLLM's answer, which is the gateway's too. A stream that differs is asked for again: vLLM
+    makes one event of the tokens that came while a busy machine did something else."""
+    vllm, gateway = servers.ask(path, body)
+    for _ in range(TRIES):
+        with suppress(AssertionError):
+            assert_alike(vllm, gateway)
+            return vllm
+        if "event-stream" not in vllm.headers["content-type"]:
+            break
+        vllm, gateway = servers.ask(path, body)
+    assert_alike(vllm, gateway)
+    return vllm
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_has_vllms_bytes(servers: Servers, name: str) -> None:
-    vllm, gateway = servers.ask(*ANSWERS[name])
+    vllm = answered_alike(servers, *ANSWERS[name])
     assert vllm.status_code == 200, vllm.text[:500]
-    assert_alike(vllm, gateway)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -200,8 +201,7 @@ def test_an_answer_keeps_to_its_grammar(
 ) -> None:
     for stream in (False, True):
         body = {**CALL, **asked, "stream": stream}
-        vllm, gateway = servers.ask("/v1/chat/completions", body)
-        assert_alike(vllm, gateway)
+        answered_alike(servers, "/v1/chat/completions", body)
     answer = servers.gateway.post("/v1/chat/completions", json={**CALL, **asked}).json()
     assert re.fullmatch(pattern, answer["choices"][0]["message"]["content"]), answer
 

@@ -30,13 +30,15 @@ class Node:
         self.settings = settings(folder, **values)
         config = folder.parent / f"{folder.name}.yaml"
         config.write_text(yaml.safe_dump(self.settings.model_dump(mode="json")))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "headrace_kvstore", "node", "--config", str(config)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "kvstore"), **(environment or {})},
-        )
+        self._log = folder.parent / f"{folder.name}.log"
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace_kvstore", "node", "--config", str(config)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "kvstore"), **(environment or {})},
+            )
 
     def ready(self) -> Node:
         """Wait until it listens."""
@@ -44,7 +46,17 @@ class Node:
         for line in self.process.stdout:
             if line == "ready\n":  # NIXL has its say before
                 return self
-        raise AssertionError(self.process.communicate(timeout=10)[1])
+        raise AssertionError(self.said())
+
+    def said(self) -> str:
+        """Its log, and that of nodes before it in this folder."""
+        return self._log.read_text(errors="replace")
+
+    def close(self) -> None:
+        """Kill it if it runs, and have pytest show its log should the test have failed."""
+        self.process.kill()
+        self.process.communicate(timeout=10)
+        print(f"{self.folder.name}:\n{self.said()}")
 
     def kill(self) -> None:
         """With -9."""

@@ -67,8 +67,7 @@ def store(folder: Path) -> None:
         client.close()
     finally:
         for node in nodes:
-            node.kill()
-            node.process.communicate(timeout=10)
+            node.close()
 
 
 def _blocks(node: object) -> int:

@@ -1,9 +1,13 @@
-"""Requests of every API that vLLM serves: what is answered, what is refused, what streams."""
+"""Requests of every API that vLLM serves: what is answered, what is refused, what streams; and
+vLLM's answers as clients of these APIs expect them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import httpx
+
+from headrace_decode.apis import messages, responses
 from tests.support.rest_servers import NAME
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
@@ -114,3 +118,17 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def shaped(vllm: httpx.Response) -> str:
+    """An answer of vLLM's as the API's clients expect it."""
+    path, body = vllm.request.url.path, vllm.content
+    if path.startswith("/v1/messages") and vllm.status_code != 200:
+        return messages.error(vllm.status_code, body).decode()
+    if path not in ("/v1/messages", "/v1/responses") or vllm.status_code != 200:
+        return vllm.text
+    if vllm.headers["content-type"].startswith("application/json"):
+        answer = messages.answer if path == "/v1/messages" else responses.answer
+        return answer(body).decode()
+    change = messages.event if path == "/v1/messages" else responses.EventRewriter().rewrite
+    return b"".join(change(one + b"\n\n") for one in body.split(b"\n\n")[:-1]).decode()

@@ -27,6 +27,9 @@ DENSE = FullAttentionSpec(
     block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
 )
 MLA = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+FEW = FullAttentionSpec(block_size=32, num_kv_heads=HEADS, head_size=32, dtype=torch.bfloat16)
+FEW_MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+"""Of few bytes, for the interpreter."""
 
 
 def allocate(
@@ -82,7 +85,7 @@ interpreted = pytest.mark.skipif(
 
 @interpreted
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
-@pytest.mark.parametrize("spec", [DENSE, MLA], ids=["dense", "MLA"])
+@pytest.mark.parametrize("spec", [FEW, FEW_MLA], ids=["dense", "MLA"])
 def test_the_device_cache_moves_the_same_bytes_as_the_host_cache(
     spec: FullAttentionSpec, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +105,7 @@ def test_the_device_cache_takes_kernels_with_smaller_blocks(
     from tests.support.devicecache import check_against_host
 
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
-    check_against_host(allocate(DENSE, layout, kernel_tokens=32), NB, "cpu")
+    check_against_host(allocate(FEW, layout, kernel_tokens=8), NB, "cpu")
 
 
 @interpreted
@@ -115,4 +118,4 @@ def test_the_device_cache_has_some_parts_of_each_layer(
     from tests.support.devicecache import check_against_host
 
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
-    check_against_host(allocate(DENSE, layout), NB, "cpu", held)
+    check_against_host(allocate(FEW, layout), NB, "cpu", held)
