@@ -58,7 +58,7 @@ CHANGES = taken(INTEGRATION, "kv_changes_engine", "unsupported_engine")
 
 PARTS = [
     Part("app", tuple(APPS), 0.9, 12.0),
-    Part("served", SERVED, 1.0, 9.0),
+    Part("served", SERVED, 1.4, 9.0),
     Part("simulated", SIMULATED, 0.7, 2.0),  # others find its kernels compiled
     *dealt("engines", INTEGRATION, 2, 0.8, 5.5),
     Part("ray", RAY, 0.4, 2.0),

@@ -39,8 +39,8 @@ IMPORTED = [
     "headrace_engine.store_connector",
     "tests.support.stored",
 ]
-FORKED: list[bool] = []
-"""Not empty in a program that was forked: it has its parent's fork server."""
+FORKED: list[str] = []
+"""In a program that was forked, its log; what it forks writes there, too."""
 
 
 class _WarmProcess(CONTEXT.Process):  # type: ignore[misc, name-defined]
@@ -48,12 +48,15 @@ class _WarmProcess(CONTEXT.Process):  # type: ignore[misc, name-defined]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._environment = dict(os.environ)
+        self._environment, self._log = dict(os.environ), FORKED[0]
 
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
-        _share_server()
+        with open(self._log, "ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        _share_server(self._log)
         super().run()
 
 
@@ -166,9 +169,9 @@ def _have_server() -> None:
         os.environ.update(before)
 
 
-def _share_server() -> None:
-    """Have this process, which was forked, fork from the same server whatever it starts."""
-    FORKED.append(True)
+def _share_server(log: str) -> None:
+    """Have this process, which was forked, fork from the same server whatever it spawns."""
+    FORKED.append(log)
     # It would begin a server of its own otherwise, for all that its documentation says.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign, attr-defined]
     multiprocessing.context._concrete_contexts["spawn"] = _WarmContext()  # type: ignore[attr-defined]
@@ -184,7 +187,7 @@ def _run(
     stdout: Connection,
 ) -> None:
     """Be the program."""
-    _share_server()
+    _share_server(log)
     if apart:
         os.setsid()
     os.environ.clear()

@@ -14,7 +14,7 @@ import yaml
 
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import call
-from tests.support.kvnode import settings
+from tests.support.kvnode import settings, tried
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,10 +41,11 @@ class Node:
             )
 
     def ready(self) -> Node:
-        """Wait until it listens."""
+        """Wait until it listens, and has its arena if it can."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line == "ready\n":  # NIXL has its say before
+                tried(self.stats)
                 return self
         raise AssertionError(self.said())
 

@@ -29,7 +29,7 @@ from tests.support.tiny import tiny_llama
 
 NAME = "served"
 MODEL = "tiny"
-START_S = 240.0
+START_S = 480.0
 IMPORT_PATH = "headrace.app:build_configured"
 SPARE = 3
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import call
+from tests.support.kvnode import tried
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ class StoreNodeProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> StoreNodeProcess:
-        """Begin, and wait until it listens."""
+        """Begin, and wait until it listens and has its arena."""
         given = [f"--set={name}={value}" for name, value in self._settings.items()]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_kvstore", "node", *given],
@@ -38,6 +39,7 @@ class StoreNodeProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line == "ready\n":
+                tried(self.stats)
                 return self
         raise RuntimeError(f"the node ended with status {self._process.wait()}")
 
