@@ -8,12 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.support import costs, environment, forked, run
+from tests.support import compiled, costs, run
 from tests.support.app import App, Session
+from tests.support.startup import sitecustomize
 
 ENDING_S = 10.0
 PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -31,9 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background jobs ignore the first, `nohup` the second; children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    environment.prepare()
+    compiled.keep_compiled()
+    # Two threads of torch that wait for each other on busy cores take a hundred times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ray's workers have niceness 15 otherwise, and get 3 % of a core beside another test.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # A killed engine leaves its sockets: here they go with the run.
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(run.folder()))
+    # A Ray node starts as many workers as it has cores otherwise, whether or not they are needed.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    startup = str(Path(sitecustomize.__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [startup, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     config.pluginmanager.register(costs.Meter())
 
 
@@ -41,8 +53,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run if a process of it is still there."""
 
     def running() -> list[str]:
-        pids = {*run.marked(run.MARK, run.begin()), *forked.left()}
-        found = [run.command(pid) for pid in pids]
+        found = [run.command(pid) for pid in run.marked(run.MARK, run.begin())]
         return [words for words in found if not any(own in words for own in PYTHONS_OWN)]
 
     deadline = time.monotonic() + ENDING_S

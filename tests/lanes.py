@@ -2,7 +2,6 @@
 
     python -m tests.lanes [--check] [pytest's options]
 
-A part is forked from a process that has imported vLLM, and so are its engines (`support.forked`).
 `--check` leaves out what needs an engine or takes long. Each part's log is kept in build/test/, and
 shown if a test of it failed; so is what each test cost (PART.json). The end says which tests and
 whether the run took longer than they may. With a path among the arguments this is plain pytest.
@@ -10,7 +9,6 @@ whether the run took longer than they may. With a path among the arguments this 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
@@ -26,10 +24,8 @@ from pathlib import Path
 import pytest
 
 from tests.parts import CHECK, PARTS, Part
-from tests.support import environment, run
+from tests.support import run
 from tests.support.costs import REPORT, Costs, over_budget, slowest
-from tests.support.forked import Forked
-from tests.support.interpreted import INTERPRET
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "test"
@@ -38,8 +34,6 @@ CORES, GB = 2.2, 20.0
 each takes longer, and the whole no less."""
 BUDGET_S = {"test": 15 * 60.0, "check": 4 * 60.0}
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-_processes: dict[str, subprocess.Popen[bytes] | Forked] = {}
-"""Of the parts that run."""
 DEFAULTS = {"test": "not gpu and not soak", "check": "not gpu and not soak and not slow"}
 
 
@@ -53,8 +47,6 @@ def main(arguments: list[str]) -> int:
     began_s = time.monotonic()
     shutil.rmtree(KEPT, ignore_errors=True)
     KEPT.mkdir(parents=True)
-    run.begin()
-    environment.prepare()
     parts = CHECK if mode == "check" else PARTS
     print(f"{len(parts)} parts; each writes to {run.folder()}/PART.log", flush=True)
 
@@ -100,8 +92,7 @@ def run_all(parts: Sequence[Part], test: Callable[[Part], int]) -> list[int]:
         try:
             part, status = ended.get()
         except KeyboardInterrupt:
-            interrupt_parts()
-            for _ in running:
+            for _ in running:  # they got it as well
                 ended.get()
             raise
         running.remove(part)
@@ -136,29 +127,11 @@ def report(name: str) -> Path:
 
 
 def run_part(part: Part, arguments: list[str]) -> int:
-    """The exit status of a part's tests. Control-C does not reach them; `interrupt_parts` does."""
+    """The exit status of a part's tests. Control-C reaches them, too; they end in their own way."""
     command = [*PYTEST, *arguments, *map(str, part.files)]
-    told = {**os.environ, REPORT: str(report(part.name))}
-    process: subprocess.Popen[bytes] | Forked
-    if part.interpreted:
-        told[INTERPRET] = "1"
-        with log(part.name).open("wb") as out:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=told, stdout=out, stderr=out, start_new_session=True
-            )
-    else:
-        process = Forked(command, told, log(part.name), apart=True)
-    _processes[part.name] = process
-    status = process.wait()
-    del _processes[part.name]
-    return pytest.ExitCode.INTERNAL_ERROR if status is None else status
-
-
-def interrupt_parts() -> None:
-    """Have all that run end in their own way."""
-    for process in list(_processes.values()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGINT)
+    environment = {**os.environ, REPORT: str(report(part.name))}
+    with log(part.name).open("wb") as out:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out).wait()
 
 
 def print_costs(parts: Sequence[Part], mode: str, seconds: float) -> None:

@@ -18,15 +18,12 @@ class Part:
     Attributes:
         cores: that it keeps busy on average.
         gb: of memory that it takes at most, with its engines.
-        interpreted: whether Triton's interpreter runs its kernels. It has to know that before it is
-            imported, so this part is not forked from a process that has imported vLLM.
     """
 
     name: str
     files: tuple[Path, ...]
     cores: float
     gb: float
-    interpreted: bool = False
 
 
 def files(folder: str) -> list[Path]:
@@ -41,31 +38,29 @@ def taken(found: list[Path], *names: str) -> tuple[Path, ...]:
     return tuple(wanted)
 
 
-def dealt(name: str, found: list[Path], pieces: int, cores: float, gb: float) -> list[Part]:
+def dealt(name: str, found: list[Path], pieces: int, *needs: float) -> list[Part]:
     """Divide what is left of a folder, so that neighbours, which cost alike, go apart."""
-    return [Part(f"{name}-{n + 1}", tuple(found[n::pieces]), cores, gb) for n in range(pieces)]
+    return [Part(f"{name}-{n + 1}", tuple(found[n::pieces]), *needs) for n in range(pieces)]
 
 
 APPS, UNIT, INTEGRATION = files("e2e"), files("unit"), files("integration")
 SERVED = taken(APPS, "sparse", "placing", "scaling", "keys")
 RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_reap")
 INTERPRETED = taken(UNIT, "kv_device_kernels", "sparse_kernels", "sparse_device", "fusion_device")
-INTERPRETED_TOO = taken(files("unit"), "kv_ways", "kv_layout_vllm")
-"""Have tests of either kind."""
 SIMULATED = taken(UNIT, "admission_simulated", "cli_calibrate")
 REST = taken(INTEGRATION, "rest_bytes", "ipv6_only", "hostile_grammars", "nixl_sleeps")
 CHANGES = taken(INTEGRATION, "kv_changes_engine", "unsupported_engine")
 
 PARTS = [
-    Part("app", tuple(APPS), 0.9, 12.0),
-    Part("served", SERVED, 1.4, 9.0),
+    Part("app", tuple(APPS), 0.9, 7.0),
     Part("simulated", SIMULATED, 0.7, 2.0),  # others find its kernels compiled
     *dealt("engines", INTEGRATION, 2, 0.8, 5.5),
     Part("ray", RAY, 0.4, 2.0),
     Part("changes", CHANGES, 0.8, 5.5),
+    Part("served", SERVED, 1.0, 9.0),
     *dealt("unit", UNIT, 2, 0.4, 3.0),
     Part("rest", REST, 0.7, 4.0),
-    Part("interpreted", (*INTERPRETED, *INTERPRETED_TOO), 0.9, 2.5, interpreted=True),
+    Part("interpreted", INTERPRETED, 0.8, 2.5),
     Part("property", tuple(files("property")), 0.8, 1.0),
 ]
 """In the order in which they begin, where there is room."""

@@ -11,8 +11,7 @@ import sys
 from typing import Any
 
 from tests.support import run
-from tests.support.forked import told
-from tests.support.program import say
+from tests.support.program import say, told
 
 PROMPT = "The river rises in the hills. It flows through three towns. The three towns are called"
 TOKENS = 48

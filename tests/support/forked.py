@@ -1,31 +1,22 @@
 """Programs with vLLM that begin in a second: forked from a process that has imported it.
 
 `Forked` is as much of `subprocess.Popen` as `benchmarks.kvstore.child.Child` uses. The process that
-has imported vLLM is multiprocessing's fork server. It begins with the first program, serves that
-program's own programs as well, and ends with the process that began it. What the environment says
-before vLLM is imported is an engine's of `support.program`. What a program would spawn is forked,
-too: vLLM's workers and engine cores.
+has imported vLLM is multiprocessing's fork server. It begins with the first program, and ends with
+this process. What the environment says before vLLM is imported is the first program's.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import multiprocessing
-import multiprocessing.context
 import os
 import runpy
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-
-from tests.support.program import IN_ONE_PROCESS, engine_environment
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -39,37 +30,6 @@ IMPORTED = [
     "headrace_engine.store_connector",
     "tests.support.stored",
 ]
-FORKED: list[str] = []
-"""In a program that was forked, its log; what it forks writes there, too."""
-
-
-class _WarmProcess(CONTEXT.Process):  # type: ignore[misc, name-defined]
-    """Is forked where vLLM spawns, with the environment that a spawned process would have."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._environment, self._log = dict(os.environ), FORKED[0]
-
-    def run(self) -> None:
-        os.environ.clear()
-        os.environ.update(self._environment)
-        with open(self._log, "ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        _share_server(self._log)
-        super().run()
-
-
-class _WarmContext(type(CONTEXT)):  # type: ignore[misc]
-    Process = _WarmProcess
-
-
-_begun: list[Forked] = []
-
-
-def left() -> list[int]:
-    """Programs of this process's that still run."""
-    return [program.pid for program in _begun if program._process.is_alive()]
 
 
 class Forked:
@@ -79,25 +39,16 @@ class Forked:
         command: the interpreter, "-m", the module, its arguments.
         environment: all of it.
         log: file that its stderr goes to.
-        apart: whether its stdout goes there, too, and signals to this process's group do not reach
-            it.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        apart: bool = False,
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         _, _, module, *arguments = command
         their_in, our_in = CONTEXT.Pipe(duplex=False)
         our_out, their_out = CONTEXT.Pipe(duplex=False)
-        _have_server()
-        about = (module, arguments, dict(environment), str(log), apart, their_in, their_out)
+        _have_server(environment)
+        about = (module, arguments, dict(environment), str(log), their_in, their_out)
         self._process = CONTEXT.Process(target=_run, args=about, daemon=False)
         self._process.start()
-        _begun.append(self)
         self.stdin = os.fdopen(os.dup(our_in.fileno()), "wb")
         self.stdout = os.fdopen(os.dup(our_out.fileno()), "rb")
         for end in (their_in, our_in, our_out, their_out):
@@ -125,42 +76,11 @@ class Forked:
         return self._process.exitcode
 
 
-def told(program: str, model: str, task: Any = None, *, timeout_s: float, **more: str) -> Any:
-    """What `python -m tests.support.PROGRAM MODEL` says, given `task` as JSON.
-
-    Args:
-        more: of its environment.
-
-    Raises:
-        RuntimeError: it failed; with the end of its log.
-        subprocess.TimeoutExpired: it took longer.
-    """
-    command = [sys.executable, "-m", f"tests.support.{program}", model]
-    with tempfile.TemporaryDirectory() as folder:
-        log, said = Path(folder) / "log", Path(folder) / "said"
-        process = Forked(command, engine_environment(**more), log)
-        try:
-            with process.stdin as given:
-                given.write(json.dumps(task).encode())
-            reader = threading.Thread(target=lambda: said.write_bytes(process.stdout.read()))
-            reader.start()  # it may say more than a pipe holds
-            status = process.wait(timeout_s)
-            reader.join()
-        finally:
-            process.kill()
-        lines = [line for line in said.read_text().splitlines() if line.startswith('{"said"')]
-        if status != 0 or not lines:
-            raise RuntimeError(f"the engine failed: {log.read_text(errors='replace')[-4000:]}")
-        return json.loads(lines[-1])["said"]
-
-
-def _have_server() -> None:
-    """Have the fork server run, with an engine's environment if it begins now."""
-    if FORKED:
-        return
+def _have_server(environment: Mapping[str, str]) -> None:
+    """Have the fork server run, with this environment if it begins now."""
     CONTEXT.set_forkserver_preload(IMPORTED)
     before = dict(os.environ)
-    os.environ.update(engine_environment(**IN_ONE_PROCESS))
+    os.environ.update(environment)
     try:
         forkserver.ensure_running()
     finally:
@@ -169,32 +89,20 @@ def _have_server() -> None:
         os.environ.update(before)
 
 
-def _share_server(log: str) -> None:
-    """Have this process, which was forked, fork from the same server whatever it spawns."""
-    FORKED.append(log)
-    # It would begin a server of its own otherwise, for all that its documentation says.
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign, attr-defined]
-    multiprocessing.context._concrete_contexts["spawn"] = _WarmContext()  # type: ignore[attr-defined]
-
-
 def _run(
     module: str,
     arguments: list[str],
     environment: dict[str, str],
     log: str,
-    apart: bool,
     stdin: Connection,
     stdout: Connection,
 ) -> None:
     """Be the program."""
-    _share_server(log)
-    if apart:
-        os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
     with open(log, "ab") as stderr:
-        for source, target in ((stdin, 0), (stderr if apart else stdout, 1), (stderr, 2)):
+        for source, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
             os.dup2(source.fileno(), target)
     stdin.close()
     stdout.close()

@@ -1,7 +1,7 @@
 """Tests of Triton kernels without a GPU, in Triton's interpreter.
 
 Triton interprets only what it is told to before it is imported. So a file with such tests is run
-again by a process of its own, in which `INTERPRETED` is true. A whole run has a part for them.
+again by a process of its own, in which `INTERPRETED` is true.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import sys
 
 import pytest
 
-INTERPRET = "TRITON_INTERPRET"
-INTERPRETED = os.environ.get(INTERPRET) == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
 outside = pytest.mark.skipif(INTERPRETED, reason="is that process")
 
@@ -26,7 +25,7 @@ def passes_in_the_interpreter(*tests: str) -> None:
     """
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-        env=os.environ | {INTERPRET: "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -17,11 +17,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from tests.support.forked import Forked
-from tests.support.program import engine_environment, say
+from tests.support.program import ROOT, engine_environment, say
 
 NAME = "smollm2"
 REASONING_MARKS = "The", "ena"
@@ -69,15 +67,22 @@ def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[list[st
     Raises:
         RuntimeError: it did not start; with the end of its log.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = [sys.executable, "-m", "tests.support.rest_servers", model]
-        process = Forked(command, engine_environment(), log)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.rest_servers", model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=engine_environment(),
+            cwd=ROOT,
+        )
+        assert process.stdin is not None and process.stdout is not None
         try:
-            said = next((line for line in process.stdout if line.startswith(b'{"said"')), None)
+            said = next((line for line in process.stdout if line.startswith('{"said"')), None)
             if said is None:
-                words = log.read_text(errors="replace")[-4000:]
-                raise RuntimeError(f"the servers did not start: {words}")
+                log.seek(0)
+                raise RuntimeError(f"the servers did not start: {log.read()[-4000:]}")
             yield [f"http://127.0.0.1:{port}" for port in json.loads(said)["said"]]
         finally:
             process.stdin.close()

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.draft import DraftBatch
 from headrace_decode.speculation.retrieval.draft_memory import Memory
 from tests.support import run
-from tests.support.forked import told
-from tests.support.program import IN_ONE_PROCESS, say
+from tests.support.program import IN_ONE_PROCESS, say, told
 
 TOP = 5
 

@@ -1,6 +1,6 @@
 """Engines of models that a technique cannot be done for, one after another, with all switched on.
 
-    forked.told("unsupported_models", FOLDER)
+    told("unsupported_models", FOLDER)
 
 For each model: why not, what a prompt took from the prefix cache when it came again, blocks in the
 store, and what the log said of it. Weights are random.

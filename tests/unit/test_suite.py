@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests import flaky, lanes
-from tests.parts import CHECK, INTERPRETED_TOO, PARTS, Part
+from tests.parts import CHECK, PARTS, Part
 from tests.support import run
 from tests.support.compiled import digest
 from tests.support.costs import BUDGET_S, SLOW_BUDGET_S, Costs, over_budget, slowest
@@ -76,8 +76,7 @@ time.sleep(600)
 
 
 def test_each_file_of_tests_without_a_gpu_is_in_one_part_of_a_whole_run() -> None:
-    found = [file for part in PARTS for file in part.files if file not in INTERPRETED_TOO]
-    found += INTERPRETED_TOO
+    found = [file for part in PARTS for file in part.files]
     all_files = {file for file in (ROOT / "tests").rglob("test_*.py") if "gpu" not in file.parts}
     assert len(found) == len(all_files) and set(found) == all_files
     assert {file for part in CHECK for file in part.files} <= all_files
