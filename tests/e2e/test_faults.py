@@ -16,7 +16,6 @@ from tests.e2e.test_reuse import FIRST, SECOND, answer, ask, reused, store_docum
 from tests.support.app import App, until
 from tests.support.faults import (
     ANSWER_TOKENS,
-    CLIENTS,
     PROMPTS,
     assert_end,
     assert_nothing_was_lost,
@@ -30,7 +29,7 @@ from tests.support.faults import (
 )
 from tests.support.load import Answer, Load
 
-STREAM_TOKENS = 100
+CLIENTS, STREAM_TOKENS = 4, 100
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

@@ -103,7 +103,7 @@ def test_misused_connections_are_answered_or_ended(app: App, neighbour: Neighbou
     slow = SlowHeads(lambda: connect(app), 200)
     with closing(slow), ThreadPoolExecutor(len(wires(MODEL))) as pool:
         acting = [pool.submit(act, wire) for wire in wires(MODEL)]
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 40.0
         while slow.drip() and time.monotonic() < deadline:
             time.sleep(1.0)
         assert slow.drip() == 0

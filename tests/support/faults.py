@@ -14,13 +14,13 @@ from tests.support.app import MODEL, App, until
 from tests.support.load import Answer, ask
 from tests.support.prompts import TEXT
 
-CLIENTS = 4
+CLIENTS = 8
 ANSWER_TOKENS = 12
 BACK_S = 150.0
 # Under load a step has other shapes, and float32 sums in another order: the same prompt's
 # log-probabilities move in their sixth digit. Two tokens closer than this may change places.
 TIE_NATS = 1e-3
-PROMPTS = [f"Chapter {n}, page {7 * n}. {TEXT}" for n in range(1, CLIENTS + 1)]
+PROMPTS = [f"Chapter {n}, page {7 * n}. {TEXT}{TEXT}" for n in range(1, CLIENTS + 1)]
 
 
 def children(pid: int) -> list[psutil.Process]:

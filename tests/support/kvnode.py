@@ -161,7 +161,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def tried(stats: Callable[[], dict[str, Any]]) -> None:
+def until_arena(stats: Callable[[], dict[str, Any]]) -> None:
     """Wait until a node has its arena, or says why it has none. On a busy machine it says before
     that it is ready: it has to import NIXL."""
     until(lambda: stats()["tiers"]["dram"]["reason"] != "opening", 120.0)

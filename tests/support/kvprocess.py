@@ -14,7 +14,7 @@ import yaml
 
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import call
-from tests.support.kvnode import settings, tried
+from tests.support.kvnode import settings, until_arena
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ class Node:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line == "ready\n":  # NIXL has its say before
-                tried(self.stats)
+                until_arena(self.stats)
                 return self
         raise AssertionError(self.said())
 

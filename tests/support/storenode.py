@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import call
-from tests.support.kvnode import tried
+from tests.support.kvnode import until_arena
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ class StoreNodeProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line == "ready\n":
-                tried(self.stats)
+                until_arena(self.stats)
                 return self
         raise RuntimeError(f"the node ended with status {self._process.wait()}")
 
