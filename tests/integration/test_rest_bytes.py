@@ -415,7 +415,8 @@ def test_only_the_replicas_own_port_tells_keys_and_only_to_gateways(servers: Ser
 
 def pieces(body: bytes) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """A stream, however its texts were cut into events: for each place in its events the texts in a
-    row, or the values that stood there; and apart from that the log-probabilities of each place."""
+    row, the values that stood there, or the last of the counts of tokens, which never fall; and
+    apart from that the log-probabilities of each place."""
     texts: dict[str, Any] = {}
     logprobs: dict[str, list[float]] = {}
 
@@ -434,6 +435,9 @@ def pieces(body: bytes) -> tuple[dict[str, Any], dict[str, list[float]]]:
             logprobs.setdefault(place, []).append(value)
         elif isinstance(value, str) and place.endswith(TEXTS):
             texts[f"{place} {choice}"] = texts.get(f"{place} {choice}", "") + value
+        elif value is not None and place.endswith("_tokens"):
+            assert value >= texts.get(f"{place} {choice}", 0), place
+            texts[f"{place} {choice}"] = value
         elif value is not None:
             texts.setdefault(f"{place} {choice}", {})[value] = None
 

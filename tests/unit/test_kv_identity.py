@@ -58,7 +58,7 @@ def all_of(config: Any) -> tuple[bytes, bytes, str]:
 CHANGES: dict[str, dict[str, Any]] = {
     "max_model_len": {"model_config__max_model_len": 8192},
     "dtype": {"model_config__dtype": "bfloat16"},
-    "kv cache dtype": {"cache_config__cache_dtype": "fp8"},
+    "kv cache dtype": {"cache_config__cache_dtype": "float16"},
     "layers whose cache is not quantised": {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
     "quantization": {"model_config__quantization": "fp8"},
     "its settings": {"model_config__quantization_config": {"linear": {"bits": 4}}},
