@@ -29,6 +29,7 @@ IMPORTED = [
     "vllm.model_executor.models.llama",
     "headrace_engine.store_connector",
     "tests.support.stored",
+    "tests.support.frozen",
 ]
 
 
