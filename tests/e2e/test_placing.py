@@ -12,8 +12,9 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 import httpx
 import openai
@@ -33,10 +34,8 @@ START_TOKENS = 4000
 is too small for them (`tiny_args`), so they are where an engine has computed them."""
 BLOCK_TOKENS = 128
 """vLLM's on a CPU."""
-REPORTS_S = 0.8
-"""Until gateways have heard that the request before is over, and of its last block: it would count
-as a queue, and a short queue is worth all that a tiny model computes. On busy cores 0.3 s was too
-short: three turns of 24 came to their replica before its newest block was known."""
+HEARD_S = 5.0
+"""Within which gateways have heard of all that a replica did, unless it stands still."""
 HITS = 0.95
 """Of the turns behind the first."""
 HITS_AFTER = 0.85
@@ -74,7 +73,8 @@ class Conversation:
         self.plans: list[dict[str, object]] = []
 
     def turn(self) -> None:
-        time.sleep(REPORTS_S)
+        heard = wait_until_heard(self._served, {}, 0)
+        before = len(self._tokens) if self.plans else 0
         self._tokens += self._words(100)
         name = f"placing-{self._random.getrandbits(64):x}"
         self._client.completions.create(
@@ -86,6 +86,8 @@ class Conversation:
         )
         plan = httpx.get(f"{self._served.url}/headrace/v1/plans/{name}", timeout=60).json()
         self.plans.append({**plan, "prompt": len(self._tokens)})
+        new = len(self._tokens) // BLOCK_TOKENS - before // BLOCK_TOKENS
+        wait_until_heard(self._served, heard, new)
 
     def hits(self) -> list[bool]:
         """Of each turn behind the first that a gateway planned, whether the engine that prefilled
@@ -128,13 +130,31 @@ def misses(talks: list[Conversation]) -> str:
     return "\n".join(str({name: plan[name] for name in shown}) for plan in missed)
 
 
-def gateways(served: ServedApp) -> dict[int, dict[str, object]]:
+def gateways(served: ServedApp) -> dict[int, dict[str, Any]]:
     """What each gateway knows of the replicas, by its process; asked until both have answered."""
-    found: dict[int, dict[str, object]] = {}
+    found: dict[int, dict[str, Any]] = {}
     for _ in range(60):
         status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["gateway"]
         found[status["pid"]] = status["router"]
+        if len(found) == 2:
+            break
     return found
+
+
+def wait_until_heard(served: ServedApp, before: Mapping[int, int], blocks: int) -> dict[int, int]:
+    """Until each gateway has heard that requests are over, and of so many blocks more than before;
+    of how many. What is under way counts as a queue, and a short queue is worth all that a tiny
+    model computes."""
+    deadline = time.monotonic() + HEARD_S
+    while True:
+        known = gateways(served)
+        heard = {pid: int(each["events"].get("blocks", 0)) for pid, each in known.items()}
+        over = not any(each["booked"] for each in known.values())
+        if time.monotonic() > deadline:
+            return heard
+        if over and all(heard[pid] >= before[pid] + blocks for pid in heard.keys() & before.keys()):
+            return heard
+        time.sleep(0.05)
 
 
 def know_all(served: ServedApp) -> bool:
