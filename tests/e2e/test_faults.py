@@ -30,8 +30,10 @@ from tests.support.faults import (
 from tests.support.load import Answer, Load
 
 CLIENTS, STREAM_TOKENS = 4, 100
+PAUSE_S = 2.0
+"""Between two requests of a client while a replica starts, which takes all that the cores give."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
@@ -97,7 +99,8 @@ def test_decode_dies_under_load_and_no_stream_ends(app: App) -> None:
         killed_at = time.monotonic()
         long.pause()
         assert_end(orphans)
-        wait_for_new(app, "decode", pid)
+        with short.eased(PAUSE_S):
+            wait_for_new(app, "decode", pid)
         until(
             lambda: any(one.began_s > killed_at for one in short.answers),
             60,

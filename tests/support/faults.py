@@ -16,7 +16,8 @@ from tests.support.prompts import TEXT
 
 CLIENTS = 8
 ANSWER_TOKENS = 12
-BACK_S = 150.0
+BACK_S = 300.0
+"""A replica starts in 170 to 250 s where two apps do so on two cores."""
 # Under load a step has other shapes, and float32 sums in another order: the same prompt's
 # log-probabilities move in their sixth digit. Two tokens closer than this may change places.
 TIE_NATS = 1e-3
