@@ -29,7 +29,6 @@ IMPORTED = [
     "vllm.model_executor.models.llama",
     "headrace_engine.store_connector",
     "tests.support.stored",
-    "tests.support.frozen",
 ]
 
 
