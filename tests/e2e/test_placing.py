@@ -74,7 +74,7 @@ class Conversation:
 
     def turn(self) -> None:
         heard = wait_until_heard(self._served, {}, 0)
-        before = len(self._tokens) if self.plans else 0
+        asked = len(self._tokens) if self.plans else 0
         self._tokens += self._words(100)
         name = f"placing-{self._random.getrandbits(64):x}"
         self._client.completions.create(
@@ -86,7 +86,7 @@ class Conversation:
         )
         plan = httpx.get(f"{self._served.url}/headrace/v1/plans/{name}", timeout=60).json()
         self.plans.append({**plan, "prompt": len(self._tokens)})
-        new = len(self._tokens) // BLOCK_TOKENS - before // BLOCK_TOKENS
+        new = len(self._tokens) // BLOCK_TOKENS - asked // BLOCK_TOKENS
         wait_until_heard(self._served, heard, new)
 
     def hits(self) -> list[bool]:
@@ -133,7 +133,7 @@ def misses(talks: list[Conversation]) -> str:
 def gateways(served: ServedApp) -> dict[int, dict[str, Any]]:
     """What each gateway knows of the replicas, by its process; asked until both have answered."""
     found: dict[int, dict[str, Any]] = {}
-    for _ in range(60):
+    for _ in range(20):
         status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["gateway"]
         found[status["pid"]] = status["router"]
         if len(found) == 2:
@@ -141,18 +141,17 @@ def gateways(served: ServedApp) -> dict[int, dict[str, Any]]:
     return found
 
 
-def wait_until_heard(served: ServedApp, before: Mapping[int, int], blocks: int) -> dict[int, int]:
-    """Until each gateway has heard that requests are over, and of so many blocks more than before;
-    of how many. What is under way counts as a queue, and a short queue is worth all that a tiny
-    model computes."""
+def wait_until_heard(served: ServedApp, before: Mapping[int, int], new: int) -> dict[int, int]:
+    """The blocks that each gateway has heard of since it began, by its process; once each knows
+    that requests are over, and of `new` blocks more than `before`. What is under way counts as a
+    queue, and a short queue is worth all that a tiny model computes."""
     deadline = time.monotonic() + HEARD_S
     while True:
         known = gateways(served)
         heard = {pid: int(each["events"].get("blocks", 0)) for pid, each in known.items()}
         over = not any(each["booked"] for each in known.values())
-        if time.monotonic() > deadline:
-            return heard
-        if over and all(heard[pid] >= before[pid] + blocks for pid in heard.keys() & before.keys()):
+        all_heard = all(heard[pid] >= before.get(pid, 0) + new for pid in heard)
+        if (over and all_heard) or time.monotonic() > deadline:
             return heard
         time.sleep(0.05)
 
