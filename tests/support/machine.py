@@ -57,15 +57,14 @@ class Machine:
         arguments: dict[str, Any] | None = None,
         **settings: Any,
     ) -> StoredEngine:
-        """Starts; `ready` waits for it. An engine that does not wait for its node computes the
-        prompt, and makes a busy machine busier: it has a minute.
+        """Starts; `ready` waits for it.
 
         Args:
             arguments: more of the engine's.
             settings: of its store.
         """
-        store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 60.0}
-        store |= {"lease_s": 120.0, **settings}
+        store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 10.0}
+        store |= {"lease_s": 20.0, **settings}
         model, more = str(self._model or tiny_llama()), arguments or {}
         engine = StoredEngine(model, store, ranks=ranks, hands_over=hands_over, **more)
         self.engines.append(engine)
