@@ -33,7 +33,8 @@ each_length = pytest.mark.parametrize("number", range(len(PROMPTS)), ids=map(str
 PATIENT = {"pull_limit_s": 60.0, "peer_lease_s": 90.0, "heal_s": 0.2}
 PATIENT_ENGINE = {"node_timeout_s": 60.0, "lease_s": 120.0}
 """A pull over one busy machine may take long. An engine that does not wait for it computes the
-prompt, and makes the machine busier."""
+prompt, and makes the machine busier. Nothing here kills the node that an engine waits for, which
+would take as long."""
 
 
 @dataclass
