@@ -237,7 +237,7 @@ def test_the_keeper_removes_what_a_killed_process_shared_and_keeps_what_is_in_us
         "time.sleep(600)\n"
     )
     spec = {"name": "k", "token": f"keeper-{os.getpid()}", "temp_dir": str(tmp_path)}
-    spec |= {"parent": None, "shm_before": sorted(shm_names())}
+    spec |= {"parent": None, "listener": None, "shm_before": sorted(shm_names())}
     spec |= {"command": [sys.executable, "-c", code, SEMAPHORE + SLEEP]}
     (tmp_path / "keeper.json").write_text(json.dumps(spec))
     keeper = subprocess.Popen(

@@ -18,7 +18,8 @@ import contextlib
 import hashlib
 import json
 import logging
-import sys
+import multiprocessing.spawn
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -76,15 +77,18 @@ class GrammarTrials:
 
     Args:
         config: what the worker's `Compiler` is made of, pickled: vLLM's configuration.
-        command: starts the worker; another one in tests.
+        command: starts the worker; another one in tests. None: as multiprocessing would start a
+            process of this interpreter.
     """
 
     def __init__(
         self,
         config: bytes,
-        command: tuple[str, ...] = (sys.executable, "-m", "headrace_decode.grammars.worker"),
+        command: tuple[str, ...] | None = None,
     ) -> None:
-        self._config, self._command = config, command
+        python = os.fsdecode(multiprocessing.spawn.get_executable())
+        self._config = config
+        self._command = command or (python, "-m", "headrace_decode.grammars.worker")
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._places = asyncio.Semaphore(MAX_TRIALS)

@@ -29,6 +29,8 @@ import psutil
 from headrace.cli.keeper import NOTES
 from headrace.cli.reap import Belongings, end
 from headrace.config.schema import MAX_TEMP_DIR_CHARS
+from headrace.forkserver import listen
+from headrace.forkserver.launcher import ADDRESS_VARIABLE
 from headrace.observability.shared_memory import (
     TOKEN_VARIABLE,
     ProcessId,
@@ -69,6 +71,7 @@ class NodeSpec:
     dashboard_port: int | None = None  # None: a free one
     temp_root: str | None = None  # None: the system's
     environment: Mapping[str, str] = field(default_factory=dict)
+    fork_server: bool = False  # processes start as forks of one that has imported vLLM
     foreground: bool = True  # the node ends when this process does
 
 
@@ -82,6 +85,7 @@ class Node:
     keeper: ProcessId
     token: str
     shm_before: frozenset[str]
+    environment: Mapping[str, str]  # with which a driver of this node's starts
 
     def belongings(self) -> Belongings:
         """What tells its processes from others."""
@@ -201,11 +205,15 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
     # has twelve times the share of a process that runs when idle; with 0, three hundred times.
     environment.setdefault("RAY_worker_niceness", "0")
     # `uv run headrace up` would otherwise build a fresh environment for every worker.
-    environment |= {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONHASHSEED": "0"}
+    environment["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # A killed engine leaves its sockets: here they go with the node.
     environment.setdefault("VLLM_RPC_BASE_PATH", str(temp_dir))
-    environment |= auth_environment(temp_dir)
-    environment |= {**spec.environment, TOKEN_VARIABLE: spec.token}
+    for_drivers = {**spec.environment, **auth_environment(temp_dir), "PYTHONHASHSEED": "0"}
+    listener = None
+    if spec.fork_server:
+        for_drivers[ADDRESS_VARIABLE] = f"headrace-{secrets.token_hex(16)}"
+        listener = listen(for_drivers[ADDRESS_VARIABLE])
+    environment |= {**for_drivers, TOKEN_VARIABLE: spec.token}
     before = shm_names()
     parent = ProcessId.of(psutil.Process()) if spec.foreground else None
     instructions = {
@@ -215,6 +223,7 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
         "token": spec.token,
         "shm_before": sorted(before),
         "parent": {"pid": parent.pid, "created": parent.created} if parent else None,
+        "listener": listener.fileno() if listener else None,
     }
     (temp_dir / "keeper.json").write_text(json.dumps(instructions))
     with open(temp_dir / "keeper.log", "ab") as log:
@@ -224,8 +233,11 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            pass_fds=[listener.fileno()] if listener else [],
             start_new_session=True,
         )
+    if listener is not None:
+        listener.close()
     return Node(
         address=f"{NODE_HOST}:{gcs}",
         temp_dir=temp_dir,
@@ -233,6 +245,7 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
         keeper=ProcessId.of(psutil.Process(process.pid)),
         token=spec.token,
         shm_before=before,
+        environment=for_drivers,
     )
 
 

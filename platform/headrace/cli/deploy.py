@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,8 +21,9 @@ from typing import IO, Any, Self
 
 from headrace.cli.driver import DELETE, DISMISS, cause
 from headrace.cli.state import Instance
+from headrace.forkserver import LAUNCHER, py_executable
 
-DRIVER = [sys.executable, "-m", "headrace.cli.driver"]
+DRIVER = [*LAUNCHER, "-m", "headrace.cli.driver"]
 END_S = 5.0  # for a driver to leave the cluster once its work is done
 
 
@@ -154,7 +154,10 @@ class Deploying:
         Raises:
             DeployError: no cluster answers, or it runs an application of that name.
         """
-        self._driver.send(json.dumps({"address": address, "app": app, "joined": joined}))
+        # Only on a node of our own is the launcher surely at this place.
+        runtime_env = None if joined else {"py_executable": py_executable()}
+        order = {"address": address, "app": app, "joined": joined, "runtime_env": runtime_env}
+        self._driver.send(json.dumps(order))
         event = self._driver.event(deadline - time.monotonic())
         if event is None:
             raise DeployError(f"no connection to Ray at {address} in time")

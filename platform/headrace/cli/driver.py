@@ -60,7 +60,7 @@ def _deploy(orders: TextIO, emit: Emit) -> None:
     if (order := _order(orders)) is None:
         return
     app = order["app"]
-    address = connect(order["address"])
+    address = connect(order["address"], order["runtime_env"])
     try:
         if order["joined"] and app in _applications():
             raise DriverError(f'the cluster already runs an application called "{app}"')
@@ -97,8 +97,11 @@ def _order(orders: TextIO) -> dict[str, Any] | None:
     return dict(json.loads(line)) if line else None
 
 
-def connect(address: str) -> str:
+def connect(address: str, runtime_env: dict[str, Any] | None = None) -> str:
     """Connect to a cluster; returns its own address (`auto` is resolved).
+
+    Args:
+        runtime_env: Ray's, of all workers of this job.
 
     Raises:
         DriverError: no cluster answers there.
@@ -118,6 +121,7 @@ def connect(address: str) -> str:
     try:
         ray.init(
             address=address,
+            runtime_env=runtime_env,
             namespace="headrace",
             log_to_driver=False,
             logging_level=logging.WARNING,

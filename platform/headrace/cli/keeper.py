@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import psutil
 
 from headrace.cli import state
 from headrace.cli.reap import Belongings, end
+from headrace.forkserver import SERVER
 from headrace.observability.shared_memory import LOOK_S, ProcessId, ShmFile, ShmWatch, remove_shm
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -42,12 +44,14 @@ class Keeper:
         self.name: str = spec["name"]
         self.temp_dir = Path(spec["temp_dir"])
         self.command: list[str] = spec["command"]
+        self.listener: int | None = spec["listener"]
         parent = spec.get("parent")
         self.parent = ProcessId(**parent) if parent else None
         self.belongings = Belongings(
             spec["token"], self.temp_dir, shm_before=frozenset(spec["shm_before"])
         )
         self.shm: set[ShmFile] = set()
+        self._fork_server_pid: int | None = None
         self._watch = ShmWatch(self.belongings.shm_before)
         self._stop = threading.Event()
 
@@ -69,6 +73,7 @@ class Keeper:
                 stderr=log,
                 preexec_fn=die_with_keeper,  # no threads run here, so this is safe
             )
+        self._start_fork_server(die_with_keeper)
         status: int | None = None
         orphaned = False
         while status is None and not self._stop.is_set():
@@ -83,6 +88,22 @@ class Keeper:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
             state.forget(self.name, self.belongings.token)
         return 0 if self._stop.is_set() else (status or 0)
+
+    def _start_fork_server(self, die_with_keeper: Callable[[], None]) -> None:
+        """Start the node's fork server on the listener that this process was given."""
+        if self.listener is None:
+            return
+        with open(self.temp_dir / "forkserver.log", "ab") as log:
+            server = subprocess.Popen(
+                [*SERVER, str(self.listener), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[self.listener],
+                preexec_fn=die_with_keeper,
+            )
+        os.close(self.listener)
+        self._fork_server_pid = server.pid
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._stop.set()
@@ -112,8 +133,9 @@ class Keeper:
         self.shm |= self.belongings.shm_files(_children(me))
         # Ray's own stop first: it ends its processes in the right order.
         with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if any(c.pid == pid for c in me.children()):
-                os.kill(pid, signal.SIGTERM)
+            for child in me.children():
+                if child.pid in (pid, self._fork_server_pid):
+                    child.terminate()
         deadline = time.monotonic() + RAY_STOP_S
         while _children(me) and time.monotonic() < deadline:
             self._reap(pid)

@@ -32,7 +32,9 @@ from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
 from headrace.cli.show import kvbudget
 from headrace.config import HeadraceConfig, to_app_args, warnings
+from headrace.config.appargs import llm_config
 from headrace.config.keyfile import hash_of, new_key
+from headrace.forkserver import is_of_imports
 from headrace.observability.shared_memory import ProcessId
 from headrace_kvstore.protocol.address import host_port
 
@@ -174,22 +176,21 @@ class _Start:
             if budgeted:
                 self._get_model(display)
             node = spec = None
-            environment: dict[str, str] = {}
             if self.config.ray.address is None:
                 display.step("starting Ray")
                 spec = _node_spec(self.instance, self.config, foreground=not self.detach)
                 node = cluster.start(spec, Path(self.instance.temp_dir))
                 _record(self.instance, node)
-                environment = {**spec.environment, **cluster.auth_environment(node.temp_dir)}
+            if not budgeted:
+                self._get_model(display)
+            if node is not None and spec is not None:
+                display.step("waiting for Ray")
+                left_s = max(1.0, deadline - time.monotonic())
+                node = cluster.ensure(node, spec, timeout_s=left_s)
+                _record(self.instance, node)
+            environment = node.environment if node else {}
             log = node.temp_dir / "driver.log" if node else None
             with deploy.Deploying(environment, log) as deploying:
-                if not budgeted:
-                    self._get_model(display)
-                if node is not None and spec is not None:
-                    display.step("waiting for Ray")
-                    left_s = max(1.0, deadline - time.monotonic())
-                    node = cluster.ensure(node, spec, timeout_s=left_s)
-                    _record(self.instance, node)
                 self._deploy(deploying, display, deadline)
             display.step("waiting for the endpoint")
             self._wait_for_endpoint(deadline)
@@ -259,9 +260,9 @@ def _node_spec(
     temp_dir = cluster.make_temp_dir(instance.name, config.ray.temp_dir)
     instance.temp_dir = str(temp_dir)
     _save(instance)  # from here on `down` can clean up whatever happens
-    environment = {}
+    environment = _environment_of_imports(config)
     if config.token_path == "direct":
-        environment = cluster.direct_environment(temp_dir, config.gateway.request_timeout_s)
+        environment |= cluster.direct_environment(temp_dir, config.gateway.request_timeout_s)
     needed = math.ceil(config.cpus_booked() + CONTROL_CPUS)
     return cluster.NodeSpec(
         name=instance.name,
@@ -269,10 +270,21 @@ def _node_spec(
         num_cpus=config.ray.num_cpus or max(4, os.cpu_count() or 1, needed),
         object_store_bytes=config.ray.object_store_bytes,
         dashboard=config.ray.dashboard,
+        fork_server=config.ray.fork_server,
         dashboard_port=config.ray.dashboard_port,
         environment=environment,
         foreground=foreground,
     )
+
+
+def _environment_of_imports(config: HeadraceConfig) -> dict[str, str]:
+    """Variables that both roles' replicas have and that modules read when they are imported.
+
+    The fork server needs them, and so all processes that it forks.
+    """
+    roles = [llm_config(config, role)["runtime_env"]["env_vars"] for role in config.roles()]
+    shared = dict(roles[0].items() & roles[1].items())
+    return {name: value for name, value in shared.items() if is_of_imports(name)}
 
 
 def _record(instance: state.Instance, node: cluster.Node) -> None:

@@ -222,6 +222,11 @@ class RaySettings(Section):
         description="Logical CPUs of the Ray node. null: the largest of 4, the number of cores, "
         "and what the replicas reserve.",
     )
+    fork_server: bool = Field(
+        default=True,
+        description="Whether processes start as forks of one that has imported vLLM and Ray Serve, "
+        "which takes it 15 s of a processor. false: each imports them for itself.",
+    )
     object_store_bytes: int = Field(
         default=200_000_000,
         ge=RAY_MIN_OBJECT_STORE_BYTES,
