@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("kvpress", "ours"), help="one side now, the other later")
     parser.add_argument("--ablated", type=int, default=len(KINDS), metavar="N", help="texts")
     parser.add_argument(
-        "--gate", type=Path, metavar="FILE", help="of `headrace calibrate bounded`: more arms"
+        "--gate", type=Path, metavar="FILE", help="of `headrace lab calibrate bounded`: more arms"
     )
     parser.add_argument("--quick", action="store_true", help="two short texts, no ablations")
     options = parser.parse_args()

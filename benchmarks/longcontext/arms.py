@@ -11,12 +11,12 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.quantised import quantised, ratio
-from headrace_decode.bounded.budgets import by_entropy, entropies
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import Always, keep, keep_units
 from headrace_decode.bounded.refit import KEY_RIDGE, RIDGE, some
 from headrace_decode.bounded.scores import as_later, pooled
-from headrace_prefill.reuse.offline.lm import LM
+from headrace_lab.compression.entropy_budgets import by_entropy, entropies
+from headrace_lab.models.llama import LM
 
 OURS = "ours"
 AS_ENGINES = f"{OURS}, as an engine keeps it"

@@ -5,9 +5,9 @@
 SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 4,000 tokens
 and an answer of 2,000. One engine has room for all of them. The other has room for one whole
 context, for what reads it again, and for what is kept of the other three (docs/bounded.md). With a
-file of `headrace calibrate bounded` it does not read them again, and a third engine streams them:
-it has room for what is kept of all four, and a segment. Each engine is a process of its own; blocks
-are the scheduler's.
+file of `headrace lab calibrate bounded` it does not read them again, and a third engine streams
+them: it has room for what is kept of all four, and a segment. Each engine is a process of its own;
+blocks are the scheduler's.
 
     cache_vs_contexts       blocks of the small engine's cache, over those of the four contexts in
                             full with their answers

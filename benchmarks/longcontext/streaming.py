@@ -22,9 +22,9 @@ from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import Always, keep
-from headrace_decode.bounded.offline.streaming import Streamed
 from headrace_decode.bounded.scores import LEAD_TOKENS, Received
-from headrace_prefill.reuse.offline.lm import LM
+from headrace_lab.compression.streaming import Streamed
+from headrace_lab.models.llama import LM
 
 ABSENT = -1.0
 SHALLOW_WHOLE = Always(whole_layers=2)

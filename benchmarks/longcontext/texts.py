@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.quality.tasks import FIRST
 from benchmarks.sparse import texts as sparse
-from headrace_prefill.reuse.offline.prompts import Encode, passage
+from headrace_lab.texts.prompts import Encode, passage
 
 KINDS = ("needle", "turns", "source", "prose", "dialogue", "copy")
 FACTS, TURNS = sparse.FACTS, 5

@@ -2,11 +2,11 @@
 
     python -m benchmarks.longcontext.turns --json FILE --gate FILE
 
-SmolLM2 in bfloat16 on one thread, with a file of `headrace calibrate bounded`. A prompt of 4,000
-tokens is answered with 100; a quarter of its KV is kept. The next prompt has all of these and 200
-more tokens. The same prompt under another salt finds nothing of what was held. Under a third one
-the engine has forgotten what it held, as one that never had it, and finds it in the node's store.
-The cache has room for the model's 8,192 tokens.
+SmolLM2 in bfloat16 on one thread, with a file of `headrace lab calibrate bounded`. A prompt of
+4,000 tokens is answered with 100; a quarter of its KV is kept. The next prompt has all of these and
+200 more tokens. The same prompt under another salt finds nothing of what was held. Under a third
+one the engine has forgotten what it held, as one that never had it, and finds it in the node's
+store. The cache has room for the model's 8,192 tokens.
 
     first_token_vs_anew     seconds to the first token of the next turn, over those of the same
                             prompt under another salt; median of the conversations
@@ -36,7 +36,9 @@ PROMPT, ANSWER, MORE, NEXT, CONVERSATIONS = 4000, 100, 200, 50, 5
 def measured(gate: Path | None) -> dict[str, float]:
     """The figures."""
     if gate is None:
-        raise SystemExit("--gate FILE is needed: `headrace calibrate bounded --out FILE` makes one")
+        raise SystemExit(
+            "--gate FILE is needed: `headrace lab calibrate bounded --out FILE` makes one"
+        )
     memory = TemporaryDirectory(dir="/dev/shm")
     engine = Engine(
         SparseSettings("off"),

@@ -2,11 +2,11 @@
 
     python -m benchmarks.quality --json FILE [--technique reuse store] [--plots FOLDER]
 
-Prompts are multi-document questions (`reuse.offline.prompts`) and tasks with known answers
+Prompts are multi-document questions (`headrace_lab.texts.prompts`) and tasks with known answers
 (`tasks`), made of texts of installed packages. The model is SmolLM2-135M in fp32. FILE keeps what
 is done, so a run can go on later.
 
-    kl, kl_p99, top1, perplexity   as `reuse.offline.exact.Score`, means over prompts
+    kl, kl_p99, top1, perplexity   as `headrace_lab.models.exact.Score`, means over prompts
     task_score_vs_exact            share of the answers' tokens that are right / the exact model's,
                                    over task prompts of which it gets 0.8 right (target 0.97 for
                                    reuse at its default budget)

@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.plain import model
 from benchmarks.quality.arms import ARMS, Arm, exact
 from benchmarks.quality.tasks import tasks
-from headrace_prefill.reuse.offline.correct import Case
-from headrace_prefill.reuse.offline.exact import Exact, score
-from headrace_prefill.reuse.offline.lm import KV, LM
-from headrace_prefill.reuse.offline.prompts import Prompt, documents, prompts
+from headrace_lab.blending.correct import Case
+from headrace_lab.models.exact import Exact, score
+from headrace_lab.models.llama import KV, LM
+from headrace_lab.texts.prompts import Prompt, documents, prompts
 
 ANSWER_TOKENS = 48
 TEXT_TOKENS = 1500, 2500

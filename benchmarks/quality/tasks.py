@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace_prefill.reuse.offline.prompts import (
+from headrace_lab.texts.prompts import (
     CHATML,
     PLACES,
     Encode,

@@ -39,7 +39,7 @@ def real_texts() -> tuple[list[Text], float]:
     from transformers import AutoTokenizer
 
     from headrace.model import resolve
-    from headrace_prefill.reuse.offline.prompts import documents
+    from headrace_lab.texts.prompts import documents
 
     tokenizer = AutoTokenizer.from_pretrained(resolve(None))
     texts, size = [], 0

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from benchmarks.plain import model
 from benchmarks.reuse.arms import offsets_depths
-from headrace_prefill.reuse.offline.correct import Case
-from headrace_prefill.reuse.offline.exact import Exact
-from headrace_prefill.reuse.offline.lm import KV, LM
+from headrace_lab.blending.correct import Case
+from headrace_lab.models.exact import Exact
+from headrace_lab.models.llama import KV, LM
 from headrace_prefill.reuse.rules import LAST_TOKENS, Rule
 
 TOKENS, ANSWER, SEED = (1900, 2800), 48, 7
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=9, metavar="N")
     options = parser.parse_args()
     from headrace.model import resolve
-    from headrace_prefill.reuse.offline.prompts import documents, prompts
+    from headrace_lab.texts.prompts import documents, prompts
 
     lm, encode = model(str(resolve(None)))
     shares: dict[str, list[float]] = {}

@@ -45,8 +45,8 @@ def measured(
     but: Collection[tuple[str, float]],
 ) -> list[Row]:
     """These groups of arms on one prompt, but for what is done."""
-    from headrace_prefill.reuse.offline.exact import Exact, score
-    from headrace_prefill.reuse.offline.prompts import documents, prompts
+    from headrace_lab.models.exact import Exact, score
+    from headrace_lab.texts.prompts import documents, prompts
 
     lm, encode = model(folder)
     every = prompts(encode, count, files=documents(held_out), tokens=TOKENS, seed=int(held_out))

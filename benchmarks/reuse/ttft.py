@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.instance import headrace
 from headrace.cli import state
-from headrace_prefill.reuse.offline.prompts import documents
+from headrace_lab.texts.prompts import documents
 
 DOCUMENTS = 3
 SALT = "reader"

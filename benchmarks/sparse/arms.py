@@ -9,10 +9,10 @@ import numpy as np
 
 from benchmarks.sparse.attention import Budget, Mass, Score, Share
 from headrace_decode.sparse.basis import COORDINATES, Basis
-from headrace_decode.sparse.offline.attention import estimated
-from headrace_decode.sparse.reference import Coordinates, Form
-from headrace_decode.sparse.rivals import EXTRA, ORACLE, RIVALS, Rival
 from headrace_decode.sparse.summaries import Summaries
+from headrace_lab.sparse.attention import estimated
+from headrace_lab.sparse.baselines import EXTRA, ORACLE, RIVALS, Rival
+from headrace_lab.sparse.reference import Coordinates, Form
 
 OURS, OWN, BEST = "ours", "own directions", "oracle"
 SHARE = 0.1

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.offline import attention as shared
-from headrace_decode.sparse.offline.attention import attended
+from headrace_lab.sparse import attention as shared
+from headrace_lab.sparse.attention import attended
 
 __all__ = ["Budget", "Layer", "Mass", "Score", "Share", "attended"]
 

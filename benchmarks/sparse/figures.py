@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.sparse.arms import BEST, OURS, OWN, SHARE, SHARES
-from headrace_decode.sparse.rivals import RIVALS
+from headrace_lab.sparse.baselines import RIVALS
 
 Row = dict[str, Any]
 

@@ -35,8 +35,8 @@ from benchmarks.sparse.attention import Layer
 from benchmarks.sparse.engine import SHAPE, Pair, times_us
 from benchmarks.sparse.measure import learned
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, text
-from headrace_decode.sparse.rivals import quest
 from headrace_decode.sparse.scoring import score
+from headrace_lab.sparse.baselines import quest
 
 KV_TOKENS, UNITS, BLOCK_TOKENS = (8192, 32768, 131072), (16, 32), 128
 CANDIDATES = 3

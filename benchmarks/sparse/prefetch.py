@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from headrace_decode.sparse.choosing import choose
 from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
 from headrace_decode.sparse.offload import working
-from headrace_decode.sparse.offload.stand_in import stand_ins
 from headrace_decode.sparse.offload.working import WorkingSet
+from headrace_lab.sparse.miss_substitution import stand_ins
 
 UNIT_TOKENS, STEPS, NEWEST_TOKENS = 32, 128, 256
 SHARE, RATIOS = 0.1, (1.25, 1.5, 2.0)
@@ -49,8 +49,8 @@ def scores_of(folder: str, number: int) -> tuple[Scores, int]:
     from transformers import AutoTokenizer
 
     from benchmarks.sparse.texts import text
-    from headrace_decode.sparse.offline.attention import Layer, estimated
-    from headrace_prefill.reuse.offline.lm import LM
+    from headrace_lab.models.llama import LM
+    from headrace_lab.sparse.attention import Layer, estimated
 
     torch.set_num_threads(1)
     tokenizer, lm = AutoTokenizer.from_pretrained(folder), LM(folder)

@@ -94,7 +94,7 @@ class Engine:
 
     def prompts(self, tokens: int, count: int = 1) -> list[list[int]]:
         """Documents of installed packages, one after another."""
-        from headrace_prefill.reuse.offline.prompts import documents
+        from headrace_lab.texts.prompts import documents
 
         tokenizer = self.llm.get_tokenizer()
         ids: list[int] = []

@@ -7,7 +7,7 @@
 
 The last `TAIL_TOKENS` positions are measured. In the last two kinds some of their tokens are
 answers: only what stands far before tells them. A package is for tuning or for measuring, as in
-`reuse.offline.prompts`.
+`headrace_lab.texts.prompts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.quality.tasks import FIRST, WORDS
-from headrace_prefill.reuse.offline.prompts import Encode, documents, passage
+from headrace_lab.texts.prompts import Encode, documents, passage
 
 KINDS = ("source", "prose", "dialogue", "copy", "needle")
 TAIL_TOKENS = 64

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "numba"
-ROOTS = [ROOT / part for part in ("platform", "prefill", "decode", "kvstore", "engine")]
+ROOTS = [ROOT / part for part in ("platform", "prefill", "decode", "kvstore", "engine", "lab")]
 KEEP_S = 7 * 24 * 3600.0
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.kvstore.child import ROOT, Child, serve
+from benchmarks.kvstore.child import Child, serve
 from headrace_engine.handoff import PARAMS_KEY
-from headrace_prefill.fusion.reference import Decoder
+from headrace_lab.cross_layer.reference import Decoder
 from tests.support import run
 from tests.support.forked import Forked
 from tests.support.program import IN_ONE_PROCESS, engine_environment
@@ -113,7 +113,6 @@ class FusingEngines:
         environment = engine_environment(**IN_ONE_PROCESS)
         if hands_over:
             environment |= side_channel()
-        environment["PYTHONPATH"] = f"{ROOT / 'prefill'}:{environment['PYTHONPATH']}"
         run.engine_started()
         log = Path(self._folder.name) / "log"
         self._child = Child("fusing", {}, environment, log, "tests.support.", Forked)

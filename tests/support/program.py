@@ -18,10 +18,8 @@ IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 def engine_environment(**more: str) -> dict[str, str]:
     """This process's, for a small engine on one core that compiles nothing, of this tree."""
-    folders = [
-        str(ROOT),
-        *(str(ROOT / part) for part in ("platform", "decode", "engine", "kvstore")),
-    ]
+    parts = ("platform", "prefill", "decode", "engine", "kvstore", "lab")
+    folders = [str(ROOT), *(str(ROOT / part) for part in parts)]
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -22,16 +22,16 @@ from torch import Tensor
 from benchmarks.kvstore.child import Child, serve
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
+from headrace_lab.blending.correct import Case, with_depths
+from headrace_lab.models.exact import Exact
+from headrace_lab.models.llama import LM
+from headrace_lab.texts.prompts import Prompt
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
 from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.placing import Placer, StoredRun
 from headrace_prefill.reuse.engine.probe import Probe
 from headrace_prefill.reuse.engine.rows import RowEngine, Rows
 from headrace_prefill.reuse.engine.side_pass import SidePass, SideRequest
-from headrace_prefill.reuse.offline.correct import Case, with_depths
-from headrace_prefill.reuse.offline.exact import Exact
-from headrace_prefill.reuse.offline.lm import LM
-from headrace_prefill.reuse.offline.prompts import Prompt
 from tests.support import reusing, run
 from tests.support.forked import Forked
 from tests.support.plain_llama import PlainLlama

@@ -16,8 +16,8 @@ from torch import Tensor
 from headrace.config import ConfigError, load_config
 from headrace_decode.bounded.engine import calibration as files
 from headrace_decode.bounded.gate import Gate
-from headrace_decode.bounded.offline.learning import Samples
 from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape
+from headrace_lab.compression.learning import Samples
 
 LAYERS, HEADS, TOKENS, DIM = 2, 3, 700, 8
 
@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_command_that_makes_one(
 ) -> None:
     (tmp_path / "junk").write_bytes(b"junk" * 30)
     on = "techniques.bounded.mode=request", f"techniques.bounded.calibration={tmp_path / 'junk'}"
-    with pytest.raises(ConfigError, match="headrace calibrate bounded MODEL") as found:
+    with pytest.raises(ConfigError, match="headrace lab calibrate bounded MODEL") as found:
         load_config(overrides=[*on])
     assert "techniques.bounded.calibration: " in str(found.value)
 

@@ -23,13 +23,13 @@ from headrace_decode.bounded.engine.following import Drop, Following, Told
 from headrace_decode.bounded.engine.streaming import Streaming
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.offline.streaming import STEP_TOKENS, Masked, Streamed
 from headrace_decode.bounded.refit import fit
 from headrace_decode.bounded.scores import BEHIND_TOKENS
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
-from headrace_prefill.reuse.offline.lm import LM
+from headrace_lab.compression.streaming import STEP_TOKENS, Masked, Streamed
+from headrace_lab.models.llama import LM
 from tests.support.moved import positions_of
 from tests.support.prompts import noise
 from tests.support.tiny import tiny_llama

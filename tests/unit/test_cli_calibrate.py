@@ -1,4 +1,4 @@
-"""`headrace calibrate`, on a tiny model."""
+"""`headrace lab calibrate`, on a tiny model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from headrace.cli.calibrate.bounded import bounded
-from headrace.cli.calibrate.model import model
-from headrace.cli.calibrate.reuse import frame, reuse
-from headrace.cli.calibrate.sparse import sparse
-from headrace.cli.calibrate.texts import long_texts
 from headrace.cli.console import CliError
 from headrace.cli.main import app
 from headrace_decode.bounded.engine import calibration as gates
 from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.calibration_file import Shape
 from headrace_decode.sparse.engine.calibration import read, read_bases
+from headrace_lab.cli.calibrate.bounded import bounded
+from headrace_lab.cli.calibrate.model import model
+from headrace_lab.cli.calibrate.reuse import frame, reuse
+from headrace_lab.cli.calibrate.sparse import sparse
+from headrace_lab.cli.calibrate.texts import long_texts
 from tests.support.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_llama
 
 
@@ -153,9 +153,9 @@ def test_a_model_with_other_weights_than_a_llamas_is_refused(tmp_path: Path) -> 
 
 
 def test_the_help_names_the_target_and_units_that_no_engine_has_are_refused() -> None:
-    found = CliRunner().invoke(app, ["calibrate", "sparse", "--help"])
+    found = CliRunner().invoke(app, ["lab", "calibrate", "sparse", "--help"])
     assert found.exit_code == 0 and "--target-kl" in found.output and "--out" in found.output
-    refused = CliRunner().invoke(app, ["calibrate", "sparse", "--unit-tokens", "24"])
+    refused = CliRunner().invoke(app, ["lab", "calibrate", "sparse", "--unit-tokens", "24"])
     assert isinstance(refused.exception, CliError)
     assert "must be 16 or 32" in str(refused.exception)
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from headrace.cli.console import CliError
-from headrace.cli.fuse.convert import Asked, convert
 from headrace.cli.main import app
+from headrace_lab.cli.cross_layer.convert import Asked, convert
+from headrace_lab.cross_layer import checkpoint
+from headrace_lab.cross_layer.asymmetry import learned, nearest
+from headrace_lab.cross_layer.convert import Converter
+from headrace_lab.cross_layer.distill import distill
+from headrace_lab.cross_layer.error import Truth
+from headrace_lab.cross_layer.reference import Decoder
 from headrace_prefill.fusion.config import FusionError, KVFusion
-from headrace_prefill.fusion.offline import checkpoint
-from headrace_prefill.fusion.offline.asymmetry import learned, nearest
-from headrace_prefill.fusion.offline.convert import Converter
-from headrace_prefill.fusion.offline.distill import distill
-from headrace_prefill.fusion.offline.error import Truth
-from headrace_prefill.fusion.reference import Decoder
 from tests.support.fusing import VOCABULARY, config, write_model
 from tests.support.tiny import tiny_llama
 
@@ -200,7 +200,7 @@ class TestCommand:
             (f"--texts {texts} --fit 500", "and 500 are needed: give more texts"),
         ):
             found = CliRunner().invoke(
-                app, f"fuse convert {source} {tmp_path / 'out'} {options}".split()
+                app, f"lab cross-layer convert {source} {tmp_path / 'out'} {options}".split()
             )
             assert message in str(found.exception), found.output
 

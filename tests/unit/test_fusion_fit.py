@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_prefill.fusion.offline.fit import Sums, fit_keys, fit_values
-from headrace_prefill.fusion.reference import KV
+from headrace_lab.cross_layer.fit import Sums, fit_keys, fit_values
+from headrace_lab.cross_layer.reference import KV
 
 TEXTS, TOKENS, HEADS, DIM = 2, 40, 2, 8
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from headrace_prefill.fusion import reference
+from headrace_lab.cross_layer import reference
+from headrace_lab.cross_layer.reference import Decoder
 from headrace_prefill.fusion.config import FusionError
-from headrace_prefill.fusion.reference import Decoder
 from tests.support.fusing import config
 
 KINDS = ["vanilla", "cla", "yoco", "lite", "fused"]

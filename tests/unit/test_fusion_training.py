@@ -16,16 +16,16 @@ from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
-from headrace_prefill.fusion.offline.comparison import (
+from headrace_lab.cross_layer.comparison import (
     Comparison,
     SettingsError,
     compare,
     read_losses,
 )
-from headrace_prefill.fusion.offline.corpus import CorpusError, learn_vocabulary, sides, stream
-from headrace_prefill.fusion.offline.head_loss import head_loss
-from headrace_prefill.fusion.offline.train import Order, Recipe, begin, windows_of
-from headrace_prefill.fusion.reference import Decoder
+from headrace_lab.cross_layer.head_loss import head_loss
+from headrace_lab.cross_layer.reference import Decoder
+from headrace_lab.cross_layer.train import Order, Recipe, begin, windows_of
+from headrace_lab.texts.corpus import CorpusError, learn_vocabulary, sides, stream
 from tests.support.fusing import config, reference
 
 VOCABULARY = 320
@@ -211,7 +211,7 @@ def test_other_settings_in_the_same_folder_are_refused(asked: Comparison, tmp_pa
 def test_the_model_that_is_written_has_the_loss_that_is_told(
     asked: Comparison, tmp_path: Path
 ) -> None:
-    from headrace_prefill.fusion.offline.train import loss_of
+    from headrace_lab.cross_layer.train import loss_of
 
     losses = compare(asked, tmp_path / "out")
     model = reference(tmp_path / "out" / "fused-0")
@@ -225,7 +225,7 @@ def test_the_command_prints_the_losses_and_plots_them(texts: Path, tmp_path: Pat
     sizes.write_text(json.dumps(SIZES))
     options = f"--texts {texts} --config {sizes} --kind fused --kind vanilla --seed 0"
     shape = "--tokens 64 --context 16 --batch 2"
-    found = run(f"fuse train {out} {options} {shape}")
+    found = run(f"lab cross-layer train {out} {options} {shape}")
     assert found.exit_code == 0, found.output
     assert "fused-0, of the energy:" in found.stdout and "vanilla-0: 64 tokens" in found.stderr
     assert (out / "losses.png").stat().st_size > 1000
@@ -239,7 +239,7 @@ def test_wrong_options_are_refused_with_what_is_known(texts: Path, tmp_path: Pat
         ("--kind cla --storage-layers 3", "takes a divisor of the 8 layers"),
         (f"--texts {texts} --seed 0", "5000001 are needed: give more texts"),
     ):
-        found = run(f"fuse train {tmp_path / 'out'} {options}")
+        found = run(f"lab cross-layer train {tmp_path / 'out'} {options}")
         assert message in str(found.exception), found.output
 
 

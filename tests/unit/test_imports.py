@@ -19,6 +19,13 @@ PACKAGES = {
         "platform",
         ("headrace_prefill", "headrace_decode", "headrace_engine", "headrace_kvstore"),
     ),
+    "headrace_lab": (
+        "lab",
+        (
+            *("headrace", "headrace_prefill", "headrace_decode", "headrace_engine"),
+            "headrace_kvstore",
+        ),
+    ),
 }
 """Folder of each package, and the packages that it may import."""
 MOST_MODULES = 20

@@ -158,7 +158,7 @@ def test_a_models_own_error_of_bounded_contexts_is_taken_where_it_was_measured()
 
 def test_without_a_calibration_nothing_is_offloaded_since_its_error_is_not_known() -> None:
     why = way(plan(FACTS, asked(0.5, 1, 1)), "offloaded").why_not
-    assert "headrace calibrate sparse" in why
+    assert "headrace lab calibrate sparse" in why
 
 
 def test_short_contexts_are_neither_dropped_nor_offloaded() -> None:
@@ -213,7 +213,7 @@ def test_a_streamed_cache_holds_what_is_kept_and_a_segment_of_one_context(
 
 def test_nothing_is_streamed_without_a_gate() -> None:
     found = plan(FACTS, asked(1.5, 4), SPARSE_KL)
-    assert "headrace calibrate bounded" in way(found, "streamed").why_not
+    assert "headrace lab calibrate bounded" in way(found, "streamed").why_not
 
 
 def test_offloaded_bytes_beside_the_cache_are_summaries_and_one_layer() -> None:

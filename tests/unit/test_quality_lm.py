@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.reuse.arms import Case, ours
-from headrace_prefill.reuse.offline.exact import Exact, score
-from headrace_prefill.reuse.offline.lm import LM
-from headrace_prefill.reuse.offline.prompts import Prompt
+from headrace_lab.models.exact import Exact, score
+from headrace_lab.models.llama import LM
+from headrace_lab.texts.prompts import Prompt
 
 
 def tiny(folder: Path) -> LlamaForCausalLM:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_prefill.reuse.offline.curve import Curve
-from headrace_prefill.reuse.offline.exact import Score
+from headrace_lab.blending.curve import Curve
+from headrace_lab.models.exact import Score
 
 
 def curve(**kls: float) -> Curve:

@@ -14,9 +14,9 @@ from benchmarks.sparse.attention import Layer, Mass, Share, attended
 from benchmarks.sparse.figures import figures
 from benchmarks.sparse.measure import measured_text
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, Text, text
-from headrace_decode.sparse.reference import Form
-from headrace_decode.sparse.rivals import EXTRA, ORACLE, RIVALS
-from headrace_prefill.reuse.offline.lm import LM
+from headrace_lab.models.llama import LM
+from headrace_lab.sparse.baselines import EXTRA, ORACLE, RIVALS
+from headrace_lab.sparse.reference import Form
 
 HEADS, GROUP, UNIT, DIM = 2, 3, 8, 16
 

@@ -24,8 +24,8 @@ from headrace_decode.sparse.calibration_file import CalibrationError, Shape
 from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, read_bases, write
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.sparse.engine.worker import bases_for
-from headrace_decode.sparse.offline.calibrate import least_share
 from headrace_kvstore.connector.identity.engine_identity import SPARSE_KEY
+from headrace_lab.sparse.calibrate import least_share
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 128,
@@ -272,7 +272,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_field_and_command(
 ) -> None:
     found = problems(file.parent, sparse)
     assert found.startswith("techniques.sparse.calibration: ") and why in found
-    assert "headrace calibrate sparse MODEL --texts FOLDER --out FILE" in found
+    assert "headrace lab calibrate sparse MODEL --texts FOLDER --out FILE" in found
 
 
 def test_a_file_of_what_is_off_is_not_looked_for(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from headrace_decode.sparse.basis import Basis, Moments
 from headrace_decode.sparse.choosing import choose
 from headrace_decode.sparse.lanes import AVX2, VNNI, Dot
 from headrace_decode.sparse.layout import Layout
-from headrace_decode.sparse.reference import Coordinates, Form
 from headrace_decode.sparse.scoring import score
 from headrace_decode.sparse.summaries import Summaries
+from headrace_lab.sparse.reference import Coordinates, Form
 from tests.support import sparse_summaries as stored
 
 HEADS = 2

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from headrace_decode.sparse.engine.offload.ledger import Ledger
 from headrace_decode.sparse.offload.sizes import Footprint, footprint
-from headrace_decode.sparse.offload.stand_in import stand_ins
 from headrace_decode.sparse.offload.switch import (
     Busy,
     Leaver,
@@ -24,6 +23,7 @@ from headrace_decode.sparse.offload.switch import (
     wait_s,
 )
 from headrace_decode.sparse.offload.working import Moves, WorkingSet
+from headrace_lab.sparse.miss_substitution import stand_ins
 
 HEADS, UNITS = 2, 30
 

@@ -102,11 +102,13 @@ def model_check_kv(
     ] = 0.0,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="With --kv-budget: the model's file from headrace calibrate sparse."),
+        typer.Option(help="With --kv-budget: the model's file from headrace lab calibrate sparse."),
     ] = None,
     gate: Annotated[
         Path | None,
-        typer.Option(help="With --kv-budget: the model's file from headrace calibrate bounded."),
+        typer.Option(
+            help="With --kv-budget: the model's file from headrace lab calibrate bounded."
+        ),
     ] = None,
     itl_ms: Annotated[
         float | None,

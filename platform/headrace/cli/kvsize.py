@@ -35,7 +35,7 @@ def check_kv(
 
     Args:
         budget: print how an engine keeps to it, too.
-        calibration: of `headrace calibrate sparse`. gate: of `headrace calibrate bounded`.
+        calibration: of `headrace lab calibrate sparse`. gate: of `headrace lab calibrate bounded`.
     """
     try:
         facts = _facts(source)

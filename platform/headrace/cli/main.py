@@ -1,6 +1,7 @@
 """The commands and their options. Each command is carried out by the module of the same name.
 
-The groups `model`, `memory`, `store` and `keys` are in `groups`.
+The groups `model`, `memory`, `store` and `keys` are in `groups`. Other packages add groups by entry
+points of the group `headrace.commands`, each a `typer.Typer`; `headrace_lab` adds `lab`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.calibrate import calibrate_app
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
-from headrace.cli.fuse import fuse_app
 from headrace.cli.groups import keys_app, memory_app, model_app, store_app
 from headrace.cli.options import JsonOption, NameOption
 from headrace.cli.simulate import simulate
@@ -44,8 +44,8 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(memory_app, name="memory")
 app.add_typer(store_app, name="store")
 app.add_typer(config_app, name="config")
-app.add_typer(calibrate_app, name="calibrate")
-app.add_typer(fuse_app, name="fuse")
+for _point in entry_points(group="headrace.commands"):
+    app.add_typer(_point.load(), name=_point.name)
 
 FileOption = Annotated[Path | None, typer.Option("-f", "--file", help=CONFIG_HELP)]
 PresetOption = Annotated[

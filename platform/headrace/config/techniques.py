@@ -50,9 +50,9 @@ class SparseSection(Section):
     calibration: str | None = Field(
         default=None,
         min_length=1,
-        description="The model's file from `headrace calibrate sparse`: the share for the error "
-        "that you allow, and what makes a share cost less error. Each engine's machine must hold "
-        "it. A relative path counts from the configuration file's folder.",
+        description="The model's file from `headrace lab calibrate sparse`: the share for the "
+        "error that you allow, and what makes a share cost less error. Each engine's machine must "
+        "hold it. A relative path counts from the configuration file's folder.",
     )
     share: float | None = Field(
         default=None,
@@ -91,9 +91,9 @@ class BoundedSection(Section):
     calibration: str | None = Field(
         default=None,
         min_length=1,
-        description="The model's file from `headrace calibrate bounded`. With it a prompt is not "
-        "read again: what is dropped costs little time, and more error. Each engine's machine must "
-        "hold it. A relative path counts from the configuration file's folder.",
+        description="The model's file from `headrace lab calibrate bounded`. With it a prompt is "
+        "not read again: what is dropped costs little time, and more error. Each engine's machine "
+        "must hold it. A relative path counts from the configuration file's folder.",
     )
     stream: bool = Field(
         default=False,
@@ -105,7 +105,9 @@ class BoundedSection(Section):
     @model_validator(mode="after")
     def _streams_with_a_gate(self) -> Self:
         if self.stream and self.calibration is None:
-            raise ValueError("stream: needs calibration, a file of `headrace calibrate bounded`")
+            raise ValueError(
+                "stream: needs calibration, a file of `headrace lab calibrate bounded`"
+            )
         return self
 
 

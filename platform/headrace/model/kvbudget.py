@@ -70,8 +70,8 @@ NULL_BLOCK = 1
 """vLLM gives it to nobody."""
 SUM_BYTES = 8
 """Of a unit's sum, for each layer."""
-UNCALIBRATED = "needs techniques.sparse.calibration, a file of `headrace calibrate sparse`"
-NO_GATE = "needs techniques.bounded.calibration, a file of `headrace calibrate bounded`"
+UNCALIBRATED = "needs techniques.sparse.calibration, a file of `headrace lab calibrate sparse`"
+NO_GATE = "needs techniques.bounded.calibration, a file of `headrace lab calibrate bounded`"
 GIB = 1 << 30
 
 Curve = Mapping[float, float]
@@ -196,11 +196,12 @@ def plan(
 
     Args:
         facts: of the model; `dtype_bytes` as the engine keeps KV.
-        sparse_kl: of the model, from `headrace calibrate sparse`. Without it nothing is offloaded.
+        sparse_kl: of the model, from `headrace lab calibrate sparse`. Without it nothing is
+            offloaded.
         unit_tokens: that sparse attention chooses by.
         refused: why the engine cannot take a way, by its name.
-        bounded_kl: of the model, from `headrace calibrate bounded`. Without it nothing is streamed,
-            and contexts are read again (`BOUNDED_KL`).
+        bounded_kl: of the model, from `headrace lab calibrate bounded`. Without it nothing is
+            streamed, and contexts are read again (`BOUNDED_KL`).
     """
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
     gated = bool(bounded_kl)

@@ -1,4 +1,4 @@
-"""The file that `headrace calibrate bounded` writes: a model's gate, and what shares cost with it.
+"""The file of `headrace lab calibrate bounded`: a model's gate, and what shares cost with it.
 
 A `calibration_file` of five tensors, float32, as of `Gate`. Its JSON says model, units, and the
 mean KL of a token by share, over contexts that the gate did not learn from.
@@ -18,8 +18,8 @@ from headrace_decode.bounded.gate import Gate
 from headrace_decode.sparse import calibration_file as files
 from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape, Shapes
 
-COMMAND = "headrace calibrate bounded MODEL --texts FOLDER --out FILE"
-KIND = files.Kind("headrace_bounded_calibration", 1, "headrace calibrate bounded", COMMAND)
+COMMAND = "headrace lab calibrate bounded MODEL --texts FOLDER --out FILE"
+KIND = files.Kind("headrace_bounded_calibration", 1, "headrace lab calibrate bounded", COMMAND)
 MOST_WIDTH = 1024
 
 

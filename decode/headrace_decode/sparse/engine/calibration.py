@@ -1,4 +1,4 @@
-"""The file that `headrace calibrate sparse` writes: a model's bases, and what a share costs.
+"""The file that `headrace lab calibrate sparse` writes: a model's bases, and what a share costs.
 
 A `calibration_file` of three tensors, float32, for all layers,
 
@@ -23,8 +23,8 @@ from headrace_decode.sparse import calibration_file as files
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape, Shapes
 
-COMMAND = "headrace calibrate sparse MODEL --texts FOLDER --out FILE"
-KIND = files.Kind("headrace_sparse_calibration", 2, "headrace calibrate sparse", COMMAND)
+COMMAND = "headrace lab calibrate sparse MODEL --texts FOLDER --out FILE"
+KIND = files.Kind("headrace_sparse_calibration", 2, "headrace lab calibrate sparse", COMMAND)
 
 _TENSORS = ("origin", "into", "back")
 

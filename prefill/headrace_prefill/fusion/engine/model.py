@@ -41,7 +41,7 @@ from headrace_prefill.fusion.config import FusionError
 from headrace_prefill.fusion.engine._vllm_compat import on_cpu, on_gpu, rows_with_logits
 from headrace_prefill.fusion.engine.blocks import Mixer
 from headrace_prefill.fusion.engine.mixture import Mixture
-from headrace_prefill.fusion.reference import Shape
+from headrace_prefill.fusion.shape import Shape
 
 
 class FusionAttention(nn.Module):

@@ -1,1 +1,0 @@
-"""What is learned of a model before it serves."""

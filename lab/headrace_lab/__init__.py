@@ -1,0 +1,1 @@
+"""Offline work that no server runs: training, conversion, calibration and comparison of models."""

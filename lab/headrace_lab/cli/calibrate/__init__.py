@@ -1,0 +1,5 @@
+"""`headrace lab calibrate`: the budget of each lossy technique for the error that is allowed."""
+
+from headrace_lab.cli.calibrate.commands import calibrate_app
+
+__all__ = ["calibrate_app"]

@@ -1,0 +1,53 @@
+"""`headrace lab calibrate bounded`: the gate of a model, and what bounded contexts cost with it.
+
+The gate learns from some texts, which are read again, and shares are measured on others, with the
+scores and units that an engine has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.cli.console import CliError, stdout
+from headrace_lab.cli.calibrate.file import Asked, means
+
+
+def bounded(
+    name: str | None,
+    *,
+    texts: Path | None,
+    learn: int,
+    measure: int,
+    tokens: int,
+    unit_tokens: int,
+    output: Path | None,
+) -> None:
+    """Learn, measure, print the curve, and write the file.
+
+    Raises:
+        CliError: the model cannot be computed so, the texts are too short, or the file cannot be
+            written.
+    """
+    import torch
+
+    from headrace_decode.bounded.engine.calibration import write
+    from headrace_decode.sparse.calibration_file import Measured
+    from headrace_lab.compression.learning import Samples
+    from headrace_lab.compression.reading import Computed, divergences
+
+    asked = Asked.of(name, "bounded", texts, learn + measure, tokens, output)
+    lm, samples, scores = asked.lm, Samples(), []
+    for number, text in enumerate(asked.texts[:learn], 1):
+        context = Computed.of(lm, lm.rope, torch.tensor(text))
+        samples.add(context.turned, context.values.transpose(1, 2), context.repeated(lm))
+        asked.done(number, "read again")
+    gate = samples.learned()
+    for number, text in enumerate(asked.texts[learn:], learn + 1):
+        scores.append(divergences(lm, lm.rope, text, gate, unit_tokens))
+        asked.done(number, "measured")
+    kl = means(scores)
+    try:
+        write(asked.file, Measured(asked.model, asked.shape, unit_tokens, kl), gate)
+    except OSError as error:
+        raise CliError(f"{asked.file} cannot be written: {error.strerror or error}") from None
+    stdout().print(f"techniques.bounded.calibration: {asked.file}", markup=False, soft_wrap=True)

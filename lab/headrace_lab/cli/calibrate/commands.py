@@ -1,0 +1,120 @@
+"""The commands `headrace lab calibrate ...` and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.console import CliError
+
+calibrate_app = typer.Typer(
+    help="Measure what a model loses by lossy techniques, and choose their budgets.",
+    no_args_is_help=True,
+)
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Name from headrace model list, folder, or Hugging Face id.")
+]
+TextsOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder of texts like your documents. Default: installed packages'."),
+]
+UnitOption = Annotated[int, typer.Option(help="As techniques.sparse.unit_tokens: 16 or 32.")]
+TargetOption = Annotated[
+    float, typer.Option(min=0.0, help="Mean KL to the exact model that you allow, nats.")
+]
+
+
+@calibrate_app.command("reuse")
+def calibrate_reuse(
+    model: ModelArgument = None,
+    texts: TextsOption = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to measure.")] = 12,
+    tokens: Annotated[int, typer.Option(min=500, help="Length of a prompt, about.")] = 2000,
+    target_kl: TargetOption = 0.02,
+    output: Annotated[
+        Path | None, typer.Option("--json", help="Also write what was measured to this file.")
+    ] = None,
+) -> None:
+    """Print the budget at which reuse keeps to an error. It takes minutes, and 4 bytes of memory a
+    parameter."""
+    from headrace_lab.cli.calibrate import reuse as command
+
+    command.reuse(
+        model, texts=texts, prompts=prompts, tokens=tokens, target_kl=target_kl, output=output
+    )
+
+
+@calibrate_app.command("bounded")
+def calibrate_bounded(
+    model: ModelArgument = None,
+    texts: TextsOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="File to write, for techniques.bounded.calibration. Default: "
+            "NAME.bounded.safetensors, here.",
+        ),
+    ] = None,
+    unit_tokens: UnitOption = 32,
+    tokens: Annotated[int, typer.Option(min=600, help="Length of a text.")] = 3000,
+    learn: Annotated[int, typer.Option(min=1, help="How many texts to learn from.")] = 10,
+    measure: Annotated[int, typer.Option(min=1, help="How many others to measure on.")] = 3,
+) -> None:
+    """Write the file with which bounded contexts need not be read again. It takes a quarter of an
+    hour, and 4 bytes of memory a parameter."""
+    from headrace_lab.cli.calibrate import bounded as command
+
+    _check_units(unit_tokens)
+    command.bounded(
+        model,
+        texts=texts,
+        learn=learn,
+        measure=measure,
+        tokens=tokens,
+        unit_tokens=unit_tokens,
+        output=output,
+    )
+
+
+@calibrate_app.command("sparse")
+def calibrate_sparse(
+    model: ModelArgument = None,
+    texts: TextsOption = None,
+    target_kl: TargetOption = 0.02,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="File to write, for techniques.sparse.calibration. Default: "
+            "NAME.sparse.safetensors, here.",
+        ),
+    ] = None,
+    unit_tokens: UnitOption = 32,
+    tokens: Annotated[int, typer.Option(min=2500, help="Length of a text.")] = 4096,
+    learn: Annotated[int, typer.Option(min=1, help="How many texts to learn from.")] = 3,
+    measure: Annotated[int, typer.Option(min=1, help="How many others to measure on.")] = 3,
+) -> None:
+    """Write the file with which sparse attention keeps to an error. It takes minutes, and 4 bytes
+    of memory a parameter."""
+    from headrace_lab.cli.calibrate import sparse as command
+
+    _check_units(unit_tokens)
+    command.sparse(
+        model,
+        texts=texts,
+        learn=learn,
+        measure=measure,
+        tokens=tokens,
+        unit_tokens=unit_tokens,
+        target_kl=target_kl,
+        output=output,
+    )
+
+
+def _check_units(tokens: int) -> None:
+    if tokens not in (16, 32):
+        raise CliError(f"--unit-tokens is {tokens}, must be 16 or 32", 2)

@@ -1,0 +1,96 @@
+"""What commands that write a calibration file do alike: look at what they are given before anything
+is computed, and print the curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from headrace.cli.console import CliError, stderr, stdout
+from headrace_lab.cli.calibrate.model import model
+from headrace_lab.cli.calibrate.texts import files_of, long_texts
+
+if TYPE_CHECKING:
+    from headrace_decode.sparse.calibration_file import Shape
+    from headrace_lab.models.llama import LM
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model and texts, to be computed.
+
+    Attributes:
+        model: its name, for messages. shape: of it.
+        texts: token ids, all of one length. file: to be written.
+    """
+
+    lm: LM
+    model: str
+    shape: Shape
+    texts: list[list[int]]
+    file: Path
+    _begun: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(
+        cls,
+        name: str | None,
+        kind: str,
+        texts: Path | None,
+        count: int,
+        tokens: int,
+        output: Path | None,
+    ) -> Asked:
+        """Read all of it.
+
+        Args:
+            kind: of the file, in its name where no `output` is given.
+            count, tokens: of texts.
+
+        Raises:
+            CliError: the model cannot be computed so, the texts are too short, or the file cannot
+                be written.
+        """
+        from headrace_decode.sparse.calibration_file import Shape
+        from headrace_lab.texts.prompts import documents
+
+        if output is not None:
+            _check_writable(output)
+        files = documents(False) if texts is None else files_of(texts)
+        folder, lm, _, encode = model(name)
+        shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
+        known = Path(name or folder).name
+        file = output or Path(f"{known}.{kind}.safetensors")
+        _check_writable(file)
+        return cls(lm, known, shape, list(long_texts(encode, files, count, tokens)), file)
+
+    def done(self, number: int, what: str) -> None:
+        """Say that a text is."""
+        taken = time.monotonic() - self._begun
+        stderr().print(f"text {number} of {len(self.texts)} {what}, {taken:.0f} s", markup=False)
+
+
+def means(scores: Sequence[dict[float, float]]) -> dict[float, float]:
+    """Mean KL by share, which is printed with that of the worst text.
+
+    Args:
+        scores: of each text.
+    """
+    kl = {share: sum(one[share] for one in scores) / len(scores) for share in scores[0]}
+    table = Table("share", "KL mean", "KL worst text")
+    for share, mean in kl.items():
+        table.add_row(f"{share:.2f}", f"{mean:.4f}", f"{max(one[share] for one in scores):.4f}")
+    stdout().print(table)
+    return kl
+
+
+def _check_writable(file: Path) -> None:
+    if not os.access(file.parent, os.W_OK) or file.is_dir():
+        raise CliError(f"{file} cannot be written", 2)

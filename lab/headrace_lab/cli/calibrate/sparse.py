@@ -1,0 +1,56 @@
+"""`headrace lab calibrate sparse`: a model's bases, and the share that keeps to a target error.
+
+The bases are learned from some texts, and shares are measured on others, with summaries and choice
+as an engine has them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.cli.console import CliError, stdout
+from headrace_lab.cli.calibrate.file import Asked, means
+
+
+def sparse(
+    name: str | None,
+    *,
+    texts: Path | None,
+    learn: int,
+    measure: int,
+    tokens: int,
+    unit_tokens: int,
+    target_kl: float,
+    output: Path | None,
+) -> None:
+    """Learn, measure, print the curve, and write the file for the target.
+
+    Raises:
+        CliError: the model cannot be computed so, the texts are too short, the file cannot be
+            written, or no share keeps to the target.
+    """
+    from headrace_decode.sparse.engine.calibration import Calibration, write
+    from headrace_lab.sparse.calibrate import Learning, divergences, least_share
+
+    asked = Asked.of(name, "sparse", texts, learn + measure, tokens, output)
+    learning, scores = Learning(asked.lm, unit_tokens), []
+    for number, text in enumerate(asked.texts[:learn], 1):
+        learning.add(text)
+        asked.done(number, "learned")
+    bases = learning.bases()
+    for number, text in enumerate(asked.texts[learn:], learn + 1):
+        scores.append(divergences(asked.lm, text, bases, unit_tokens))
+        asked.done(number, "measured")
+    kl = means(scores)
+    wanted = least_share(kl, target_kl)
+    if wanted is None:
+        raise CliError(
+            f"no share up to {max(kl):.2f} keeps to a KL of {target_kl:g}; allow more error, or "
+            "leave sparse attention off. No file was written"
+        )
+    found = Calibration(
+        asked.model, asked.shape, unit_tokens, kl, target_kl=target_kl, share=wanted
+    )
+    write(asked.file, found, bases)
+    stdout().print(f"share: {wanted:.2f}", markup=False)
+    stdout().print(f"techniques.sparse.calibration: {asked.file}", markup=False, soft_wrap=True)

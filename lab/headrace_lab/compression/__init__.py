@@ -1,0 +1,1 @@
+"""KV cache compression in plain torch: its predictor is learned, and its error measured."""

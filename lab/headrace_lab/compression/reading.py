@@ -1,0 +1,157 @@
+"""Reads contexts again in plain torch, outside of an engine: what their keys are worth, and what
+answers lose when some leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace_decode.bounded.gate import Gate, at_start
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.refit import fitted
+from headrace_decode.bounded.scores import Received, as_later, repeats
+from headrace_engine.rope import Rope
+from headrace_lab.compression.streaming import Masked, Newest, Streamed
+from headrace_lab.sparse.calibrate import TAIL_TOKENS, Model
+
+SHARES = 0.5, 0.25, 0.12
+BLOCK_TOKENS = 2048
+LEAST_KL = 1e-9
+"""That is told: less is rounding."""
+Watch = Callable[[int, int, Tensor], None]
+"""(layer, first of the context's tokens that the rows repeat, their rotated queries
+[rows, heads, head_dim])."""
+
+
+def repeat(
+    model: Model,
+    tokens: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    repeated: Sequence[Received],
+    watch: Watch | None = None,
+) -> None:
+    """Repeat a context behind itself, part by part.
+
+    Args:
+        tokens: int64 [n]. keys, values: fp32 [layers, n, kv_heads, head_dim], of the context.
+        repeated: of each layer; gets the queries of rows that repeat. watch: gets them, too.
+    """
+    n = len(tokens)
+    by_head = keys.transpose(1, 2).contiguous()
+    for lead, begin, end in repeats(n):
+        again = torch.cat([tokens, tokens[lead:end]])
+        longer = model.empty(len(again))
+        longer.keys[:, :n], longer.values[:, :n] = keys, values
+
+        def counted(
+            layer: int, rows: Tensor, q: Tensor, begin: int = begin, skip: int = begin - lead
+        ) -> None:
+            repeated[layer].add(q[skip:], by_head[layer])
+            if watch is not None:
+                watch(layer, begin, q[skip:])
+
+        model.compute(again, longer, torch.arange(n, len(again)), watch=counted)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A context, computed exactly.
+
+    Attributes:
+        tokens: int64 [n].
+        keys, values: fp32 [layers, n, kv_heads, head_dim].
+        turned: keys at position 0, [layers, kv_heads, n, head_dim].
+        asked: queries of its last rows as if they came later, [layers, rows, heads, head_dim].
+        latest: fp32 [layers, kv_heads, n], the attention that they pay.
+    """
+
+    tokens: Tensor
+    keys: Tensor
+    values: Tensor
+    turned: Tensor
+    asked: Tensor
+    latest: Tensor
+
+    @classmethod
+    def of(cls, model: Model, rope: Rope, tokens: Tensor) -> Computed:
+        """Compute it."""
+        n, kv = len(tokens), model.empty(len(tokens))
+        last = Newest()
+
+        for begin in range(0, n, BLOCK_TOKENS):
+            model.compute(
+                tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=last.see
+            )
+        asked = torch.stack([as_later(last[layer], rope) for layer in range(model.layers)])
+        latest = []
+        for queries, keys in zip(asked, kv.keys, strict=True):
+            received = Received(model.kv_heads, n, model.dim**-0.5)
+            received.add(queries, keys.transpose(0, 1))
+            latest.append(received.root_mean_square())
+        turned = torch.stack([at_start(rope, keys) for keys in kv.keys])
+        return cls(tokens, kv.keys, kv.values, turned, asked, torch.stack(latest))
+
+    def repeated(self, model: Model) -> Tensor:
+        """Attention that keys get from rows that repeat: fp32 [layers, kv_heads, n]."""
+        found = [
+            Received(model.kv_heads, len(self.tokens), model.dim**-0.5) for _ in range(model.layers)
+        ]
+        repeat(model, self.tokens, self.keys, self.values, found)
+        return torch.stack([one.root_mean_square() for one in found])
+
+    def scores(self, gate: Gate) -> Tensor:
+        """As an engine has them: fp32 [layers, kv_heads, n]."""
+        pairs = zip(self.turned, self.values, strict=True)
+        told = [gate.scores(n, keys, v.transpose(0, 1)) for n, (keys, v) in enumerate(pairs)]
+        return torch.hypot(torch.stack(told), self.latest)
+
+    def fitted(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as an engine has them that keeps these, bool [layers, kv_heads, n]: fp32
+        [layers, n, kv_heads, head_dim] each."""
+        keys, values = self.keys.clone(), self.values.clone()
+        for layer, (stays, asked) in enumerate(zip(kept, self.asked, strict=True)):
+            k, v = (one[layer].transpose(0, 1) for one in (self.keys, self.values))
+            of_heads = fitted(k, v, stays, asked, k.shape[-1] ** -0.5)
+            for head, (moved, changed) in enumerate(of_heads):
+                keys[layer, stays[head], head] = moved
+                values[layer, stays[head], head] = changed
+        return keys, values
+
+
+def divergences(
+    model: Model, rope: Rope, text: Sequence[int], gate: Gate, unit_tokens: int
+) -> dict[float, float]:
+    """Mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`: the larger
+    of a context that is chosen from once and of one that is streamed.
+
+    Args:
+        text: whose whole units but the last tokens are the context.
+    """
+    n = (len(text) - TAIL_TOKENS) // unit_tokens * unit_tokens
+    whole = torch.tensor(text[: n + TAIL_TOKENS])
+    context = Computed.of(model, rope, whole[:n])
+    scores, rows = context.scores(gate), torch.arange(n, len(whole))
+    tail = torch.ones(*scores.shape[:2], TAIL_TOKENS, dtype=torch.bool)
+
+    def follow(keys: Tensor, values: Tensor, kept: Tensor) -> Tensor:
+        kv = model.empty(len(whole))
+        kv.keys[:, :n], kv.values[:, :n] = keys, values
+        attend = Masked(torch.cat([kept, tail], -1)).attend
+        return model.compute(whole, kv, rows, attend=attend).log_softmax(-1)
+
+    all_of = context.keys, context.values
+    exact = follow(*all_of, torch.ones(scores.shape, dtype=torch.bool))
+    found = {}
+    for share in SHARES:
+        kept = keep_units(scores, int(share * scores.numel()) // unit_tokens, unit_tokens)
+        said = [follow(*context.fitted(kept), kept)]
+        streamed = Streamed.of(model, rope, whole[:n], gate, share, unit_tokens)
+        if streamed is not None:
+            said.append(follow(streamed.keys, streamed.values, streamed.kept))
+        kl = [float((exact.exp() * (exact - one)).sum(-1).double().mean()) for one in said]
+        found[share] = max(*kl, LEAST_KL)
+    return found

@@ -1,0 +1,135 @@
+"""Streams contexts in plain torch, outside of an engine, as `bounded.engine.streaming` does in one.
+
+What has left stays in the arrays and is masked, so nothing here saves memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace_decode.bounded.engine.course import EARLIER_TOKENS, Stream
+from headrace_decode.bounded.gate import Gate, at_start
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.refit import fitted
+from headrace_decode.bounded.scores import NOWHERE, as_later, with_gate
+from headrace_engine.rope import Rope
+from headrace_lab.sparse.calibrate import Model
+
+BLOCK_TOKENS, STEP_TOKENS = 128, 512
+"""Of an engine's blocks, and of a prompt in one step."""
+
+
+class Newest(dict[int, Tensor]):
+    """Queries of the newest rows, by layer, as `Model.compute` shows them."""
+
+    def see(self, layer: int, rows: Tensor, q: Tensor) -> None:
+        before = [self[layer]] if layer in self else []
+        self[layer] = torch.cat([*before, q])[-EARLIER_TOKENS:]
+
+
+class Masked:
+    """Attention of a model's rows to what heads keep.
+
+    Args:
+        kept: bool [layers, kv_heads, positions]; may change meanwhile.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
+        self._kept = kept
+
+    def attend(self, layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `Model.compute` takes it."""
+        end = int(rows[-1]) + 1
+        causal = torch.arange(end) <= rows[:, None]
+        seen = (self._kept[layer, :, None, :end] & causal)[:, None]
+        asked = q.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+        k, v = (
+            one[:end].transpose(0, 1)[:, None].expand(-1, asked.shape[1], -1, -1)
+            for one in (keys, values)
+        )
+        mixed = scaled_dot_product_attention(asked, k, v, attn_mask=seen)
+        return mixed.permute(2, 0, 1, 3).flatten(1)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A context that was streamed.
+
+    Attributes:
+        keys, values: fp32 [layers, n, kv_heads, head_dim], as they are held.
+        kept: bool [layers, kv_heads, n], what is held in the end.
+        most: (layer, head, token) that were held at once, at most.
+    """
+
+    keys: Tensor
+    values: Tensor
+    kept: Tensor
+    most: int
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        rope: Rope,
+        tokens: Tensor,
+        gate: Gate,
+        share: float,
+        unit_tokens: int,
+        turns: Sequence[int] = (),
+    ) -> Streamed | None:
+        """Stream it; None where the share leaves no unit for each head beside what stands behind
+        the last whole block.
+
+        Args:
+            tokens: int64 [n]. share: of all pairs, that is held in the end.
+            unit_tokens: of what heads keep.
+            turns: first tokens that earlier prompts had, ascending. Each goes on from what is held
+                of the one before. Of those that are too short in the same way nothing is held.
+        """
+        n, heads = len(tokens), model.layers * model.kv_heads
+
+        def units(end: int) -> int:
+            return int(heads * (share * end - end % BLOCK_TOKENS)) // unit_tokens
+
+        if units(n) < heads:
+            return None
+        kv, most, chosen = model.empty(n), 0, 0
+        kept = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.bool)
+        told = torch.zeros(kept.shape)
+        for last in [*(end for end in turns if units(end) >= heads), n]:
+            course, newest = Stream(last, share, BLOCK_TOKENS), Newest()
+            course.begin_at(chosen // BLOCK_TOKENS, 0)
+            for begin in range(chosen, last, STEP_TOKENS):
+                rows = torch.arange(begin, min(last, begin + STEP_TOKENS))
+                kept[..., rows] = True
+                most = max(most, int(kept.sum()))
+                model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=newest.see)
+                due = course.due(int(rows[-1]) + 1, 0)
+                if due is None:
+                    continue
+                course.dropped = due
+                new, whole = slice(chosen, due * BLOCK_TOKENS), slice(due * BLOCK_TOKENS)
+                found, asked = list[Tensor](), list[Tensor]()
+                for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+                    turned = at_start(rope, keys[new], chosen)
+                    told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
+                    here, there = told[layer, :, whole], keys[whole].transpose(0, 1)
+                    asked.append(as_later(newest[layer], rope))
+                    found.append(with_gate(here, asked[-1], there, model.dim**-0.5))
+                stays = keep_units(torch.stack(found), units(last), unit_tokens)
+                for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+                    k, v = (one[whole].transpose(0, 1) for one in (keys, values))
+                    there, scale = kept[layer, :, whole], model.dim**-0.5
+                    of_heads = fitted(k, v, stays[layer], asked[layer], scale, there)
+                    for head, (moved, changed) in enumerate(of_heads):
+                        at = stays[layer, head].nonzero()[:, 0]
+                        keys[at, head], values[at, head] = moved, changed
+                kept[..., whole] = stays
+                told[..., whole].masked_fill_(~stays, NOWHERE)
+                chosen = due * BLOCK_TOKENS
+        return cls(kv.keys, kv.values, kept, most)

@@ -1,0 +1,1 @@
+"""Models in plain torch, and scores of what they compute."""

@@ -1,0 +1,133 @@
+"""Learns a model's bases from some texts, and measures on others what a share costs.
+
+A text's prefix is computed exactly. Then its last rows are computed as decoding would, one after
+the other's KV, with attention in all layers to the units that an engine would choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_decode.sparse.basis import COORDINATES, Basis, Moments
+from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
+from headrace_lab.sparse.attention import Layer, attended, estimated
+
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.3)
+TAIL_TOKENS = 128
+"""Of a text, that are measured."""
+EVERY = 8
+"""Of the last layer's rows, one in so many has its query counted: each costs a row of logits."""
+
+
+class Model(Protocol):
+    """A model in plain torch (`headrace_lab.models.llama.LM`).
+
+    `empty(n)` makes KV with `keys` and `values`, fp32 [layers, n, kv_heads, head_dim]. `compute`
+    computes rows over such KV and writes theirs. Its hooks are `keep`, which rows go on after a
+    layer's KV, `watch`, which sees their rotated queries [r, heads, head_dim], and `attend`, in
+    place of exact attention. It returns logits, fp32 [r, vocabulary].
+    """
+
+    layers: int
+    kv_heads: int
+    dim: int
+
+    def empty(self, tokens: int) -> Any: ...
+
+    def compute(
+        self,
+        tokens: Tensor,
+        kv: Any,
+        rows: Tensor,
+        keep: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None,
+        watch: Callable[[int, Tensor, Tensor], None] | None = None,
+        sees: Callable[[Tensor], Tensor] | None = None,
+        attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor: ...
+
+
+class Learning:
+    """Adds up what texts teach of a model."""
+
+    def __init__(self, model: Model, unit_tokens: int) -> None:
+        self._model, self._unit_tokens = model, unit_tokens
+        self._moments = [Moments(model.kv_heads, model.dim) for _ in range(model.layers)]
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Count a text; its tokens beyond the last whole unit are left out."""
+        model, whole = self._model, len(tokens) // self._unit_tokens * self._unit_tokens
+        text, kv = torch.tensor(tokens[:whole]), model.empty(whole)
+
+        def keep(layer: int, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            last = layer == model.layers - 1
+            return rows % EVERY == 0 if last else torch.ones_like(rows).bool()
+
+        def watch(layer: int, rows: Tensor, q: Tensor) -> None:
+            grouped = q.unflatten(1, (model.kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+            self._moments[layer].add_queries(grouped.numpy())
+
+        model.compute(text, kv, torch.arange(whole), keep, watch)
+        for moments, keys in zip(self._moments, kv.keys, strict=True):
+            moments.add_units(keys.unflatten(0, (-1, self._unit_tokens)).transpose(1, 2).numpy())
+
+    def bases(self) -> list[Basis]:
+        """Of each layer."""
+        rank = min(COORDINATES, self._model.dim)
+        return [moments.basis(rank) for moments in self._moments]
+
+
+def divergences(
+    model: Model, tokens: Sequence[int], bases: Sequence[Basis], unit_tokens: int
+) -> dict[float, float]:
+    """Mean KL(exact || sparse) over a text's last tokens, nats, by share of `SHARES`.
+
+    Args:
+        tokens: as many as an engine needs to attend sparsely, at least.
+    """
+    text, kv = torch.tensor(tokens), model.empty(len(tokens))
+    first = len(tokens) - TAIL_TOKENS
+
+    def keep(layer: int, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rows >= first if layer == model.layers - 1 else torch.ones_like(rows).bool()
+
+    exact = model.compute(text, kv, torch.arange(len(tokens)), keep).log_softmax(-1)
+    found = {}
+    for share in SHARES:
+
+        def attend(
+            layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, share: float = share
+        ) -> Tensor:
+            here = Layer.of(layer, q, rows, keys, values, unit_tokens)
+            return attended(here, chosen(estimated(here, bases[layer]), here, share))
+
+        # Only the tail's KV is written, and each share writes it anew.
+        logits = model.compute(text, kv, torch.arange(first, len(tokens)), attend=attend)
+        kl = (exact.exp() * (exact - logits.log_softmax(-1))).sum(-1).double()
+        found[share] = float(kl.mean())
+    return found
+
+
+def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
+    """The units that an engine would choose: bool [H, r, n]. Rows that it leaves dense have all.
+
+    Args:
+        scores: fp32 [H, r, n].
+    """
+    found = torch.zeros(scores.shape, dtype=torch.bool)
+    values, marks = scores.numpy(), found.numpy()
+    for row, (at, count) in enumerate(zip(layer.rows.tolist(), layer.counts.tolist(), strict=True)):
+        wanted = chosen_units(at + 1, layer.unit_tokens, share) or count
+        units = choose(values[:, row, :count], wanted, SINKS, RECENT)
+        np.put_along_axis(marks[:, row], units, True, axis=-1)
+    return found
+
+
+def least_share(kl: Mapping[float, float], target_kl: float) -> float | None:
+    """The least share whose KL keeps to a target; None if none does."""
+    return min((share for share, one in kl.items() if one <= target_kl), default=None)

@@ -1,5 +1,0 @@
-"""`headrace calibrate`: the budget of each lossy technique for the error that is allowed."""
-
-from headrace.cli.calibrate.commands import calibrate_app
-
-__all__ = ["calibrate_app"]
