@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from headrace.gateway.admission import admission, rates, room
 from headrace.gateway.admission.classes import SloClass
-from headrace.simulate.admitted import Admitted, Tenancy, simulate_admitted
 from headrace.simulate.best import capacity_rate
 from headrace.simulate.hardware import Hardware, prefill_s
 from headrace.simulate.ours import Headrace
@@ -20,6 +19,7 @@ from headrace.simulate.outcome import Targets
 from headrace.simulate.run import Run, Settings, simulate
 from headrace.simulate.state import DONE
 from headrace.simulate.trace import Trace, Workload, multiply
+from headrace_lab.simulate.admission import Admitted, Tenancy, simulate_admitted
 
 ENGINES = 8
 """Of each role."""

@@ -1,7 +1,7 @@
 """How many GPU-seconds a day takes: ``python -m benchmarks.elastic [--trace FILE] [--json FILE]``.
 
 A day (`day`) is played on the simulated engines of `benchmarks.placement`, whose replicas start and
-go as a policy says (`headrace.simulate.fleet`); requests are placed by the gateway's own code. Each
+go as a policy says (`simulate.fleet`); requests are placed by the gateway's own code. Each
 policy must answer the same share of the day's requests in time: their first token within 2 s plus
 0.1 ms a token of the prompt, and at most 50 ms a token after it on average. Of those settings of a
 policy that do, the one with the fewest GPU-seconds counts::
@@ -35,11 +35,11 @@ from benchmarks.elastic.day import SHAPES, WARM_S, Day, day_of
 from benchmarks.elastic.scalers import Ours, QueueLength, Static
 from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Prices
-from headrace.simulate.fleet import FleetSettings, Look, Scaler, simulate_elastic
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.outcome import Targets
 from headrace.simulate.run import Settings
 from headrace.simulate.trace import Trace, read_trace
+from headrace_lab.simulate.fleet import FleetSettings, Look, Scaler, simulate_elastic
 
 MOST = 8
 BOUNDS = Bounds((0, MOST), (1, MOST))

@@ -37,12 +37,12 @@ from headrace.elastic import capacity
 from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Prices, decide
 from headrace.elastic.forecast import BIN_S, Ahead, Forecast
-from headrace.simulate.fleet import Look, Role
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.ours import Headrace
 from headrace.simulate.run import Settings, simulate
 from headrace.simulate.state import DONE
 from headrace.simulate.trace import Trace, multiply, read_trace
+from headrace_lab.simulate.fleet import Look, Role
 
 Model = Callable[[float, int, int], float]
 """The share in time at a rate with so many replicas of each role."""

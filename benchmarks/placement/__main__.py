@@ -28,11 +28,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.simulate import catalog
 from headrace.simulate.best import capacity_rate
-from headrace.simulate.catalog import NAMES, policy_named
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.outcome import Outcome, Targets
-from headrace.simulate.policies import PEERS
 from headrace.simulate.run import Settings, simulate
 from headrace.simulate.trace import Trace, multiply, read_trace
 
@@ -110,7 +109,7 @@ def play_cell(trace: Trace, hardware: Hardware, policies: list[str], cell: Cell)
     outcomes = []
     for name in policies:
         started = time.perf_counter()
-        policy = policy_named(name)
+        policy = catalog.policy_named(name)
         told = simulate(work, hardware, plan.engines, plan.engines, policy, settings).outcome
         print(
             f"{plan.engines} load {load} seed {seed} {name:19s} "
@@ -134,7 +133,8 @@ def figures_of(results: Results) -> dict[str, float]:
         for field in FIGURES:
             values = [getattr(outcome, field) for outcome in outcomes]
             figures[f"n{size}.load{load}.{name}.{field}"] = sum(values) / len(values)
-    peers = [name for name in PEERS if any(name == key[2] for key in results)]
+    rules = (name for name in catalog.names() if name not in catalog.OURS)
+    peers = [name for name in rules if any(name == key[2] for key in results)]
     for load in sorted({load for _, load, _ in results}):
         slow, good = [], []
         for size in sizes:
@@ -180,13 +180,14 @@ def table(figures: dict[str, float], size: int, loads: list[float], policies: li
 
 
 def main() -> None:
+    every = list(catalog.names())
     parser = argparse.ArgumentParser(description="Which router places best, simulated.")
     parser.add_argument(
         "--trace", type=Path, default=Path("../shared/traces/mooncake_conversation.jsonl")
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--quick", action="store_true", help="16 + 16 engines, 2 seeds, 3 loads")
-    parser.add_argument("--policies", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--policies", nargs="+", choices=every, default=every)
     parser.add_argument("--engines", type=int, nargs="+", help="only these sizes")
     parser.add_argument("--loads", type=float, nargs="+", help="instead of the loads given")
     parser.add_argument("--seeds", type=int, help="instead of the number of seeds given")

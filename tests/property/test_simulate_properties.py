@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.simulate import known, loop
-from headrace.simulate.catalog import NAMES, policy_named
+from headrace.simulate.catalog import names, policy_named
 from headrace.simulate.hardware import Engine, Hardware, prefill_s
 from headrace.simulate.run import Failure, Run, Settings, simulate
 from headrace.simulate.sight import Ask, Choice, Sight
@@ -161,7 +161,7 @@ def test_one_engine_does_as_one_that_is_played_step_by_step(
     assert req["preempted"].tolist() == [one.preempted for one in plain]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_a_policy_serves_everything_and_the_same_seed_gives_the_same_run(name: str) -> None:
     work, machines = workload(3, 60, 3.0), hardware(40, 512, 200)
     first, second = (

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from headrace.gateway.admission.admission import LATE
 from headrace.gateway.admission.classes import SloClass
-from headrace.simulate.admitted import Admitted, Tenancy, simulate_admitted
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.ours import Headrace
 from headrace.simulate.run import Run, Settings
 from headrace.simulate.state import DONE
 from headrace.simulate.trace import Trace, multiply
+from headrace_lab.simulate.admission import Admitted, Tenancy, simulate_admitted
 
 QUICK = SloClass("quick", ttft_target_s=2.0, itl_target_s=0.05)
 BATCH = SloClass("batch", background=True, max_wait_s=600.0)

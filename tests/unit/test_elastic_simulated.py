@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.elastic.scalers import QueueLength, Static
 from headrace.elastic.capacity import Bounds
-from headrace.simulate.fleet import Fleet, FleetSettings, Look, Scaler, simulate_elastic
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.outcome import Targets
 from headrace.simulate.run import Run, Settings
 from headrace.simulate.trace import Trace, Workload
+from headrace_lab.simulate.fleet import Fleet, FleetSettings, Look, Scaler, simulate_elastic
 
 SECONDS = 600.0
 MOST = (2, 3)
@@ -101,7 +101,7 @@ def test_serves_queue_length_rule_follows_the_queue_after_its_delays() -> None:
     rule = QueueLength((2.0, 10.0), Bounds((1, 8), (1, 8)))
 
     def ask(at_s: float, ongoing: int, ready: int) -> int:
-        from headrace.simulate.fleet import Role
+        from headrace_lab.simulate.fleet import Role
 
         role = Role(ready, 0, 0, ongoing, 0.0)
         none = np.zeros(0, np.int64)

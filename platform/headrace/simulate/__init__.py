@@ -4,9 +4,8 @@
 - `hardware`, `calibrate`: what the machines can do
 - `state`, `blocks`, `kv`, `engine`, `loop`: the engines, their caches and the clock, compiled
 - `sight`, `known`: what a router sees, a little late
-- `policies`, `ours`, `catalog`: placement rules
+- `policies`, `ours`, `catalog`: placement rules; other packages add theirs
 - `run`, `outcome`, `report`: a run and its figures
-- `fleet`: a run whose replicas start and go
 
 Pure: no Ray, no vLLM, and no I/O but for reading a trace.
 """

@@ -94,8 +94,8 @@ def simulate(
         SimulationError: no requests, no decode engine, or a prompt that no engine could ever hold.
     """
     settings = settings or Settings()
-    _check(work, hardware, prefills, decodes, settings)
-    player = _Player(work, hardware, prefills, decodes, policy, settings)
+    check(work, hardware, prefills, decodes, settings)
+    player = Player(work, hardware, prefills, decodes, policy, settings)
     player.play(progress)
     from_s = settings.warm_share * work.seconds
     reachable = best_case(work, hardware, from_s).hit_rate
@@ -104,7 +104,7 @@ def simulate(
     return Run(outcome, course, player.s)
 
 
-def _check(
+def check(
     work: Workload, hardware: Hardware, prefills: int, decodes: int, settings: Settings
 ) -> None:
     if prefills < 0 or decodes < 1:
@@ -128,7 +128,7 @@ def _check(
         )
 
 
-class _Player:
+class Player:
     """One run while it goes on."""
 
     def __init__(

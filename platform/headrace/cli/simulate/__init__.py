@@ -22,8 +22,8 @@ def simulate(
         typer.Option(
             "--policy",
             help="Placement rule: headrace (the default), headrace-remote, round-robin, "
-            "two-choices, ray, dynamo, dynamo-conditional, llm-d, mooncake, sglang or aibrix. "
-            "Can be repeated.",
+            "two-choices, or one that a package adds: ray, dynamo, dynamo-conditional, llm-d, "
+            "mooncake, sglang or aibrix. Can be repeated.",
         ),
     ] = None,
     load: Annotated[

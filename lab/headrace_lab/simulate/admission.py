@@ -31,7 +31,7 @@ from headrace.simulate.best import best_case
 from headrace.simulate.hardware import Engine, Hardware, prefill_s
 from headrace.simulate.ours import Headrace
 from headrace.simulate.outcome import outcome_of
-from headrace.simulate.run import Run, Settings, _check, _Player
+from headrace.simulate.run import Player, Run, Settings, check
 from headrace.simulate.sight import Ask, Choice
 from headrace.simulate.state import DONE, NEW
 from headrace.simulate.trace import Workload
@@ -84,7 +84,7 @@ class _Gateway:
     told: dict[str, float] = field(default_factory=dict)
 
 
-class _AdmittedPlayer(_Player):
+class _AdmittedPlayer(Player):
     """A run with queues before the engines."""
 
     policy: Headrace
@@ -238,7 +238,7 @@ def simulate_admitted(
         SimulationError: as `simulate`.
     """
     settings = settings or Settings()
-    _check(work, hardware, prefills, decodes, settings)
+    check(work, hardware, prefills, decodes, settings)
     player = _AdmittedPlayer(work, hardware, prefills, decodes, policy, settings, tenancy)
     player.play(None)
     from_s = settings.warm_share * work.seconds

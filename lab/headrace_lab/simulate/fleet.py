@@ -25,7 +25,7 @@ from headrace.simulate.best import best_case
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.ours import Headrace
 from headrace.simulate.outcome import outcome_of
-from headrace.simulate.run import Run, Settings, _check, _Player
+from headrace.simulate.run import Player, Run, Settings, check
 from headrace.simulate.state import DONE, NEW
 from headrace.simulate.trace import Workload
 
@@ -113,7 +113,7 @@ class _Replicas:
         return len(self.ready) + len(self.starting) + len(self.draining)
 
 
-class _ElasticPlayer(_Player):
+class _ElasticPlayer(Player):
     def __init__(
         self,
         work: Workload,
@@ -249,7 +249,7 @@ def simulate_elastic(
         SimulationError: as `simulate`.
     """
     settings, fleet = settings or Settings(), fleet or FleetSettings()
-    _check(work, hardware, *most, settings)
+    check(work, hardware, *most, settings)
     player = _ElasticPlayer(work, hardware, most, policy or Headrace(), settings, scaler, fleet)
     player.play(None)
     reachable = best_case(work, hardware, player.from_s).hit_rate

@@ -1,0 +1,1 @@
+"""Additions to `headrace.simulate`: rules of other routers, admission, and replicas that scale."""
