@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 
 
 @lru_cache

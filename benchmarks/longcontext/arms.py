@@ -16,7 +16,7 @@ from headrace_decode.bounded.keeping import Always, keep, keep_units
 from headrace_decode.bounded.refit import KEY_RIDGE, RIDGE, some
 from headrace_decode.bounded.scores import as_later, pooled
 from headrace_lab.compression.entropy_budgets import by_entropy, entropies
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 
 OURS = "ours"
 AS_ENGINES = f"{OURS}, as an engine keeps it"

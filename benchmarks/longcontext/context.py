@@ -12,7 +12,7 @@ from benchmarks.longcontext.judge import judged_rows
 from benchmarks.longcontext.texts import Case
 from headrace_decode.bounded.scores import Received, as_later
 from headrace_lab.compression.reading import repeat
-from headrace_lab.models.llama import KV, LM
+from headrace_lab.models.lm import KV, LM
 
 BLOCK_TOKENS = 2048
 LAST_TOKENS = 256

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_decode.bounded.refit import fit
-from headrace_lab.models.llama import KV, LM, Attend
+from headrace_lab.models.lm import KV, LM, Attend
 
 
 @dataclass(frozen=True)

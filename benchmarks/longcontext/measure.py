@@ -32,7 +32,7 @@ from benchmarks.plain import model
 from headrace_decode.bounded.engine.calibration import read_gate
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.sparse.calibration_file import Shape
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 
 STREAMING: dict[str, Streaming | ByEntropy] = {
     "streamed in four blocks": Streaming(4),

@@ -24,7 +24,7 @@ from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import Always, keep
 from headrace_decode.bounded.scores import LEAD_TOKENS, Received
 from headrace_lab.compression.streaming import Streamed
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 
 ABSENT = -1.0
 SHALLOW_WHOLE = Always(whole_layers=2)

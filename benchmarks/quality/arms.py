@@ -11,7 +11,7 @@ import torch
 from benchmarks.kvcodec.model import BLOCK_TOKENS, block_bytes, from_bytes, shape_of
 from headrace_kvstore.codec import CODECS
 from headrace_lab.blending.correct import Case, corrected, with_depths
-from headrace_lab.models.llama import KV, LM
+from headrace_lab.models.lm import KV, LM
 
 Arm = Callable[[LM, Case, float], KV | None]
 """(model, prompt, budget) -> KV; None if the budget is too small for it."""

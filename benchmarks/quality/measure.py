@@ -12,7 +12,7 @@ from benchmarks.quality.arms import ARMS, Arm, exact
 from benchmarks.quality.tasks import tasks
 from headrace_lab.blending.correct import Case
 from headrace_lab.models.exact import Exact, score
-from headrace_lab.models.llama import KV, LM
+from headrace_lab.models.lm import KV, LM
 from headrace_lab.texts.prompts import Prompt, documents, prompts
 
 ANSWER_TOKENS = 48

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_lab.blending.correct import Case, Corrected, corrected, with_depths
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 from headrace_prefill.reuse.rules import Rule
 
 ARTICLE_THRESHOLD = 0.02

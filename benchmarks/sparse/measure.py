@@ -15,7 +15,7 @@ from benchmarks.sparse.arms import Arm, Bases, arms
 from benchmarks.sparse.attention import Layer, attended
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, Text, text
 from headrace_decode.sparse.basis import Basis, Moments
-from headrace_lab.models.llama import KV, LM
+from headrace_lab.models.lm import KV, LM
 
 Row = dict[str, Any]
 

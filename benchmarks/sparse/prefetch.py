@@ -49,7 +49,7 @@ def scores_of(folder: str, number: int) -> tuple[Scores, int]:
     from transformers import AutoTokenizer
 
     from benchmarks.sparse.texts import text
-    from headrace_lab.models.llama import LM
+    from headrace_lab.models.lm import LM
     from headrace_lab.sparse.attention import Layer, estimated
 
     torch.set_num_threads(1)

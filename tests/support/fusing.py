@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.kvstore.child import Child, serve
 from headrace_engine.handoff import PARAMS_KEY
-from headrace_lab.cross_layer.reference import Decoder
+from headrace_lab.models.decoder import Decoder
 from tests.support import run
 from tests.support.forked import Forked
 from tests.support.program import IN_ONE_PROCESS, engine_environment

@@ -24,7 +24,7 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_lab.blending.correct import Case, with_depths
 from headrace_lab.models.exact import Exact
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 from headrace_lab.texts.prompts import Prompt
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
 from headrace_prefill.reuse.engine.paged import BlockTable

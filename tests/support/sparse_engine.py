@@ -21,7 +21,7 @@ from headrace_decode.replay.llm import BOUNDING_SCHEDULERS, OFFLOADING_SCHEDULER
 from headrace_decode.sparse.calibration_file import Measured, Shape
 from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.engine.settings import SparseSettings
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 from headrace_lab.sparse.calibrate import Learning
 from tests.support import run
 from tests.support.forked import Forked

@@ -29,7 +29,7 @@ from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
 from headrace_lab.compression.streaming import STEP_TOKENS, Masked, Streamed
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 from tests.support.moved import positions_of
 from tests.support.prompts import noise
 from tests.support.tiny import tiny_llama

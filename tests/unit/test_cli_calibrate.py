@@ -142,13 +142,13 @@ def test_no_two_texts_share_a_file(tmp_path: Path) -> None:
     assert not set(found[0]) & set(found[1]) and not set(found[1]) & set(found[2])
 
 
-def test_a_model_with_other_weights_than_a_llamas_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_other_weights_than_its_configuration_says_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_llama(), folder)
     [file] = folder.glob("*.safetensors")
     weights = load_file(file) | {"model.layers.0.self_attn.q_proj.bias": np.zeros(4, np.float32)}
     save_file(weights, file)
-    with pytest.raises(CliError, match=r"it is no plain Llama: it has .*q_proj\.bias"):
+    with pytest.raises(CliError, match=r"weights do not fit config.json: .*q_proj\.bias"):
         model(str(folder))
 
 

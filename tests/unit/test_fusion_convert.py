@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from headrace.cli.console import CliError
 from headrace.cli.main import app
 from headrace_lab.cli.cross_layer.convert import Asked, convert
-from headrace_lab.cross_layer import checkpoint
 from headrace_lab.cross_layer.asymmetry import learned, nearest
 from headrace_lab.cross_layer.convert import Converter
 from headrace_lab.cross_layer.distill import distill
 from headrace_lab.cross_layer.error import Truth
-from headrace_lab.cross_layer.reference import Decoder
+from headrace_lab.models import checkpoint
+from headrace_lab.models.decoder import Decoder
 from headrace_prefill.fusion.config import FusionError, KVFusion
 from tests.support.fusing import VOCABULARY, config, write_model
 from tests.support.tiny import tiny_llama

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace_lab.cross_layer.fit import Sums, fit_keys, fit_values
-from headrace_lab.cross_layer.reference import KV
+from headrace_lab.models.decoder import KV
 
 TEXTS, TOKENS, HEADS, DIM = 2, 40, 2, 8
 

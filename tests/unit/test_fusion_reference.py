@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from headrace_lab.cross_layer import reference
-from headrace_lab.cross_layer.reference import Decoder
+from headrace_lab.models import decoder
+from headrace_lab.models.decoder import Decoder
 from headrace_prefill.fusion.config import FusionError
 from tests.support.fusing import config
 
@@ -135,5 +135,5 @@ def test_fused_with_the_weights_of_yoco_is_yoco() -> None:
 def test_short_texts_are_attended_to_as_long_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = made("fused"), torch.tensor([TOKENS])
     short = model(tokens)
-    monkeypatch.setattr(reference, "SHORT", 0)
+    monkeypatch.setattr(decoder, "SHORT", 0)
     torch.testing.assert_close(model(tokens), short)

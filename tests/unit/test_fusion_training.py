@@ -23,8 +23,8 @@ from headrace_lab.cross_layer.comparison import (
     read_losses,
 )
 from headrace_lab.cross_layer.head_loss import head_loss
-from headrace_lab.cross_layer.reference import Decoder
 from headrace_lab.cross_layer.train import Order, Recipe, begin, windows_of
+from headrace_lab.models.decoder import Decoder
 from headrace_lab.texts.corpus import CorpusError, learn_vocabulary, sides, stream
 from tests.support.fusing import config, reference
 

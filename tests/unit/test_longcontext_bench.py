@@ -18,7 +18,7 @@ from benchmarks.longcontext.measure import measured
 from benchmarks.longcontext.quantised import quantised, ratio
 from benchmarks.longcontext.streaming import ByEntropy, Streaming
 from benchmarks.longcontext.texts import FACTS, KINDS, TURNS, Case, case
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 
 TOKENS, FIRST = 240, 200
 LAYERS, HEADS = 3, 2

@@ -14,7 +14,7 @@ from benchmarks.sparse.attention import Layer, Mass, Share, attended
 from benchmarks.sparse.figures import figures
 from benchmarks.sparse.measure import measured_text
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, Text, text
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 from headrace_lab.sparse.baselines import EXTRA, ORACLE, RIVALS
 from headrace_lab.sparse.reference import Form
 

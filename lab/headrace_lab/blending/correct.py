@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_lab.models.exact import Exact
-from headrace_lab.models.llama import KV, LM
+from headrace_lab.models.lm import KV, LM
 from headrace_lab.texts.prompts import Prompt
 from headrace_prefill.reuse.drift import Drift
 from headrace_prefill.reuse.rules import DRAFT_TOKENS, LAST_TOKENS, Rule, offsets_of

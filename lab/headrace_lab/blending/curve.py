@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace_lab.blending.correct import Case, corrected
 from headrace_lab.models.exact import Exact, Score, score
-from headrace_lab.models.llama import LM
+from headrace_lab.models.lm import LM
 from headrace_lab.texts.prompts import Prompt
 
 BUDGETS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)

@@ -15,7 +15,8 @@ from headrace_decode.bounded.refit import fitted
 from headrace_decode.bounded.scores import Received, as_later, repeats
 from headrace_engine.rope import Rope
 from headrace_lab.compression.streaming import Masked, Newest, Streamed
-from headrace_lab.sparse.calibrate import TAIL_TOKENS, Model
+from headrace_lab.models.lm import LM
+from headrace_lab.sparse.calibrate import TAIL_TOKENS
 
 SHARES = 0.5, 0.25, 0.12
 BLOCK_TOKENS = 2048
@@ -27,7 +28,7 @@ Watch = Callable[[int, int, Tensor], None]
 
 
 def repeat(
-    model: Model,
+    model: LM,
     tokens: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -77,7 +78,7 @@ class Computed:
     latest: Tensor
 
     @classmethod
-    def of(cls, model: Model, rope: Rope, tokens: Tensor) -> Computed:
+    def of(cls, model: LM, rope: Rope, tokens: Tensor) -> Computed:
         """Compute it."""
         n, kv = len(tokens), model.empty(len(tokens))
         last = Newest()
@@ -95,7 +96,7 @@ class Computed:
         turned = torch.stack([at_start(rope, keys) for keys in kv.keys])
         return cls(tokens, kv.keys, kv.values, turned, asked, torch.stack(latest))
 
-    def repeated(self, model: Model) -> Tensor:
+    def repeated(self, model: LM) -> Tensor:
         """Attention that keys get from rows that repeat: fp32 [layers, kv_heads, n]."""
         found = [
             Received(model.kv_heads, len(self.tokens), model.dim**-0.5) for _ in range(model.layers)
@@ -123,7 +124,7 @@ class Computed:
 
 
 def divergences(
-    model: Model, rope: Rope, text: Sequence[int], gate: Gate, unit_tokens: int
+    model: LM, rope: Rope, text: Sequence[int], gate: Gate, unit_tokens: int
 ) -> dict[float, float]:
     """Mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`: the larger
     of a context that is chosen from once and of one that is streamed.

@@ -18,14 +18,14 @@ from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.refit import fitted
 from headrace_decode.bounded.scores import NOWHERE, as_later, with_gate
 from headrace_engine.rope import Rope
-from headrace_lab.sparse.calibrate import Model
+from headrace_lab.models.lm import LM
 
 BLOCK_TOKENS, STEP_TOKENS = 128, 512
 """Of an engine's blocks, and of a prompt in one step."""
 
 
 class Newest(dict[int, Tensor]):
-    """Queries of the newest rows, by layer, as `Model.compute` shows them."""
+    """Queries of the newest rows, by layer, as `LM.compute` shows them."""
 
     def see(self, layer: int, rows: Tensor, q: Tensor) -> None:
         before = [self[layer]] if layer in self else []
@@ -43,7 +43,7 @@ class Masked:
         self._kept = kept
 
     def attend(self, layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """As `Model.compute` takes it."""
+        """Attend in the form that `LM.compute` takes."""
         end = int(rows[-1]) + 1
         causal = torch.arange(end) <= rows[:, None]
         seen = (self._kept[layer, :, None, :end] & causal)[:, None]
@@ -74,7 +74,7 @@ class Streamed:
     @classmethod
     def of(
         cls,
-        model: Model,
+        model: LM,
         rope: Rope,
         tokens: Tensor,
         gate: Gate,

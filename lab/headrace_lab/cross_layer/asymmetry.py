@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from headrace_lab.cross_layer.fit import Sums, fit_keys, fit_values
-from headrace_lab.cross_layer.reference import Decoder
 from headrace_lab.cross_layer.trace import Trace
+from headrace_lab.models.decoder import Decoder
 
 
 @dataclass(frozen=True)

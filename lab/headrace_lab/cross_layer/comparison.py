@@ -29,8 +29,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from headrace_lab.cross_layer.checkpoint import write
 from headrace_lab.cross_layer.train import STATE, Losses, Recipe, Run, windows_of
+from headrace_lab.models.checkpoint import write
 from headrace_lab.texts.corpus import END, Tokens, learn_vocabulary, sides, stream
 from headrace_prefill.fusion.config import KINDS, Kind
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from headrace_lab.cross_layer.error import Error, Truth
 from headrace_lab.cross_layer.fit import KeyFit, Sums, fit_keys, fit_values
-from headrace_lab.cross_layer.reference import KV, Decoder
 from headrace_lab.cross_layer.trace import Trace
+from headrace_lab.models.decoder import KV, Decoder
 from headrace_prefill.fusion.config import FusionError, KVFusion
 
 Pair = tuple[int, int]

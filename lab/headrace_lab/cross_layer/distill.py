@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
-from headrace_lab.cross_layer.reference import Decoder
+from headrace_lab.models.decoder import Decoder
 
 LEARNING_RATE = 3e-4
 MIX_RATE = 3e-3

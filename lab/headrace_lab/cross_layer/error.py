@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from headrace_lab.cross_layer.reference import Decoder
 from headrace_lab.cross_layer.trace import Trace
+from headrace_lab.models.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace_lab.cross_layer.reference import KV
+from headrace_lab.models.decoder import KV
 
 RIDGE = 1e-4
 """Added to a matrix's diagonal, as a share of its mean."""

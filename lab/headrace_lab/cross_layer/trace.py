@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_lab.cross_layer.reference import KV, Decoder
+from headrace_lab.models.decoder import KV, Decoder
 
 
 @dataclass(frozen=True)

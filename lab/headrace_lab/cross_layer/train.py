@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from headrace_lab.cross_layer.head_loss import head_loss
-from headrace_lab.cross_layer.reference import Decoder
+from headrace_lab.models.decoder import Decoder
 from headrace_lab.texts.corpus import Tokens
 
 STATE = "state.pt"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_lab.models.llama import KV, LM
+from headrace_lab.models.lm import KV, LM
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Layer:
     def of(
         cls, number: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, unit_tokens: int
     ) -> Self:
-        """From what `Model.compute` hands to `attend`."""
+        """Cut the arguments of an `Attend` hook into units."""
         heads, dim = keys.shape[1:]
         lacking = -(int(rows[-1]) + 1) % unit_tokens
         by_unit = (
@@ -77,7 +77,7 @@ def estimated(layer: Layer, basis: Basis | None) -> Tensor:
 
 
 def attended(layer: Layer, chosen: Tensor) -> Tensor:
-    """Exact attention to the chosen units: fp32 [r, heads * D], as `Model.compute` wants it.
+    """Exact attention to the chosen units: fp32 [r, heads * D], as `LM.compute` wants it.
 
     Args:
         chosen: bool [H, r, n].

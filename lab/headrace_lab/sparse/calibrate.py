@@ -6,8 +6,7 @@ the other's KV, with attention in all layers to the units that an engine would c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from headrace_decode.sparse.basis import COORDINATES, Basis, Moments
 from headrace_decode.sparse.choosing import choose
 from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
+from headrace_lab.models.lm import LM
 from headrace_lab.sparse.attention import Layer, attended, estimated
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.3)
@@ -25,37 +25,10 @@ EVERY = 8
 """Of the last layer's rows, one in so many has its query counted: each costs a row of logits."""
 
 
-class Model(Protocol):
-    """A model in plain torch (`headrace_lab.models.llama.LM`).
-
-    `empty(n)` makes KV with `keys` and `values`, fp32 [layers, n, kv_heads, head_dim]. `compute`
-    computes rows over such KV and writes theirs. Its hooks are `keep`, which rows go on after a
-    layer's KV, `watch`, which sees their rotated queries [r, heads, head_dim], and `attend`, in
-    place of exact attention. It returns logits, fp32 [r, vocabulary].
-    """
-
-    layers: int
-    kv_heads: int
-    dim: int
-
-    def empty(self, tokens: int) -> Any: ...
-
-    def compute(
-        self,
-        tokens: Tensor,
-        kv: Any,
-        rows: Tensor,
-        keep: Callable[[int, Tensor, Tensor, Tensor], Tensor] | None = None,
-        watch: Callable[[int, Tensor, Tensor], None] | None = None,
-        sees: Callable[[Tensor], Tensor] | None = None,
-        attend: Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
-    ) -> Tensor: ...
-
-
 class Learning:
     """Adds up what texts teach of a model."""
 
-    def __init__(self, model: Model, unit_tokens: int) -> None:
+    def __init__(self, model: LM, unit_tokens: int) -> None:
         self._model, self._unit_tokens = model, unit_tokens
         self._moments = [Moments(model.kv_heads, model.dim) for _ in range(model.layers)]
 
@@ -83,7 +56,7 @@ class Learning:
 
 
 def divergences(
-    model: Model, tokens: Sequence[int], bases: Sequence[Basis], unit_tokens: int
+    model: LM, tokens: Sequence[int], bases: Sequence[Basis], unit_tokens: int
 ) -> dict[float, float]:
     """Mean KL(exact || sparse) over a text's last tokens, nats, by share of `SHARES`.
 

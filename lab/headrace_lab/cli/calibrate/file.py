@@ -19,7 +19,7 @@ from headrace_lab.cli.calibrate.texts import files_of, long_texts
 
 if TYPE_CHECKING:
     from headrace_decode.sparse.calibration_file import Shape
-    from headrace_lab.models.llama import LM
+    from headrace_lab.models.lm import LM
 
 
 @dataclass(frozen=True)

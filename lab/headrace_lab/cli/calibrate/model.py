@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.console import CliError
 
 if TYPE_CHECKING:
-    from headrace_lab.models.llama import LM
+    from headrace_lab.models.lm import LM
 
 
 def model(name: str | None) -> tuple[str, LM, Any, Callable[[str], list[int]]]:
@@ -21,7 +21,7 @@ def model(name: str | None) -> tuple[str, LM, Any, Callable[[str], list[int]]]:
     from transformers import AutoTokenizer
 
     from headrace.model import resolve
-    from headrace_lab.models.llama import LM
+    from headrace_lab.models.lm import LM
 
     torch.set_grad_enabled(False)
     folder = resolve(name)

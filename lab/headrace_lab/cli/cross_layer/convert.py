@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headrace_lab.cross_layer.asymmetry import Nearest
     from headrace_lab.cross_layer.convert import Converter, ConvertKind, Point
     from headrace_lab.cross_layer.error import Error, Truth
-    from headrace_lab.cross_layer.reference import Decoder
+    from headrace_lab.models.decoder import Decoder
 
 REPORT, PLOT = "report.json", "report.png"
 NO_PLOT = "No plot: it takes matplotlib; pip install 'headrace[lab]' brings it"
@@ -57,8 +57,9 @@ def convert(name: str, out: Path, asked: Asked) -> None:
         CliError: the model cannot be converted, the texts are too few, or no layer can lose its KV
             at this perplexity.
     """
-    from headrace_lab.cross_layer import asymmetry, checkpoint
+    from headrace_lab.cross_layer import asymmetry
     from headrace_lab.cross_layer.distill import distill
+    from headrace_lab.models import checkpoint
 
     if asked.kind not in ("fused", "lite"):
         raise CliError(f"--kind is {asked.kind}: write fused or lite", 2)
@@ -157,9 +158,9 @@ def _prepare(name: str, asked: Asked) -> Job:
     from transformers import AutoTokenizer
 
     from headrace.model import ModelError, resolve
-    from headrace_lab.cross_layer import checkpoint
     from headrace_lab.cross_layer.convert import Converter
     from headrace_lab.cross_layer.error import Truth
+    from headrace_lab.models import checkpoint
     from headrace_lab.texts.corpus import CorpusError, passages, sides
     from headrace_prefill.fusion.config import FusionError
 

@@ -109,8 +109,8 @@ def table(losses: dict[str, Losses]) -> Table:
 def _print_drawn(out: Path, losses: dict[str, Losses]) -> None:
     """Where the readers of each `fused` model that is trained draw keys and values from."""
     from headrace_lab.cross_layer.asymmetry import learned
-    from headrace_lab.cross_layer.checkpoint import WEIGHTS, read
     from headrace_lab.cross_layer.comparison import validation
+    from headrace_lab.models.checkpoint import WEIGHTS, read
 
     for name, found in losses.items():
         trained = (out / name / WEIGHTS).exists()

@@ -1,29 +1,22 @@
-"""A Llama in plain torch that computes chosen rows over given KV, layer by layer, in fp32.
+"""A model in plain torch that computes chosen rows over given KV, layer by layer, in fp32.
 
 Attention is masked by absolute position: row p sees positions 0 to p, whichever of them are fresh.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_engine.rope import Rope
+from headrace_lab.models import checkpoint
+from headrace_lab.models.decoder import Layer
 
 ROWS_AT_ONCE = 512
-WEIGHTS = re.compile(
-    r"(lm_head|model\.(embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm"
-    r"|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)))\.weight"
-    r"|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-)
 
 
 @dataclass
@@ -52,28 +45,28 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class LM:
-    """The model in a folder.
+    """The Llama, Mistral or Qwen3 in a folder.
 
-    Raises ValueError for one with weights that are not a Llama's, such as biases.
+    Raises:
+        ValueError: the model is another, layers keep no KV, or attention has a window.
 
     Attributes:
-        layers: of the model.
+        layers, heads, kv_heads, dim: of the model.
         pairs: (row, layer) pairs whose KV was computed so far.
     """
 
     def __init__(self, folder: str) -> None:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        self._weights: dict[str, Tensor] = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            self._weights |= {name: one.float() for name, one in load_file(file).items()}
-        if other := sorted(name for name in self._weights if not WEIGHTS.fullmatch(name)):
-            raise ValueError(f"it is no plain Llama: it has {other[0]}")
-        self.layers: int = config["num_hidden_layers"]
-        self.heads: int = config["num_attention_heads"]
-        self.kv_heads: int = config["num_key_value_heads"]
-        self.dim: int = config.get("head_dim") or config["hidden_size"] // self.heads
-        self.rope = Rope.of(config)
-        self._eps = config["rms_norm_eps"]
+        config, decoder = checkpoint.read(Path(folder), (*checkpoint.TYPES, "mistral"))
+        shape = decoder.shape
+        if shape.fusion.kind != "vanilla":
+            raise ValueError("some of its layers keep no KV")
+        if config["model_type"] == "mistral" and config.get("sliding_window"):
+            raise ValueError("its attention has a sliding window")
+        self._decoder = decoder.requires_grad_(False)
+        self._layers: list[Layer] = list(decoder.model.layers)
+        self.layers: int = shape.fusion.layers
+        self.heads, self.kv_heads, self.dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.rope = decoder.rope
         self.pairs = 0
 
     def empty(self, tokens: int) -> KV:
@@ -106,10 +99,10 @@ class LM:
         Returns:
             fp32 [r, vocabulary]: logits of the rows that went through all layers.
         """
-        hidden = self._weights["model.embed_tokens.weight"][tokens[rows]]
-        for layer in range(self.layers):
-            x = self._norm(hidden, f"layers.{layer}.input_layernorm")
-            q, k, v = (self._split(x, layer, name) for name in "qkv")
+        hidden = self._decoder.model.embed_tokens(tokens[rows])
+        for layer, block in enumerate(self._layers):
+            x = block.input_layernorm(hidden)
+            q, (k, v) = block.self_attn.query(x), block.self_attn.key_value(x)
             k = self.rope.shift(k, rows)
             self.pairs += len(rows)
             if keep is not None:
@@ -127,11 +120,9 @@ class LM:
                 mixed = self._attend(q, last, kv.keys[layer], kv.values[layer], there)
             else:
                 mixed = attend(layer, q, last, kv.keys[layer], kv.values[layer])
-            hidden = hidden + mixed @ self._matrix(layer, "self_attn.o_proj").T
-            x = self._norm(hidden, f"layers.{layer}.post_attention_layernorm")
-            gate, up = (x @ self._matrix(layer, f"mlp.{name}_proj").T for name in ("gate", "up"))
-            hidden = hidden + (silu(gate) * up) @ self._matrix(layer, "mlp.down_proj").T
-        return self._norm(hidden, "norm") @ self._head().T
+            hidden = hidden + block.self_attn.o_proj(mixed)
+            hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+        return self._decoder.logits(hidden)
 
     def prefill(self, tokens: Tensor) -> KV:
         """The exact KV of a text."""
@@ -196,19 +187,5 @@ class LM:
 
     def output(self, layer: int) -> Tensor:
         """What heads' results are multiplied by: fp32 [hidden, kv_heads, group, head_dim]."""
-        matrix = self._matrix(layer, "self_attn.o_proj")
+        matrix = self._layers[layer].self_attn.o_proj.weight
         return matrix.unflatten(1, (self.kv_heads, -1, self.dim))
-
-    def _matrix(self, layer: int, name: str) -> Tensor:
-        return self._weights[f"model.layers.{layer}.{name}.weight"]
-
-    def _head(self) -> Tensor:
-        tied = self._weights["model.embed_tokens.weight"]
-        return self._weights.get("lm_head.weight", tied)
-
-    def _split(self, x: Tensor, layer: int, name: str) -> Tensor:
-        return (x @ self._matrix(layer, f"self_attn.{name}_proj").T).unflatten(1, (-1, self.dim))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = (x.square().mean(-1, keepdim=True) + self._eps).rsqrt()
-        return x * scale * self._weights[f"model.{name}.weight"]

@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace_lab.cross_layer.reference import Decoder
+from headrace_lab.models.decoder import Decoder
 from headrace_prefill.fusion.config import FusionError
 
 WEIGHTS = "model.safetensors"
+TYPES = ("llama", "qwen3")
+"""Types of models that are served with `kv_fusion`, too."""
 
 
-def read(folder: Path) -> tuple[dict[str, Any], Decoder]:
-    """A parsed config.json, and the decoder in float32.
+def read(folder: Path, types: Sequence[str] = TYPES) -> tuple[dict[str, Any], Decoder]:
+    """Read a parsed config.json, and the decoder in float32.
+
+    Args:
+        types: of models, that are taken.
 
     Raises:
-        FusionError: the weights are not those of a Llama or Qwen3 as config.json describes it.
+        FusionError: the model is of another type, or its weights are not as config.json says.
     """
     config = json.loads((folder / "config.json").read_text())
-    if config.get("model_type") not in ("llama", "qwen3"):
-        raise FusionError(f"model_type is {config.get('model_type')!r}: known are llama and qwen3")
-    model = Decoder(config)
+    if config.get("model_type") not in types:
+        known = ", ".join(types)
+        raise FusionError(f"model_type is {config.get('model_type')!r}, must be one of {known}")
+    with torch.device("meta"):  # no weights but those of the files take memory
+        model = Decoder(config)
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= {name: weight.float() for name, weight in load_file(file).items()}
     weights = {name: one for name, one in weights.items() if "rotary_emb" not in name}
-    missing, unknown = model.load_state_dict(weights, strict=False)
+    missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
     if model.shape.tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
         missing = [name for name in missing if name != "lm_head.weight"]
     if missing or unknown:
         raise FusionError(f"the weights do not fit config.json: {[*missing, *unknown][0]}")

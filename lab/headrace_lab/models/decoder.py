@@ -74,13 +74,10 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, rope: Rotation, kv: KV) -> Tensor:
         """[batch, n, hidden] to the same; a storage layer adds its K and V to `kv`."""
-        shape = self._shape
-        query = self._heads(self.q_proj(hidden))
-        query = rope(self.q_norm(query) if shape.qk_norm else query)
+        shape, query = self._shape, rope(self.query(hidden))
         if shape.fusion.stores(self._layer):
-            key = self._heads(self.k_proj(hidden))
-            key = rope(self.k_norm(key) if shape.qk_norm else key)
-            kv[self._layer] = key, self._heads(self.v_proj(hidden))
+            key, value = self.key_value(hidden)
+            kv[self._layer] = rope(key), value
         keys = [kv[layer][0] for layer in shape.fusion.keys(self._layer)]
         values = [kv[layer][1] for layer in shape.fusion.values(self._layer)]
         mixed = attend(
@@ -89,6 +86,19 @@ class Attention(nn.Module):
             (self.mix.values(*values) if len(values) == 2 else values[0]).transpose(1, 2),
         )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def query(self, hidden: Tensor) -> Tensor:
+        """Queries before the rotation: [..., n, hidden] to [..., n, heads, D]."""
+        query = self._heads(self.q_proj(hidden))
+        return self.q_norm(query) if self._shape.qk_norm else query
+
+    def key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys before the rotation and values of a storage layer, each [..., n, kv_heads, D]."""
+        key = self._heads(self.k_proj(hidden))
+        return (
+            self.k_norm(key) if self._shape.qk_norm else key,
+            self._heads(self.v_proj(hidden)),
+        )
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self._shape.head_dim))
@@ -178,7 +188,8 @@ class Decoder(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.shape = Shape.of(config)
-        self._rope = Rope.of(config)
+        with torch.device("cpu"):  # its few numbers are needed where weights have no memory, too
+            self.rope = Rope.of(config)
         self.model = Model(self.shape)
         self.lm_head = nn.Linear(self.shape.hidden, self.shape.vocabulary, bias=False)
         if self.shape.tied:
@@ -198,7 +209,7 @@ class Decoder(nn.Module):
 
     def rotation(self, tokens: int) -> Rotation:
         """The rotary embedding of positions 0 to `tokens` - 1."""
-        return Rotation(self._rope, tokens)
+        return Rotation(self.rope, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., vocabulary] of what the last layer gives [..., hidden]."""
