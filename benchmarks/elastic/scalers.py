@@ -13,9 +13,9 @@ from headrace.advice import Load
 from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Counts, Prices, decide
 from headrace.elastic.forecast import BIN_S, Ahead, Forecast
-from headrace.elastic.traffic import Traffic
 from headrace.simulate.hardware import Hardware, prefill_s
 from headrace_lab.simulate.fleet import Look, Role
+from headrace_lab.simulate.traffic import Traffic
 
 _NEVER_S = 1e6
 

@@ -7,7 +7,6 @@ than asked for, copies follow whose tokens are renamed by a permutation: other t
 shape. Prompts of 2,000 to 6,000 tokens hold passages of stored texts, at any offset, and new text.
 
     finding.find_us_per_1k_tokens   median (target 200); beside it the 99th percentile
-    finding.similar_us_per_1k_tokens
     finding.missed_share            of the passages' tokens
     finding.add_mtokens_per_s, bytes_per_token
     finding.hostile_us_per_1k_tokens  one token over and over, stored and asked
@@ -79,7 +78,6 @@ def main() -> None:
     finder, rng = Finder(int(1.02 * wanted), BLOCK), np.random.default_rng(1)
     add(finder, texts[0])
     finder.find(TENANT, texts[0])
-    finder.similar(TENANT, texts[0])
     kept, begun, added, copy = [texts[0]], time.perf_counter(), 0, 0
     while added < wanted:
         names = rng.permutation(49152).astype(np.int32) if copy else None
@@ -93,7 +91,7 @@ def main() -> None:
         copy += 1
         print(f"{added / 1e6:.0f} of {wanted / 1e6:.0f} million tokens", flush=True)
     add_s = time.perf_counter() - begun
-    find_us, similar_us, missed, asked = [], [], 0, 0
+    find_us, missed, asked = [], 0, 0
     for _ in range(PROMPTS):
         parts, passages, at = [], [], 0
         for _ in range(int(rng.integers(2, 6))):
@@ -108,7 +106,6 @@ def main() -> None:
             parts.append(passage)
         prompt = np.concatenate(parts)
         find_us.append(timed_us(lambda tokens: finder.find(TENANT, tokens), prompt))
-        similar_us.append(timed_us(lambda tokens: finder.similar(TENANT, tokens), prompt))
         covered = np.zeros(len(prompt), bool)
         for run in finder.find(TENANT, prompt):
             covered[run.new : run.new + run.length] = True
@@ -121,7 +118,6 @@ def main() -> None:
         "real_gigabytes": sum(map(len, texts)) * token_bytes / 1e9,
         "find_us_per_1k_tokens": statistics.median(find_us),
         "find_us_per_1k_tokens_p99": float(np.percentile(find_us, 99)),
-        "similar_us_per_1k_tokens": statistics.median(similar_us),
         "missed_share": missed / asked,
         "add_mtokens_per_s": added / add_s / 1e6,
         "bytes_per_token": finder.nbytes / wanted,

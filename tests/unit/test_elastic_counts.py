@@ -13,8 +13,9 @@ from headrace.advice import Load
 from headrace.elastic.capacity import Bounds, Slo, expected_in_time, in_time, need
 from headrace.elastic.decide import Counts, Prices, decide
 from headrace.elastic.forecast import Ahead
-from headrace.elastic.traffic import KEPT, LEAST, Traffic, averaged
+from headrace.elastic.traffic import averaged
 from headrace.simulate.hardware import default_steps
+from headrace_lab.simulate.traffic import KEPT, LEAST, Traffic
 
 SLO = Slo(ttft_s=2.0, itl_s=0.05, share=0.95)
 BOUNDS = Bounds((0, 16), (0, 16))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace_engine.rope import Rope
 from headrace_prefill.fusion.engine.blocks import Mixer
-from headrace_prefill.fusion.mixing import by_channel, fold_query, mix, unfold_output
+from headrace_prefill.fusion.mixing import by_channel, mix
 
 CONFIG = {"num_attention_heads": 1, "head_dim": 16, "rope_theta": 10000.0}
 DIM = CONFIG["head_dim"]
@@ -47,25 +47,6 @@ def test_weights_that_differ_within_a_pair_do_not_commute_with_the_rotation() ->
     rope = Rope.of(CONFIG)
     apart = rope.shift(keys * weight, 5) - rope.shift(keys, 5) * weight
     assert apart.abs().max() > 0.1
-
-
-@given(sizes)
-def test_attention_to_keys_and_values_side_by_side_is_attention_to_mixed_ones(
-    shape: tuple[int, int, int, int],
-) -> None:
-    heads, group, tokens, seed = shape
-    query, k1, kn, v1, vn, a1, an, b1, bn = draw(
-        seed, (heads, group, DIM), *[(tokens, heads, DIM)] * 4, *[(heads, DIM)] * 4
-    )
-
-    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        weights = torch.einsum("hgd,thd->hgt", query, keys).softmax(-1)
-        return torch.einsum("hgt,thd->hgd", weights, values)
-
-    folded = attend(fold_query(query, a1, an), torch.cat([k1, kn], -1), torch.cat([v1, vn], -1))
-    torch.testing.assert_close(
-        unfold_output(folded, b1, bn), attend(query, mix(k1, kn, a1, an), mix(v1, vn, b1, bn))
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

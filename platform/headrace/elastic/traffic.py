@@ -1,21 +1,11 @@
-"""What requests cost on average: means over the last requests that ended, for `advice.Load`."""
+"""Averages of the requests' costs, with forgetting, for `advice.Load`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
 
 from headrace.advice import Load
-from headrace_engine.steptime import StepTime
 
-KEPT = 16_384
-"""An hour of them at 4.5 a second. Fewer make the means waver: of a few thousand prompts the few
-longest take most of the time, and replicas come and go with them."""
-LEAST = 32
-"""Below, nothing is said."""
-COLUMNS = ("prompt_tokens", "answer_tokens", "local_s", "remote_s")
 _MEANS = (
     *("prompt_tokens", "answer_tokens", "local_s", "local_square"),
     *("remote_s", "remote_square", "move_s"),
@@ -37,45 +27,3 @@ def averaged(before: Load | None, now: Load, part: float) -> Load:
     held = now.most_running * (now.prompt_tokens + now.answer_tokens / 2)
     tokens = max(1.0, means["prompt_tokens"] + means["answer_tokens"] / 2)
     return replace(now, **means, most_running=max(1, round(held / tokens)))
-
-
-@dataclass(slots=True)
-class Traffic:
-    """The last requests: tokens of the prompt and of the answer, and the seconds that it takes to
-    compute the prompt on a decode engine and on a prefill engine."""
-
-    _rows: NDArray[np.float64] = field(default_factory=lambda: np.zeros((KEPT, len(COLUMNS))))
-    _seen: int = 0
-
-    def ended(self, rows: NDArray[np.float64]) -> None:
-        """Requests that ended, one a row; float64 [requests, 4]."""
-        rows = rows[-KEPT:]
-        at = (self._seen + np.arange(len(rows))) % KEPT
-        self._rows[at] = rows
-        self._seen += len(rows)
-
-    def load(
-        self, decode_steps: StepTime, kv_tokens: int, move_s: float, share: float = 0.0
-    ) -> Load | None:
-        """Means, at a rate of 0; None while too little is known.
-
-        Args:
-            kv_tokens: that a decode engine's cache holds. move_s, share: as in `Load`.
-        """
-        if self._seen < LEAST:
-            return None
-        rows = self._rows[: min(self._seen, KEPT)]
-        prompt, answer, local_s, remote_s = rows.mean(axis=0).tolist()
-        return Load(
-            rate=0.0,
-            prompt_tokens=prompt,
-            answer_tokens=answer,
-            local_s=local_s,
-            local_square=float((rows[:, 2] ** 2).mean()),
-            remote_s=remote_s,
-            remote_square=float((rows[:, 3] ** 2).mean()),
-            move_s=move_s,
-            steps=decode_steps,
-            most_running=max(1, int(kv_tokens / max(1.0, prompt + answer / 2))),
-            share=share,
-        )

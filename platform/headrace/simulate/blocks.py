@@ -100,12 +100,6 @@ def room(c: Caches, h: int) -> int:
 
 
 @inner
-def in_use(c: Caches, h: int) -> int:
-    """Blocks that requests use."""
-    return c.of[h].held - c.of[h].idle + c.of[h].plain
-
-
-@inner
 def _unlink(c: Caches, h: int, slot: int) -> None:
     older, newer = c.slot[slot].older, c.slot[slot].newer
     if older >= 0:

@@ -34,31 +34,3 @@ def mix(first: Tensor, last: Tensor, first_weight: Tensor, last_weight: Tensor) 
         first_weight, last_weight: [kv_heads, D].
     """
     return first * first_weight + last * last_weight
-
-
-def fold_query(query: Tensor, first_weight: Tensor, last_weight: Tensor) -> Tensor:
-    """A query for keys [K_0 ; K_(n-1)] side by side, which scores as the query does for their
-    mixture.
-
-    Args:
-        query: [..., kv_heads, group, D].
-        first_weight, last_weight: [kv_heads, D], of keys.
-
-    Returns:
-        [..., kv_heads, group, 2D]
-    """
-    return torch.cat([query * first_weight[:, None], query * last_weight[:, None]], -1)
-
-
-def unfold_output(output: Tensor, first_weight: Tensor, last_weight: Tensor) -> Tensor:
-    """What attention to mixed values gives, of attention to [V_0 ; V_(n-1)] side by side.
-
-    Args:
-        output: [..., kv_heads, group, 2D].
-        first_weight, last_weight: [kv_heads, D], of values.
-
-    Returns:
-        [..., kv_heads, group, D]
-    """
-    first, last = output.chunk(2, -1)
-    return mix(first, last, first_weight[:, None], last_weight[:, None])

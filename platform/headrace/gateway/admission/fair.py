@@ -54,7 +54,6 @@ class _Tenant:
 
     start_s: float
     queue: list[Waiting] = field(default_factory=list)
-    cost_s: float = 0.0
 
 
 def _order(waiting: Waiting) -> Order:
@@ -92,11 +91,6 @@ class FairQueue:
         found = self._backlog.get(tenant)
         return [] if found is None else found.queue
 
-    def waiting_s(self, tenant: str) -> float:
-        """What a tenant's waiting requests take."""
-        found = self._backlog.get(tenant)
-        return 0.0 if found is None else found.cost_s
-
     def place_of(self, waiting: Waiting) -> int:
         """Where among its tenant's requests a new one would stand."""
         key = (-waiting.priority, waiting.latest_s, self._number + 1)
@@ -112,7 +106,6 @@ class FairQueue:
             tenant = self._backlog[waiting.tenant] = _Tenant(start_s)
             self._offer(waiting.tenant, start_s)
         insort(tenant.queue, waiting, key=_order)
-        tenant.cost_s += waiting.cost_s
         self.cost_s += waiting.cost_s
         self._size += 1
 
@@ -192,9 +185,8 @@ class FairQueue:
         self._size -= 1
         if self._size:
             self.cost_s -= waiting.cost_s
-            tenant.cost_s -= waiting.cost_s
         else:
-            self.cost_s = tenant.cost_s = 0.0
+            self.cost_s = 0.0
         if tenant.queue:
             tenant.start_s = min(tenant.start_s, self._virtual_s + MOST_AHEAD_S)
             self._offer(name, tenant.start_s)

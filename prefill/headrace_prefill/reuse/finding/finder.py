@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headrace_prefill.reuse.finding.anchors import LEAST, SPAN, anchors
 from headrace_prefill.reuse.finding.covering import covering
-from headrace_prefill.reuse.finding.matching import PLACE, matches, seen
+from headrace_prefill.reuse.finding.matching import PLACE, matches
 from headrace_prefill.reuse.finding.table import CANDIDATES, Table, get, put
 from headrace_prefill.reuse.finding.texts import Texts
 
@@ -35,14 +35,6 @@ class Run:
     length: int
     blocks: tuple[bytes, ...]
     offset: int
-
-
-@dataclass(frozen=True)
-class Similar:
-    """Stored blocks that came together, and the share of a prompt's anchors that they hold."""
-
-    share: float
-    blocks: tuple[bytes, ...]
 
 
 class Finder:
@@ -133,24 +125,6 @@ class Finder:
                 for new, end, row in covering(runs, max(1, least))
             ]
 
-    def similar(self, tenant: str, tokens: ArrayLike, most: int = 4) -> list[Similar]:
-        """Stored blocks that hold most of a prompt's anchors, which are a sample of its shingles.
-
-        Returns:
-            At most so many, those with the largest share first.
-        """
-        whose = self._whose(tenant)
-        _, hashes = anchors(_tokens(tokens), whose)
-        found = np.empty(len(hashes) * CANDIDATES, np.int64)
-        with self._lock:
-            count = seen(self._texts, self._anchors, np.uint64(whose), hashes, self._first, found)
-            additions, held = np.unique(found[:count], return_counts=True)
-            best = np.argsort(-held, kind="stable")[:most]
-            return [
-                Similar(float(held[n] / len(hashes)), self._addition(int(additions[n])))
-                for n in best
-            ]
-
     @property
     def _first(self) -> int:
         return max(0, self._end - len(self._texts.tokens))
@@ -194,7 +168,7 @@ class Finder:
         texts.tokens[at] = text[known * size : len(digests) * size].reshape(new, size)
         texts.previous[at] = np.concatenate([[last], begun + np.arange(new - 1)])
         texts.number[at] = known + np.arange(new)
-        texts.added[at], texts.tenant[at], texts.gone[at] = begun, whose, False
+        texts.tenant[at], texts.gone[at] = whose, False
         stored = np.frombuffer(b"".join(digests[known:]), np.uint8)
         texts.digests[at] = stored.reshape(new, self._digest_bytes)
         self._end += new
@@ -220,14 +194,6 @@ class Finder:
         old = int(texts.number[block % len(texts.number)]) * self._size - left
         digests = [texts.digests[each % len(texts.digests)].tobytes() for each in reversed(blocks)]
         return Run(new, old, length, tuple(digests), -left)
-
-    def _addition(self, begun: int) -> tuple[bytes, ...]:
-        texts, blocks, block = self._texts, [], begun
-        while block < self._end and texts.added[block % len(texts.added)] == begun:
-            if not texts.gone[block % len(texts.gone)]:
-                blocks.append(texts.digests[block % len(texts.digests)].tobytes())
-            block += 1
-        return tuple(blocks)
 
 
 def _tokens(tokens: ArrayLike) -> NDArray[np.int32]:

@@ -62,25 +62,3 @@ def matches(texts, table, tokens, tenant, ends, hashes, first, end, runs):  # ty
             until[count % ACTIVE] = at + 1 + ahead
             count += 1
     return count
-
-
-@jit(nogil=True)
-def seen(texts, table, tenant, hashes, first, found):  # type: ignore[no-untyped-def]
-    """Write to int64 [anchors * CANDIDATES], for each anchor, which additions hold it; how many
-    they are. An addition counts once an anchor."""
-    size, blocks = texts.tokens.shape[1], len(texts.tokens)
-    places = np.empty(CANDIDATES, np.int64)
-    count = 0
-    for n in range(len(hashes)):
-        begun = count
-        for candidate in range(get(table, hashes[n], first * size, places)):
-            block = (places[candidate] // size) % blocks
-            if texts.tenant[block] != tenant or texts.gone[block]:
-                continue
-            added, twice = texts.added[block], False
-            for other in range(begun, count):
-                twice |= found[other] == added
-            if not twice:
-                found[count] = added
-                count += 1
-    return count

@@ -22,7 +22,6 @@ class Texts(NamedTuple):
         tokens: int32 [blocks, block_tokens].
         previous: int64, the block before in its prompt; -1 for a first one.
         number: int64, of the block in its prompt, from 0.
-        added: int64, the first of the blocks that were added with it.
         tenant: uint64.
         gone: bool, no longer in the store.
         digests: uint8 [blocks, digest bytes].
@@ -31,7 +30,6 @@ class Texts(NamedTuple):
     tokens: NDArray[np.int32]
     previous: NDArray[np.int64]
     number: NDArray[np.int64]
-    added: NDArray[np.int64]
     tenant: NDArray[np.uint64]
     gone: NDArray[np.bool_]
     digests: NDArray[np.uint8]
@@ -41,7 +39,6 @@ class Texts(NamedTuple):
         return Texts(
             np.zeros((blocks, block_tokens), np.int32),
             np.full(blocks, -1, np.int64),
-            np.zeros(blocks, np.int64),
             np.zeros(blocks, np.int64),
             np.zeros(blocks, np.uint64),
             np.zeros(blocks, np.bool_),
