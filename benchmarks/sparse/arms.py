@@ -11,7 +11,7 @@ from benchmarks.sparse.attention import Budget, Mass, Score, Share
 from headrace_decode.sparse.basis import COORDINATES, Basis
 from headrace_decode.sparse.summaries import Summaries
 from headrace_lab.sparse.attention import estimated
-from headrace_lab.sparse.baselines import EXTRA, ORACLE, RIVALS, Rival
+from headrace_lab.sparse.baselines import BASELINES, EXTRA, ORACLE, Baseline
 from headrace_lab.sparse.reference import Coordinates, Form
 
 OURS, OWN, BEST = "ours", "own directions", "oracle"
@@ -70,7 +70,7 @@ def weighed(inner: Score) -> Score:
     return lambda layer: inner(layer) * layer.values.square().mean((2, 3)).sqrt()[:, None]
 
 
-def rival(rule: Rival) -> Score:
+def baseline(rule: Baseline) -> Score:
     return lambda layer: layer.combined(
         rule.logits(layer.keys, layer.queries.flatten(1, 2)), rule.softmax
     )
@@ -93,8 +93,8 @@ def of_coordinates(
 
 def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
     """What is measured of a text."""
-    ours, own, oracle = kept(bases.ours), kept(None), rival(ORACLE)
-    mean = rival(RIVALS["mean"])
+    ours, own, oracle = kept(bases.ours), kept(None), baseline(ORACLE)
+    mean = baseline(BASELINES["mean"])
     basis = first(bases.ours[0], COORDINATES)
     sizes = (
         Summaries(1, basis.into.shape[0], UNIT_TOKENS, basis.into.shape[1], basis=one).layout
@@ -104,8 +104,8 @@ def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
     yield Arm(OURS, ours, bytes_vs_k=ours_bytes, main=True)
     yield Arm(OWN, own, bytes_vs_k=own_bytes, main=True)
     yield Arm(BEST, oracle, bytes_vs_k=1.0, main=True)
-    for name, one in (RIVALS | EXTRA).items():
-        yield Arm(name, rival(one), bytes_vs_k=one.bytes_vs_k, main=True)
+    for name, one in (BASELINES | EXTRA).items():
+        yield Arm(name, baseline(one), bytes_vs_k=one.bytes_vs_k, main=True)
     if not ablated:
         return
     for other in SHARES:

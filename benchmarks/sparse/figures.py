@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.sparse.arms import BEST, OURS, OWN, SHARE, SHARES
-from headrace_lab.sparse.baselines import RIVALS
+from headrace_lab.sparse.baselines import BASELINES
 
 Row = dict[str, Any]
 
@@ -21,9 +21,9 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     found: dict[str, Any] = {"texts": len({row["text"] for row in rows})}
     mean = {name: _mean(by[name].values(), "kl") for name in names}
     recall = {name: _mean(by[name].values(), "recall") for name in (OURS, "mean", BEST)}
-    best = min(RIVALS, key=lambda name: mean[name])
+    best = min(BASELINES, key=lambda name: mean[name])
     ratios = {
-        one: row["kl"] / min(by[name][one]["kl"] for name in RIVALS)
+        one: row["kl"] / min(by[name][one]["kl"] for name in BASELINES)
         for one, row in by[OURS].items()
     }
     against_best = {one: row["kl"] / by[best][one]["kl"] for one, row in by[OURS].items()}
@@ -91,7 +91,7 @@ def plots(found: dict[str, Any], folder: Path) -> None:
             if f"{name}, {share:.0%}" in found["arms"]
         ]
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    for name in RIVALS:
+    for name in BASELINES:
         if name != "mean":
             axes.plot([SHARE], [found["arms"][name]["kl"]], "x", label=name)
     axes.set(xlabel="share of units attended to", ylabel="KL, nats", yscale="log")

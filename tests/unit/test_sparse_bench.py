@@ -1,4 +1,4 @@
-"""What sparse attention is measured with: rivals' rules, budgets, texts, and the model."""
+"""What sparse attention is measured with: others' rules, budgets, texts, and the model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.sparse.arms import Arm, kept, of_form, rival
+from benchmarks.sparse.arms import Arm, baseline, kept, of_form
 from benchmarks.sparse.attention import Layer, Mass, Share, attended
 from benchmarks.sparse.figures import figures
 from benchmarks.sparse.measure import measured_text
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, Text, text
 from headrace_lab.models.lm import LM
-from headrace_lab.sparse.baselines import EXTRA, ORACLE, RIVALS
+from headrace_lab.sparse.baselines import BASELINES, EXTRA, ORACLE
 from headrace_lab.sparse.reference import Form
 
 HEADS, GROUP, UNIT, DIM = 2, 3, 8, 16
@@ -54,12 +54,12 @@ class TestAttention:
 class TestBudgets:
     def test_of_mass_choose_all_for_all_of_it(self) -> None:
         here, *_ = layer(83, 10)
-        chosen = Mass(1.0)(rival(ORACLE)(here), here)
+        chosen = Mass(1.0)(baseline(ORACLE)(here), here)
         assert (chosen.sum(-1) == here.counts).all()
 
     def test_of_mass_keep_to_their_bounds_and_to_what_is_always_chosen(self) -> None:
         here, *_ = layer(400, 3)
-        scores = rival(ORACLE)(here)
+        scores = baseline(ORACLE)(here)
         few, many = Mass(0.0)(scores, here), Mass(1.0, cap=0.2)(scores, here)
         assert (few.sum(-1) == 3).all()
         assert few[:, -1, [0, -2, -1]].all()
@@ -68,7 +68,7 @@ class TestBudgets:
 
     def test_of_mass_choose_as_much_as_they_say(self) -> None:
         here, *_ = layer(400, 3)
-        scores = rival(ORACLE)(here)
+        scores = baseline(ORACLE)(here)
         mass = (scores * Mass(0.7)(scores, here)).sum(-1) / scores.sum(-1)
         assert (mass >= 0.7).all() and (mass < 0.75).all()
 
@@ -77,13 +77,13 @@ class TestRivals:
     def test_quest_is_above_every_logit(self) -> None:
         here, *_ = layer(80, 10)
         queries = here.queries.flatten(1, 2)
-        bound = RIVALS["Quest"].logits(here.keys, queries)
+        bound = BASELINES["Quest"].logits(here.keys, queries)
         logits = torch.einsum("hmd,hntd->hmnt", queries, here.keys)
         assert (bound >= logits.amax(-1) - 1e-5).all()
 
     def test_the_oracle_is_the_attention(self) -> None:
         here, *_ = layer(80, 1)
-        scores = rival(ORACLE)(here)[:, 0, :9]
+        scores = baseline(ORACLE)(here)[:, 0, :9]
         mass = here.attention()[:, 0].unflatten(-1, (-1, UNIT)).sum(-1)[..., :9]
         wanted = (mass / mass.sum(-1, keepdim=True)).sum(1)
         torch.testing.assert_close(scores, wanted)
@@ -95,7 +95,7 @@ class TestRivals:
         # 4 bits hold 0 and one size of number exactly.
         keys = keys.sign()
         queries = here.queries.flatten(1, 2)
-        rule = (RIVALS | EXTRA)[name].logits(keys, queries).softmax(-1)
+        rule = (BASELINES | EXTRA)[name].logits(keys, queries).softmax(-1)
         torch.testing.assert_close(rule, ORACLE.logits(keys, queries).softmax(-1))
 
     def test_the_merged_keys_leave_out_small_dimensions(self) -> None:
@@ -103,7 +103,7 @@ class TestRivals:
         keys = here.keys[:, :, :1].expand(-1, -1, UNIT, -1).clone()
         keys[..., 4:] = 0
         queries = here.queries.flatten(1, 2)
-        found = RIVALS["KVStar"].logits(keys, queries).softmax(-1)
+        found = BASELINES["KVStar"].logits(keys, queries).softmax(-1)
         torch.testing.assert_close(found, ORACLE.logits(keys, queries).softmax(-1))
 
 
@@ -170,8 +170,8 @@ def test_a_share_of_all_units_is_the_exact_model(tmp_path: Path) -> None:
         Arm("ours", kept(None), Share(1.0), main=True),
         Arm("few", of_form(Form()), main=True),
     ]
-    chosen += [Arm(name, rival(rule), main=True) for name, rule in RIVALS.items()]
-    chosen += [Arm("oracle", rival(ORACLE), main=True)]
+    chosen += [Arm(name, baseline(rule), main=True) for name, rule in BASELINES.items()]
+    chosen += [Arm("oracle", baseline(ORACLE), main=True)]
     rows = measured_text(lm, one, chosen)
     assert rows[0]["kl"] < 1e-6 and rows[0]["recall"] == pytest.approx(1.0)
     assert rows[1]["kl"] > rows[0]["kl"] and 0.1 < rows[1]["recall"] < 1.0

@@ -35,7 +35,7 @@ Logits = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A rule.
 
     Attributes:
@@ -107,15 +107,15 @@ def _summed(keys: Tensor, queries: Tensor) -> Tensor:
     return torch.einsum("hmd,hntd->hmnt", queries, keys).logsumexp(-1)
 
 
-RIVALS = {
-    "mean": Rival(mean, True, 1 / 16),
-    "Quest": Rival(quest, True, 2 / 16),
-    "HATA": Rival(hashed, False, HASH_BITS / (64 * 16)),
-    "KVStar": Rival(merged, True, KEPT_DIMENSIONS / 2),
-    "sink + recent": Rival(newest, False, 0.0),
+BASELINES = {
+    "mean": Baseline(mean, True, 1 / 16),
+    "Quest": Baseline(quest, True, 2 / 16),
+    "HATA": Baseline(hashed, False, HASH_BITS / (64 * 16)),
+    "KVStar": Baseline(merged, True, KEPT_DIMENSIONS / 2),
+    "sink + recent": Baseline(newest, False, 0.0),
 }
 EXTRA = {
-    "pairs": Rival(pairs, True, (8 * 36) / 2048),
-    "clusters": Rival(clusters, True, (8 * 36 + 8) / 2048),
+    "pairs": Baseline(pairs, True, (8 * 36) / 2048),
+    "clusters": Baseline(clusters, True, (8 * 36 + 8) / 2048),
 }
-ORACLE = Rival(oracle, True, 1.0)
+ORACLE = Baseline(oracle, True, 1.0)
