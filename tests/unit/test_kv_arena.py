@@ -119,8 +119,10 @@ def test_a_slot_that_is_renewed_stays_with_its_writer(make: Make) -> None:
         arena.renew(slots[:1], tickets[:1])
     again = arena.reserve(row, hashes(1, 2), [0, 0], [0, 0])
     assert again[0] == TAKEN and again[1] >= 0
+    reserved_s = now.now_s
+    now.now_s += 0.5 * WRITER_TIMEOUT_S
     arena.renew(slots[1:], tickets[1:])  # it is another reservation's by now
-    assert arena.table["stored_s"][again[1]] == now.now_s
+    assert arena.table["stored_s"][again[1]] == reserved_s
     assert arena.publish(slots[:1], sums_of((1,)), generations=tickets[:1]).all()
     arena.renew(slots[:1], tickets[:1])
     assert broken(arena) == []
