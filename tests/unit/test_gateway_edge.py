@@ -494,6 +494,7 @@ async def test_no_header_of_an_answer_comes_twice() -> None:
         ("GET", "/health/?a=b&c", "/health?a=b&c"),
         ("GET", "/headrace/v1/status/", "/headrace/v1/status"),
         ("GET", "/headrace/v1/memory/", "/headrace/v1/memory"),
+        ("GET", "/headrace/v1/store/", "/headrace/v1/store"),
     ],
 )
 async def test_a_slash_too_many_is_307_as_with_vllm(method: str, path: str, place: str) -> None:

@@ -1,6 +1,6 @@
 """The gateway's own routes: documents, orders to the app, prompts to warm, corpora, the console.
 
-Everything below `/headrace/` is the gateway's, whether it exists or not.
+The gateway answers every path below `/headrace/`, with 404 if the path does not exist.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ READS = ("GET", "HEAD")
 
 
 def needs_no_key(path: str) -> bool:
-    """Whether everybody may ask: for the health, and for the console's files, which hold nothing of
-    the app."""
+    """Return whether requests for a path need no key.
+
+    The health and the console's files need none; the files hold no data of the app.
+    """
     return path == "/health" or is_console(path)
 
 
@@ -39,23 +41,23 @@ Handler = Callable[[Asked], Awaitable[None]]
 
 
 async def redirect(asked: Asked) -> None:
-    """Name the route without the slashes at its end, as Starlette does in vLLM's own server."""
+    """Redirect to the path without trailing slashes, as Starlette does in vLLM's own server."""
     path, _, query = asked.call.target.partition("?")
     place = quote(path.rstrip("/")) + (f"?{query}" if query else "")
     await asked.answer(307, b"", (b"location", place.encode("latin-1")))
 
 
 class OwnRoutes:
-    """Their handlers.
+    """The handlers of the gateway's own routes.
 
     Args:
-        admin: makes the documents and gives the orders.
-        corpora: the same for corpora.
-        intake: of bodies.
-        place: holds one of the places for requests that replicas work on.
-        admitted: holds a caller's request of so many bytes, once admission lets it go.
+        admin: makes the documents and sends the orders.
+        corpora: handles the operations on corpora.
+        intake: reads bodies.
+        place: takes one of the places for requests that replicas work on.
+        admitted: passes a caller's request with a number of bytes through the admission queue.
         pool: the replicas.
-        relay: asks one of them.
+        relay: sends a request to a replica.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class OwnRoutes:
         self._admitted = admitted
 
     def find(self, path: str) -> Handler | None:
-        """What answers requests for a path; None if replicas do."""
+        """Return the handler of a path; None if replicas answer it."""
         if path in (ROUTER, SPECULATION):
             return self._order
         if path == WARM:
@@ -92,13 +94,13 @@ class OwnRoutes:
         return None
 
     def has(self, path: str) -> bool:
-        """Whether there is something at a path, here or at the replicas."""
-        if path in (ROUTER, SPECULATION, WARM, MEMORY) or self._admin.find(path) is not None:
+        """Return whether a path exists, at the gateway or at the replicas."""
+        if path in (ROUTER, SPECULATION, WARM, STORE, MEMORY) or self._admin.find(path) is not None:
             return True
         return bool(self._pool.routes.at(path))
 
     async def _order(self, asked: Asked) -> None:
-        """Change how the app works."""
+        """Change the plan policy or the drafting of the app."""
         asked.only("PUT")
         self._intake.check_admin(asked)
         wanted = await self._intake.json(asked, MAX_ORDER_BODY_BYTES)
@@ -106,7 +108,7 @@ class OwnRoutes:
         await asked.answer(200, await give(wanted), JSON_TYPE)
 
     async def _warm(self, asked: Asked) -> None:
-        """Make prompts' KV now, in every decode replica: that concerns all tenants."""
+        """Make prompts' KV now, in every decode replica; this concerns all tenants."""
         asked.only("POST")
         self._intake.check_admin(asked)
         with self._place():
@@ -120,7 +122,7 @@ class OwnRoutes:
         await asked.answer(200, body, JSON_TYPE)
 
     async def _store(self, asked: Asked) -> None:
-        """Blocks of the machines' stores: which are pinned, or an order about them."""
+        """List the pinned blocks of the machines' stores, or carry out an order about blocks."""
         self._intake.check_admin(asked)
         asked.only(*READS, "POST")
         wanted = None
@@ -130,7 +132,7 @@ class OwnRoutes:
         await asked.answer(200, await self._admin.store(wanted), JSON_TYPE)
 
     async def _memory(self, asked: Asked) -> None:
-        """Corpora of the drafting memories."""
+        """List, load or drop corpora of the drafting memories."""
         self._intake.check_admin(asked)
         corpus, method = asked.path[len(MEMORY) + 1 :], asked.call.method
         asked.only(*(("PUT", "DELETE") if corpus else READS))
@@ -145,7 +147,7 @@ class OwnRoutes:
         await asked.answer(200, msgspec.json.encode(answer), JSON_TYPE)
 
     async def _document(self, asked: Asked) -> None:
-        """A document, or what does not exist."""
+        """Answer with a document, or with 404."""
         document = self._admin.find(asked.path)
         if document is None:
             raise errors.not_found(asked.path)
@@ -156,7 +158,7 @@ class OwnRoutes:
         await asked.answer(status, body, (b"content-type", content_type))
 
     async def _console(self, asked: Asked) -> None:
-        """A file of the console."""
+        """Answer with a file of the console."""
         asked.only(*READS)
         file = console_file(asked.path)
         if file is None:
@@ -167,13 +169,13 @@ class OwnRoutes:
             await asked.answer(200, file.body, *file.headers)
 
     async def _model(self, asked: Asked) -> None:
-        """One model out of the replica's list, as vLLM has no route for it."""
+        """Answer with one model of a replica's list, since vLLM has no route for it."""
         asked.only(*READS)
         self._intake.answer_in_time(asked)
         asked.call.method, asked.call.target = "GET", MODELS
         answer = await self._relay.fetch(asked.call)
         answer.close()
-        if answer.reply.status != 200:  # the replica's own error, which says what is wrong
+        if answer.reply.status != 200:  # pass on the replica's own error
             headers = dict(answer.reply.headers)
             kind = headers.get(b"content-type", b"application/json")
             await asked.answer(answer.reply.status, answer.body, (b"content-type", kind))
