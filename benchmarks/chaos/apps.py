@@ -23,12 +23,13 @@ from tests.support.tiny import tiny_llama
 
 BACK_S = 240.0
 HARD_STOP_S = 5
-"""Of HAProxy on the path `direct`, when replicas come or go: streams take longer."""
+"""Seconds after which HAProxy, on the path `direct`, ends streams when replicas start or stop;
+streams take longer."""
 
 GRACE_S = 4.0
-"""Of a decode replica that is told to go, where its streams shall not end by themselves."""
+"""Grace period of a drained decode replica: streams must take longer, so that they are cut."""
 COLD_S = 5.0
-"""For a first remote prefill. KV that is late is later than that (`kv_faults.LATE_S`)."""
+"""Timeout of a first remote prefill. Late KV takes longer than that (`kv_faults.LATE_S`)."""
 
 Status = Mapping[str, Any]
 
@@ -37,12 +38,13 @@ class App:
     """A running app.
 
     Args:
-        url: of the gateways. model: its name.
-        replicas: how many there should be of each role. gateways: likewise.
-        served: changes what Serve has deployed; None where nobody does.
+        url: URL of the gateways. model: its name.
+        replicas: wanted number of replicas of each role.
+        gateways: wanted number of gateways.
+        served: changes the deployments of Serve; None if they do not change.
 
     Attributes:
-        tries: of a request that has no answer yet.
+        tries: maximum number of attempts for a request that has no answer yet.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class App:
         self.tries = 1
 
     def status(self) -> Status:
-        """The status document; asked again while processes come and go."""
+        """Return the status document; retry while processes start and stop."""
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -98,7 +100,7 @@ class App:
 
 
 def is_engine(process: psutil.Process) -> bool:
-    """Whether it is vLLM's engine of a replica."""
+    """Return whether a process is the vLLM engine of a replica."""
     try:
         return "EngineCore" in " ".join(process.cmdline() or [process.name()])
     except psutil.NoSuchProcess:
@@ -106,9 +108,9 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 def has_engine(process: psutil.Process) -> bool:
-    """Whether a replica has its engine."""
+    """Return whether a replica has its engine."""
     try:
-        return any(is_engine(child) for child in process.children())
+        return any(is_engine(child) for child in process.children(recursive=True))
     except psutil.NoSuchProcess:
         return False
 
@@ -141,7 +143,7 @@ class DirectApp(App):
         return {"replicas": replicas}
 
     def wait_whole(self, gone: str) -> float:
-        """As `App.wait_whole`."""
+        """Do the same as `App.wait_whole`."""
         began = time.monotonic()
         while time.monotonic() - began < BACK_S:
             time.sleep(1.0)
