@@ -1,3 +1,3 @@
-"""Using KV: the decode deployment. Imports `headrace_kvstore` and nothing else of ours."""
+"""The decode deployment, which uses KV. It imports `headrace_engine` and `headrace_kvstore`."""
 
 __version__ = "0.1.0"

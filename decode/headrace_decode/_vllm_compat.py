@@ -1,8 +1,8 @@
 """The decode engine: an `AsyncLLM` whose `generate` goes through the orchestrator.
 
-This is the one seam below vLLM's OpenAI layer through which every request passes with its prompt
-as token ids, so chat, completions, tools and structured output are planned alike and answered by
-vLLM itself. `tests/unit/test_contracts.py` pins what is used here.
+Every request passes through `generate`, below vLLM's OpenAI layer, with its prompt as token ids.
+Chat, completions, tools and structured output are therefore planned in the same way, and vLLM
+itself answers them. `tests/unit/test_contracts.py` checks the parts of vLLM that are used here.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
 @dataclass(frozen=True)
 class Planning:
-    """How a decode engine plans its requests and carries the plans out."""
+    """The parts with which a decode engine plans its requests and carries out the plans."""
 
     orchestrator: Orchestrator
     prefill_call: PrefillCall
-    """Has a prompt prefilled by another engine."""
+    """Call that prefills a prompt at another engine."""
     meter: EngineMeter
     gate: ComputeGate
     tenants: Tenants = ALL_ALIKE
     reusing: Reusing | None = None
-    """Decides which KV is reused at other places; None where none is."""
+    """Chooser of stored KV to reuse at other positions; None without reuse."""
     itl_target_s: float | None = None
-    """Step time that drafts shall not make longer; None for no such target."""
+    """Target step time, which drafts must not exceed; None without a target."""
 
 
 class PlannedLLM(TakingUpLLM):
@@ -98,7 +98,7 @@ class PlannedLLM(TakingUpLLM):
 
     Args:
         planning: makes the engine's planning from the configuration of the started engine; None
-            for an engine that runs each request at once.
+            for an engine that runs each request immediately.
     """
 
     def __init__(
@@ -123,18 +123,18 @@ class PlannedLLM(TakingUpLLM):
         }
         self._stream = bounded is not None and bounded.stream
         self._own_tokenizer: Any = None
-        # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
+        # vLLM parses each grammar on the event loop. The trial in another process replaces that.
         self.input_processor.structured_outputs_config = None
         self.grammars = GrammarTrials(cloudpickle.dumps(vllm_config))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """As `AsyncLLM.shutdown`."""
+        """Close the grammar trials, then shut down as `AsyncLLM` does."""
         if (grammars := getattr(self, "grammars", None)) is not None:
             grammars.close()
         super().shutdown(*args, **kwargs)
 
     async def learn_techniques(self) -> None:
-        """Offer no request a technique that the started engine cannot do."""
+        """Withdraw the techniques that the started engine does not support."""
         planning = self.planning
         if not self._apart and (planning is None or planning.reusing is None):
             return
@@ -157,10 +157,10 @@ class PlannedLLM(TakingUpLLM):
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`, under the tenant's salt, and less what is `RESERVED`.
+        """Run `AsyncLLM.generate` with the tenant's salt and without `RESERVED` arguments.
 
         Raises:
-            Rendered: the prompt is wanted and not the answer.
+            Rendered: the request is for the rendered prompt and not for an answer.
         """
         async with (
             self.turns.turn(),
@@ -236,10 +236,10 @@ class PlannedLLM(TakingUpLLM):
     def _reuse_share(
         self, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]
     ) -> float | None:
-        """Share of reused KV that is computed again; None if nothing is reused for a request.
+        """Return the share of reused KV to compute again; None if a request reuses nothing.
 
         Raises:
-            VLLMValidationError: the request says what there is not.
+            VLLMValidationError: a field for techniques is invalid.
         """
         reusing = None if self.planning is None else self.planning.reusing
         mode, budget = ("off", 1.0) if reusing is None else (reusing.mode, reusing.budget)
@@ -248,14 +248,14 @@ class PlannedLLM(TakingUpLLM):
         except TechniqueError as error:
             raise VLLMValidationError(str(error), parameter=error.param) from None
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        # The reasons not to prefill elsewhere are those not to take KV from elsewhere.
+        # A request that cannot be prefilled elsewhere cannot use KV from elsewhere either.
         return None if why_local(prompt, token_ids, params, kwargs) else share
 
     def _apart_of(self, params: SamplingParams) -> Apart | None:
-        """As `techniques.apart_of`.
+        """Return a request's sparse attention or bounded context (`techniques.apart_of`).
 
         Raises:
-            VLLMValidationError: the request says what there is not.
+            VLLMValidationError: a field for techniques is invalid.
         """
         try:
             return apart_of(params.extra_args, self._apart)
@@ -265,7 +265,7 @@ class PlannedLLM(TakingUpLLM):
     async def _finished(
         self, reusing: Reusing, reuse: Reuse | None, prompt: Any, kwargs: dict[str, Any]
     ) -> None:
-        """Remember a prompt if its blocks go to the store."""
+        """Report a finished prompt for later reuse if its blocks go to the store."""
         if not isinstance(prompt, dict) or kwargs.get("lora_request") is not None:
             return
         token_ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
@@ -275,14 +275,14 @@ class PlannedLLM(TakingUpLLM):
 
     @property
     def offered(self) -> str:
-        """What a replica with this engine tells of techniques (`techniques.offered`)."""
+        """The techniques that a replica with this engine reports (`techniques.offered`)."""
         reusing = None if self.planning is None else self.planning.reusing
         mode = "off" if reusing is None else reusing.mode
         apart = {name: mode for name, (mode, _) in self._apart.items()}
         return offered(self.lossy, {REUSE: mode, **apart})
 
     def reuse_counts(self) -> dict[str, int] | None:
-        """Requests that reused KV at other places, and tokens; None where none may."""
+        """Return the numbers of requests that reused KV and of tokens; None without reuse."""
         reusing = None if self.planning is None else self.planning.reusing
         if reusing is None:
             return None
@@ -290,24 +290,27 @@ class PlannedLLM(TakingUpLLM):
 
     @property
     def speculates(self) -> bool:
-        """Whether this engine drafts with a class of ours."""
+        """Whether this engine drafts with Headrace's proposer class."""
         config = self.vllm_config.speculative_config
         return config is not None and config.method == "custom_class"
 
     async def speculation(self, command: dict[str, Any]) -> dict[str, Any] | None:
-        """How drafting stands, after the command (`HeadraceProposer.command`); None without it."""
+        """Run a drafting command (`HeadraceProposer.command`) and return the state of drafting.
+
+        Return None if the engine does not draft.
+        """
         if not self.speculates:
             return None
         return await self._tell_worker("headrace_speculation", command)
 
     async def memory(self, command: dict[str, Any]) -> dict[str, Any] | None:
-        """What the drafting memory answers (`Corpora.command`); None without one."""
+        """Return the drafting memory's answer to `Corpora.command`; None without a memory."""
         return await self._tell_worker("headrace_memory", command) if self.speculates else None
 
     def tokenized(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of texts that stand by themselves, without special tokens. Blocks."""
+        """Return the token ids of independent texts, without special tokens. Blocks."""
         if self._own_tokenizer is None:
-            # The one that requests are rendered with must not be used by two threads at once.
+            # Two threads must not use the tokenizer that renders requests at the same time.
             self._own_tokenizer = copy.deepcopy(self.get_tokenizer())
         ids: list[list[int]] = self._own_tokenizer(texts, add_special_tokens=False).input_ids
         return ids
@@ -315,7 +318,7 @@ class PlannedLLM(TakingUpLLM):
     async def notify_kv_transfer_request_rejected(
         self, request_id: str, kv_transfer_params: dict[str, Any], **kwargs: Any
     ) -> None:
-        """Nothing: vLLM's serving layer calls this with parameters that a client sent."""
+        """Do nothing: vLLM's serving layer calls this with parameters that a client sent."""
 
     async def _add_request(
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
@@ -327,7 +330,7 @@ class PlannedLLM(TakingUpLLM):
                 usage.samples.setdefault(request.external_req_id, []).append(state)
 
     async def _tell_worker(self, method: str, command: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer of the worker that drafts."""
+        """Call a method of all workers; return the answer of the worker that drafts."""
         answers = await self.collective_rpc(method, args=(command,))
         return next((dict(answer) for answer in answers if answer), None)
 
@@ -345,11 +348,11 @@ class PlannedLLM(TakingUpLLM):
             raise VLLMValidationError(wrong[0], parameter=wrong[1])
 
     async def _with_grammar(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with their grammar as its trial left it.
+        """Return the parameters with the grammar that its trial returned.
 
         Raises:
             VLLMValidationError: the grammar is refused.
-            GracefulHTTPError: 503, it could not be tried now.
+            GracefulHTTPError: 503, the trial could not run now.
         """
         try:
             found = await self.grammars.passed(grammar_of(params), TENANT.get() or "")
@@ -459,13 +462,13 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
 
     Args:
         planning: (vLLM config of the started engine, its meter) -> its planning; None for an
-            engine that runs each request at once.
+            engine that runs each request immediately.
     """
 
     llm: PlannedLLM
 
     async def start(self) -> None:
-        """Start the engine, and learn which techniques it can do."""
+        """Start the engine, and learn which techniques it supports."""
         await super().start()
         await self.llm.learn_techniques()
 
@@ -484,5 +487,5 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
 
 
 def vllm_version() -> str:
-    """The version of the installed vLLM, without a build's suffix."""
+    """Return the version of the installed vLLM, without a build's suffix."""
     return str(vllm.__version__).partition("+")[0]

@@ -1,4 +1,4 @@
-"""What a request's prompt and parameters become before the engine gets them, in vLLM's types."""
+"""Changes a request's prompt and parameters, in vLLM's types, before the engine gets them."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ from headrace_kvstore.connector.identity.engine_identity import lossy_codec
 from headrace_kvstore.salts import salt_of, unlike_adapters
 
 RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", SAID})
-"""Arguments that no client may give: they are ours, or name memory of an engine or an encoder."""
+"""Arguments that no client may give: they are internal, or name memory of an engine or encoder."""
 
 GRAMMAR_FIELDS = (
     *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
     *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
 )
-"""Of vLLM's `StructuredOutputsParams`: what a grammar is made of."""
+"""Fields of vLLM's `StructuredOutputsParams` that define a grammar."""
 
 
 def with_tenant(prompt: Any, tenant: str | None, adapters: bool = False) -> Any:
-    """The prompt under its tenant's cache salt; as it is where there are no tenants.
+    """Return the prompt with its tenant's cache salt, or unchanged if there are no tenants.
 
     Args:
-        adapters: the engine has some, whose names no salt may equal.
+        prompt: the prompt as vLLM renders it.
+        tenant: the tenant; None without tenants.
+        adapters: whether the engine has adapters, whose names no salt may equal.
 
     Raises:
-        TypeError: the prompt has no place for a salt, so its KV would be everybody's.
+        TypeError: the prompt has no place for a salt, so all tenants would share its KV.
     """
     if tenant is None:
         own = prompt.get("cache_salt") if adapters and isinstance(prompt, dict) else None
@@ -54,11 +56,11 @@ def with_tenant(prompt: Any, tenant: str | None, adapters: bool = False) -> Any:
 
 
 def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
-    """The prompt under the salt that its request's techniques give it (`techniques`).
+    """Return the prompt with the cache salt that its request's techniques need (`techniques`).
 
     Raises:
-        VLLMValidationError: the request says what there is not.
-        TypeError: as `with_tenant`.
+        VLLMValidationError: a field for techniques is invalid.
+        TypeError: the prompt has no place for a salt.
     """
     salt = (prompt.get("cache_salt") if isinstance(prompt, dict) else None) or ""
     try:
@@ -73,9 +75,11 @@ def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
 
 
 def with_share(params: SamplingParams, apart: Apart | None) -> SamplingParams:
-    """The parameters with the share of its KV that the request's answer attends to, or that is kept
-    of its context, for the engine (`techniques.share_in`); without the fields where that is all of
-    it."""
+    """Return the parameters with the request's sparse or bounded share for the engine.
+
+    The engine reads the share with `techniques.share_in`. Without such a technique the fields are
+    removed.
+    """
     told = {
         name: value
         for name, value in (params.extra_args or {}).items()
@@ -91,7 +95,7 @@ def with_share(params: SamplingParams, apart: Apart | None) -> SamplingParams:
 
 
 def lossy_of(vllm_config: VllmConfig) -> str:
-    """What the engine's store does to KV, for `techniques`: `store=CODEC`, or nothing."""
+    """Return `store=CODEC` if the engine's store is lossy, for `techniques`; else an empty text."""
     codec = lossy_codec(vllm_config.kv_transfer_config)
     return f"store={codec}" if codec else ""
 
@@ -104,10 +108,10 @@ def why_local(
     cache_tokens: float = math.inf,
     streams: bool = False,
 ) -> str | None:
-    """Why a request cannot be prefilled elsewhere, or None if it can.
+    """Return why a request cannot be prefilled at another replica, or None if it can.
 
     Args:
-        cache_tokens: of the engine that decodes.
+        cache_tokens: tokens that fit into the KV cache of the engine that decodes.
         streams: whether that engine drops KV of bounded prompts while it computes them.
     """
     if not token_ids:
@@ -128,7 +132,7 @@ def why_local(
 
 
 def grammar_of(params: SamplingParams) -> dict[str, Any]:
-    """The fields of a request's grammar that are set."""
+    """Return the fields of a request's grammar that are set."""
     wanted = params.structured_outputs
     fields = {name: getattr(wanted, name) for name in GRAMMAR_FIELDS}
     return {name: value for name, value in fields.items() if value not in (None, False)} or {
@@ -137,7 +141,7 @@ def grammar_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def with_grammar(params: SamplingParams, found: dict[str, Any]) -> SamplingParams:
-    """A copy of `params` with the grammar that a trial answered (`grammars.worker.Compiler`)."""
+    """Return a copy of `params` with the grammar of a trial (`grammars.worker.Compiler`)."""
     tried = copy.copy(params)
     tried.structured_outputs = StructuredOutputsParams(**found["spec"])
     tried.structured_outputs._backend = found["backend"]
@@ -146,7 +150,10 @@ def with_grammar(params: SamplingParams, found: dict[str, Any]) -> SamplingParam
 
 
 def grammar_failed(output: RequestOutput, params: SamplingParams) -> bool:
-    """Whether a request ended because the engine could not use its grammar: no server's fault."""
+    """Return whether a request ended because the engine could not use its grammar.
+
+    This is the client's error and not the server's.
+    """
     return params.structured_outputs is not None and any(
         choice.finish_reason == "error" for choice in output.outputs
     )
@@ -164,11 +171,11 @@ def without_reserved(params: SamplingParams) -> SamplingParams:
 def with_drafting_facts(
     params: SamplingParams, salt: str | None, policy: TenantPolicy, itl_s: float | None = None
 ) -> SamplingParams:
-    """A copy of `params` that tells the engine's drafter whose request this is, and the seconds
-    between its tokens that it shall keep to.
+    """Return a copy of `params` with the facts that the engine's drafter needs.
 
-    A request with a seed is not drafted for: verifying drafts draws other random numbers, so the
-    same seed would not repeat its sample.
+    These are the request's tenant, its drafting policy and the target seconds between its tokens.
+    Tokens are not drafted for a request with a seed: verifying drafts draws other random numbers,
+    so the same seed would not repeat its sample.
     """
     told = copy.copy(params)
     told.extra_args = request_arguments(
@@ -182,7 +189,7 @@ def with_drafting_facts(
 
 
 def with_transfer_params(params: SamplingParams, kv_params: dict[str, Any]) -> SamplingParams:
-    """A copy of `params` that makes the engine pull KV."""
+    """Return a copy of `params` with which the engine pulls KV."""
     pulling = copy.copy(params)
     pulling.extra_args = {**(params.extra_args or {}), PARAMS_KEY: dict(kv_params)}
     return pulling

@@ -1,8 +1,8 @@
-"""First measurements, before a replica serves: a few prompts, prefilled remotely.
+"""Measures the remote prefill of a few prompts before a replica serves.
 
-Without them the first plans would rest on priors, and the first clients would pay for NIXL's
-handshake and for the serving layer's lazy imports. What steps take the engine has measured before
-(`headrace_engine.rehearsal`).
+Without these measurements the first plans would rest on priors, and the first clients would wait
+for NIXL's handshake and for the serving layer's lazy imports. The engine has measured its step
+times before (`headrace_engine.rehearsal`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("headrace.decode")
 
 PROMPTS = 3
-"""The shortest ones tell what calling and transferring cost."""
+"""Number of prompts to prefill remotely, shortest first. They show the costs of a call and a
+transfer."""
 
 
 class Forcible(Protocol):
@@ -35,7 +36,7 @@ class Forcible(Protocol):
 
 
 async def calibrate(llm: PlannedLLM, planner: Forcible) -> None:
-    """Prefill each length of prompt remotely; a prefill side that fails stays unmeasured."""
+    """Prefill the shortest `PROMPTS` rehearsal prompts remotely; failures leave no measurement."""
     config = llm.model_config
     policy, started = planner.policy, time.perf_counter()
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
@@ -53,7 +54,7 @@ async def calibrate(llm: PlannedLLM, planner: Forcible) -> None:
 
 
 async def warm_up(app: Any, model_id: str) -> None:
-    """Answer one chat and one completion, so that no client pays for first-time imports."""
+    """Answer one chat and one completion, so that no client waits for first-time imports."""
     transport = httpx.ASGITransport(app=app)
     common = {"model": model_id, "max_tokens": 2, "stream": True, "cache_salt": "calibrate"}
     async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:

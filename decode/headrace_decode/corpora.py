@@ -1,9 +1,10 @@
-"""Brings the texts of an operator's corpus to the engine's drafting memory, part after part.
+"""Loads the texts of an operator's corpus into the engine's drafting memory, part after part.
 
 A corpus comes in numbered parts of a few megabytes. Each is tokenised here, in a thread, and handed
-to the engine in portions that fit between its steps (`speculation.corpora` has the other side). All
-replicas are given the same parts and cut them alike. One that has missed a part refuses the rest
-and the flip: it learns of the corpus from the others, where replicas share what they have.
+to the engine in portions that fit between its steps (`speculation.retrieval.corpus_loads` is the
+engine's side). All replicas receive the same parts and cut them in the same way. A replica that
+missed a part refuses the rest and the flip. If replicas share their memories, it receives the
+corpus from the other replicas.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any
 
 Tokenize = Callable[[list[str]], list[list[int]]]
 Tell = Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
-"""A command to the engine's memory; None where it has none."""
+"""Function that sends a command to the engine's memory; the answer is None without a memory."""
 
 PIECE_CHARS = 16_384
-"""A longer text becomes several documents; the memory's own segments are about as long."""
+"""Length above which a text becomes several documents; the memory's segments have about the same
+length."""
 PIECES_AT_ONCE = 16
 PORTION_TOKENS = 16_384
 SPARE_TOKENS = 16
-"""Most that a document takes besides its own tokens."""
+"""Maximum memory, in tokens, that a document takes besides its own tokens."""
 
 
 @dataclass
@@ -34,23 +36,26 @@ class _Upload:
 
 
 class CorpusLoader:
-    """The uploads under way at one replica."""
+    """The uploads in progress at one replica."""
 
     def __init__(self, tokenize: Tokenize, tell: Tell) -> None:
         """Args:
-        tokenize: blocks, so it is called in a thread, by one at a time.
+        tokenize: returns token ids of texts. It blocks, so it is called in a thread, one call at a
+            time.
+        tell: sends a command to the engine's memory.
         """
         self._tokenize, self._tell = tokenize, tell
         self._uploads: dict[tuple[str | None, str], _Upload] = {}
         self._lock = asyncio.Lock()
 
     async def command(self, command: dict[str, Any], own_id: str) -> dict[str, Any] | None:
-        """Carry out a command of the gateway's; None where nothing drafts from a memory.
+        """Carry out a command of the gateway; return None if the engine has no drafting memory.
 
         Args:
-            command: `do` is "part" (with the arguments of `part`), "flip" (`corpus`, `tenant`,
-                `version` and `teller`, the id of the replica that tells later ones), or else
-                goes to the engine as it is.
+            command: `do` is "part" (with the arguments of `part`) or "flip" (`corpus`, `tenant`,
+                `version` and `teller`, the id of the replica that sends the corpus to later ones).
+                Any other command goes to the engine unchanged.
+            own_id: this replica's id.
         """
         arguments = {key: value for key, value in command.items() if key != "do"}
         async with self._lock:
@@ -74,11 +79,11 @@ class CorpusLoader:
         """Load one part of a version.
 
         Args:
-            part: counts from 0; they come in order.
-            total_chars: about how long all texts of all parts are; 0 if nobody knows.
+            part: number of the part, from 0; parts come in order.
+            total_chars: approximate length of all texts of all parts; 0 if unknown.
 
         Returns:
-            `tokens` of this version so far; or `error`, and then the version is given up.
+            `tokens` of this version so far; or `error`, and then the version is discarded.
         """
         names = {"corpus": corpus, "tenant": tenant, "version": version}
         key = (tenant, corpus)
@@ -115,7 +120,7 @@ class CorpusLoader:
         return await self._tell({"do": "flip", **names, "tokens": upload.tokens, "tell": tell})
 
     async def _put(self, portion: list[list[int]], common: dict[str, Any]) -> dict[str, Any] | None:
-        """One portion, in as many calls as the engine wants for it."""
+        """Load one portion, in as many calls as the engine needs."""
         tokens = 0
         while portion:
             answer = await self._tell({"do": "load", **common, "sequences": portion})
@@ -126,7 +131,7 @@ class CorpusLoader:
         return {"tokens": tokens}
 
     async def _tokenized(self, texts: Sequence[str]) -> list[list[int]]:
-        """A few pieces at a time, so that the machine's other threads get their turn."""
+        """Tokenise texts a few pieces at a time, so that other threads can run in between."""
         documents: list[list[int]] = []
         cut = (piece for text in texts for piece in pieces(text))
         while some := list(islice(cut, PIECES_AT_ONCE)):
@@ -135,7 +140,7 @@ class CorpusLoader:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text in pieces of at most PIECE_CHARS, cut behind a line's end where there is one."""
+    """Yield a text in pieces of at most PIECE_CHARS, cut after a line's end where there is one."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         end = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
@@ -146,7 +151,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def portions(documents: Sequence[list[int]]) -> Iterator[list[list[int]]]:
-    """Documents in runs of about PORTION_TOKENS."""
+    """Yield documents in runs of about PORTION_TOKENS."""
     run: list[list[int]] = []
     size = 0
     for document in documents:

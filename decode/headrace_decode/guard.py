@@ -1,8 +1,8 @@
-"""Refuses what vLLM's own checks let through and its engine does not survive.
+"""Refuses requests that pass vLLM's own checks but crash its engine.
 
-A number that indexes memory, does not fit a machine word or asks for a vast grammar is found out
-only inside the engine's process, and ends it with every request that it holds. Each rule here names
-a field that did so. Pure: the caller turns the answer into its error.
+A number that indexes memory, does not fit a machine word or asks for a vast grammar fails only
+inside the engine's process, and ends it together with all its requests. Each rule here names a
+field that did so. Pure: the caller turns the answer into its error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from headrace_decode.grammars.limits import MAX_COUNT, too_large
 
 LARGEST = 2**31 - 1
-"""Counts above this are nobody's wish; some of vLLM's buffers hold 32 bits."""
+"""Maximum of a count: no client needs more, and some of vLLM's buffers hold 32 bits."""
 LARGEST_FLOAT = 3.4e38
 
 # The text is a client's, so no part may be read twice: every repetition is possessive (`*+`), and
-# what follows a brace holds none, so that no two matches try the same characters.
+# no text after a brace contains another brace, so that no two matches try the same characters.
 _VAST_REPETITION = re.compile(r"\{\s*+(?:\d{7,}+|\d*+\s*+,?+\s*+\d{7,}+)")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _LITERAL = re.compile(r'"[^"\n]*+"')
@@ -41,12 +41,12 @@ _JSON, _REGEX, _GRAMMAR = ("json", "structural_tag"), ("regex", "whitespace_patt
 def why_refused(
     token_ids: Sequence[int] | None, params: Any, vocabulary: int, *, all_rows: bool = True
 ) -> tuple[str, str] | None:
-    """What is wrong with a request, and in which field; None if it can run.
+    """Return why a request cannot run, and the field that is wrong; None if it can run.
 
     Args:
         token_ids: the prompt, if it is plain token ids.
         params: vLLM's `SamplingParams`.
-        vocabulary: rows of the model's embedding table.
+        vocabulary: number of tokens in the model's vocabulary.
         all_rows: whether a prompt's rows run in all layers (no `kv_sharing_fast_prefill`).
     """
     if token_ids and max(token_ids) >= vocabulary:
@@ -72,7 +72,7 @@ def why_refused(
 
 
 def _grammar_refused(wanted: Any) -> str | None:
-    """Why a grammar is not even tried (`grammars`), as far as its text says it."""
+    """Return why a grammar is refused without a trial (`grammars`); None if it may be tried."""
     parts = {
         name: getattr(wanted, name)
         for name in ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
@@ -90,7 +90,7 @@ def _grammar_refused(wanted: Any) -> str | None:
 def _is_vast_regex(pattern: Any) -> bool:
     """Return whether a regular expression repeats something more than `MAX_COUNT` times.
 
-    A trial refuses what this does not find (`grammars`); this spares the trial.
+    A trial refuses the repetitions that this check does not find (`grammars`).
     """
     return isinstance(pattern, str) and bool(_VAST_REPETITION.search(_ESCAPED.sub("", pattern)))
 

@@ -1,11 +1,11 @@
-"""A replica's `/health` fails also when its engine hangs.
+"""Makes a replica's `/health` fail when its engine hangs.
 
-vLLM's own asks whether the engine's process lives. One that was stopped, or waits for a device that
-never answers, lives. ASGI, around vLLM's application.
+vLLM's own check asks only whether the engine's process lives. A process lives even if it was
+stopped, or waits for a device that never answers. ASGI, around vLLM's application.
 
-How long an engine may make no step follows from the step itself: its longest step by the fit of its
-own step times, so that neither a large model on a slow machine counts as hung nor a fast one is
-waited for in vain.
+The time an engine may take without a step follows from its longest step, predicted by the fit of
+its own step times. A large model on a slow machine is therefore not taken for hung, and the hang of
+a fast one is noticed early.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from typing import Any
 from headrace_engine.meter import Progress
 
 MAX_STEPS = 5.0
-"""An engine that makes no step for so many times its longest predicted step counts as hung. The
-fit is off by a tenth or two. A process with a fifth of its processor time takes five times as
+"""Multiple of an engine's longest predicted step after which it counts as hung if it makes no step.
+The fit is off by a tenth or two. A process with a fifth of its processor time takes five times as
 long."""
 MIN_HUNG_S = 10.0
-"""No engine counts as hung before that: the first use of a kernel compiles it for seconds."""
+"""Minimum time without a step: the first use of a kernel compiles it for seconds."""
 UNFITTED_HUNG_S = 300.0
-"""The same before the engine's steps are fitted, and while its requests may only wait for KV. It is
-vLLM's own limit of a step (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`)."""
+"""Time without a step before the engine's steps are fitted, and while its requests may only wait
+for KV. It is vLLM's own limit of a step (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`)."""
 MAX_GAP_S = 10.0
-"""Between two questions. Gateways ask each second while a replica is silent; after a longer gap the
-engine may have been idle in between."""
+"""Maximum time between two questions. Gateways ask each second while a replica is silent; in a
+longer gap the engine may have been idle."""
 HUNG = b"the engine makes no step"
-"""The body of the 503. vLLM's own, for an engine that has ended, is empty."""
+"""Body of the 503. vLLM's own 503, for an engine that has ended, has an empty body."""
 
 ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
 class Health:
-    """ASGI: answers `/health` with 503 while the engine hangs, and passes on all else.
+    """ASGI application that answers `/health` with 503 while the engine hangs.
+
+    It passes on all other requests.
 
     Args:
-        progress: how far the engine is now.
-        now: seconds of a clock that only goes forward.
+        app: vLLM's application.
+        progress: returns the engine's present progress.
+        now: returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class Health:
         await send({"type": "http.response.body", "body": HUNG})
 
     def hangs(self) -> bool:
-        """Return whether the engine has made no step for too long, though it had requests whenever
-        this was asked."""
+        """Return whether the engine made no step for too long, although it had requests at each
+        call."""
         progress, now_s = self._progress(), self._now()
         gap_s, self._asked_s = now_s - self._asked_s, now_s
         seen = self._seen

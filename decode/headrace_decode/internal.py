@@ -1,8 +1,7 @@
-"""The replica's own port: only gateways may use it, and they say whose request it is and how they
-planned it.
+"""The replica's own port, which only gateways may use; they name a request's tenant and plan.
 
-The port is open to the cluster's network. API keys and limits are checked by the gateway, so
-nobody else may talk to the replica. A gateway proves itself with the app's token.
+The port is open to the cluster's network. The gateway checks API keys and limits, so no other
+client may use the port. A gateway proves itself with the replica's token.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ INTERNAL_HEADER = b"x-headrace-internal"
 TENANT_HEADER = b"x-headrace-tenant"
 PLAN_HEADER = b"x-headrace-plan"
 KEYS_TARGET = "/headrace/internal/keys"
-"""`headrace_decode.rendering.keys` answers there."""
+"""Path at which `headrace_decode.rendering.keys` answers."""
 GATEWAY_ONLY = {
     "message": "This port is for the gateway only.",
     "type": "forbidden",
@@ -28,15 +27,15 @@ GATEWAY_ONLY = {
 }
 
 TENANT: ContextVar[str | None] = ContextVar("headrace_tenant", default=None)
-"""Whose request this task answers; None where no API keys are configured."""
+"""Tenant of the request that this task answers; None if no API keys are configured."""
 PLAN: ContextVar[bytes | None] = ContextVar("headrace_plan", default=None)
-"""The plan that a gateway made for the request that this task answers, as it came: not checked."""
+"""The gateway's plan for the request that this task answers, as received and not checked."""
 
 ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
 class InternalOnly:
-    """ASGI: lets through HTTP requests that carry the app's token, and nothing else."""
+    """ASGI application that passes on HTTP requests with the replica's token and no others."""
 
     def __init__(self, app: ASGIApp, token: str):
         self._app, self._token = app, token.encode()

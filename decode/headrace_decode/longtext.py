@@ -1,16 +1,16 @@
-"""Long texts: which cannot fit the model's context, and a thread of their own to tokenise them.
+"""Tokenises long texts on their own thread, and detects early that they exceed the context.
 
 vLLM refuses a text with more characters than its context could hold if every token were the
 longest of the vocabulary, and tokenises any other before it counts. For a megabyte of digits that
 took 0.9 s of a core and 185 MB, of which the process kept 160 MB, on the one thread that tokenises
-everybody's prompts. Here it takes 0.006 s.
+all prompts. Here it takes 0.006 s.
 
-A text is read piece by piece, each piece from the beginning and four times as long as the one
-before. The first piece with clearly more tokens than the context shows that the text cannot fit:
-what follows a piece changes only its last tokens. So a refusal costs about as much as a prompt that
-fits, and the pieces of a text that does fit cost at most a third more than the text.
+A text is read in pieces, each from the beginning and four times as long as the one before. The
+first piece with clearly more tokens than the context shows that the text cannot fit, since the text
+after a piece changes only the piece's last tokens. A refusal therefore costs about as much as a
+prompt that fits. The pieces of a text that does fit cost at most a third more than the text.
 
-A long text that is not refused is tokenised here, too. A short one never waits for a long one.
+A long text that is not refused is tokenised here, too. A short text never waits for a long one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 LONG_CHARS = 32_768
-"""Longer texts are long. Tokenising so many takes about 0.02 s."""
+"""Number of characters above which a text is long. Tokenising so many takes about 0.02 s."""
 GROWTH = 4
 
 Encode = Callable[[str], Sequence[int]]
 
 
 def shown_too_long(text: str, most_tokens: int, encode: Encode) -> Sequence[int] | None:
-    """The tokens of a beginning of `text` which show that it has more than `most_tokens`; None if
-    only all of it can tell.
+    """Return the tokens of a beginning of `text` that shows it has more than `most_tokens`.
+
+    Return None if no such beginning is found, so that the whole text must be tokenised.
 
     Args:
-        most_tokens: how many are allowed.
-        encode: a text's token ids.
+        text: the text.
+        most_tokens: maximum number of tokens allowed.
+        encode: returns a text's token ids.
     """
     enough = most_tokens + most_tokens // 8 + 64
     size = max(LONG_CHARS // GROWTH, 2 * most_tokens)
@@ -45,23 +47,24 @@ def shown_too_long(text: str, most_tokens: int, encode: Encode) -> Sequence[int]
 
 
 class LongTexts:
-    """Tokenises long texts on a thread of its own."""
+    """A thread that tokenises long texts."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
 
     async def token_ids(self, text: str, most_tokens: int | None, encode: Encode) -> Sequence[int]:
-        """The token ids of a text, or of its beginning if that has more than `most_tokens`.
+        """Return the token ids of a text, or of a beginning that has more than `most_tokens`.
 
         Args:
-            most_tokens: None for no limit.
-            encode: called on the thread only.
+            text: the text.
+            most_tokens: maximum number of tokens allowed; None for no limit.
+            encode: returns a text's token ids; called only on the thread.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _token_ids, text, most_tokens, encode)
 
     def close(self) -> None:
-        """Begin with no further text."""
+        """Stop the thread after its current text, and drop the texts that wait."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,21 +1,22 @@
-"""Carries a plan out: remote prefill when the plan says so, and local prefill whenever that fails.
+"""Carries out a plan: remote prefill if the plan says so, and local prefill if that fails.
 
-What the client must never see: a prefill replica that is gone, slow or answers nonsense, or KV
-that does not arrive. The rules:
+A client never sees a prefill replica that is missing, slow or answers nonsense, nor KV that does
+not arrive. The rules:
 
-* The remote call and the arrival of its KV together get the plan's time-out. When the call fails
+* The remote call and the arrival of its KV together have the plan's time-out. When the call fails
   or the time runs out, the prompt is prefilled locally.
-* KV that came and is not proved to be the prompt's (docs/integrity.md) is not used: the engine
-  computes the prompt itself, and the replica that sent it counts as failed.
-* When it is the KV that does not arrive, a second, local, submission races the first; whichever
-  yields a token first is kept and the other aborted. An engine takes KV in between its steps, so
-  one that is busy with a long step makes nothing late: it must also have had some steps since.
+* KV that arrives but is not proved to be the prompt's (docs/integrity.md) is not used: the engine
+  computes the prompt itself, and the replica that sent the KV counts as failed.
+* If the call succeeds but the KV does not arrive, a second, local submission races the first. The
+  one that yields a token first is kept, and the other is aborted. An engine takes KV in between its
+  steps. KV is therefore late only if the engine is idle or has done `LATE_STEPS` steps since the
+  time-out.
 * Prompts that this engine computes take turns (`headrace_engine.gate`).
-* Only before the first token can anything be repeated; after it the stream is the engine's own.
-* A prefill that nobody waits for any more (the client left, the time is up) is called off; KV that
-  was made for nobody all the same is released, not left to its lease.
+* A prefill can be repeated only before the first token; after it the stream is the engine's own.
+* A remote prefill that is no longer needed (the client left, the time is up) is cancelled. If it
+  made KV anyway, the KV is released at once and not when its lease ends.
 
-Pure asyncio: the engine, the prefill call and the planner come in from outside.
+Pure asyncio: the engine, the prefill call and the planner are passed in.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Output = TypeVar("Output")
 
 
 class Plan(Protocol):
-    """What of a plan is carried out here."""
+    """The part of a plan that the orchestrator carries out."""
 
     @property
     def prefill(self) -> str | None: ...
@@ -63,7 +64,7 @@ class Plan(Protocol):
 
 
 class Planner(Protocol):
-    """Makes plans and learns from what came of them (`headrace.router`, bound by the app)."""
+    """A planner that learns from the outcome of its plans (`headrace.router`, bound by the app)."""
 
     async def plan(
         self,
@@ -94,51 +95,51 @@ class Work(Generic[Output]):
     token_ids: Sequence[int]
     salt: str
     local_only: str | None
-    """Why the prompt must be prefilled here, if it must."""
+    """Reason why the prompt must be prefilled here; None if it may be prefilled elsewhere."""
     submit: Callable[[str, dict[str, Any] | None], AsyncGenerator[Output, None]]
-    """Start the request on the own engine, under this id, pulling KV with these parameters."""
+    """Start the request on this replica's engine, with this id and these parameters to pull KV."""
     prefill: Callable[[Plan], Awaitable[PrefillResult]]
-    """Have the prompt prefilled remotely, by the replica that the plan names."""
+    """Prefill the prompt remotely, at the replica that the plan names."""
     release: Callable[[dict[str, Any]], Awaitable[None]]
-    """Tell the prefill engine that nobody will pull this KV."""
+    """Tell the prefill engine that this KV will not be pulled."""
     cached_tokens: Callable[[Output], int]
     new_tokens: Callable[[Output], Sequence[int]]
-    """The tokens of one output: those that it adds (streams yield deltas)."""
+    """The tokens that one output adds (streams yield deltas)."""
     trace_headers: Mapping[str, str] | None = None
-    """Of the request's span, if it is traced."""
+    """Trace headers of the request's span, if it is traced."""
     plan: bytes | None = None
     """The plan that came with the request, if one did; the planner checks it."""
     said: Sequence[int] = ()
-    """The answer's tokens of another replica, which this engine computes behind the prompt."""
+    """Answer tokens of another replica, which this engine computes after the prompt."""
     computed: int | None = None
-    """Tokens to compute where the request says what its KV is made from; None where the caches do.
-    """
+    """Number of prompt tokens to compute if the request names the KV that it reuses; None if the
+    caches determine the number."""
     private_answer: bool = False
-    """Whether no other request can use the KV of the answer."""
+    """Whether the KV of the answer is of no use to other requests."""
     turn: Callable[[int], AbstractAsyncContextManager[None]] = lambda tokens: nullcontext()
-    """Held while the own engine computes a prompt of so many tokens."""
+    """Context held while this replica's engine computes a prompt of so many tokens."""
     engine_steps: Callable[[], int] = lambda: 0
-    """Steps that the own engine has done since it started."""
+    """Number of steps that this replica's engine has done since it started."""
     engine_busy: Callable[[], bool] = lambda: False
-    """Whether it has anything else to compute."""
+    """Whether this replica's engine is running requests."""
 
 
 @dataclass(slots=True)
 class _Pull:
-    """A request whose KV comes from elsewhere."""
+    """A request whose KV comes from a prefill replica."""
 
     replica: str
     refused: bool = False
-    """Its KV was not proved; the engine computes it."""
+    """Whether the KV was not proved, so that the engine computes it."""
 
 
 LATE_STEPS = 3
-"""Steps of the own engine, one each to start the pull, to see it done and to compute the token."""
+"""Engine steps for a pull: one to start it, one to notice its end, one to compute the token."""
 LOOK_S = 0.02
 
 
 class Orchestrator:
-    """Runs requests by the planner's plans."""
+    """An executor of requests that follows the planner's plans."""
 
     def __init__(self, planner: Planner):
         self.planner = planner
@@ -146,16 +147,16 @@ class Orchestrator:
         """Time spent planning, summed over all requests."""
         self.requests_total = 0
         self.distrust = Distrust()
-        """The prefill replicas whose KV is to be checked byte for byte."""
+        """Prefill replicas whose KV must be checked byte for byte."""
         self._active: set[str] = set()
         self._calls: dict[asyncio.Future[Any], str] = {}
-        """Remote prefills that are waited for, with the replicas asked."""
+        """Pending remote prefills, each with its replica."""
         self._pulls: dict[str, _Pull] = {}
-        """Requests whose KV comes from elsewhere, until they end."""
+        """Requests whose KV comes from a prefill replica, until they end."""
         self._cleanups: set[asyncio.Task[None]] = set()
 
     async def run(self, work: Work[Output]) -> AsyncGenerator[Output, None]:
-        """Yield the request's outputs; the first comes from whichever way of prefilling worked."""
+        """Yield the request's outputs; the first comes from the prefill that succeeded."""
         planner, started = self.planner, time.perf_counter()
         work = self._with_unique_id(work)
         stream: AsyncGenerator[Output, None] | None = None
@@ -204,7 +205,10 @@ class Orchestrator:
                 await stream.aclose()
 
     def unproved(self, pull: Unproven) -> None:
-        """The engine does not use the KV that it pulled for a request, and computes the prompt."""
+        """Record that the engine rejected the KV it pulled for a request and computes the prompt.
+
+        If the content was wrong, all KV of its prefill replica is checked from now on.
+        """
         ours = self._pulls.get(pull.request_id)
         if ours is None or ours.refused:
             return
@@ -214,7 +218,7 @@ class Orchestrator:
         self.planner.remote_failed(pull.request_id, f"KV not used ({pull.kind}): {pull.why}")
 
     def prefill_members(self, replicas: frozenset[str]) -> None:
-        """These prefill replicas run. Prompts that wait for others are prefilled here."""
+        """Set the running prefill replicas; prefill prompts that wait for other replicas here."""
         self.planner.prefill_members(replicas)
         self.distrust.members(replicas)
         for call, replica in self._calls.items():
@@ -222,7 +226,7 @@ class Orchestrator:
                 call.cancel()
 
     def _with_unique_id(self, work: Work[Output]) -> Work[Output]:
-        """Keep requests apart whose clients gave them the same id."""
+        """Give the request another id if an active request has the same one."""
         self.requests_total += 1
         if work.request_id in self._active:
             work = replace(work, request_id=f"{work.request_id}-{self.requests_total}")
@@ -232,8 +236,12 @@ class Orchestrator:
     async def _prefill_remotely(
         self, work: Work[Output], plan: Plan
     ) -> tuple[dict[str, Any] | None, Plan]:
-        """The parameters to pull the KV with, or None if the prompt must be prefilled here; and the
-        plan that holds now."""
+        """Prefill the prompt at the plan's replica.
+
+        Returns:
+            The parameters to pull the KV with, or None if the prompt must be prefilled here; and
+            the plan that now applies.
+        """
         called = time.perf_counter()
         task = asyncio.ensure_future(work.prefill(plan))
         self._calls[task] = plan.replica
@@ -266,7 +274,11 @@ class Orchestrator:
     async def _race_kv_arrival(
         self, work: Work[Output], kv_params: dict[str, Any], patience_s: float
     ) -> tuple[AsyncGenerator[Output, None], Output | None]:
-        """First output of the request that pulls KV, or of a local one if the KV is late."""
+        """Submit the request to pull its KV, and a second time to prefill locally if KV is late.
+
+        Returns:
+            The submission that yielded first, and its first output.
+        """
         pulling = work.submit(work.request_id, kv_params)
         pulled: asyncio.Future[Output | None] = asyncio.ensure_future(_first(pulling))
         local: AsyncGenerator[Output, None] | None = None
@@ -301,12 +313,15 @@ class Orchestrator:
     async def _is_late(
         self, work: Work[Output], pulled: asyncio.Future[Output | None], patience_s: float
     ) -> bool:
-        """Wait for the first output; True if it is overdue though the engine could have made it."""
+        """Wait for the first output; return whether it is late.
+
+        It is late if the time is up and the engine is idle or has done `LATE_STEPS` steps since.
+        """
         await asyncio.wait({pulled}, timeout=patience_s)
         seen, pull = work.engine_steps(), self._pulls.get(work.request_id)
         while not pulled.done():
             if pull is not None and pull.refused:
-                await asyncio.wait({pulled})  # the engine computes it: nothing is on its way
+                await asyncio.wait({pulled})  # the engine computes the prompt: no KV is expected
                 return False
             if not work.engine_busy() or work.engine_steps() - seen >= LATE_STEPS:
                 return True
@@ -314,7 +329,7 @@ class Orchestrator:
         return False
 
     def _call_off(self, work: Work[Output], task: asyncio.Future[PrefillResult]) -> None:
-        """Stop a remote prefill that nobody waits for; KV that it made all the same is released."""
+        """Cancel a remote prefill that is no longer needed; release its KV if it made any."""
         task.cancel()
 
         async def release() -> None:

@@ -1,8 +1,9 @@
-"""vLLM's renderer for Hugging Face tokenizers, with long texts tokenised apart (`longtext`).
+"""vLLM's renderer for Hugging Face tokenizers, with long texts on their own thread (`longtext`).
 
-It decides only where a prompt is tokenised: a long text by `LongTexts`, any other by vLLM. vLLM
-checks the tokens that result, and refuses them, as ever. It is put in place through vLLM's registry
-of renderers. Models with another renderer (Mistral's, Kimi's) have all texts tokenised by vLLM.
+It decides only where a prompt is tokenised: `LongTexts` tokenises long texts, and vLLM all others.
+vLLM checks and refuses the resulting tokens as usual. The renderer is installed through vLLM's
+registry of renderers. For models with another renderer (Mistral's, Kimi's), vLLM tokenises all
+texts.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ MODE = "hf"
 
 
 class LongTextRenderer(HfRenderer):
-    """As `HfRenderer`."""
+    """An `HfRenderer` that tokenises long texts on their own thread."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         self._long_texts = LongTexts()
-        # A tokenizer must not be used by two threads at once.
+        # Two threads must not use a tokenizer at the same time.
         self._apart = copy.deepcopy(tokenizer)
 
     async def tokenize_prompt_async(self, prompt: Any, params: Any) -> Any:
-        """As `HfRenderer`: the same tokens, the same refusals."""
+        """Tokenise a prompt to the same tokens, with the same refusals, as `HfRenderer`."""
         plain = super().tokenize_prompt_async
         if not _is_long_text(prompt) or params.return_token_offsets:
             return await plain(prompt, params)
@@ -44,17 +45,17 @@ class LongTextRenderer(HfRenderer):
 
         ids = await self._long_texts.token_ids(prompt["prompt"], most, encode)
         if most is not None:
-            ids = ids[: most + 1]  # where vLLM, too, stops to count
+            ids = ids[: most + 1]  # vLLM stops counting there, too
         return await plain({**prompt, "prompt_token_ids": list(ids)}, params)
 
     def shutdown(self) -> None:
-        """As `HfRenderer`."""
+        """Close the thread for long texts, then shut down as `HfRenderer` does."""
         self._long_texts.close()
         super().shutdown()
 
 
 def register() -> None:
-    """Have vLLM make this renderer in this process, in place of its own."""
+    """Make vLLM use this renderer in this process instead of its own."""
     ours = __name__, LongTextRenderer.__name__
     if RENDERER_REGISTRY.renderers.get(MODE) != ours:
         RENDERER_REGISTRY.register(MODE, *ours)

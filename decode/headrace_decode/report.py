@@ -1,7 +1,8 @@
-"""The decode replica's latest word on its drafting, fetched from the engine now and then.
+"""The decode replica's latest report on drafting, fetched from the engine at an interval.
 
-The engine answers between two of its steps, so that a question may take as long as a step does.
-Whoever needs the answer at once, as the gateway's choice does, gets the last one while it is fresh.
+The engine answers between two of its steps, so a question may take as long as a step. A caller that
+needs the answer at once, such as the gateway's choice of a replica, gets the last report while it
+is fresh.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ logger = logging.getLogger("headrace.decode")
 
 INTERVAL_S = 1.0
 FRESH_S = 5.0
-"""Prices that are older are not told: an engine whose steps take that long has others by now."""
+"""Seconds after which prices are no longer reported: an engine whose steps take that long has other
+prices by then."""
 
 
 def drafting_facts(prices: Mapping[str, Any] | None, running: int) -> dict[str, Any]:
-    """What a replica's report tells of drafting.
+    """Return the fields on drafting in a replica's report.
 
     Args:
-        prices: of `DraftingReports`.
-        running: requests that the engine runs; the next one is counted beside them.
+        prices: `DraftingReports.prices`.
+        running: number of requests that the engine runs; one more request is added to it.
     """
     if prices is None:
         return {}
@@ -37,7 +39,7 @@ def drafting_facts(prices: Mapping[str, Any] | None, running: int) -> dict[str, 
 
 
 class DraftingReports:
-    """Asks for a report every `INTERVAL_S`, for ever."""
+    """A loop that fetches a report on drafting every `INTERVAL_S`."""
 
     def __init__(
         self,
@@ -46,15 +48,16 @@ class DraftingReports:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        ask: the engine's report; None if it does not draft.
-        watch: told every report.
+        ask: returns the engine's report; None if it does not draft.
+        watch: receives every report.
+        clock: returns the time in seconds.
         """
         self._ask, self._watch, self._clock = ask, watch, clock
         self._prices: dict[str, Any] | None = None
         self._asked_s = 0.0
 
     async def run(self) -> None:
-        """Until cancelled. An engine that does not answer is asked again."""
+        """Fetch reports until cancelled. An engine that does not answer is asked again."""
         while True:
             try:
                 await self.fetch()
@@ -63,7 +66,7 @@ class DraftingReports:
             await asyncio.sleep(INTERVAL_S)
 
     async def fetch(self) -> None:
-        """Ask once. Raises what the engine or the watcher raises."""
+        """Fetch one report. Errors of the engine and the watcher are raised."""
         report = await self._ask()
         if report is None:
             return
@@ -73,5 +76,5 @@ class DraftingReports:
 
     @property
     def prices(self) -> dict[str, Any] | None:
-        """What tokens cost here (`speculation.publish.prices`); None if nobody knows at present."""
+        """The cost of tokens here (`speculation.publish.prices`); None if not known at present."""
         return self._prices if self._clock() - self._asked_s <= FRESH_S else None

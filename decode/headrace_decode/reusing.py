@@ -1,15 +1,15 @@
-"""Decides which prompts reuse stored KV at other places, and remembers what others may reuse.
+"""Decides which prompts reuse stored KV at other positions, and remembers prompts for later reuse.
 
-A prompt's tokens are looked for in those of earlier prompts of the same tenant. Reuse pays if it
-computes fewer rows than the exact prefix leaves to compute:
+A prompt is searched for runs of tokens of earlier prompts of the same tenant. Reuse pays if it
+computes at most the share `SAVES` of the rows that are left after the exact prefix:
 
-    exact rows = tokens - those of the exact prefix
+    exact rows = tokens - tokens of the exact prefix
     reused rows = tokens of no run + share * tokens of runs + rows of the probe + placed / 50
 
-The exact prefix is the run that stands at position 0 in both prompts; its KV needs no correction,
-so it counts as placed only. Only runs count whose blocks this machine's DRAM holds now. An engine
-that does not find them any more, or is on another machine, serves the prompt as if it had not
-asked. A prompt that reused KV is not remembered, since the store has none of its blocks.
+The exact prefix is the run that stands at position 0 in both prompts. Its KV needs no correction,
+so it counts only as placed. Only runs count whose blocks this machine's DRAM holds now. An engine
+that no longer finds them, or is on another machine, serves the prompt without reuse. A prompt that
+reused KV is not remembered, since the store has none of its blocks.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ from headrace_kvstore.salts import marked
 Output = TypeVar("Output")
 
 SAVES = 0.8
-"""Reuse is worth its error if it computes at most this share of the rows."""
+"""Maximum share of the rows that reuse may compute to be worth its error."""
 LEAST_RUN = 128
-"""Tokens of a run that is worth the error at its beginning."""
+"""Minimum tokens of a run that is worth the error at its beginning."""
 LAST_TOKENS = 8
-"""Of the prompt, in the probe: what they attend to is what the answer will look at."""
+"""Number of tokens at the prompt's end in the probe. The answer will attend to the same tokens as
+these do."""
 DRAFT_ROWS = 128
-"""Rows of a batch that take as long as the probe's draft, 8 tokens one by one
+"""Number of rows of a batch that take as long as the probe's draft of 8 tokens, one by one
 (`headrace_prefill.reuse.engine.side_pass`)."""
 PLACED_PER_ROW = 50
-"""Tokens whose placing takes as long as computing one row (`headrace_prefill.reuse.engine`)."""
+"""Number of tokens whose placing takes as long as computing one row
+(`headrace_prefill.reuse.engine`)."""
 THREAD_TOKENS = 4096
-"""Longer prompts are looked up in a thread: 4,096 tokens take 0.2 ms."""
+"""Length above which prompts are looked up in a thread: 4,096 tokens take 0.2 ms."""
 
 
 class FoundRun(Protocol):
-    """As `headrace_prefill.reuse.finding.finder.Run`."""
+    """A run of stored tokens in a prompt (`headrace_prefill.reuse.finding.finder.Run`)."""
 
     @property
     def new(self) -> int: ...
@@ -58,7 +60,7 @@ class FoundRun(Protocol):
 
 
 class Texts(Protocol):
-    """As `headrace_prefill.reuse.finding.finder.Finder`."""
+    """An index of stored prompts (`headrace_prefill.reuse.finding.finder.Finder`)."""
 
     def add(self, tenant: str, tokens: Sequence[int], digests: Sequence[bytes]) -> None: ...
     def find(self, tenant: str, tokens: Sequence[int], least: int) -> Sequence[FoundRun]: ...
@@ -66,13 +68,14 @@ class Texts(Protocol):
 
 @dataclass
 class Reuse:
-    """The stored KV that a request's KV may be made from.
+    """The stored KV that a request may reuse.
 
     Attributes:
-        salt: the request's own, for its plan.
-        params: for the engine that computes the prompt (`headrace_prefill.reuse.engine.stored`).
-        computed: tokens whose computation takes as long as all that is to be done.
-        tokens: of its runs.
+        salt: a salt of this request alone, for its plan.
+        params: parameters for the engine that computes the prompt
+            (`headrace_prefill.reuse.engine.stored`).
+        computed: number of tokens whose computation takes as long as the whole reuse.
+        tokens: number of tokens in the runs.
         pulls: whether another engine computes the prompt.
         happened: whether the engine made the KV from stored runs.
     """
@@ -86,13 +89,14 @@ class Reuse:
 
 
 class Reusing:
-    """The prompts of one decode replica.
+    """The reuse decisions of one decode replica.
 
     Args:
-        texts: stored prompts.
+        texts: index of stored prompts.
         hashes: (token ids, salt) -> hashes of the prompt's full blocks.
-        mode, budget: of the app's `techniques.reuse`.
-        held: which of some blocks, by hash, this machine's DRAM holds; None: all are taken to be.
+        mode, budget: mode and default share of the app's `techniques.reuse`.
+        held: (block hashes) -> whether this machine's DRAM holds each block; None: all count as
+            held.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class Reusing:
         self.requests = self.reused_tokens = 0
 
     async def plan(self, salt: str, token_ids: Sequence[int], share: float) -> Reuse | None:
-        """What to reuse for a prompt; None if that does not pay."""
+        """Choose the stored KV to reuse for a prompt; return None if reuse does not pay."""
         if len(token_ids) <= LEAST_RUN:
             return None
         wanted = token_ids[:-1]  # the engine computes the last one
@@ -149,7 +153,7 @@ class Reusing:
         return [run for run in runs if all([next(held) for _ in run.blocks])]
 
     async def heard(self, salt: str, token_ids: Sequence[int]) -> None:
-        """A prompt has been computed exactly: its blocks go to the store."""
+        """Remember a prompt that was computed exactly, since its blocks go to the store."""
         if len(token_ids) > THREAD_TOKENS:
             await asyncio.to_thread(self._remember, salt, token_ids)
         else:
@@ -160,19 +164,21 @@ class Reusing:
 
 
 def is_exact(run: FoundRun) -> bool:
-    """Whether all that stands before a run is the same in both prompts: nothing."""
+    """Return whether a run stands at the beginning of both prompts."""
     return run.new == run.old == 0
 
 
 def last_rows_of(tokens: int, runs: Sequence[FoundRun]) -> int:
-    """First of the prompt's last tokens, which are probed: none of a run, and `LAST_TOKENS` of them
-    with the one behind `tokens`."""
+    """Return the position of the first token of the probe at the prompt's end.
+
+    The probe has up to `LAST_TOKENS` tokens, with the one after `tokens`, and none of a run.
+    """
     end = runs[-1].new + runs[-1].length if runs else 0
     return max(end, tokens + 1 - LAST_TOKENS)
 
 
 def rows_of(tokens: int, runs: Sequence[FoundRun], last: int, share: float) -> float:
-    """Rows that take as long as all that reuse does: placing runs, the probe, rows computed."""
+    """Return the cost of reuse in rows: placing the runs, the probe, and the rows computed."""
     placed = sum(run.length for run in runs)
     moved = placed - _exact(runs)
     probe = tokens - last + 1 + DRAFT_ROWS if last < tokens else 0
@@ -180,7 +186,7 @@ def rows_of(tokens: int, runs: Sequence[FoundRun], last: int, share: float) -> f
 
 
 def pays(tokens: int, runs: Sequence[FoundRun], rows: float) -> bool:
-    """Whether reuse computes at most `SAVES` of the rows that the exact prefix leaves."""
+    """Return whether reuse computes at most `SAVES` of the rows that the exact prefix leaves."""
     exact = _exact(runs)
     return sum(run.length for run in runs) > exact and rows <= SAVES * (tokens - exact)
 
@@ -192,8 +198,8 @@ def _exact(runs: Sequence[FoundRun]) -> int:
 def reusing_work(work: Work[Output], reuse: Reuse) -> Work[Output]:
     """Return the work of a request that may reuse KV.
 
-    vLLM counts all but one of the prompt's tokens as cached if it does. It is planned under a salt
-    of its own: planners count on prompts that the prefix cache gets.
+    If the request reuses KV, vLLM counts all but one of the prompt's tokens as cached. The request
+    is planned under its own salt, since planners expect planned prompts in the prefix cache.
     """
     prompt_tokens = len(work.token_ids)
     cached = prompt_tokens - reuse.computed
@@ -207,7 +213,7 @@ def reusing_work(work: Work[Output], reuse: Reuse) -> Work[Output]:
 
     def cached_tokens(output: Output) -> int:
         found = work.cached_tokens(output)
-        if not reuse.pulls:  # of an exact prefix at least the last block is computed
+        if not reuse.pulls:  # with an exact prefix, the engine computes at least the last block
             reuse.happened = found >= prompt_tokens - 1
         return min(cached, found) if reuse.happened else found
 

@@ -1,13 +1,13 @@
-"""Which routes of vLLM's application clients may use.
+"""Decides which routes of vLLM's application are open to clients.
 
-vLLM's server also carries routes for its operator: loading adapters, sleeping, pausing, profiling,
+vLLM's server also has routes for its operator: loading adapters, sleeping, pausing, profiling,
 remote procedure calls, resizing, clearing caches, and generating from raw engine parameters. A
 route is public only if its handler is defined in one of vLLM's `api_router` modules for text
 generation, which `API_MODULES` names. Any other route is not public: one that a later vLLM adds
-elsewhere, one of an endpoint plugin, a websocket. The replica serves nothing but the public routes
-and the few of `KEPT_MODULES`, and tells the gateway the public ones.
+elsewhere, one of an endpoint plugin, a websocket. The replica serves only the public routes and the
+few of `KEPT_MODULES`, and reports the public ones to the gateway.
 
-Pure, but for FastAPI's route classes.
+Pure, except for FastAPI's route classes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Route:
     Attributes:
         method: the HTTP method.
         path: FastAPI's template, such as `/v1/responses/{response_id}`.
-        api: a name out of `API_MODULES`.
+        api: one of the API names in `API_MODULES`.
         takes_json: whether the request has a JSON object as its body.
     """
 
@@ -62,12 +62,12 @@ class Route:
 
 
 def api_of(module: str) -> str | None:
-    """The API that a handler's module belongs to; None if it is not for clients."""
+    """Return the API that a handler's module belongs to; None if it is not for clients."""
     return next((api for pattern, api in API_MODULES if re.fullmatch(pattern, module)), None)
 
 
 def public_routes(app: FastAPI) -> list[Route]:
-    """The operations of the application that clients may use."""
+    """Return the operations of the application that clients may use."""
     return sorted(_public(app.routes), key=lambda route: (route.path, route.method))
 
 
@@ -83,7 +83,7 @@ def _public(routes: Iterable[Any]) -> Iterable[Route]:
         if api is None or not all(map(_PLAIN_SEGMENT.fullmatch, route.path.split("/"))):
             continue
         for method in route.methods:
-            # vLLM declares `validate_json_request` where the handler reads the body by itself.
+            # vLLM declares `validate_json_request` for handlers that read the body themselves.
             takes_json = route.body_field is not None or bool(route.dependencies)
             yield Route(method, route.path, api, takes_json)
 

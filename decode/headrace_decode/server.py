@@ -1,9 +1,9 @@
-"""The decode replica: answers clients over its own HTTP port, and carries each request's plan out.
+"""The decode replica, which answers clients over its own HTTP port and carries out their plans.
 
 It runs vLLM's own OpenAI application around an engine that plans (`_vllm_compat.PlannedLLM`), so
-an answer is vLLM's to the byte. Three ways lead in: the gateway's byte relay to this replica's
-port, Ray's direct streaming (HAProxy to Ray's port of the replica), and Ray's classic actor calls;
-all meet in the engine.
+answers are byte for byte vLLM's. Requests arrive in three ways: over the gateway's byte relay to
+this replica's port, over Ray's direct streaming (HAProxy to Ray's port of the replica), and as
+Ray's classic actor calls. All of them reach the same engine.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ logger = logging.getLogger("headrace.decode")
 
 SPECULATION_WAIT_S = 2.0
 RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
-"""vLLM's switch for keeping answers of `/v1/responses`. It is always off here: vLLM keeps them
-without bound, for whoever knows the id, in the memory of one replica, where no other replica finds
-them. Without it vLLM ignores `store` and refuses `background` and any `previous_response_id`."""
+"""vLLM's switch for keeping answers of `/v1/responses`. It is always off here: vLLM would keep all
+answers without a limit, readable by any client that knows an id, and only in the memory of one
+replica. Without it vLLM ignores `store` and refuses `background` and any `previous_response_id`."""
 API_KEY = "VLLM_API_KEY"
-"""vLLM's switch for a key of its own, which requests from a gateway do not carry."""
+"""vLLM's switch for its own API key, which requests from a gateway do not carry."""
 PROBE_INTERVAL_S = 1.0
-"""How often a prefill replica that failed is asked whether it works again."""
+"""Interval in seconds at which failed prefill replicas are probed."""
 ORDERS_INTERVAL_S = 5.0
-"""How often a replica looks for orders that did not reach it."""
+"""Interval in seconds at which a replica looks for orders that did not reach it."""
 
 
 class Listener(Protocol):
@@ -96,7 +96,7 @@ class Listener(Protocol):
 
 
 class PrefillAwarePlanner(Planner, Protocol):
-    """A planner that can be looked into, and is told when the prefill side goes and comes."""
+    """A planner that can be inspected, and is told when prefill replicas fail and recover."""
 
     policy: str
     machine: str
@@ -122,26 +122,29 @@ class PrefillAwarePlanner(Planner, Protocol):
 
 @dataclass(frozen=True)
 class DecodeWiring:
-    """What the app binds into a decode replica; every callable is importable by name."""
+    """Functions and settings that the app binds into a decode replica.
+
+    Every callable is importable by name.
+    """
 
     make_planner: Callable[[Any, EngineMeter], PrefillAwarePlanner]
     """(vLLM config of the started engine, its meter) -> planner."""
     listen: Callable[..., Awaitable[Listener]] | None = None
-    """(asgi app, host, port 0) -> running server; None where nobody relays to that port."""
+    """(asgi app, host, port 0) -> running server; None if no gateway relays to that port."""
     setup: Callable[[str], None] | None = None
     system_prompts: tuple[str, ...] = ()
-    """Whose KV is made and pinned when the replica starts."""
+    """System prompts whose KV is made and pinned when the replica starts."""
     tenants: Tenants = ALL_ALIKE
-    """Who is drafted for, and whose answers are kept."""
+    """Drafting policies of the tenants."""
     drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
-    """Makes what is told every report on drafting."""
+    """Factory of a function that receives every report on drafting."""
     reusing: Callable[[Callable[[Sequence[int], str], list[bytes]], int], Reusing] | None = None
-    """(hashes of a prompt's blocks, tokens of a block) -> what decides which KV is reused at other
-    places; None where none is."""
+    """(hash function for a prompt's blocks, tokens of a block) -> chooser of stored KV to reuse at
+    other positions; None without reuse."""
 
 
 class DecodeServer(PDDecodeServer):
-    """Ray's decode server with planned prefill, local fallback and an HTTP port of its own."""
+    """Ray's decode server with planned prefill, local fallback and its own HTTP port."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -210,7 +213,7 @@ class DecodeServer(PDDecodeServer):
         """Start a task that lives as long as this replica."""
         self._tasks.append(supervise(work, name, restarts=restarts))
 
-    # Orchestration happens below vLLM's OpenAI layer, so both entrances are the plain server's.
+    # Orchestration happens below vLLM's OpenAI layer, so both methods are the plain server's.
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         return await LLMServer.chat(self, request, raw_request_info)
@@ -221,7 +224,7 @@ class DecodeServer(PDDecodeServer):
         return await LLMServer.completions(self, request, raw_request_info)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """vLLM's application with the routes for clients (`routes`) and the layer of `apis`."""
+        """Build vLLM's application with only the public routes (`routes`) and the `apis` layer."""
         app = await LLMServer.__serve_build_asgi_app__(self)
         keep_public_routes(app)
         engine, died = self.engine, lambda: bool(self.engine.llm.errored)
@@ -254,30 +257,30 @@ class DecodeServer(PDDecodeServer):
         return reusing
 
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
-        # Without the context of a client's request: Serve would give all calls that serve one
-        # request the same id, and its routers tell calls that wait for a replica apart by it.
+        # The call runs without the context of a client's request: with it, Serve would give all
+        # calls for one request the same id, by which its routers distinguish waiting calls.
         request = replace(request, kv=self._kv)
         call = partial(self._prefills.prefill.remote, request, replica=request.replica)
         response = contextvars.Context().run(call)
         try:
             return await response
         except asyncio.CancelledError:
-            response.cancel()  # or the prefill engine would go on computing for nobody
+            response.cancel()  # otherwise the prefill engine would continue to compute
             raise
 
     def _with_keys(self, port: InFlight) -> KeysRoute:
-        """The port, with a route that tells which blocks a prompt has."""
+        """Return the port's application with a route that returns a prompt's block hashes."""
         planner, config = self._planner, self.engine.llm.vllm_config
         return keys_route(port, self._app, config, planner.supplies, planner.machine)
 
     @property
     def _kv(self) -> str:
-        """With whom the engine can exchange KV; empty until that is known."""
+        """The kind of KV that the engine can exchange; empty until it is known."""
         kind = self._kind
         return "" if kind is None else str(kind.of_epoch(self.engine.meter.kv_epoch))
 
     def _open_line(self) -> ReplicaLine:
-        """Have gateways know at all times how this replica stands, and what its engine holds."""
+        """Open the line that reports this replica's state and its engine's blocks to gateways."""
         line = ReplicaLine(
             serve.get_replica_context().replica_id.unique_id,
             "decode",
@@ -300,7 +303,7 @@ class DecodeServer(PDDecodeServer):
         }
 
     def _watch_members(self) -> None:
-        """Have the planner know which prefill replicas run."""
+        """Keep the planner informed about which prefill replicas run."""
         loop = asyncio.get_running_loop()
 
         def tell(replicas: frozenset[str]) -> None:
@@ -309,8 +312,8 @@ class DecodeServer(PDDecodeServer):
         MEMBERS.watch("prefill", tell)
 
     async def _watch_prefill(self) -> None:
-        """While prefill replicas are in doubt, ask them now and then whether they are back."""
-        await self._probe("")  # the first call makes the handle learn who there is
+        """Probe the prefill replicas that are in doubt, at an interval."""
+        await self._probe("")  # with the first call the handle learns which replicas exist
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
             for replica in self._planner.prefills_in_doubt():
@@ -321,7 +324,10 @@ class DecodeServer(PDDecodeServer):
                     self._planner.prefill_down(why, replica)
 
     async def _probe(self, replica: str) -> str | None:
-        """Why a prefill replica does not work; None if it does. Without a name: of any."""
+        """Probe a prefill replica, or any one if the name is empty.
+
+        Return why it does not work; None if it does.
+        """
         probe = self._prefills.alive.remote(replica=replica)
         try:
             answered = await asyncio.wait_for(_answer(probe), timeout=2 * PROBE_INTERVAL_S)
@@ -337,7 +343,7 @@ class DecodeServer(PDDecodeServer):
             await self._obey_notes()
 
     async def _obey_notes(self) -> None:
-        """Carry out the orders that are in force and have not reached this replica."""
+        """Apply the orders that are in force and have not reached this replica."""
         try:
             noted = await asyncio.to_thread(self._notes.all)
             for order in self._obedience.news(noted, time.time()):
@@ -349,13 +355,13 @@ class DecodeServer(PDDecodeServer):
             logger.warning("cannot read the orders in force: %r", error)
 
     async def __del__(self) -> None:
-        """Finish the requests of the own port, then end; see `serving.draining`."""
+        """Finish the requests of this replica's port, then shut down (see `serving.draining`)."""
         line = getattr(self, "_line", None)
         if line is not None:
             line.drains()
         listener = getattr(self, "_listener", None)
         if listener is not None:
-            # Requests of a dead engine end by themselves, and its place is wanted.
+            # Requests of a dead engine end on their own, and its replacement needs the resources.
             grace = 1.0 if self.engine.llm.errored else grace_s(*shutdown_seconds())
             with contextlib.suppress(Exception):
                 await listener.stop(grace)
@@ -366,22 +372,27 @@ class DecodeServer(PDDecodeServer):
         await super().__del__()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's count of this replica's requests, where they come over a port that Serve does not
-        see; and its demand, for `headrace.elastic`."""
+        """Return the replica's demand, for `headrace.elastic`, and its ongoing requests for Serve.
+
+        The ongoing requests are only returned if they come over a port that Serve does not see.
+        """
         ongoing = {} if self._port is None else ongoing_requests(self._port.count)
         return {**self._planner.demand(), **ongoing}
 
     async def headrace_replica(self) -> dict[str, Any]:
-        """What this replica offers, its load, and what its port asks for: gateways pick by it."""
+        """Return the facts by which gateways choose and call this replica.
+
+        These are its load, its report line, its routes, its techniques and its port's token.
+        """
         line = {} if self._line is None else self._line.info()
         own = {"routes": self._routes, "token": self._token, "techniques": self.engine.llm.offered}
         return {**self._load(), **line, **own}
 
     def _load(self) -> dict[str, Any]:
-        """Where this replica listens and how busy it is.
+        """Return the URL at which this replica listens, and its load.
 
-        Without a URL it takes no requests; so it says at once when its engine is dead, which Serve
-        sees only after several health checks.
+        A replica without a URL gets no requests. When its engine dies, it reports no URL at once;
+        Serve notices the death only after several health checks.
         """
         meter = self.engine.meter
         port = self._listener.port if self._listener and not self.engine.llm.errored else None
@@ -396,11 +407,11 @@ class DecodeServer(PDDecodeServer):
         }
 
     async def headrace_openapi(self) -> dict[str, Any]:
-        """The OpenAPI document of this replica's application; seconds of work the first time."""
+        """Return the application's OpenAPI document; the first call takes seconds of work."""
         return dict(await asyncio.to_thread(self._app.openapi))
 
     async def headrace_status(self) -> dict[str, Any]:
-        """JSON-able state of this replica, its router's models included."""
+        """Return the JSON-able state of this replica, with its router's models."""
         orchestrator = self._orchestrator
         return {
             "role": "decode",
@@ -422,7 +433,7 @@ class DecodeServer(PDDecodeServer):
     async def headrace_warm(
         self, bodies: Sequence[dict[str, Any]], salt: str, pin: bool
     ) -> list[dict[str, Any]]:
-        """Make prompts' KV and have it stored, as `warm.warm` says; pinned if wanted."""
+        """Compute and store prompts' KV (`warm.warm`); pin it in the store if `pin` is set."""
         planner = self._planner
         done = await warm(
             self._app,
@@ -440,7 +451,7 @@ class DecodeServer(PDDecodeServer):
         return done
 
     async def _speculation(self) -> dict[str, Any] | None:
-        """For the status: an engine that is busy or dead is not waited for."""
+        """Return the state of drafting for the status; None if a busy or dead engine gives none."""
         try:
             return await asyncio.wait_for(self.engine.llm.speculation({}), SPECULATION_WAIT_S)
         except Exception:
@@ -455,27 +466,30 @@ class DecodeServer(PDDecodeServer):
             logger.info("a system prompt was warmed: %s", outcome)
 
     async def headrace_speculation(self, command: dict[str, Any]) -> dict[str, Any] | None:
-        """Change how the engine drafts, and say how drafting stands; None where it does not."""
+        """Change the engine's drafting and return its state; None if the engine does not draft."""
         return await self.engine.llm.speculation(command)
 
     async def headrace_memory(self, command: dict[str, Any]) -> dict[str, Any] | None:
-        """What this replica's drafting memory answers to `CorpusLoader.command`; None without."""
+        """Run a command of `CorpusLoader` at this replica's drafting memory.
+
+        Return the answer; None without a memory.
+        """
         replica_id = serve.get_replica_context().replica_id.unique_id
         answer = await self._corpora.command(command, replica_id)
         return None if answer is None else {"replica_id": replica_id, **answer}
 
     async def headrace_set_policy(self, policy: str) -> None:
-        """Let plans follow the `cost`, or force them `local` or `remote`, until told otherwise."""
+        """Let plans follow the `cost`, or force them `local` or `remote`, until changed again."""
         self._planner.policy = policy
 
     async def headrace_plan(self, request_id: str) -> dict[str, Any] | None:
-        """The plan made for a request, or None if this replica does not remember it."""
+        """Return the plan made for a request, or None if this replica does not remember it."""
         plans = (self._planner.explain(name) for name in engine_names(request_id))
         return next((plan for plan in plans if plan is not None), None)
 
 
 class DPDecodeServer(DecodeServer, DPServer):
-    """`DecodeServer` whose engine is one rank of a data-parallel group."""
+    """A `DecodeServer` whose engine is one rank of a data-parallel group."""
 
 
 def without_responses_store() -> None:
@@ -486,7 +500,11 @@ def without_responses_store() -> None:
 
 
 def refuse_api_key(environment: Mapping[str, str]) -> None:
-    """Raises ValueError: vLLM is told to ask for a key that gateways do not pass on."""
+    """Refuse an environment in which vLLM asks for a key that gateways do not pass on.
+
+    Raises:
+        ValueError: such a key is set.
+    """
     if environment.get(API_KEY):
         raise ValueError(
             f"{API_KEY} has no effect with headrace.token_path: relay, where the gateway checks "

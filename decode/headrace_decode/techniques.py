@@ -1,33 +1,35 @@
-"""What a request says about lossy techniques: which of them may touch its KV.
+"""Reads from a request which lossy techniques may change its KV.
 
-In a request's `vllm_xargs`:
+A request's `vllm_xargs` have these fields:
 
-    techniques: "auto"    what the app is configured for; the default
+    techniques: "auto"    the techniques that the app is configured for; the default
     techniques: "off"     exact KV only
 
-    reuse: "auto"         stored KV may be reused at other places of the prompt (docs/reuse.md)
-    reuse: "off"          it may not
-    reuse: 0.3            it may, and this share of it is computed again
+    reuse: "auto"         allow stored KV to be reused at other positions (docs/reuse.md)
+    reuse: "off"          forbid it
+    reuse: 0.3            allow it, and compute this share of the reused KV again
 
-    sparse: "auto"        answer tokens may attend to a part of the KV (docs/sparse.md)
-    sparse: "off"         they attend to all of it
-    sparse: 0.2           they may, to this share of it
+    sparse: "auto"        allow answer tokens to attend to a part of the KV (docs/sparse.md)
+    sparse: "off"         attend to all of the KV
+    sparse: 0.2           attend to this share of the KV
 
-    bounded: "auto"       a part of a long prompt's KV may be dropped (docs/bounded.md)
-    bounded: "off"        all of it is kept
-    bounded: 0.25         it may, and this share of it is kept
+    bounded: "auto"       allow a part of a long prompt's KV to be dropped (docs/bounded.md)
+    bounded: "off"        keep all of the KV
+    bounded: 0.25         keep this share of the KV
 
-Without `reuse`, `sparse` or `bounded` the app's `techniques.NAME.mode` decides. The gateway reads
-all of this to refuse what is wrong and to tell what applied; the decode replica reads it again,
-since not every path leads through a gateway. Four techniques exist: a store with a lossy codec,
-reuse, sparse attention, and bounded contexts. A request with "off" in an app with such a store gets
-a cache salt under the mark `EXACT` (`headrace_kvstore.salts`), here and at the replica that
-prefills for it. The prompts of sparse and bounded requests are computed exactly and shared as any
-other; blocks with tokens of their answers are private (`headrace_engine.private_kv`), as are blocks
-of KV that was reused. Contexts that drop KV while they are computed share nothing
-(`bounded.engine.streams`). Sparse and bounded requests reuse nothing, and no request is both.
+If a request has no `reuse`, `sparse` or `bounded`, the app's `techniques.NAME.mode` decides. The
+gateway reads the fields to refuse invalid values and to report the applied techniques. The decode
+replica reads them again, since not every request comes through a gateway.
 
-An engine that cannot do a technique serves requests as if they had not asked.
+Four techniques exist: a store with a lossy codec, reuse, sparse attention, and bounded contexts. If
+the app has such a store, a request with "off" gets a cache salt under the mark `EXACT`
+(`headrace_kvstore.salts`), here and at the replica that prefills for it. The prompts of sparse and
+bounded requests are computed exactly and shared like any others. Blocks with tokens of their
+answers are private (`headrace_engine.private_kv`), as are blocks of reused KV. Contexts that drop
+KV while they are computed share nothing (`bounded.engine.streams`). Sparse and bounded requests
+reuse nothing, and no request is both.
+
+If an engine does not support a technique, it serves requests as if they had not asked for it.
 """
 
 from __future__ import annotations
@@ -44,16 +46,16 @@ REUSE = "reuse"
 SPARSE = "sparse"
 BOUNDED = "bounded"
 MODES = ("off", "request", "auto")
-"""Of a technique in an app: never, for requests that ask, for all that do not refuse."""
+"""Modes of a technique in an app: never, for requests that ask, for all that do not refuse."""
 HEADER = b"x-headrace-techniques"
-"""In an answer: the techniques that could touch its KV, or `exact`."""
+"""Header of an answer with the techniques that could change its KV, or `exact`."""
 
 
 class TechniqueError(ValueError):
-    """A request says what there is not.
+    """Error: a request has an invalid value in a field for techniques.
 
     Attributes:
-        param: the field that is wrong.
+        param: the field with the invalid value.
     """
 
     def __init__(self, why: str, param: str) -> None:
@@ -62,7 +64,7 @@ class TechniqueError(ValueError):
 
 
 def wants_exact(extra: object) -> bool:
-    """Whether a request with these `vllm_xargs` wants exact KV only.
+    """Return whether a request with these `vllm_xargs` wants exact KV only.
 
     Raises:
         TechniqueError: the field is neither "auto" nor "off".
@@ -74,37 +76,39 @@ def wants_exact(extra: object) -> bool:
 
 
 def reuse_share(extra: object, mode: str, default: float) -> float | None:
-    """Share of reused KV that a request wants computed again; None if nothing may be reused.
+    """Return the share of reused KV to compute again; None if the request may reuse nothing.
 
     Args:
         extra: the request's `vllm_xargs`.
-        mode: of `MODES`.
-        default: share where the request names none.
+        mode: the app's mode, one of `MODES`.
+        default: share if the request names none.
 
     Raises:
-        TechniqueError: one of the fields is wrong.
+        TechniqueError: one of the fields is invalid.
     """
     return _share(REUSE, extra, mode, default)
 
 
 class Apart(NamedTuple):
-    """The technique of a request that attends to a part of its KV, and the share of it: what answer
-    tokens attend to, or what is kept."""
+    """The technique of a request whose answer attends to only a part of its KV, and its share.
+
+    The share is the part that answer tokens attend to (sparse), or that is kept (bounded).
+    """
 
     technique: str
     share: float
 
 
 def apart_of(extra: object, modes: Mapping[str, tuple[str, float]]) -> Apart | None:
-    """What a request wants of sparse attention or bounded contexts; None for neither.
+    """Return whether a request uses sparse attention or bounded contexts; None for neither.
 
     Args:
         extra: the request's `vllm_xargs`.
-        modes: mode and default share of `SPARSE` and `BOUNDED` in the app; less those that it has
-            not.
+        modes: mode and default share of `SPARSE` and `BOUNDED` in the app, as far as the app has
+            these techniques.
 
     Raises:
-        TechniqueError: one of the fields is wrong, or the request asks for both.
+        TechniqueError: one of the fields is invalid, or the request asks for both techniques.
     """
     asked = extra if isinstance(extra, Mapping) else {}
     found = {
@@ -134,11 +138,11 @@ def _share(field: str, extra: object, mode: str, default: float) -> float | None
 
 
 def exact_of(request: Mapping[str, Any]) -> bool:
-    """The same of a request's decoded body.
+    """Return whether a request's decoded body asks for exact KV only.
 
     Raises:
-        TechniqueError: as `wants_exact`; or the request is a beam search, whose steps vLLM sends to
-            the engine without the field.
+        TechniqueError: the field is neither "auto" nor "off"; or it is "off" in a beam search,
+            whose steps vLLM sends to the engine without the field.
     """
     exact = wants_exact(request.get("vllm_xargs"))
     if exact and request.get("use_beam_search"):
@@ -147,8 +151,11 @@ def exact_of(request: Mapping[str, Any]) -> bool:
 
 
 def share_in(params: Any, technique: str) -> float | None:
-    """The share of one technique that an engine's request brings in the extra arguments of its
-    sampling parameters; None for all of its KV, as is 1, and where it has no parameters."""
+    """Return one technique's share in the extra arguments of an engine request's parameters.
+
+    Returns:
+        The share, below 1; None if the request uses all of its KV or has no parameters.
+    """
     value = ((params and params.extra_args) or {}).get(technique)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
         return None
@@ -156,15 +163,17 @@ def share_in(params: Any, technique: str) -> float | None:
 
 
 def salt_for(salt: str, extra: object, lossy: str) -> str:
-    """The cache salt under which a request's KV is shared; unchanged unless a technique matters.
+    """Return the cache salt under which a request's KV is shared.
+
+    The salt changes only if the request wants exact KV and the store is lossy.
 
     Args:
-        salt: the tenant's and the client's (`headrace_kvstore.salts.salt_of`).
+        salt: salt made from the tenant's and the client's (`headrace_kvstore.salts.salt_of`).
         extra: the request's `vllm_xargs`.
-        lossy: what the app's store applies; empty if it is exact.
+        lossy: the technique of the app's store; empty if the store is exact.
 
     Raises:
-        TechniqueError: the field is wrong, or the client's salt looks marked.
+        TechniqueError: the field is invalid, or the client's salt begins like a marked one.
     """
     if is_marked(salt):
         raise TechniqueError('cache_salt must not begin with "technique:".', "cache_salt")
@@ -173,11 +182,11 @@ def salt_for(salt: str, extra: object, lossy: str) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request says of techniques; None leaves it to the app.
+    """The techniques that a request allows or refuses; None leaves one to the app.
 
     Attributes:
-        exact: it wants exact KV only.
-        reuse, sparse, bounded: whether it allows these.
+        exact: whether the request wants exact KV only.
+        reuse, sparse, bounded: whether the request allows these techniques.
     """
 
     exact: bool = False
@@ -187,10 +196,10 @@ class Asked:
 
 
 def asked_of(request: Mapping[str, Any]) -> Asked:
-    """What a request's decoded body says.
+    """Read the techniques from a request's decoded body.
 
     Raises:
-        TechniqueError: as `exact_of`, `reuse_share` and `apart_of`.
+        TechniqueError: `exact_of`, `reuse_share` or `apart_of` refuses a field.
     """
     extra = request.get("vllm_xargs")
     apart_of(extra, {name: ("request", 0.5) for name in (SPARSE, BOUNDED)})
@@ -204,17 +213,24 @@ def _allows(field: str, extra: object) -> bool | None:
 
 
 def offered(lossy: str, modes: Mapping[str, str]) -> str:
-    """What a replica tells gateways, for `applied`: what its store applies, and the modes of
-    `REUSE`, `SPARSE` and `BOUNDED`."""
+    """Return a replica's techniques in the form that gateways pass to `applied`.
+
+    Args:
+        lossy: the technique of the store; empty if the store is exact.
+        modes: the modes of `REUSE`, `SPARSE` and `BOUNDED`.
+    """
     told = [f"{name}={mode}" for name, mode in modes.items() if mode != "off"]
     return ", ".join(filter(None, (lossy, *told)))
 
 
 def applied(asked: Asked, offer: str) -> str:
-    """What `HEADER` says. It is known before the first token, so it tells what could be used.
+    """Return the value of `HEADER` for an answer.
+
+    It is known before the first token, so it names the techniques that could be used.
 
     Args:
-        offer: the replica's, as `offered`.
+        asked: the techniques that the request allows or refuses.
+        offer: the replica's techniques, from `offered`.
     """
     if asked.exact:
         return "exact"
@@ -226,7 +242,7 @@ def applied(asked: Asked, offer: str) -> str:
             told.append(one)
         elif mode == "auto" if wanted[name] is None else wanted[name]:
             told.append(name)
-    # A request is sparse or bounded, and then it reuses nothing; what it asked for comes first.
+    # A sparse or bounded request reuses nothing; a technique that it asked for takes precedence.
     apart = sorted((n for n in (SPARSE, BOUNDED) if n in told), key=lambda name: not wanted[name])
     if apart:
         told = [name for name in told if name not in wanted] + apart[:1]

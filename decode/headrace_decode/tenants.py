@@ -1,4 +1,4 @@
-"""What an operator allows for whom: whether a tenant is drafted for, and its answers are kept."""
+"""An operator's drafting policy for each tenant: whether to draft, and whether to keep answers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 OTHERS = "*"
-"""In `Tenants.by_salt`: all that are not named."""
+"""Key in `Tenants.by_salt` for all tenants without an entry."""
 
 
 @dataclass(frozen=True)
 class TenantPolicy:
-    """For one tenant's requests.
+    """The drafting policy for one tenant's requests.
 
     Attributes:
-        draft: whether anything is drafted. Without it nothing is kept either.
+        draft: whether tokens are drafted. If not, no answers are kept either.
         keep: whether answers are kept to draft from.
     """
 
@@ -24,15 +24,15 @@ class TenantPolicy:
 
 @dataclass(frozen=True)
 class Tenants:
-    """Policies by cache salt; a tenant's requests without a salt have the salt ""."""
+    """The drafting policies by cache salt; requests without a salt have the salt ""."""
 
     by_salt: Mapping[str, TenantPolicy] = field(default_factory=dict)
 
     def of(self, salt: str) -> TenantPolicy:
-        """The policy of the tenant with this salt."""
+        """Return the policy of the tenant with this salt."""
         found = self.by_salt.get(salt) or self.by_salt.get(OTHERS)
         return found or TenantPolicy()
 
 
 ALL_ALIKE = Tenants()
-"""Everybody is drafted for from what everybody keeps for itself."""
+"""Policies that draft for every tenant, and keep every tenant's answers."""

@@ -1,16 +1,17 @@
-"""How many prompts of one request are answered at once.
+"""Limits the number of prompts of one request that are answered at the same time.
 
-vLLM starts all prompts of a completion at once. Each is checked, planned and handed to the engine
-in a millisecond, so a thousand of them would hold the loop, and everybody's streams, for a second;
-then they would fill the engine's steps, and everybody's next token would wait for them.
+vLLM starts all prompts of a completion at once. Each takes a millisecond to check, plan and hand to
+the engine. A thousand prompts would thus block the event loop, and all other streams, for a second.
+They would then fill the engine's steps, and delay the next token of all other requests.
 
-So they begin one after the other, each in a turn of the event loop. While the engine serves other
-requests as well, only as many are answered at once as make its steps longer by a share (`LONGER`),
-one at least. The request takes longer, its neighbours go on.
+Here, the prompts of one request begin one after the other, each in its own turn of the event loop.
+While the engine serves other requests, the number of prompts answered at the same time is limited:
+together they may lengthen the engine's steps by the share `LONGER`. At least one prompt is always
+answered. The request takes longer, and other requests continue.
 
-Longer than what: while a request's prompts are in each step, nobody sees how long a step takes
-without them. The fit then takes long steps for a slow machine, and a share of that lets in more. So
-a step of the others is priced when the request begins, and afterwards only ever for less.
+The baseline step time cannot be observed while the request's prompts are in every step. The fitted
+step time would then mistake long steps for a slow machine, and the share would admit more prompts.
+Therefore the baseline is estimated when the request begins, and later estimates can only lower it.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ from headrace_engine.gate import Job
 from headrace_engine.steptime import StepTime
 
 LONGER = 0.15
-"""Share by which the prompts of one request may lengthen the steps of others. What it costs and
-saves: docs/benchmarks.md, "One hostile tenant"."""
+"""Share by which the prompts of one request may lengthen the steps of other requests. Its costs and
+gains are in docs/benchmarks.md, "One hostile tenant"."""
 
 ALONE_S = 1.0
-"""Somebody who streams one answer after the other is still there between two of them."""
+"""Seconds without other prompts after which the limit no longer applies. It is long enough that the
+limit holds while another client pauses between two answers."""
 
 
 @dataclass
 class Prompts:
-    """What the prompts of one request share.
+    """The state that the prompts of one request share.
 
     Attributes:
-        turn: held by the one that begins.
-        job: their place in the queue for the engine.
-        answered: how many are being answered.
-        left: set when one of them ends.
-        others, others_s: how many of others were being answered when there last were any; when.
-        priced, alone_s: a step of so many others takes so long without these prompts.
+        turn: lock of the prompt that begins.
+        job: the prompts' place in the queue for the engine.
+        answered: number of prompts that are being answered.
+        left: event that is set when one of the prompts ends.
+        others, others_s: number of other requests' prompts being answered when there last were any;
+            the time of that.
+        priced, alone_s: number of other prompts, and the seconds of a step with only these.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -57,7 +60,7 @@ class Prompts:
     alone_s: float = math.inf
 
     def rows_beside(self, steps: StepTime) -> int:
-        """How many prompts make the steps of the others longer by `LONGER`."""
+        """Return the number of prompts that lengthen the steps of other requests by `LONGER`."""
         alone_s = steps.seconds(rows=self.others)
         before_s = self.alone_s * alone_s / steps.seconds(rows=self.priced)
         self.priced, self.alone_s = self.others, min(alone_s, before_s)
@@ -65,15 +68,15 @@ class Prompts:
 
 
 PROMPTS: ContextVar[Prompts | None] = ContextVar("headrace_prompts", default=None)
-"""Of the request that this task answers; None for what is no request of a client's."""
+"""Prompts of the client's request that this task answers; None without such a request."""
 
 
 class Turns:
     """The turns of all prompts of one engine.
 
     Args:
-        steps: the fit of the engine's steps, which goes on learning.
-        clock: seconds.
+        steps: the fitted step time of the engine, which is updated elsewhere.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, steps: StepTime, clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,8 +85,11 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Held while a prompt is answered; begins in a turn of the loop that no other prompt of
-        the same request has, and when there is room."""
+        """Wait for a turn of a prompt, and hold it while the prompt is answered.
+
+        It begins when the request's limit permits, in a turn of the event loop in which no other
+        prompt of the same request begins.
+        """
         prompts = PROMPTS.get() or Prompts()
         async with prompts.turn:
             await asyncio.sleep(0)
@@ -100,7 +106,7 @@ class Turns:
             prompts.left.set()
 
     def _room(self, prompts: Prompts) -> float:
-        """How many prompts of a request may be answered at once."""
+        """Return the number of prompts of a request that may be answered at the same time."""
         others, now_s = self._answered - prompts.answered, self._clock()
         if others > 0:
             prompts.others, prompts.others_s = others, now_s

@@ -1,8 +1,8 @@
-"""Prompts whose KV is made before anybody asks for it: system prompts at start, and on demand.
+"""Computes the KV of prompts before a client needs it: system prompts at start, and on demand.
 
-A prompt goes through the replica's own HTTP application like a client's, so that it is rendered,
-tokenised and planned as the real ones that follow will be; of its answer one token is made and
-thrown away. Its full blocks are then in the store, where they can be pinned.
+A prompt goes through the replica's own HTTP application like a client's request, so it is rendered,
+tokenised and planned like the real requests that follow. One token of its answer is computed and
+discarded. The prompt's full blocks are then in the store, where they can be pinned.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import httpx
 logger = logging.getLogger("headrace.decode")
 
 SAVE_PATIENCE_S = 10.0
-"""Saves run behind the step; how long they are waited for."""
+"""Maximum time to wait for a prompt's blocks, which are saved in the background after the step."""
 
 Stored = Callable[[Sequence[int], str], int]
-"""(token ids, salt) -> leading tokens of the prompt that the store holds."""
+"""(token ids, salt) -> number of leading tokens of the prompt that the store holds."""
 
 
 async def warm(
@@ -32,18 +32,18 @@ async def warm(
     stored: Stored,
     block_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Make the KV of prompts, one after the other.
+    """Compute and store the KV of prompts, one after the other.
 
     Args:
         app: the replica's OpenAI application (ASGI).
         bodies: each `{"prompt": text or token ids}` or `{"messages": [...]}`.
         salt: the tenant's cache salt; empty for none.
-        stored: what the store holds by now.
+        stored: returns how much of a prompt the store holds.
         block_tokens: tokens of a KV block.
 
     Returns:
-        For each prompt its `token_ids`, `cached_tokens` (that were found) and `stored_tokens`; or
-        `error`, what vLLM said of it.
+        For each prompt its `token_ids`, `cached_tokens` (found in a cache) and `stored_tokens`; or
+        `error` with vLLM's message.
     """
     transport = httpx.ASGITransport(app=app)
     common: dict[str, Any] = {"model": model_id, "max_tokens": 1, "return_token_ids": True}
@@ -54,7 +54,7 @@ async def warm(
         for body in bodies:
             path = "/v1/completions"
             if "messages" in body:
-                # What comes behind a prefix of a conversation is not known yet.
+                # The next message of the conversation is not known yet.
                 path, body = "/v1/chat/completions", {**body, "add_generation_prompt": False}
             response = await client.post(path, json={**common, **body}, timeout=None)
             done.append(_outcome(response))

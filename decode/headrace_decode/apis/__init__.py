@@ -1,1 +1,1 @@
-"""The APIs that clients call, as they expect them where vLLM's application differs."""
+"""Corrections to vLLM's application where it differs from the APIs that clients expect."""

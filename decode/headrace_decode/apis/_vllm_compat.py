@@ -1,6 +1,6 @@
-"""Puts the layer into vLLM's application.
+"""Adds the API layer to vLLM's application.
 
-`tests/unit/test_contracts_decode.py` pins what is used here.
+`tests/unit/test_contracts_decode.py` checks the parts of vLLM that are used here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from headrace_engine.serving.validation import bound_validation
 def add_api_layer(
     app: Any, why_no_tools: str | None = None, engine_died: Callable[[], bool] = lambda: False
 ) -> None:
-    """Have an application that serves no request yet check requests and complete answers.
+    """Make an application check requests and complete answers; it must serve no request yet.
 
     Args:
         app: vLLM's application over an engine.
         why_no_tools: why tool calls cannot be parsed; None if they can.
-        engine_died: whether the engine did.
+        engine_died: returns whether the engine died.
     """
     bound_validation(app)
     config = app.state.vllm_config
@@ -36,7 +36,10 @@ def add_api_layer(
 
 
 def add_middleware(app: Any, middleware: Any, **settings: Any) -> None:
-    """Do what `app.add_middleware` does, which refuses since vLLM's `build_app` has built the stack
-    of middleware, though no request was served."""
+    """Add a middleware like `app.add_middleware`, after the stack was built.
+
+    `app.add_middleware` itself refuses, since vLLM's `build_app` has built the stack of middleware
+    although no request was served.
+    """
     app.user_middleware.insert(0, Middleware(middleware, **settings))
     app.middleware_stack = app.build_middleware_stack()

@@ -1,6 +1,6 @@
 """Refuses requests that vLLM's application would answer with a 500, or whose fields it ignores.
 
-A field that is ignored gives an answer that the client did not ask for and nobody says so: a tool
+If a field is ignored, the client gets another answer than it asked for, without any notice: a tool
 that is never called, a schema that is not enforced, a priority that has no effect. Pure: the caller
 sends the refusal.
 """
@@ -27,21 +27,21 @@ GUIDED = {
     "guided_choice": "structured_outputs: {choice: [TEXT, ...]}",
     "guided_grammar": "structured_outputs: {grammar: TEXT}",
 }
-"""Fields of earlier versions of vLLM, and what replaced them (vLLM 0.29 ignores the former)."""
+"""Fields of earlier versions of vLLM, and their replacements (vLLM 0.29 ignores the old fields)."""
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 """Types of the items of `input` that vLLM renders. It answers all others with 500."""
 TOOL_TYPES = ("function", "namespace")
-"""Types of the tools of `/v1/responses` that the model is shown. Others run on OpenAI's servers."""
+"""Tool types of `/v1/responses` that are shown to the model. Others run on OpenAI's servers."""
 TEXT_TYPES = ("output_text", "input_text", "text")
 """Types of the parts of an assistant's message that vLLM renders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is answered 400.
+    """The reason why a request is answered with 400.
 
     Attributes:
-        message: for a person.
+        message: the reason, in words.
         param: the field that is wrong.
     """
 
@@ -65,7 +65,7 @@ class Abilities:
 
 
 class Fields(msgspec.Struct):
-    """The fields of a request that are looked at; long ones stay unparsed."""
+    """The fields of a request that are checked; long ones stay unparsed."""
 
     request_id: Any = None
     stream: Any = None
@@ -104,7 +104,7 @@ class _Item(msgspec.Struct):
 
     @property
     def strict_schema(self) -> Any:
-        """The schema of a tool whose calls must keep to it; None for any other tool."""
+        """The schema that a strict tool's calls must follow; None for any other tool."""
         if self.function is not None:
             return self.function.parameters if self.function.strict is True else None
         if self.strict is not True:
@@ -119,7 +119,7 @@ _decode_parts = msgspec.json.Decoder(list[_Part]).decode
 
 
 def fields_of(body: bytes) -> Fields | None:
-    """The fields of a body; None for one that is no JSON object, of which vLLM tells."""
+    """Return the fields of a body; None if it is not a JSON object, which vLLM reports."""
     try:
         return _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -127,7 +127,7 @@ def fields_of(body: bytes) -> Fields | None:
 
 
 def check(path: str, fields: Fields, can: Abilities) -> Refusal | None:
-    """Why a request for one of `PATHS` is refused; None if it is not."""
+    """Return why a request for one of `PATHS` is refused; None if it is not."""
     for rule in _RULES:
         for refusal in rule(path, fields, can):
             return refusal
@@ -137,7 +137,7 @@ def check(path: str, fields: Fields, can: Abilities) -> Refusal | None:
 def _request_id(path: str, fields: Fields, can: Abilities) -> Iterator[Refusal]:
     told = fields.request_id
     if path == MESSAGES or told is None or not isinstance(told, str):
-        return  # vLLM ignores it, or says what is wrong with its type
+        return  # vLLM ignores the field, or reports its wrong type
     if not REQUEST_ID.fullmatch(told):
         yield Refusal(
             "request_id must be 1 to 128 letters, digits, '_', '.', ':' or '-'.", "request_id"
@@ -223,7 +223,7 @@ def _items(path: str, fields: Fields, can: Abilities) -> Iterator[Refusal]:
 
 
 def _list(raw: msgspec.Raw) -> list[_Item]:
-    """The objects of a list; nothing for what is none, of which vLLM tells."""
+    """Return the objects of a list; an empty list for other values, which vLLM reports."""
     try:
         return _decode_items(raw) if bytes(memoryview(raw)[:1]) == b"[" else []
     except (msgspec.DecodeError, RecursionError):

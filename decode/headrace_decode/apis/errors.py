@@ -1,4 +1,4 @@
-"""Errors in the shape that an API's clients read."""
+"""Converts errors to the format that an API's clients expect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 MOST_SEARCHED, MOST_FIELDS = 16_384, 5
-"""Of a message that is made plain: characters that are looked at, and fields that are named."""
+"""Limits of `plain`: characters of the message that are searched, and fields that are named."""
 _WRONG_FIELD = re.compile(
     r"""'loc': \(([^()]{0,200})\), 'msg': (?:'([^'\\]{1,500})'|"([^"\\]{1,500})")"""
 )
@@ -28,23 +28,23 @@ ANTHROPIC_TYPES = {
 
 
 def anthropic_type(status: int) -> str:
-    """The type of an error with this status."""
+    """Return Anthropic's type of an error with this status."""
     return ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    """An error as Anthropic's API writes it."""
+    """Return an error as Anthropic's API writes it."""
     return {"type": "error", "error": {"type": anthropic_type(status), "message": message}}
 
 
 def openai_error(message: str, param: str | None, status: int = 400) -> dict[str, Any]:
-    """A client's error as vLLM's application writes it."""
+    """Return an error as vLLM's application writes it."""
     kind = "BadRequestError" if status == 400 else "InternalServerError"
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def plain(message: str) -> str:
-    """A message without Python's notation: of an error of pydantic's, fields and what is wrong."""
+    """Return a message without Python's notation: a pydantic error's fields and their faults."""
     found = _WRONG_FIELD.findall(message[:MOST_SEARCHED])[:MOST_FIELDS]
     if not found:
         return message
@@ -57,7 +57,7 @@ def plain(message: str) -> str:
 
 
 def message_of(body: bytes) -> str | None:
-    """The message in an error's document, of either shape; None if there is none."""
+    """Return the message in an error's document, in either format; None if there is none."""
     try:
         document = json.loads(body)
         message = document["error"]["message"]

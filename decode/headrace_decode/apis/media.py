@@ -1,10 +1,10 @@
-"""Keeps the names that clients give to their media apart by tenant.
+"""Adds the tenant to the names that clients give to their media.
 
-A part of a message may name its picture, sound or film by `uuid`. vLLM takes that name for the
-media's hash: in its caches of processed media and of encoders, and in the hashes of KV blocks. So a
-client could get another's picture by its name, or put another picture under it. After this every
-name is a tenant's own. (A name in a picture's EXIF data counts for vLLM only if its type is
-`uuid.UUID`, which no file can hold.)
+A part of a message may name its picture, sound or film by `uuid`. vLLM uses that name as the
+media's hash: in its caches of processed media and of encoders, and in the hashes of KV blocks. A
+client could therefore get another client's picture by its name, or store another picture under the
+name. With this change, every name belongs to one tenant. (vLLM uses a name in a picture's EXIF data
+only if its type is `uuid.UUID`, which no file can hold.)
 
 Pure: bytes in, bytes out.
 """
@@ -17,18 +17,21 @@ import json
 _PLACES = ("messages", "input", "prompt")
 """Fields of requests that may hold media."""
 _SIGNS = (b"uuid", b"\\u0075", b"\\u0069", b"\\u0064")
-"""One of these is in a body that has the key, however its letters are written."""
+"""Byte strings of which a body with the key `uuid` contains one, however its letters are written.
+"""
 
 
 def scoped(body: bytes, tenant: str) -> bytes:
-    """A request's body with the tenant's digest before the name of each of its media; as it is if
-    it names none."""
+    """Return a request's body with the tenant's digest before the name of each of its media.
+
+    A body that names no media is returned unchanged.
+    """
     if not any(sign in body for sign in _SIGNS):
         return body
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        return body  # vLLM tells what is wrong
+        return body  # vLLM reports the error
     if not isinstance(request, dict):
         return body
     digest = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()

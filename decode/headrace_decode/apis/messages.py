@@ -1,7 +1,7 @@
-"""`/v1/messages` as Anthropic's clients read it.
+"""Corrects answers of `/v1/messages` to the format that Anthropic's clients expect.
 
-vLLM leaves `stop_sequence` out where no stop string matched, and names answers `chatcmpl-...`.
-Pure: bytes in, bytes out.
+vLLM omits `stop_sequence` if no stop string matched, and names answers `chatcmpl-...`. Pure: bytes
+in, bytes out.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _START, _DELTA, _ERROR = b"event: message_start\n", b"event: message_delta\n", b
 
 
 def answer(body: bytes) -> bytes:
-    """A whole answer with Anthropic's fields."""
+    """Return a whole answer with Anthropic's fields."""
     message = json.loads(body)
     _complete(message)
     return _encoded(message)
 
 
 def error(status: int, body: bytes) -> bytes:
-    """An error's document in Anthropic's shape."""
+    """Return an error's document in Anthropic's format."""
     message = message_of(body) or body.decode("utf-8", "replace")[:500]
     return _encoded(anthropic_error(status, plain(message)))
 
 
 def event(one: bytes) -> bytes:
-    """One event of a stream with Anthropic's fields."""
+    """Return one event of a stream with Anthropic's fields."""
     if not one.startswith((_START, _DELTA, _ERROR)):
         return one
     head, _, data = one.partition(b"data: ")

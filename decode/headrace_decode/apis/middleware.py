@@ -1,7 +1,7 @@
 """The layer between vLLM's application and its clients: checks requests, completes answers.
 
-ASGI. What it does to each API is in the modules beside this one. A request for any other path, and
-the events of a chat's stream, pass as they are.
+ASGI. The other modules of this package make the changes for each API. A request for any other path,
+and the events of a chat's stream, pass unchanged.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ logger = logging.getLogger("headrace.decode")
 Message = MutableMapping[str, Any]
 ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
 LONG_BYTES = 256 * 1024
-"""Size from which a body is long."""
+"""Size above which a body is long."""
 REST_S_A_BYTE = 20e-9
-"""Between two passes over long bodies: about what a pass takes."""
+"""Rest before a pass over a long body, in seconds a byte: about as long as a pass takes."""
 _END = b"\n\n"
 _REQUEST_ID = b"x-request-id"
 _BEFORE_ENGINE = (b"event: response.created\n", b"event: response.in_progress\n")
-"""How the events begin that vLLM sends before it asks the engine."""
+"""Prefixes of the events that vLLM sends before it calls the engine."""
 
 
 class ApiMiddleware:
-    """See the module.
+    """ASGI application that checks requests and completes answers of vLLM's application.
 
     Args:
         app: vLLM's application.
-        abilities: what the engine and the application can do.
-        engine_died: whether the engine did; a 500 is then no client's fault.
+        abilities: the abilities of the engine and the application.
+        engine_died: returns whether the engine died; then a 500 is not the client's fault.
     """
 
     def __init__(self, app: ASGIApp, abilities: Abilities, engine_died: Callable[[], bool]) -> None:
@@ -87,10 +87,10 @@ class ApiMiddleware:
             USAGE.reset(before)
 
     async def _rested(self, body: bytes) -> None:
-        """Wait until no other long body has been passed over for a while, if this one is long.
+        """If the body is long, wait for other long bodies, and rest before the next pass over it.
 
-        A pass holds the loop for 10 to 30 ms, and a token needs several turns of the loop to get
-        out: without a rest it would wait for as many passes.
+        A pass blocks the event loop for 10 to 30 ms, and a token needs several turns of the loop to
+        leave the replica. Without rests it would wait for as many passes.
         """
         if len(body) > LONG_BYTES:
             async with self._long_body:
@@ -98,10 +98,11 @@ class ApiMiddleware:
 
 
 class _Shaped:
-    """The answer of vLLM's application on its way.
+    """The answer of vLLM's application on its way to the client.
 
-    Whole answers that are changed are collected; streams pass event by event. A stream begins with
-    the engine's first output: a refusal of the engine's is an answer with a status of its own.
+    A whole answer that must be changed is collected first; streams pass event by event. A stream
+    begins with the engine's first output, so that a refusal of the engine is answered with its own
+    status.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class _Shaped:
             self._changes[checks.COMPLETIONS] = self._completion_event
 
     async def send(self, message: Message) -> None:
-        """As ASGI's."""
+        """Send an ASGI message, changed for the API's clients."""
         if message["type"] == "http.response.start":
             await self._begin(message)
         elif self._start is not None:
@@ -146,7 +147,10 @@ class _Shaped:
             await self._send(message)
 
     async def refuse_late(self) -> bool:
-        """Answer a request that the engine refused when its stream should begin; whether it was."""
+        """Refuse a request if the engine refused it before its stream began.
+
+        Return whether the request is refused.
+        """
         refusal = self._counted.refusal
         if refusal is None or self._waiting is None:
             return self._refused
@@ -155,8 +159,10 @@ class _Shaped:
         return True
 
     async def _may_begin(self, message: Message) -> bool:
-        """Whether a stream begins with this part of it. What came before the engine was asked waits
-        for that."""
+        """Return whether the stream can begin with this part.
+
+        Events that vLLM sends before it calls the engine are held until then.
+        """
         assert self._waiting is not None
         body = message.get("body", b"")
         if body.startswith(_BEFORE_ENGINE) and message.get("more_body", False):
@@ -195,8 +201,11 @@ class _Shaped:
         await _send_whole(self._send, message, body)
 
     def _error(self, status: int, body: bytes) -> tuple[int, bytes]:
-        """An error in the API's shape. What vLLM failed on before any prompt reached an engine that
-        lives is the request's fault."""
+        """Return an error in the API's format.
+
+        If vLLM failed before any prompt reached the engine, and the engine lives, the error is the
+        request's fault.
+        """
         if status == 500 and not self._counted.prompts and not self._engine_died():
             said = errors.message_of(body) or "no reason is known"
             logger.warning("a request was not understood: %s", said)
@@ -225,7 +234,7 @@ class _Shaped:
 
 
 class _Errors:
-    """The errors of one answer, in Anthropic's shape; anything else as it is."""
+    """An answer whose errors are changed to Anthropic's format; anything else is unchanged."""
 
     def __init__(self, send: Any) -> None:
         self._send = send
@@ -233,7 +242,7 @@ class _Errors:
         self._body: list[bytes] = []
 
     async def send(self, message: Message) -> None:
-        """As ASGI's."""
+        """Send an ASGI message; an error is collected and sent in Anthropic's format."""
         if message["type"] == "http.response.start" and message["status"] >= 400:
             self._start = message
         elif self._start is None:
@@ -246,7 +255,7 @@ class _Errors:
 
 
 def _named(scope: Message, path: str, fields: Fields) -> Message:
-    """The scope with the request id that the body names, where vLLM takes the header's."""
+    """Return the scope with the body's request id in the header, from which vLLM takes it."""
     if path not in (checks.CHAT, checks.COMPLETIONS) or not isinstance(fields.request_id, str):
         return scope
     headers = [head for head in scope["headers"] if head[0] != _REQUEST_ID]
@@ -254,7 +263,7 @@ def _named(scope: Message, path: str, fields: Fields) -> Message:
 
 
 def _are_several(prompt: msgspec.Raw) -> bool:
-    """Whether a completion's prompt is a list of prompts and not of token ids."""
+    """Return whether a completion's prompt is a list of prompts and not of token ids."""
     start = bytes(memoryview(prompt)[:64])
     return start.startswith(b"[") and not start[1:].lstrip()[:1].isdigit()
 
@@ -264,14 +273,14 @@ def _kind(message: Message) -> bytes:
 
 
 async def _scoped(body: bytes, tenant: str) -> bytes:
-    """`media.scoped`, which takes tens of milliseconds for a body of megabytes, off the loop."""
+    """Run `media.scoped`, in a thread for a long body: one of megabytes takes tens of ms."""
     if len(body) <= LONG_BYTES:
         return media.scoped(body, tenant)
     return await asyncio.to_thread(media.scoped, body, tenant)
 
 
 async def _read(receive: Any) -> bytes | None:
-    """The whole body; None if the client left before its end."""
+    """Return the whole body; None if the client left before its end."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -283,7 +292,7 @@ async def _read(receive: Any) -> bytes | None:
 
 
 def _with_body(scope: Message, body: bytes, receive: Any) -> tuple[Message, Any]:
-    """The scope of a request with this body, and a `receive` that gives it."""
+    """Return the scope of a request with this body, and a `receive` that gives the body."""
     length = b"%d" % len(body)
     headers = [(k, length if k == b"content-length" else v) for k, v in scope["headers"]]
     first = True

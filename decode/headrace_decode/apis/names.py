@@ -6,15 +6,15 @@ from headrace_decode.apis.messages import ID
 
 
 def engine_names(request_id: str) -> tuple[str, ...]:
-    """The names under which the engine may know a request.
+    """Return the names under which the engine may know a request.
 
     Args:
-        request_id: the id that the client sent or was given. vLLM puts the kind of answer before
-            it, and the number of the prompt in its list after it.
+        request_id: the id that the client sent or was given. vLLM prepends the kind of answer, and
+            appends the number of the prompt in its list.
     """
     return (
         request_id,
         f"chatcmpl-{request_id.removeprefix(ID)}",
         f"cmpl-{request_id}-0",
-        f"{request_id}_0",  # of `/v1/responses`
+        f"{request_id}_0",  # name in `/v1/responses`
     )

@@ -1,12 +1,12 @@
-"""`/v1/responses` as OpenAI's clients read it.
+"""Corrects answers of `/v1/responses` to the format that OpenAI's clients expect.
 
-In streams, vLLM names each item twice, once while it comes and once in the last event; it calls a
-cut answer completed; and it marks the cut item as completed. Here an item keeps the id with which
-it was added, the last event of a cut answer is `response.incomplete`, and the item that was cut is
-incomplete.
+In streams, vLLM gives each item two ids, one in the item's events and one in the last event. It
+also reports a cut answer, and the item that was cut, as completed. Here an item keeps the id with
+which it was added, the last event of a cut answer is `response.incomplete`, and the item that was
+cut is marked incomplete.
 
-The events of an item that need no parsing are most of a stream: their id is replaced as bytes.
-Pure: bytes in, bytes out.
+Events that need no parsing make up most of a stream: their id is replaced as bytes. Pure: bytes in,
+bytes out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from typing import Any
 
 PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
-"""How the ids of items begin, by their type; OpenAI's."""
+"""Type of an item -> OpenAI's prefix of its id."""
 _ADDED, _DONE = b"event: response.output_item.added\n", b"event: response.output_item.done\n"
 _COMPLETED = b"event: response.completed\n"
 _PLAIN_ID = re.compile(r"[0-9a-f]{16,32}")
@@ -24,7 +24,7 @@ _CALL = ("id", "call_id")
 
 
 def answer(body: bytes) -> bytes:
-    """A whole answer whose last item says whether it was cut."""
+    """Return a whole answer; if it was cut, its last item is marked incomplete."""
     response = json.loads(body)
     if not _mark_cut(response):
         return body
@@ -32,7 +32,7 @@ def answer(body: bytes) -> bytes:
 
 
 class EventRewriter:
-    """One stream."""
+    """Rewriter of the events of one stream."""
 
     def __init__(self) -> None:
         self._ids: tuple[bytes, bytes] | None = None
@@ -40,8 +40,10 @@ class EventRewriter:
         self._held = b""
 
     def rewrite(self, event: bytes) -> bytes:
-        """The events to send now that this one has come. The end of an item waits for the event
-        behind it, which tells whether the item was cut."""
+        """Return the events to send after this event arrived.
+
+        The end of an item is held until the next event, which shows whether the item was cut.
+        """
         if self._ids is not None:
             event = event.replace(*self._ids)
         if event.startswith(_COMPLETED):
@@ -56,7 +58,7 @@ class EventRewriter:
         return held + event
 
     def rest(self) -> bytes:
-        """What still waits where the stream has ended."""
+        """Return the event that is still held at the end of the stream."""
         held, self._held = self._held, b""
         return held
 
@@ -83,17 +85,17 @@ class EventRewriter:
         return held + head + b"data: " + _encoded(document) + b"\n\n"
 
     def _name_items(self, response: dict[str, Any]) -> None:
-        """Give the items of the last event the names that they had as they came."""
+        """Give the items of the last event the ids that they had in their own events."""
         output = response.get("output") or []
         if [item.get("type") for item in output] != [item.get("type") for item in self._items]:
-            response["output"] = self._items  # what the client has
+            response["output"] = self._items  # the items that the client has
             return
         for item, came in zip(output, self._items, strict=True):
             item.update({name: came[name] for name in _CALL if name in came and name in item})
 
 
 def _mark_cut(response: dict[str, Any]) -> bool:
-    """Mark the last item of a cut answer as incomplete; whether there is one."""
+    """Mark the last item of a cut answer as incomplete; return whether there is one."""
     output = response.get("output")
     if response.get("status") != "incomplete" or not output:
         return False

@@ -1,7 +1,8 @@
 """The cost of one request's prompts, and whether the engine refused one.
 
-vLLM's completions tell the number of one prompt where a request has several, and count the token
-that the engine draws for `echo` with `max_tokens: 0`. The prompts of one request count here.
+For a request with several prompts, vLLM's completions report the cached tokens of only one prompt.
+They also count the token that the engine draws for `echo` with `max_tokens: 0`. This module counts
+all prompts of a request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class RequestUsage:
     """The cost of one request's prompts.
 
     Attributes:
-        prompts: how many reached the engine.
+        prompts: number of prompts that reached the engine.
         refusal: why one of them was refused, with the field that is wrong; None if none was.
         samples: the engine's states (vLLM's `RequestState`) of the samples of a prompt that has
             several, by the name of its request.
@@ -30,28 +31,28 @@ class RequestUsage:
         self._cached: dict[int, int] = {}
 
     def begin(self) -> int:
-        """A prompt reaches the engine; its number."""
+        """Count a prompt that reaches the engine; return its number."""
         self.prompts += 1
         return self.prompts
 
     def tell(self, prompt: int, cached_tokens: int) -> None:
-        """So many tokens of a prompt were not computed."""
+        """Record the number of a prompt's tokens that were cached and not computed."""
         self._cached[prompt] = cached_tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of cached tokens of all prompts."""
         return sum(self._cached.values())
 
 
 class CachedTokens:
-    """How many tokens of one prompt no engine computed.
+    """The number of tokens of one prompt that no engine computed.
 
-    The engine that answers counts tokens that it pulled from another engine as cached, though that
-    one computed them.
+    The engine that answers counts tokens that it pulled from another engine as cached, although the
+    other engine computed them.
 
     Args:
-        usage: of the request; None for what is no request of a client's.
+        usage: the usage of the client's request; None without such a request.
     """
 
     def __init__(self, usage: RequestUsage | None) -> None:
@@ -60,14 +61,14 @@ class CachedTokens:
         self._most: int | None = None
 
     def at_most(self, tokens: int) -> None:
-        """All but so many tokens of the prompt were computed somewhere."""
+        """Record that the engines computed all but at most `tokens` tokens of the prompt."""
         self._most = tokens if self._most is None else min(self._most, tokens)
 
     def correct(self, output: Any) -> None:
-        """Have an output of the engine (vLLM's `RequestOutput`) tell the number."""
+        """Set the right number of cached tokens in an output (vLLM's `RequestOutput`)."""
         tokens = output.num_cached_tokens or 0
         samples = [] if self._usage is None else self._usage.samples.get(output.request_id, [])
-        for sample in samples:  # all but the first one find what that one computed
+        for sample in samples:  # all but the first sample find the KV that the first one computed
             if not sample.is_prefilling:
                 tokens = min(tokens, sample.num_cached_tokens)
         output.num_cached_tokens = tokens if self._most is None else min(tokens, self._most)
@@ -76,14 +77,14 @@ class CachedTokens:
 
 
 USAGE: ContextVar[RequestUsage | None] = ContextVar("headrace_usage", default=None)
-"""Of the request that this task answers; None for what is no request of a client's."""
+"""Usage of the client's request that this task answers; None without such a request."""
 
 
 def completion(body: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
-    """A completion's document with the usage of all its prompts.
+    """Return a completion's document with the usage of all its prompts.
 
     Args:
-        only_echo: whether the client wants its prompts back and no answer.
+        only_echo: whether the client wants only its prompts back, without an answer.
     """
     document = json.loads(body)
     told = document.get("usage")
@@ -101,7 +102,7 @@ def completion(body: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
 
 
 def completion_event(event: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
-    """One event of a completion's stream, likewise."""
+    """Return one event of a completion's stream with the usage of all its prompts."""
     if b'"usage"' not in event or not event.startswith(_STREAMED + b"{"):
         return event
     data = event[len(_STREAMED) :].rstrip(b"\n")

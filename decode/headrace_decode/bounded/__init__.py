@@ -1,2 +1,5 @@
-"""KV of a context within a budget of bytes: which tokens each layer and KV head keeps, and with
-what values. Pure: tensors in, tensors out. docs/bounded.md has the method and its measurements."""
+"""KV cache compression: keep a context's KV within a budget of bytes.
+
+The modules choose the tokens that each layer and KV head keeps, and fit their keys and values. All
+but `engine/` are pure: tensors in, tensors out. docs/bounded.md has the method and measurements.
+"""

@@ -1,15 +1,15 @@
-"""How much each token's key will be attended to, told from its own key and value.
+"""The gate: small networks that predict a token's score from its own key and value.
 
-`scores` asks queries that stand for later ones, and reads a context again for that. What such a
-reading says of a token can mostly be told from the token's KV: it holds what the model has made of
-the token and of those before it. So a small network of each KV head learns to say it, once for a
-model, from contexts that were read again:
+`scores` uses queries that stand for later ones, and for these the engine reads a context again. The
+score that such a reading gives a token can mostly be predicted from the token's KV, since the KV
+encodes the token and those before it. A small network for each KV head learns this prediction, once
+for a model, from contexts that were read again:
 
     log s = w2 . relu(W1 x + b1) + w . x + b2        x = (key at position 0, value)
 
-Then a context need not be read again, and of a part of a context as much can be said as of all.
-The idea is Fast KVzip's (arXiv 2601.17668) and KVzap's (arXiv 2601.07891), whose networks look at
-a layer's input. KV is what an engine has, wherever it came from.
+With a gate, no context need be read again, and a part of a context is scored as well as the whole.
+Source: Fast KVzip (arXiv 2601.17668) and KVzap (arXiv 2601.07891), whose networks take a layer's
+input. This one takes KV, which an engine always has, also when it was loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ROWS_AT_ONCE = 1024
 
 
 def at_start(rope: Rope, keys: Tensor, begin: int = 0) -> Tensor:
-    """A context's rotated keys from position `begin` on, [tokens, kv_heads, head_dim], as a gate
-    takes them: at position 0, [kv_heads, tokens, head_dim]."""
+    """Turn a context's rotated keys from position `begin` on, [tokens, kv_heads, head_dim], to
+    position 0, where a gate takes them: [kv_heads, tokens, head_dim]."""
     return rope.shift(keys, -torch.arange(begin, begin + len(keys))).transpose(0, 1)
 
 
@@ -49,10 +49,11 @@ class Gate:
     level: Tensor
 
     def scores(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Scores of one layer's tokens: what rows that repeat would say, and a floor.
+        """Predict the scores that repeating rows would give one layer's tokens, plus the floor of
+        the training loss.
 
         Args:
-            keys, values: [kv_heads, tokens, head_dim], of any float dtype; keys as of `at_start`.
+            keys, values: [kv_heads, tokens, head_dim], of any float dtype; keys from `at_start`.
 
         Returns:
             fp32 [kv_heads, tokens].

@@ -1,11 +1,11 @@
-"""Decides which (layer, KV head, token) pairs of a context stay, given a score for each.
+"""Decides which (layer, KV head, token) pairs of a context are kept, given a score for each.
 
 Pairs of all layers and heads compete for one budget: a head that looks something up in many places
-keeps many tokens, one that looks at the first token keeps little more than that. In one budget for
-each head the same scores lose most of what they know.
+keeps many tokens, and a head that looks at the first token keeps little more than that. With a
+budget for each head, the same scores lose most of their information.
 
-Some pairs stay whatever their score: the first tokens, where heads without anything to say put
-their attention, and the newest, which the next words continue.
+Some pairs are kept whatever their score: the first tokens, where idle heads put their attention
+(attention sinks), and the newest, which the next words continue.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Always:
-    """What stays whatever its score.
+    """Pairs that are kept whatever their score.
 
     Attributes:
-        sinks: first tokens.
-        newest: last tokens.
-        whole_layers: first layers that keep all tokens.
+        sinks: number of first tokens.
+        newest: number of last tokens.
+        whole_layers: number of first layers that keep all tokens.
     """
 
     sinks: int = 4
@@ -35,7 +35,7 @@ class Always:
             raise ValueError(f"counts are 0 or more: {self}")
 
     def pairs(self, scores: Tensor) -> Tensor:
-        """bool [layers, heads, tokens]."""
+        """Return the pairs that are always kept: bool [layers, heads, tokens]."""
         layers, _, tokens = scores.shape
         at = torch.arange(tokens)
         ends = (at < self.sinks) | (at >= tokens - self.newest)
@@ -47,21 +47,21 @@ class Always:
 def keep(
     scores: Tensor, total: int, always: Always | None = None, budgets: Tensor | None = None
 ) -> Tensor:
-    """The pairs that stay: `total` of them, or all there are.
+    """Choose the pairs to keep: `total` of them, or all if there are fewer.
 
     Args:
         scores: float [layers, heads, tokens], 0 or more; higher is kept first.
-        total: of pairs, over all layers and heads.
-        always: what stays whatever its score; None for the defaults.
-        budgets: int64 [layers, heads], pairs of each, in place of one budget for all. They add up
-            to `total` at most.
+        total: number of pairs, over all layers and heads.
+        always: pairs that are kept whatever their score; None for the defaults.
+        budgets: int64 [layers, heads], number of pairs of each head, in place of one budget for
+            all. They add up to `total` at most.
 
     Returns:
         bool [layers, heads, tokens].
 
     Raises:
-        ValueError: scores are of another shape or not numbers, or what must stay is more than the
-            budget.
+        ValueError: scores have another shape or are not finite, budgets do not fit, or more pairs
+            must be kept than a budget allows.
     """
     if scores.ndim != 3 or not scores.isfinite().all():
         raise ValueError("scores are finite numbers [layers, heads, tokens]")
@@ -77,16 +77,17 @@ def keep(
 def keep_units(
     scores: Tensor, units: int, unit_tokens: int, always: Always | None = None
 ) -> Tensor:
-    """As `keep`, but each head keeps whole units: what a block of an attention kernel holds.
+    """Choose the pairs to keep like `keep`, in whole units for each head. A unit holds as many
+    tokens as a block of an attention kernel.
 
-    A head's tokens are cut into units in order of score, and units compete by the sum of theirs.
+    A head's tokens are cut into units in order of score. Units compete by the sum of their scores.
 
     Args:
-        units: of all layers and heads, at most.
-        unit_tokens: of one; divides the context.
+        units: maximum over all layers and heads.
+        unit_tokens: tokens of a unit; divides the number of tokens of the context.
 
     Raises:
-        ValueError: as `keep`; or the context is no number of units.
+        ValueError: as for `keep`; or the context is not a whole number of units.
     """
     layers, heads, tokens = scores.shape
     if tokens % unit_tokens or not scores.isfinite().all():
@@ -100,7 +101,7 @@ def keep_units(
 
 
 def _best(scores: Tensor, must: Tensor, counts: Tensor) -> Tensor:
-    """Of each row so many, those that must stay first."""
+    """Choose the given count of the highest scores in each row, those that must stay first."""
     if (must.sum(-1) > counts).any():
         row = int((must.sum(-1) - counts).argmax())
         raise ValueError(

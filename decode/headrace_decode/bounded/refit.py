@@ -1,26 +1,27 @@
-"""Changes kept keys and values so that they make up for the dropped ones.
+"""Fits kept keys and values so that they make up for the dropped ones.
 
 Over the kept keys S alone a query q attends with weights A_S(q) in place of A(q). Two things are
-lost: values that left, and the weight that all of the context had against what comes behind it.
-Both are fitted for each layer and KV head, in closed form, to queries that stand for later ones,
-one row each. Positions and bytes stay as they are.
+lost: the dropped values, and the weight of the whole context against the tokens after it. Both are
+fitted for each layer and KV head, in closed form, to queries that stand for later ones, one row
+each. Positions and numbers of bytes do not change.
 
-Keys. All that stay move by one vector,
+Keys. All kept keys move by one vector,
 
     u = argmin sum (q u - m(q))^2 + ridge * trace(Q^T Q) / dim * |u|^2,
     m(q) = logsumexp(q K) - logsumexp(q K_S)
 
-so that the sum of their weights' numerators becomes what it was. Weights among them stay as they
-are, since q u is the same for all.
+so that the sum of their weights' numerators equals the sum over the whole context again. Weights
+among the kept keys do not change, since q u is the same for all of them.
 
 Values. The result of attention would be A_S V_S and should be A V:
 
     D = argmin |A_S (V_S + D) - A V|^2 + ridge * rows / |S| * |D|^2
 
-Each ridge says how much better a fit must be to be worth a change, so what no query tells about
-does not move.
+Each ridge sets how much better the fit must be for a change to pay. Directions that no query
+covers therefore do not move.
+
 Source: Attention Matching (arXiv 2602.16284) fits new keys, values, and a bias for each key, to
-attention's output and its mass. Here keys have no bias that a kernel would have to know.
+attention's output and its mass. Here keys have no bias, which a kernel would have to support.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from torch import Tensor
 
 RIDGE, KEY_RIDGE = 1e-3, 1.0
 LEAST_RIDGE = 1e-6
-"""Of a token. The square has eigenvalues up to `rows`, of which fp32 rounds a tenth of this."""
+"""Lower limit of the values' ridge over the number of kept tokens. The matrix that is factorised
+has eigenvalues up to `rows`, and fp32 rounds them by a tenth of this."""
 FITTED_ROWS = 64
-"""To whose queries an engine fits values, or a few more."""
+"""Number of query rows that an engine fits to, or a few more."""
 
 
 Kept = tuple[Tensor, Tensor]
-"""K and V of what one KV head keeps, each [k, head_dim]."""
+"""K and V that one KV head keeps, each [k, head_dim]."""
 
 
 def fit(
@@ -47,13 +49,13 @@ def fit(
     ridge: float | None = RIDGE,
     key_ridge: float | None = KEY_RIDGE,
 ) -> Kept:
-    """Both fits for one head.
+    """Fit the keys and values of one head.
 
     Args:
         keys, values: fp32 [tokens, head_dim], keys rotated.
         kept: int64 [k], positions.
         queries: fp32 [rows, head_dim], of all heads of the group, rotated, times the scale of the
-            logits. All keys stand before them.
+            logits. They come after all keys.
         ridge, key_ridge: above 0; larger changes less. None leaves values, or keys, as they are.
 
     Raises:
@@ -75,10 +77,10 @@ def fit(
 
 
 def _change(whole: Tensor, weights: Tensor, values: Tensor, kept: Tensor, ridge: float) -> Tensor:
-    """D, for A [rows, tokens] and A_S [rows, k]."""
+    """Return D, for A [rows, tokens] and A_S [rows, k]."""
     missing = whole @ values - weights @ values[kept]
     rows, count = weights.shape
-    # The smaller of the two forms of the same solution.
+    # Both forms have the same solution; this is the smaller one.
     small = weights.T @ weights if count <= rows else weights @ weights.T
     small.diagonal().add_(rows * max(ridge / count, LEAST_RIDGE))
     factor = torch.linalg.cholesky(small)
@@ -88,7 +90,7 @@ def _change(whole: Tensor, weights: Tensor, values: Tensor, kept: Tensor, ridge:
 
 
 def _move(missing: Tensor, queries: Tensor, ridge: float) -> Tensor:
-    """u, for m [rows]."""
+    """Return u, for m [rows]."""
     asked = queries.double()
     square = asked.T @ asked
     square.diagonal().add_(ridge * square.diagonal().mean() + torch.finfo(square.dtype).tiny)
@@ -96,14 +98,14 @@ def _move(missing: Tensor, queries: Tensor, ridge: float) -> Tensor:
 
 
 def _attention(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [rows, tokens], and the logarithm of what they were divided by, [rows]."""
+    """Return weights [rows, tokens], and the logarithm of their denominators [rows]."""
     weights = logits.softmax(-1)
     most, at = weights.max(-1)
     return weights, logits.gather(-1, at[:, None])[:, 0] - most.log()
 
 
 def some(asked: Tensor) -> Tensor:
-    """Evenly spaced rows of these, `FITTED_ROWS` or a few more."""
+    """Return evenly spaced rows of these, `FITTED_ROWS` or a few more."""
     return asked[:: max(1, len(asked) // FITTED_ROWS)]
 
 
@@ -115,15 +117,15 @@ def fitted(
     scale: float,
     there: Tensor | None = None,
 ) -> list[Kept]:
-    """Both fits for all heads of a layer, as engines do them; in the dtype of the keys.
+    """Fit the keys and values of all heads of a layer, as engines do; in the dtype of the input.
 
     Args:
         keys, values: [kv_heads, places, head_dim], of one float dtype, keys rotated.
         kept: bool [kv_heads, places].
-        asked: queries of the context's newest rows as if they came later, fp32
-            [rows, heads, head_dim], rotated. Only `some` count.
-        scale: of the logits.
-        there: bool [kv_heads, places], where there is a token; None: everywhere.
+        asked: queries of the context's newest rows, turned to later positions, fp32
+            [rows, heads, head_dim], rotated. Only the rows that `some` selects count.
+        scale: scale of the logits.
+        there: bool [kv_heads, places], True where a place has a token; None: everywhere.
     """
     found: list[Kept] = []
     for head, queries in enumerate((some(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)):

@@ -1,16 +1,18 @@
-"""How much each token's key will be attended to: from queries that stand for later ones.
+"""Scores for how much each token's key will be attended to, from queries that stand for later ones.
 
-Which questions come is not known when KV is dropped. Two kinds of queries stand for them:
+The later questions are not known when KV is dropped. Two kinds of queries stand for them:
 
-    repeating   of rows that repeat the context behind itself. Every token is looked up once, by
-                the heads that look up (KVzip, arXiv 2505.23416). `repeats` plans those rows.
-    earlier     of the context's own rows, turned to positions behind it: what its text asks for as
-                it goes on (the queries that Expected Attention, arXiv 2510.00636, takes for normal)
+    repeating   queries of rows that repeat the context after its end. Every token is looked up
+                once, by the heads that look up (KVzip, arXiv 2505.23416). `repeats` plans these
+                rows.
+    earlier     queries of the context's own last rows, turned to positions after its end. They ask
+                for what the text needs as it continues (Expected Attention, arXiv 2510.00636,
+                models these queries as normally distributed)
 
-Facts are lost without the first, and the thread of a text without the second. `Received` gathers
-the attention that queries pay; `pooled` adds both. KVzip keeps the largest weight that a key gets.
-The root of the mean square is better here: a key that many queries need a little counts, too, and
-a single query counts less.
+Facts are lost without the first, and the thread of a text without the second. `Received` sums the
+attention that queries pay; `pooled` combines both kinds. KVzip keeps the largest weight that a key
+gets. The root mean square is better here: a key that many queries need a little counts as well,
+and a single query counts less.
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ from headrace_engine.rope import Rope
 
 ROWS_AT_ONCE = 64
 PART_TOKENS = 256
-"""Of a context that are repeated together. In longer parts, rows look more into their own part and
-less into the context."""
+"""Tokens of a context that are repeated together. In longer parts, rows look more into their own
+part and less into the context."""
 LEAD_TOKENS = 8
-"""Of a context that stand before the repetition of a part, so that heads know where to look."""
+"""Context tokens repeated before each part, so that heads know where to look."""
 BEHIND_TOKENS = 64
-"""Positions behind a context that its own rows are turned to, one after the other."""
+"""Number of positions after a context that its own rows are turned to, in rotation."""
 NOWHERE = -1.0
 """Score of a place without a token: below all others."""
 
 
 def repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, int, int]]:
-    """(lead, begin, end) of each part: tokens `lead` to `end` follow the context once more.
+    """Yield (lead, begin, end) of each part: tokens `lead` to `end` are appended to the context.
 
-    Attention of the rows from `begin` on counts.
+    Only the attention of the rows from `begin` on counts.
+
+    Raises:
+        ValueError: there are no tokens, or the parts have none.
     """
     if tokens < 1 or part_tokens < 1:
         raise ValueError(f"nothing to repeat: {tokens} tokens in parts of {part_tokens}")
@@ -46,27 +51,27 @@ def repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, 
 
 
 def turned_by(rows: Tensor, first: int, tokens: int) -> Tensor:
-    """Positions that a context's own rows are turned by: int64 [rows].
+    """Return the positions by which a context's own rows are turned: int64 [rows].
 
     Args:
-        rows: int64 [rows], their positions. first: of the first that counts.
-        tokens: of the context.
+        rows: int64 [rows], their positions. first: position of the first row that counts.
+        tokens: number of tokens of the context.
     """
     return tokens + (rows - first) % BEHIND_TOKENS - rows
 
 
 def as_later(asked: Tensor, rope: Rope) -> Tensor:
-    """Queries of the newest rows, fp32 [rows, heads, head_dim], as if they came behind the last of
-    them."""
+    """Turn queries of the newest rows, fp32 [rows, heads, head_dim], to positions after the last of
+    these rows."""
     return rope.shift(asked, turned_by(torch.arange(len(asked)), 0, len(asked)))
 
 
 class Received:
-    """Attention that keys of one layer get, over queries that come in parts.
+    """Attention that the keys of one layer get, summed over queries that come in parts.
 
     Args:
-        heads: of KV. tokens: of the context.
-        scale: of the logits.
+        heads: number of KV heads. tokens: number of tokens of the context.
+        scale: scale of the logits.
     """
 
     def __init__(self, heads: int, tokens: int, scale: float) -> None:
@@ -74,11 +79,12 @@ class Received:
         self._squares = torch.zeros(heads, tokens)
 
     def add(self, queries: Tensor, keys: Tensor, absent: Tensor | None = None) -> None:
-        """
+        """Add the attention that queries pay to the keys.
+
         Args:
-            queries: behind all keys, fp32 [rows, heads * group, head_dim], rotated.
-            keys: fp32 [heads, tokens, head_dim], rotated; the same ones each time.
-            absent: bool [heads, tokens], places without a key, which get nothing.
+            queries: fp32 [rows, heads * group, head_dim], rotated, at positions after all keys.
+            keys: fp32 [heads, tokens, head_dim], rotated; the same in each call.
+            absent: bool [heads, tokens], places without a key, which get no attention.
         """
         by_head = queries.unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2)
         self._rows += by_head.shape[1]
@@ -89,11 +95,11 @@ class Received:
             self.see(logits.softmax(-1))
 
     def see(self, weights: Tensor) -> None:
-        """Attention of some rows, fp32 [heads, rows, tokens]; overwritten."""
+        """Add the attention weights of some rows, fp32 [heads, rows, tokens]; overwrites them."""
         self._squares += weights.square_().sum(1)
 
     def root_mean_square(self) -> Tensor:
-        """fp32 [heads, tokens].
+        """Return the root mean square of the weights that each key got: fp32 [heads, tokens].
 
         Raises:
             ValueError: no queries were added.
@@ -104,7 +110,8 @@ class Received:
 
 
 def pooled(parts: Sequence[Received]) -> Tensor:
-    """Scores of one layer from kinds of queries that count alike, however many each has.
+    """Combine kinds of queries into the scores of one layer. Kinds have equal weight, whatever
+    their numbers of queries.
 
     Returns:
         fp32 [heads, tokens]: the root of the sum of their mean squares.
@@ -114,12 +121,12 @@ def pooled(parts: Sequence[Received]) -> Tensor:
 
 
 def with_gate(told: Tensor, asked: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """One layer's scores of what is there: fp32 [kv_heads, places], `NOWHERE` where nothing is.
+    """Return one layer's scores: fp32 [kv_heads, places], `NOWHERE` where a place has no token.
 
     Args:
-        told: of the gate, fp32 [kv_heads, places], below 0 where nothing is.
-        asked: of `as_later`.
-        keys: fp32 [kv_heads, places, head_dim], rotated. scale: of the logits.
+        told: the gate's scores, fp32 [kv_heads, places], below 0 where a place has no token.
+        asked: queries that `as_later` returned.
+        keys: fp32 [kv_heads, places, head_dim], rotated. scale: scale of the logits.
     """
     own = Received(len(told), told.shape[1], scale)
     own.add(asked, keys, told < 0)

@@ -1,1 +1,1 @@
-"""Grammars of clients: each is compiled once in a confined process before any engine sees it."""
+"""Checking clients' grammars: each is compiled in a confined process before an engine gets it."""

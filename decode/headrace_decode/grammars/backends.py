@@ -1,9 +1,9 @@
-"""A backend of vLLM's for structured output that takes xgrammar or guidance, whichever enforces a
-grammar.
+"""A structured output backend for vLLM that compiles a grammar with xgrammar or guidance.
 
-An engine of vLLM's has one backend, that of its first grammar. A schema that only guidance enforces
-is then compiled by xgrammar, which ignores a part of it; or a tool call's grammar by guidance,
-which does not know it. Both backends write the same bit mask, so that one engine can use both.
+A vLLM engine has one backend, which its first grammar determines. A schema that only guidance
+enforces may then be compiled by xgrammar, which ignores a part of it. A tool call's grammar may be
+compiled by guidance, which does not know it. Both backends write the same bit mask, so that one
+engine can use both, and this one chooses the backend that enforces the grammar.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ WARM_UP = (
     '{"type": "array", "items": {"type": "number", "minimum": 1}}',
 )
 MASK_BITS = 32
-"""Of one number of a mask."""
+"""Number of bits in one number of a mask."""
 
 
 class EitherBackend(StructuredOutputBackend):
     """xgrammar, and guidance for schemas that xgrammar does not enforce or compile.
 
     Args:
-        vllm_config: of the engine.
-        tokenizer: the model's.
-        vocab_size: rows of the model's embedding table.
+        vllm_config: the engine's configuration.
+        tokenizer: the model's tokenizer.
+        vocab_size: number of tokens in the model's vocabulary.
     """
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any, vocab_size: int) -> None:
@@ -56,7 +56,7 @@ class EitherBackend(StructuredOutputBackend):
         """Compile with the backend that enforces the grammar.
 
         Raises:
-            Exception: neither can.
+            Exception: neither backend can.
         """
         asked = request_type, grammar_spec
         if request_type == StructuredOutputOptions.JSON and unenforced(json.loads(grammar_spec)):
@@ -69,20 +69,21 @@ class EitherBackend(StructuredOutputBackend):
             return self._guidance.compile_grammar(*asked, stop_token_ids=stop_token_ids)
 
     def allocate_token_bitmask(self, max_num_seqs: int) -> Any:
-        """Masks of the vocabulary for so many rows."""
+        """Return masks of the vocabulary for so many rows."""
         return self._xgrammar.allocate_token_bitmask(max_num_seqs)
 
     def destroy(self) -> None:
-        """End both."""
+        """Destroy both backends."""
         for backend in self._made.values():
             backend.destroy()
 
     def prepare(self, *, wait: bool = False) -> None:
-        """Make both backends now: that takes 0.2 s and 0.7 s with a vocabulary of 49,152, and
-        requests would wait for it.
+        """Make both backends now, since requests would have to wait for them later.
+
+        This takes 0.2 s and 0.7 s with a vocabulary of 49,152.
 
         Args:
-            wait: for the end; otherwise it is done in a thread.
+            wait: whether to wait until they are made; otherwise a thread makes them.
         """
         if not wait:
             thread = threading.Thread(target=self.prepare, kwargs={"wait": True}, daemon=True)
@@ -95,7 +96,7 @@ class EitherBackend(StructuredOutputBackend):
                 logger.warning("a backend for grammars is not there: %r", error)
 
     def _warm(self, backend: StructuredOutputBackend) -> None:
-        """Have a backend compute a mask: guidance takes 0.1 s for its first."""
+        """Have a backend compute a mask: guidance takes 0.1 s for its first one."""
         mask = backend.allocate_token_bitmask(1)
         for schema in WARM_UP:
             grammar = backend.compile_grammar(StructuredOutputOptions.JSON, schema)
@@ -126,7 +127,7 @@ class EitherBackend(StructuredOutputBackend):
 
 
 def use_either_backend(manager: Any) -> None:
-    """Have an engine that leaves the choice of the backend to vLLM choose for each grammar.
+    """Install `EitherBackend` in an engine that leaves the choice of the backend to vLLM.
 
     Args:
         manager: vLLM's `StructuredOutputManager` of an engine that has had no grammar.
@@ -139,7 +140,7 @@ def use_either_backend(manager: Any) -> None:
 
 
 def chooses(config: VllmConfig) -> bool:
-    """Whether the backend is left to vLLM (`structured_outputs_config.backend: auto`)."""
+    """Return whether vLLM chooses the backend (`structured_outputs_config.backend: auto`)."""
     return (
         config.structured_outputs_config.backend == "auto"
         and not config.model_config.skip_tokenizer_init

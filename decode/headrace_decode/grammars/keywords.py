@@ -1,11 +1,11 @@
 """Finds the keywords of a JSON schema that xgrammar does not enforce.
 
-xgrammar compiles a schema also where it drops a part of it, and says so on its standard error only.
+xgrammar may drop a part of a schema that it compiles, and reports it only on its standard error.
 Each rule here was found by compiling a schema with the keyword and having the grammar accept an
-instance that breaks it (xgrammar of vLLM 0.29; `tests/unit/test_grammar_keywords.py` repeats that).
-vLLM's second backend, guidance, enforces most of them and refuses the others by name.
+instance that violates it (xgrammar of vLLM 0.29; `tests/unit/test_grammar_keywords.py` repeats
+that). vLLM's second backend, guidance, enforces most of them and refuses the others by name.
 
-Pure, linear in the schema.
+Pure, in time linear in the schema.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORED = frozenset(
         *("multipleOf", "$dynamicRef", "$recursiveRef"),
     }
 )
-"""Ignored wherever they stand, or enforced in the simplest cases only."""
+"""Keywords that are ignored everywhere, or enforced only in the simplest cases."""
 
 FORMATS = frozenset(
     {
@@ -51,7 +51,7 @@ Found = tuple[str, str]
 
 
 def unenforced(schema: Any) -> list[Found]:
-    """The keywords of a schema that xgrammar does not enforce, each with its place."""
+    """Return the keywords of a schema that xgrammar does not enforce, each with its place."""
     found: list[Found] = []
     left: list[tuple[str, Any]] = [("#", schema)]
     while left:
@@ -63,13 +63,13 @@ def unenforced(schema: Any) -> list[Found]:
 
 
 def named(found: list[Found], most: int = 5) -> str:
-    """The keywords with their places, for a person."""
+    """Return the keywords with their places, in words."""
     text = ", ".join(f'"{keyword}" at {place[:200]}' for keyword, place in found[:most])
     return text + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 def _of(schema: Mapping[str, Any]) -> Iterator[str]:
-    """The keywords of one schema, without those below it."""
+    """Yield the unenforced keywords of one schema, without those of nested schemas."""
     asserted = _ASSERTIONS & schema.keys()
     yield from sorted(IGNORED & schema.keys())
     if schema.get("uniqueItems"):
@@ -95,7 +95,7 @@ def _of(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _combined(schema: Mapping[str, Any], asserted: frozenset[str]) -> Iterator[str]:
-    """Keywords that xgrammar takes for the whole schema, so that it drops those beside them."""
+    """Yield keywords that xgrammar takes for the whole schema, dropping the other keywords."""
     alone = len(asserted) == 1
     branches = schema.get("allOf")
     if branches is not None and not (alone and isinstance(branches, list) and len(branches) == 1):
@@ -115,7 +115,7 @@ def _combined(schema: Mapping[str, Any], asserted: frozenset[str]) -> Iterator[s
 
 
 def _are_of(values: Any, kinds: Any) -> bool:
-    """Whether all values have one of the types."""
+    """Return whether all values have one of the types."""
     if kinds is None or not isinstance(values, list):
         return True
     allowed = set(kinds) if isinstance(kinds, list) else {kinds}
@@ -134,7 +134,7 @@ def _types(value: Any) -> set[str]:
 
 
 def _below(place: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right below one, with their places."""
+    """Yield the schemas directly inside one, with their places."""
     for keyword in _MAPS:
         if isinstance(inner := schema.get(keyword), Mapping):
             for name, one in inner.items():

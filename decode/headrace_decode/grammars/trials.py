@@ -1,14 +1,14 @@
-"""Has each grammar tried in another process, and remembers which passed.
+"""Tries each grammar in another process, and remembers the results.
 
-A grammar is a program of a client's: compiling one can take minutes, all memory, or crash, and so
-can following it. So the replica asks a worker process (`worker`) to check and compile it within the
-limits of `limits`, and gives only those that passed to its engine, in the form that the check left.
+A grammar is a program of a client's: compiling or following it can take minutes, use all memory, or
+crash. The replica therefore asks a worker process (`worker`) to check and compile it within the
+limits of `limits`. Only grammars that passed reach its engine, in the form that the check returned.
 Nothing is parsed on the replica's event loop.
 
-A few grammars are tried at the same time (`limits.MAX_TRIALS`), so that a slow one delays no other,
-and of one tenant fewer than in all. Together they take no more of the machine than one. Equal
-grammars are tried once. A trial that did not finish says nothing about its grammar: its requests
-fail with an error that says to ask again, and the next one tries again.
+A few grammars are tried at the same time (`limits.MAX_TRIALS`), so that a slow one delays no other;
+one tenant may have fewer at the same time. Together they take no more of the machine than one.
+Equal grammars are tried once. A trial that did not finish shows nothing about its grammar: its
+requests fail with an error that says to ask again, and the next request tries again.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Spec = Mapping[str, Any]
 
 
 class GrammarRefused(Exception):
-    """The grammar cannot be used; the message says why, for the client."""
+    """Error: the grammar cannot be used; the message gives the client the reason."""
 
 
 class TrialUnfinished(RuntimeError):
-    """The grammar could not be tried, for reasons that are not its own; it may be tried again."""
+    """Error: the trial failed for reasons outside of the grammar; it may be repeated."""
 
 
 class _Trial:
-    """One grammar on its way through the worker, for all requests that want it.
+    """The trial of one grammar, for all requests that use it.
 
     Attributes:
-        waiting: requests that still wait for it.
-        began: whether the worker has it; before that it ends with its last request.
+        waiting: number of requests that still wait for the trial.
+        began: whether the worker has the grammar; before that the trial ends with its last request.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Trial:
         self.waiting, self.began = 0, False
 
     async def answer(self) -> dict[str, Any]:
-        """Wait for the answer. A client that hangs up leaves the exchange with the worker whole."""
+        """Wait for the answer. A client that disconnects does not interrupt a trial that began."""
         assert self.task is not None
         self.waiting += 1
         try:
@@ -73,12 +73,12 @@ class _Trial:
 
 
 class GrammarTrials:
-    """The worker process and what it has found. Used from one event loop.
+    """The worker process and the answers of its trials. Used from one event loop.
 
     Args:
-        config: what the worker's `Compiler` is made of, pickled: vLLM's configuration.
-        command: starts the worker; another one in tests. None: as multiprocessing would start a
-            process of this interpreter.
+        config: vLLM's pickled configuration, from which the worker makes its `Compiler`.
+        command: command that starts the worker, for tests. None: run it with the interpreter with
+            which multiprocessing would start a process.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GrammarTrials:
         self._places = asyncio.Semaphore(MAX_TRIALS)
         self._tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        """Answers that the worker has not given yet, by the number of the trial."""
+        """Pending answers of the worker, by the number of the trial."""
         self._trials: dict[bytes, _Trial] = {}
         self._found: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
         self._found_bytes = 0
@@ -107,15 +107,15 @@ class GrammarTrials:
         self._spawn(self._warm())
 
     async def passed(self, spec: Spec, tenant: str) -> dict[str, Any]:
-        """What the trial of a grammar that passed answered (`worker.Compiler`).
+        """Return the answer of a grammar's passed trial (`worker.Compiler`), tried now if needed.
 
         Args:
             spec: the fields of vLLM's `StructuredOutputsParams` that are set.
-            tenant: whose it is.
+            tenant: the tenant of the request.
 
         Raises:
-            GrammarRefused: it passes a limit, or is not a grammar.
-            TrialUnfinished: it could not be tried.
+            GrammarRefused: the grammar exceeds a limit, or is not a grammar.
+            TrialUnfinished: the trial did not finish.
         """
         job = json.dumps(spec).encode()
         key = hashlib.sha256(job).digest()
@@ -146,7 +146,7 @@ class GrammarTrials:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # retrieved here too: its requests may all have left
+            task.exception()  # retrieved here, too, since its requests may all have left
 
     async def _warm(self) -> None:
         with contextlib.suppress(Exception):
@@ -187,7 +187,7 @@ class GrammarTrials:
     async def _read(
         self, process: asyncio.subprocess.Process, asked: dict[int, asyncio.Future[dict[str, Any]]]
     ) -> None:
-        """Pass each answer of a worker on. At its end, the trials without an answer fail."""
+        """Pass on each answer of a worker. When the worker ends, trials without an answer fail."""
         assert process.stdout is not None
         try:
             while line := await process.stdout.readline():
@@ -205,7 +205,7 @@ class GrammarTrials:
                 waiting.set_exception(RuntimeError(why))
 
     async def _worker(self) -> asyncio.subprocess.Process:
-        """Return the running worker, started again where it has ended."""
+        """Return the running worker; start it again if it has ended."""
         async with self._starting:
             if self._closed:
                 raise RuntimeError("the replica ends")
@@ -258,5 +258,5 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 def _bytes(answer: dict[str, Any]) -> int:
-    """About what an answer takes in memory."""
+    """Return the approximate size of an answer in memory."""
     return 512 + int(answer.get("bytes", 0))

@@ -1,16 +1,15 @@
 """The process that tries grammars (`python -m headrace_decode.grammars.worker`).
 
-`trials` starts it.
-It loads vLLM and the model's tokenizer once. For each grammar it forks a child with limits on
-processor time, clock time and memory (`limits`). The child checks the grammar with vLLM's own
-rules, compiles it with vLLM's own backend, and follows it for some tokens. A child that crashes or
-passes a limit means that the grammar is refused. Two ends say nothing about the grammar, and the
+`trials` starts it. It loads vLLM and the model's tokenizer once. For each grammar it forks a child
+with limits on processor time, clock time and memory (`limits`). The child checks the grammar with
+vLLM's own rules, compiles it with vLLM's own backend, and follows it for some tokens. If the child
+crashes or exceeds a limit, the grammar is refused. Two ends show nothing about the grammar, and the
 trial is unfinished: the clock ran out, or another process killed the child.
 
-Trials run at the same time, each watched by a thread. Who asks limits their number.
+Trials run at the same time, each watched by a thread. `trials` limits their number.
 
-On its input: the length and the pickled vLLM configuration, then a JSON object a line:
-`{"id": number, "spec": grammar}`. On its output: `ready`, then a JSON object a line with the same
+Its input is the length and the pickled vLLM configuration, then a JSON object a line:
+`{"id": number, "spec": grammar}`. Its output is `ready`, then a JSON object a line with the same
 `id`: `{"spec": ..., "bytes": ...}`, `{"refused": message}` or `{"unfinished": message}`. It ends
 with its input.
 """
@@ -46,12 +45,13 @@ from headrace_decode.grammars import limits
 from headrace_decode.grammars.keywords import named, unenforced
 
 STACK_BYTES = 4 * 2**20
-"""Half of what a thread of the engine has: what recurses too deep there has crashed here."""
+"""Half the stack of a thread of the engine: a recursion that would be too deep there crashes here.
+"""
 PR_SET_PDEATHSIG = 1
 NICE = 10
 
 Pick = Callable[[Sequence[int]], int]
-"""Which of the tokens that may come next a walk takes."""
+"""Function that chooses a walk's next token among the allowed ones."""
 PICKS: tuple[Pick, ...] = (itemgetter(0), itemgetter(-1), Random(1).choice)
 
 BACKENDS = {
@@ -72,7 +72,7 @@ Spec = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Confines:
-    """Limits of one child."""
+    """The limits of one child."""
 
     cpu_s: int = limits.COMPILE_CPU_S
     wall_s: float = limits.COMPILE_WALL_S
@@ -84,14 +84,14 @@ class Matcher(Protocol):
     """One way through a compiled grammar."""
 
     def allowed(self) -> Sequence[int]:
-        """The tokens that may come next, less those that end; empty at the end."""
+        """Return the tokens that may come next, without the end token; empty at the end."""
 
     def accept(self, token: int) -> bool:
-        """Go on with this token; False where that is not possible."""
+        """Continue with this token; return False if that is not possible."""
 
 
 def run_confined(work: Callable[[], Answer], confines: Confines) -> Answer:
-    """What `work` answers in a forked child, or why it gave no answer."""
+    """Run `work` in a forked child; return its answer, or why it gave none."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -164,7 +164,7 @@ class Compiler:
         self._tokenizer = maybe_wrap_mistral_common_tokenizer(
             cached_tokenizer_from_config(model_config=config.model_config)
         )
-        # An engine with a scheduler that is not ours has the backend of its first grammar.
+        # An engine without Headrace's scheduler has only the backend of its first grammar.
         scheduler = str(config.scheduler_config.scheduler_cls)
         self._either = chooses(config) and scheduler.startswith("headrace_decode.")
         self._backends: dict[str, Any] = {}
@@ -180,7 +180,7 @@ class Compiler:
         return make(self._config, tokenizer=self._tokenizer, vocab_size=size)
 
     def __call__(self, spec: Spec) -> Answer:
-        """Check, compile and follow a grammar; what vLLM's check left of it."""
+        """Check, compile and follow a grammar; return it as vLLM's check changed it."""
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.structured_output.request import get_structured_output_key
 
@@ -217,7 +217,9 @@ class Compiler:
         }
 
     def _check(self, wanted: Any) -> str | None:
-        """Check a grammar by vLLM's rules, and that all of a schema is enforced; why not.
+        """Check a grammar by vLLM's rules, and that all of a schema is enforced.
+
+        Return why the grammar is refused; None if it passed.
 
         Raises:
             Exception: vLLM refuses the grammar.
@@ -246,7 +248,7 @@ class Compiler:
 
 
 class _Follower:
-    """A compiled grammar of vLLM's as a `Matcher`."""
+    """A `Matcher` of a grammar that vLLM compiled."""
 
     def __init__(self, grammar: Any, mask: Any, end: int | None) -> None:
         self._grammar, self._mask, self._end = grammar, mask, end
@@ -265,7 +267,7 @@ class _Follower:
 
 
 def serve(compiler: Callable[[Spec], Answer], confines: Confines, jobs: Any, answers: Any) -> None:
-    """Try each grammar as soon as it comes, until there are no more."""
+    """Try each grammar as soon as it arrives, until the input ends."""
     one_writes = threading.Lock()
 
     def try_one(number: int, spec: Spec) -> None:
@@ -282,7 +284,7 @@ def serve(compiler: Callable[[Spec], Answer], confines: Confines, jobs: Any, ans
 
 
 def _child(work: Callable[[], Answer], confines: Confines, writer: int) -> None:
-    """Never returns."""
+    """Do the work in the child process within its limits, and exit. Never returns."""
     try:
         _end_with_parent()
         _yield_to_engines()
@@ -304,27 +306,27 @@ def _child(work: Callable[[], Answer], confines: Confines, writer: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Be killed when the thread that started this process ends."""
+    """Have the kernel kill this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _yield_to_engines() -> None:
-    """Take only the processor time that others leave.
+    """Use only the processor time that other processes leave.
 
-    Niceness is not enough: Ray's workers, and so the engines, have 15, and 19 is the most.
+    Niceness is not enough: Ray's workers, and thus the engines, have 15, and the maximum is 19.
     """
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class _Pace:
-    """Lets a child compute freely for `FREE_S`, and from then on a quarter of the time.
+    """The pace of a child, which computes freely for `FREE_S` and then a quarter of the time.
 
-    A compiler that fills memory makes engines on other cores slower, however low its priority. All
+    A compiler that fills memory slows engines on other cores, even at the lowest priority. All
     children that have used up their free time share that quarter.
 
     Args:
-        pid: of the child, which runs.
+        pid: process id of the child, which is running.
     """
 
     _sharing: ClassVar[set[int]] = set()
@@ -340,8 +342,7 @@ class _Pace:
         self._sharing.discard(self._pid)
 
     def due_s(self) -> float:
-        """Seconds until this should be called again; stops the child or lets it go on if that is
-        due now."""
+        """Stop or continue the child if that is due; return the seconds until the next call."""
         now_s = time.monotonic()
         if now_s >= self._change_s:
             self._sharing.add(self._pid)
@@ -353,9 +354,9 @@ class _Pace:
 
 
 def _read(reader: int, until_s: float, most_bytes: int, pace: _Pace) -> tuple[bytes, str]:
-    """Return the bytes that a pipe brings, and why they end: `closed`, `late` or `long`.
+    """Return the bytes of a pipe, and why they end: `closed`, `late` or `long`.
 
-    Only a pipe that was closed in time gives bytes.
+    Bytes are returned only if the pipe was closed in time.
     """
     said = bytearray()
     while True:
@@ -381,13 +382,13 @@ def _unfinished(why: str) -> Answer:
 
 
 def main() -> None:
-    """Serve over standard input and output; whatever else is printed goes to standard error."""
+    """Serve over standard input and output; all other output goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.nice(NICE)
     _end_with_parent()
-    # vLLM's own limit counts the time for which a trial rests, too. It must not be the first to end
-    # one: what vLLM says would count as a refusal.
+    # vLLM's own limit also counts the time for which a trial rests. It must not end a trial first,
+    # since vLLM's message would count as a refusal.
     os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = str(math.ceil(2 * limits.COMPILE_WALL_S))
     jobs = sys.stdin.buffer
     compiler = Compiler(pickle.loads(jobs.read(int.from_bytes(jobs.read(8)))))

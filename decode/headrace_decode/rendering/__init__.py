@@ -1,1 +1,1 @@
-"""Prompts of requests as the engine would get them, without an answer."""
+"""Rendering a request's prompt as the engine would get it, without an answer."""

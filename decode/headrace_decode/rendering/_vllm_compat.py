@@ -1,6 +1,6 @@
-"""Has vLLM's own handlers of endpoints render a client's prompt, and hashes its blocks.
+"""Renders a client's prompt with vLLM's own endpoint handlers, and hashes its blocks.
 
-`tests/unit/test_contracts.py` pins what is used here.
+`tests/unit/test_contracts.py` checks the parts of vLLM that are used here.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HANDLERS = {
     "/v1/responses": ("openai_serving_responses", "create_responses"),
     "/v1/messages": ("anthropic_serving_messages", "create_messages"),
 }
-"""Endpoints whose prompts can be had without an answer: attribute of the application's state, and
-its method, which takes the request and needs no HTTP request."""
+"""Endpoints whose prompts can be rendered without an answer: attribute of the application's state,
+and its method, which takes the request's body and needs no HTTP request."""
 
 
 def application_without_engine() -> Any:
-    """vLLM's own FastAPI application for a text model: its routes and schemas, nothing behind."""
+    """Build vLLM's own FastAPI application for a text model: routes and schemas, no engine."""
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -41,33 +41,36 @@ def keys_route(
     supplies: Supplies | None = None,
     machine: str = "",
 ) -> KeysRoute:
-    """Answers which blocks a prompt has, in front of `behind`.
+    """Return an application that answers with a prompt's block keys, in front of `behind`.
 
     Args:
+        behind: the application for all other requests.
         app: vLLM's application over the engine; its handlers render the prompts.
-        vllm_config: of the engine.
-        supplies, machine: as for `KeysRoute`.
+        vllm_config: the engine's configuration.
+        supplies, machine: arguments of `KeysRoute`.
     """
     hasher = block_hasher(vllm_config)
     return KeysRoute(behind, partial(rendered, app.state), hasher, supplies, machine)
 
 
 def block_hasher(vllm_config: VllmConfig) -> BlockHasher:
-    """(token ids, salt) -> the engine's hashes of a prompt's full blocks."""
+    """Return a function: (token ids, salt) -> the engine's hashes of a prompt's full blocks."""
     cache = vllm_config.cache_config
     return BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
 
 
 async def rendered(state: Any, target: str, body: dict[str, Any]) -> Prompt | None:
-    """The prompt of a client's request as the engine would get it; None if its handler does not ask
-    the engine, or there is none of `HANDLERS`.
+    """Return the prompt of a client's request as the engine would get it.
+
+    Return None if the endpoint's handler does not call the engine, or is not in `HANDLERS`.
 
     Args:
-        state: of vLLM's application.
-        target: the endpoint. body: the client's.
+        state: the state of vLLM's application.
+        target: the endpoint.
+        body: the client's body.
 
     Raises:
-        Exception: whatever vLLM makes of a body that it refuses.
+        Exception: vLLM's error for a body that it refuses.
     """
     name, method = HANDLERS.get(target, ("", ""))
     handler = getattr(state, name, None) if name else None
@@ -85,7 +88,11 @@ async def rendered(state: Any, target: str, body: dict[str, Any]) -> Prompt | No
 
 
 def request_form(target: str) -> Any:
-    """vLLM's model of an endpoint's body. KeyError for an endpoint that is not in `HANDLERS`."""
+    """Return vLLM's model of an endpoint's body.
+
+    Raises:
+        KeyError: the endpoint is not in `HANDLERS`.
+    """
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest

@@ -1,13 +1,13 @@
-"""Tells a gateway the keys of a prompt's KV blocks, before the gateway chooses who answers it.
+"""Returns the keys of a prompt's KV blocks to a gateway, before the gateway chooses a replica.
 
-A gateway with several replicas to choose from wants to know what each of them holds of a prompt.
+A gateway that chooses among several replicas needs to know how much of a prompt each of them holds.
 Only vLLM knows the prompt's tokens: it validates the body, fills in the chat template and
-tokenises. So this route hands the client's body to vLLM's own handler of the endpoint. That does
-all of this as it will for the request itself. Where it would start the engine, the engine raises
-`Rendered` with the prompt. Nothing is computed, no request is counted, and whatever is wrong with
-the body is left for the request itself to be told.
+tokenises. This route therefore hands the client's body to vLLM's own handler of the endpoint, which
+processes it as it will process the request itself. Where the handler would start the engine, the
+engine raises `Rendered` with the prompt. Nothing is computed, and no request is counted. Errors in
+the body are not reported here: the request itself reports them.
 
-Media (images, sound) are not looked at: they would be fetched twice.
+Prompts with media (images, sound) are not rendered, since the media would be fetched twice.
 
 The route is part of the replica's own port and not of its application, so no client reaches it:
 
@@ -36,7 +36,7 @@ from headrace_kvstore.supply import Supply
 logger = logging.getLogger("headrace.decode")
 
 RENDER_ONLY: ContextVar[bool] = ContextVar("headrace_render_only", default=False)
-"""Whether this task wants a prompt rendered and not computed."""
+"""Whether this task only renders a prompt and does not compute it."""
 
 Supplies = Callable[[Sequence[int], str], Awaitable[Sequence[Supply]]]
 
@@ -46,7 +46,7 @@ _TEXT = frozenset(
         *("tool_use", "tool_result", "reasoning_text", "summary_text"),
     ]
 )
-"""Types of a message's parts that need nothing to be fetched or decoded."""
+"""Types of a message's parts for which nothing must be fetched or decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Prompt:
     Attributes:
         token_ids: [tokens].
         salt: its cache salt, with the tenant.
-        max_tokens: most that the answer may have.
-        local_only: why it must be prefilled by the engine that answers, or None.
-        plain: whether its blocks are hashed from tokens and salt alone.
+        max_tokens: maximum number of tokens of the answer.
+        local_only: why the engine that answers must prefill the prompt itself, or None.
+        plain: whether the prompt's blocks are hashed from tokens and salt alone.
     """
 
     token_ids: Sequence[int]
@@ -69,7 +69,7 @@ class Prompt:
 
 
 class Rendered(Exception):
-    """Raised in place of computing a prompt, where `RENDER_ONLY` is set."""
+    """Exception that is raised instead of computing a prompt if `RENDER_ONLY` is set."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__("the prompt was rendered only")
@@ -77,14 +77,14 @@ class Rendered(Exception):
 
 
 class KeysRoute:
-    """ASGI: answers `KEYS_TARGET`, and passes on everything else.
+    """ASGI application that answers `KEYS_TARGET`, and passes on all other requests.
 
     Args:
-        app: what answers everything else.
+        app: the application for all other requests.
         render: (target, body) -> the prompt of a client's request; None if there is not one.
         hashes: (token ids, salt) -> the engine's hashes of the prompt's full blocks.
-        supplies: (token ids, salt) -> what this machine's store could supply, in tokens.
-        machine: its id.
+        supplies: (token ids, salt) -> the tokens that this machine's store could supply.
+        machine: the machine's id.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class KeysRoute:
             left.cancel()
 
     async def answer(self, data: bytes) -> dict[str, Any]:
-        """What is answered to a body of this route. Never raises."""
+        """Return the answer to a body of this route. Never raises."""
         try:
             asked = json.loads(data)
             target, body = asked["target"], asked["body"]
@@ -133,7 +133,7 @@ class KeysRoute:
                 return {"keys": None, "why": "there is no prompt of tokens"}
             return await self._told(prompt)
         except Exception as error:
-            # Mostly the client's fault, of which the request itself will tell.
+            # Usually the client's error, which the request itself will report.
             level = logging.DEBUG if type(error) in self._logged else logging.INFO
             self._logged.add(type(error))
             logger.log(level, "a prompt was not rendered for a gateway: %r", error)
@@ -156,7 +156,7 @@ class KeysRoute:
 
 
 def why_not(body: dict[str, Any]) -> str | None:
-    """Why a request is not rendered in advance, or None if it may be."""
+    """Return why a request is not rendered in advance, or None if it may be."""
     prompts = body.get("prompt")
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
         return "there are several prompts"
@@ -170,7 +170,7 @@ def why_not(body: dict[str, Any]) -> str | None:
 
 
 def _has_media(messages: Any) -> bool:
-    """Whether parts of messages, or parts of what tools answered in them, are not plain text."""
+    """Return whether parts of messages, or of tools' answers in them, are not plain text."""
     left = list(messages) if isinstance(messages, list) else []
     while left:
         message = left.pop()
@@ -178,7 +178,7 @@ def _has_media(messages: Any) -> bool:
             parts = message.get(field)
             for part in parts if isinstance(parts, list) else ():
                 if isinstance(part, dict):
-                    # With a `uuid` vLLM takes media whatever the type.
+                    # With a `uuid`, vLLM treats a part of any type as media.
                     if part.get("type") not in _TEXT or "uuid" in part:
                         return True
                     left.append(part)
@@ -186,7 +186,7 @@ def _has_media(messages: Any) -> bool:
 
 
 async def _body(receive: Any) -> bytes | None:
-    """The whole body; None if the caller left before its end."""
+    """Return the whole body; None if the caller left before its end."""
     pieces: list[bytes] = []
     while True:
         message = await receive()

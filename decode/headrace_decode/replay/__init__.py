@@ -1,1 +1,1 @@
-"""A stream outlives its replica: what an engine has said, told to the gateway and said again."""
+"""Resuming streams of lost replicas: replicas send their engines' outputs along with the stream."""

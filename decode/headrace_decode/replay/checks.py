@@ -1,9 +1,9 @@
-"""Decides whether a request may be taken up behind what it is told to have said.
+"""Checks the earlier outputs from which a request resumes.
 
-The lines (`said`) may come from a client that resumes its stream, so they prove nothing. Whatever
-they say, the engine must survive it: each number that it or its frontend would use is checked here.
-What is in bounds but was never said harms nobody else. A client may put any tokens behind its
-prompt anyway. Pure.
+The lines (`said`) may come from a client that resumes its stream, so they prove nothing. The engine
+must survive any content: each number that the engine or its frontend would use is checked here.
+Outputs that are valid but invented harm no other client, since a client may append any tokens to
+its own prompt anyway. Pure.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ def check(
     vocabulary: int,
     logprobs: int | None,
 ) -> None:
-    """Linear in the lines.
+    """Check a resumed request's earlier outputs, in time linear in their size.
 
     Args:
-        outputs: what the request is told to have said.
-        choices: that it asks for.
-        most_tokens: that a choice may have said without being at its end.
-        vocabulary: rows of the model's embedding table.
-        logprobs: that it asks for, for each token; None if it asks for none.
+        outputs: the earlier outputs.
+        choices: number of choices that the request asks for.
+        most_tokens: maximum number of tokens of a choice that has not ended.
+        vocabulary: number of tokens in the model's vocabulary.
+        logprobs: number of log-probabilities per token that the request asks for; None if it asks
+            for none.
 
     Raises:
-        ValueError: no engine can have said this to such a request.
+        ValueError: no engine can have given these outputs for such a request.
     """
     count: Counter[int] = Counter()
     ended = set()

@@ -1,9 +1,9 @@
-"""What an engine's outputs were, from vLLM's objects, and vLLM's objects from that.
+"""Converts vLLM's outputs to `said.Output`, and feeds such outputs to vLLM's frontend again.
 
-The frontend of vLLM turns token ids into what the serving layer gets: text, log-probabilities,
-finish reasons. `feed` leads a new request's state through what was said elsewhere, output by
-output, so that the serving layer gets the same objects once more, and the state goes on from there.
-`tests/unit/test_contracts_replay.py` pins what is used of vLLM.
+vLLM's frontend turns token ids into text, log-probabilities and finish reasons for the serving
+layer. `feed` passes the outputs of a lost replica's engine through a new request's state, one by
+one. The serving layer gets the same objects again, and the state continues from there.
+`tests/unit/test_contracts_replay.py` checks the parts of vLLM that this module uses.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from headrace_decode.replay.said import Output, Said
 from headrace_decode.replay.scheduler import SAID
 
 MOST_SEEDED = 1024
-"""Of tokens that a request with a seed may have said. The first model runner draws anew for each
-of them, a third of a millisecond on a CPU, within a step of the engine."""
+"""Maximum number of tokens after which a request with a seed can be resumed. vLLM's first model
+runner repeats the random draw of each token within one engine step; a draw takes a third of a
+millisecond on a CPU."""
 
 AT_ONCE = 200
-"""Outputs for which an event loop is held: about 5 ms."""
+"""Number of outputs processed before the event loop may run other tasks: about 5 ms."""
 
 _FINISH = {str(reason): reason for reason in FinishReason}
 
 
 def output_of(output: RequestOutput, cached_tokens: int = 0) -> Output:
-    """What one output of a stream says; it has what it adds only.
+    """Convert one output of a stream, which holds only the tokens it adds.
 
     Args:
         cached_tokens: `Said.cached` of the first choice.
@@ -51,7 +52,7 @@ def output_of(output: RequestOutput, cached_tokens: int = 0) -> Output:
 
 
 def why_not(prompt: Any, params: SamplingParams) -> str | None:
-    """Why a stream cannot be taken up; None if it can."""
+    """Return why a stream cannot be resumed; None if it can."""
     if params.prompt_logprobs is not None:
         return "the log-probabilities of its prompt are with the engine that computed them"
     if isinstance(prompt, dict) and (prompt.get("multi_modal_data") or "prompt_embeds" in prompt):
@@ -60,7 +61,7 @@ def why_not(prompt: Any, params: SamplingParams) -> str | None:
 
 
 def with_said(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
-    """A copy of `params` that has the engine take the request up behind these tokens."""
+    """Return a copy of `params` that has the engine resume the request after these tokens."""
     told = copy.copy(params)
     told.extra_args = {**(params.extra_args or {}), SAID: list(tokens)}
     return told
@@ -69,22 +70,22 @@ def with_said(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
 async def feed(
     processor: Any, queue: Any, request_id: str, index: int, outputs: list[Output]
 ) -> tuple[dict[int, RequestOutput], bool]:
-    """Lead the state of one choice through what was said. Other requests get turns of the loop.
+    """Pass the earlier outputs through the state of one choice; yield to the event loop regularly.
 
     The choice ends where the outputs say so, or where the frontend finds one of its stop strings.
 
     Args:
-        processor: vLLM's `OutputProcessor`, which knows the request.
-        queue: its collector; it is left empty.
+        processor: vLLM's `OutputProcessor`, to which the request was added.
+        queue: the request's output collector; it is empty afterwards.
         request_id: the engine's id of the choice.
-        index: the choice.
-        outputs: of the whole request.
+        index: index of the choice.
+        outputs: all earlier outputs of the request.
 
     Returns:
-        What the serving layer gets for it, by the number of the output; whether the choice ended.
+        The outputs for the serving layer, by position in `outputs`; whether the choice ended.
 
     Raises:
-        ValueError: the outputs end the choice by a stop string that is not there.
+        ValueError: the outputs end the choice with a stop string that its text does not contain.
     """
     given: dict[int, RequestOutput] = {}
     for number, output in enumerate(outputs):
@@ -101,13 +102,13 @@ async def feed(
                 return given, True
             if said.finish is not None:
                 raise ValueError(f"choice {index} does not end with the stop string {said.stop!r}")
-    # The engine still has to tell what it computed.
+    # The engine has yet to report how much of the prompt it computed.
     processor.request_states[request_id].is_prefilling = True
     return given, False
 
 
 def _core_output(request_id: str, said: Said) -> EngineCoreOutput:
-    """As the engine gave it. The frontend finds stop strings by itself."""
+    """Return the output in the engine's form. The frontend itself finds stop strings."""
     finish = None
     if said.finish is not None and not isinstance(said.stop, str):
         finish = _FINISH.get(said.finish, FinishReason.STOP)
@@ -134,8 +135,11 @@ def _ranked(choice: Any) -> tuple[tuple[tuple[int, float, int], ...], ...] | Non
 
 
 def _lists(logprobs: tuple[tuple[tuple[int, float, int], ...], ...]) -> LogprobsLists:
-    """As the engine has them: in each row the sampled token, then the most likely ones by rank, the
-    sampled one among them if it is one of those."""
+    """Return log-probabilities in the engine's form, one row for each token.
+
+    A row has the sampled token, then the most likely ones by rank, with the sampled one again if it
+    is one of them.
+    """
     rows = []
     for sampled, *likely in logprobs:
         most = max((rank for _, _, rank in likely), default=0)

@@ -1,15 +1,15 @@
-"""What a stream's client has, and how a second answer is cut so that it goes on behind that.
+"""A record of the events a stream's client has received, with which another replica resumes it.
 
-A replica tells in lines between the events of a stream what its engine said (`headrace_decode.
-replay.said`). The journal takes the lines out and counts the events behind each. To take the stream
-up, another replica gets the lines of all events that the client has. It leads its serving layer
-through the same outputs, so its answer begins with the same lines and as many events, which the
-journal swallows. An answer that does not is never passed on. Ids that the first replica made up
-stay: they take the place of the other one's in the events that follow.
+A replica reports its engine's outputs in lines between the events of a stream (`headrace_decode.
+replay.said`). The journal removes the lines and counts the events after each. To resume the stream,
+another replica receives the lines of all events that the client has. It passes the same outputs
+through its serving layer. Its answer therefore begins with the same lines and as many events. The
+journal drops these events, and raises `Diverged` if lines or counts differ. The ids that the first
+replica made up stay valid: they replace the second replica's ids in the events that follow.
 
-A client that wants to resume its stream gets the lines, too, and sends back what it has. A new
-journal reads that as it would an answer, and is then as far as the first one was. It is the
-gateway's; where no gateway is in the way, the replica's own (`resumed`).
+A client that wants to resume its stream gets the lines, too, and sends back all it has received. A
+new journal reads that like an answer and reaches the state of the first journal. The gateway holds
+the journal; if there is no gateway between client and replica, the replica does (`resumed`).
 
 Pure: bytes in, bytes out.
 """
@@ -27,12 +27,12 @@ _REFUSED = MARK + b'"'
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What a journal reads in the events of an API's streams.
+    """The patterns that a journal looks for in the events of one API's streams.
 
     Attributes:
-        failed: how the first event of a stream begins that failed before its answer.
-        ids: what the ids look like that a replica makes up and later events refer to; None where
-            there are none.
+        failed: prefixes of an event that reports a failure.
+        ids: pattern of the ids that a replica makes up and later events refer to; None if the API
+            has none.
     """
 
     failed: tuple[bytes, ...]
@@ -44,24 +44,24 @@ EVENTS = {
     "responses": Events((b"event: error\n",), re.compile(rb"\b[a-z]+_[0-9a-f]{16,32}\b")),
     "anthropic": Events((b"event: error\n",)),
 }
-"""By the name that a route carries (`headrace_decode.routes.API_MODULES`)."""
+"""API name of a route (`headrace_decode.routes.API_MODULES`) -> patterns of its events."""
 
 
 class Diverged(Exception):
-    """A second answer is not the stream that the client has the beginning of."""
+    """Error: the second answer does not begin like the stream that the client has."""
 
 
 class Journal:
-    """One stream.
+    """The journal of one stream.
 
     Args:
-        events: how its errors begin, and which ids its events refer to.
-        tells: whether the client gets the lines, each before the first event behind it.
+        events: the patterns of its errors and ids.
+        tells: whether the client gets the lines, each before the first event that follows it.
 
     Attributes:
-        why_not: why the stream cannot be taken up; None if it can.
-        line_bytes: of all lines kept.
-        progress: events passed on.
+        why_not: why the stream cannot be resumed; None if it can.
+        line_bytes: total size of the lines added so far.
+        progress: number of events passed on.
     """
 
     def __init__(self, events: Events = EVENTS["openai"], *, tells: bool = False) -> None:
@@ -69,22 +69,24 @@ class Journal:
         self._tells = tells
         self._untold: list[bytes] = []  # lines that the client gets before its next event
         self._ids: dict[bytes, None] = {}  # in the events that the client has, in their order
-        self._other_ids: dict[bytes, None] = {}  # likewise of the second answer
-        self._lines: list[bytes] = [b""]  # the first stands for what comes before any line
-        self._events = [0]
+        self._other_ids: dict[bytes, None] = {}  # in the events of the second answer, in order
+        self._lines: list[bytes] = [b""]  # the first is for events before any line
+        self._events = [0]  # for each line: number of events after it
         self._tail = b""
-        self._at: int | None = None  # while swallowing: the line that was seen last
+        self._at: int | None = None  # while dropping events: index of the last line seen
         self._swallowed = 0
         self.why_not: str | None = None
         self.line_bytes = 0
         self.progress = 0
 
     def pass_on(self, chunk: bytes) -> tuple[bytes, bytes]:
-        """The whole events in a chunk for the client; and the rest, from the first event on that
-        says that the replica failed, which is then in neither the client's hands nor the journal.
+        """Return the whole events of a chunk that the client gets, and the rest of the chunk.
+
+        The rest begins with the first event that reports a failure; it is not recorded, and empty
+        if there is no such event.
 
         Raises:
-            Diverged: this is no continuation of what the client has.
+            Diverged: the chunk does not continue the client's stream.
         """
         chunk = self._tail + chunk
         cut = chunk.rfind(END) + 2
@@ -112,18 +114,21 @@ class Journal:
         return _joined(given), b""
 
     async def read(self, had: bytes) -> None:
-        """Pass on all that a client sends back, without holding the loop for long."""
+        """Record the stream that a client sends back, in pieces that block the event loop briefly.
+
+        Reading stops at the first event that reports a failure.
+        """
         for start in range(0, len(had), PIECE_BYTES):
             _, failed = await then_rest(self.pass_on, had[start : start + PIECE_BYTES])
             if failed:
                 return
 
     def rest(self) -> bytes:
-        """What came behind the last whole event; the stream is at its end."""
+        """Return the bytes after the last whole event. Called at the end of the stream."""
         return self._tail
 
     def take_up(self) -> bytes:
-        """The lines of all events that the client has; what follows comes from a second answer."""
+        """Return the lines of all events that the client has, and expect a second answer next."""
         while len(self._lines) > 1 and not self._events[-1]:
             self._lines.pop()
             self._events.pop()
@@ -155,7 +160,7 @@ class Journal:
                 self.stop(f"its lines have more than {MAX_BYTES} bytes")
 
     def _is_new(self) -> bool:
-        """Whether the client lacks the event that comes now."""
+        """Count an event; return whether the client does not have it yet."""
         if self._at is not None:
             if self._swallowed < self._events[self._at]:
                 self._swallowed += 1
@@ -168,8 +173,10 @@ class Journal:
         return True
 
     def _with_ids(self, event: bytes, *, new: bool) -> bytes:
-        """The event with the ids that the client knows, in place of those that the second replica
-        made; in a stream of one answer they are the same."""
+        """Replace the second replica's ids in an event by the ids that the client knows.
+
+        While the stream has a single answer, return the event as it is.
+        """
         assert self._id_pattern is not None
         seen = dict.fromkeys(self._id_pattern.findall(event))
         if self._at is None and not self._other_ids:
@@ -188,7 +195,7 @@ class Journal:
             raise Diverged("fewer events behind a line")
 
     def stop(self, why: str) -> None:
-        """Keep nothing any more: the stream is not taken up."""
+        """Discard the record: the stream cannot be resumed."""
         if self.why_not is None and self._tells:
             self._untold.append(line(why)[: -len(END)])
         self.why_not = self.why_not or why

@@ -1,4 +1,4 @@
-"""An engine's frontend that takes streams up where another replica left them."""
+"""An engine's frontend that resumes streams of another replica."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ OFFLOADING_SCHEDULERS = {
     False: "headrace_decode.sparse.engine.offload.scheduler.OffloadingTakingUp",
     True: "headrace_decode.sparse.engine.offload.scheduler.OffloadingTakingUpAsync",
 }
-"""Of engines whose KV may leave the cache; they do what those of `SCHEDULERS` do."""
+"""Schedulers of engines that may offload KV; they include the work of `SCHEDULERS`."""
 BOUNDING_SCHEDULERS = {
     False: "headrace_decode.bounded.engine.scheduler.BoundingTakingUp",
     True: "headrace_decode.bounded.engine.scheduler.BoundingTakingUpAsync",
 }
-"""Of engines whose requests may drop KV; they do what those of `OFFLOADING_SCHEDULERS` do."""
+"""Schedulers of engines whose requests may drop KV; they include the work of
+`OFFLOADING_SCHEDULERS`."""
 WORKER = "headrace_decode.replay.worker.TakingUpWorker"
 PLATFORM_WORKERS = frozenset(
     {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
 )
-"""Those in whose place `WORKER` can stand."""
+"""vLLM's worker classes, which `WORKER` can replace."""
 OUR_WORKERS = frozenset(
     {
         WORKER,
@@ -62,12 +63,12 @@ class ResumeState:
     """One submission of a resumed request to the engine.
 
     A request may be submitted several times: when its KV is late, a local prefill races the pull.
-    Each submission leads its own requests through the outputs, and sends only those to the engine.
+    Each submission feeds the outputs to its own requests, and sends only these to the engine.
 
     Attributes:
-        outputs: what the engine of the lost replica said.
+        outputs: the outputs of the lost replica's engine.
         choices: the engine's requests of this submission, without choices that have ended.
-        is_fed: whether all choices were led through the outputs.
+        is_fed: whether the outputs were fed to all choices.
     """
 
     def __init__(self, outputs: list[Output]) -> None:
@@ -77,11 +78,11 @@ class ResumeState:
         self._given: dict[int, dict[int, RequestOutput]] = {}
 
     def add(self, index: int, given: dict[int, RequestOutput]) -> None:
-        """Record what the serving layer gets for one choice, by the number of the output."""
+        """Record the serving layer's outputs of one choice, by position in `outputs`."""
         self._given[index] = given
 
     def earlier(self) -> Iterator[RequestOutput]:
-        """Yield each earlier output once, with its choices in their order."""
+        """Yield each earlier output once, with its choices in the original order."""
         for number, output in enumerate(self.outputs):
             parts = [
                 given[number]
@@ -94,11 +95,11 @@ class ResumeState:
 
 
 STATE: ContextVar[ResumeState | None] = ContextVar("headrace_resume_state", default=None)
-"""State of the submission that this task hands to the engine; None for a request that is new."""
+"""State of the submission that this task gives to the engine; None for a new request."""
 
 
 class TakingUpLLM(AsyncLLM):
-    """vLLM's, with our schedulers and workers where they can stand."""
+    """`AsyncLLM` with Headrace's schedulers and workers where the configuration permits them."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         self._cannot = _prepare(vllm_config)
@@ -113,13 +114,13 @@ class TakingUpLLM(AsyncLLM):
         run: Callable[[Generate, bool], AsyncGenerator[Any, None]],
         correct: Callable[[RequestOutput], None] = lambda output: None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A request's outputs, with those said elsewhere before them, told to its `Recorder`.
+        """Yield a request's outputs, earlier ones first, and add them to its `Recorder`.
 
         Args:
-            run: runs the request, given what asks the engine (`AsyncLLM.generate`), and whether
-                the engine has nothing left to compute for it. It may ask several times, each time
-                under another request id.
-            correct: has each output of the engine tell the right number of cached tokens.
+            run: runs the request. It receives the function to call the engine with
+                (`AsyncLLM.generate`), and whether the engine has nothing left to compute. It may
+                call that function several times, each time with another request id.
+            correct: sets the right number of cached tokens in each output of the engine.
         """
         recorder = RECORDER.get()
         if recorder is None:
@@ -152,7 +153,7 @@ class TakingUpLLM(AsyncLLM):
                         yield earlier
                 left = _tell(recorder, output, left, output.num_cached_tokens or 0)
                 yield output
-        for state in [one for one in states.values() if one.is_fed][:1]:  # nothing was left to say
+        for state in [one for one in states.values() if one.is_fed][:1]:  # no new output followed
             for earlier in state.earlier():
                 earlier.num_cached_tokens = cached_tokens_of(said)
                 left = _tell(recorder, earlier, left, cached_tokens_of(said))
@@ -161,8 +162,11 @@ class TakingUpLLM(AsyncLLM):
     async def _add_request(
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
     ) -> None:
-        """Add a request, as vLLM does. A resumed one is led through what it said before the engine
-        gets it, and the engine does not get choices that had ended."""
+        """Add a request, as vLLM does.
+
+        The earlier outputs of a resumed request are fed to it before the engine gets it. The engine
+        does not get choices that have ended.
+        """
         state = STATE.get()
         if state is None:
             await super()._add_request(request, prompt, parent_req, index, queue)
@@ -184,7 +188,7 @@ class TakingUpLLM(AsyncLLM):
                 said = tokens_of(state.outputs, index)
                 request.sampling_params = with_said(request.sampling_params, said)
             if index < choices - 1:
-                return  # what the engine says of one choice would come among what others said
+                return  # else an engine output of this choice comes before earlier ones of others
             for each in state.choices:
                 is_sent = True
                 await self.engine_core.add_request_async(each)
@@ -203,7 +207,7 @@ class TakingUpLLM(AsyncLLM):
             queue.put(STREAM_FINISHED)
 
     async def _release_kv(self, request: Any) -> None:
-        """Tell the prefill engine that a request's KV will not be pulled."""
+        """Tell the prefill engine that this engine will not pull a request's KV."""
         told = (request.sampling_params.extra_args or {}).get(PARAMS_KEY) or {}
         if told.get("do_remote_prefill"):
             with suppress(Exception):
@@ -221,7 +225,7 @@ class TakingUpLLM(AsyncLLM):
         return f"it has a seed, and vLLM's drafter {self._drafter} changes what that draws"
 
     def _check(self, request: Any, outputs: list[Output], choices: int) -> None:
-        """Whether this engine can go on behind what the request is told to have said.
+        """Check that this engine can resume the request after its earlier outputs.
 
         Raises:
             ValueError: it cannot.
@@ -244,11 +248,11 @@ class TakingUpLLM(AsyncLLM):
 async def _in_state(
     state: ResumeState, outputs: AsyncGenerator[RequestOutput, None]
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of one submission, which the engine gets with this state."""
+    """Yield the outputs of one submission, which is handed to the engine with this state."""
     async with aclosing(outputs):
         before = STATE.set(state)
         try:
-            first = await anext(outputs, None)  # the engine gets it before the first output
+            first = await anext(outputs, None)  # the engine gets the request before this output
         finally:
             STATE.reset(before)
         if first is not None:
@@ -262,16 +266,16 @@ def _wrong(error: ValueError) -> VLLMValidationError:
 
 
 def _is_seeded(params: SamplingParams) -> bool:
-    """Whether a request's tokens depend on its seed."""
+    """Return whether a request's tokens depend on its seed."""
     return bool(params.sampling_type == SamplingType.RANDOM_SEED)
 
 
 def vllm_drafter(config: VllmConfig) -> str | None:
-    """Return the method of vLLM's own that drafts for every request; None without one.
+    """Return vLLM's own drafting method, which drafts for every request; None without one.
 
     Such a method changes how many random numbers a step draws, and which of them accept a draft.
-    So the same seed gives other tokens when the steps of an answer begin elsewhere. Drafters of
-    ours do not draft for requests with a seed.
+    The same seed therefore gives other tokens if the steps of an answer begin at other tokens.
+    Headrace's drafters do not draft for requests with a seed.
     """
     told = config.speculative_config
     return None if told is None or told.method == "custom_class" else str(told.method)
@@ -280,8 +284,11 @@ def vllm_drafter(config: VllmConfig) -> str | None:
 def _tell(
     recorder: Recorder, output: RequestOutput, left: int | None, cached_tokens: int
 ) -> int | None:
-    """Record an output, the first one with the cached tokens; how many tokens may still be said, if
-    there is a limit."""
+    """Record an output; the first one carries the number of cached tokens.
+
+    Returns:
+        How many more tokens the stream may have and still be resumed; None without such a limit.
+    """
     said = output_of(output, 0 if recorder.has_told else cached_tokens)
     recorder.add(said)
     if left is not None:
@@ -296,7 +303,7 @@ def _said(outputs: list[Output]) -> int:
 
 
 def _prepare(config: VllmConfig) -> str | None:
-    """Put our scheduler and worker in; why that cannot be, if so."""
+    """Set Headrace's scheduler and worker; return why that is impossible, or None."""
     scheduler, parallel = config.scheduler_config, config.parallel_config
     if scheduler.scheduler_cls is not None:
         return f"the engine runs with scheduler_cls {scheduler.scheduler_cls}"

@@ -1,7 +1,7 @@
-"""Puts the lines of `said` into a replica's streams, and takes those to take up off a request.
+"""Inserts the lines of `said` into a replica's streams, and reads those of a resumed request.
 
-ASGI, around vLLM's application. It acts on requests with the header `HEADER` only, and on answers
-that are event streams.
+ASGI, around vLLM's application. It acts only on requests with the header `HEADER`, and on their
+answers that are event streams.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
 
 
 class Recorder:
-    """One request's lines: those to take up, and those to send.
+    """The lines of one request: the ones to resume from, and the ones to send.
 
     Attributes:
-        again: what the stream's engine said elsewhere.
+        again: outputs of the lost replica's engine.
         has_told: whether an output was added.
     """
 
@@ -34,10 +34,10 @@ class Recorder:
         self._silent = False
 
     def begin(self, why_not: str | None) -> list[Output]:
-        """The engine gets the request: what it has said already.
+        """Return the earlier outputs of a request that the engine gets now.
 
         Args:
-            why_not: why what follows cannot be taken up elsewhere, if it cannot.
+            why_not: why another replica cannot resume the stream; None if it can.
         """
         if self._began:
             why_not = "one request asks the engine several times"
@@ -47,19 +47,19 @@ class Recorder:
         return self.again
 
     def stop(self, why: str) -> None:
-        """The stream cannot be taken up from here on."""
+        """Send the reason why the stream cannot be resumed, and no more lines."""
         if not self._silent:
             self._lines.append(line(why))
             self._silent = True
 
     def add(self, output: Output) -> None:
-        """The engine said something, which the serving layer gets now."""
+        """Record an output of the engine that the serving layer gets now."""
         self.has_told = True
         if not self._silent:
             self._lines.append(line(output))
 
     def take(self) -> bytes:
-        """The lines since the last time."""
+        """Return the lines that were added since the last call."""
         if not self._lines:
             return b""
         lines = b"".join(self._lines)
@@ -68,11 +68,11 @@ class Recorder:
 
 
 RECORDER: ContextVar[Recorder | None] = ContextVar("headrace_recorder", default=None)
-"""Of the request that this task answers; None if nobody wants its lines."""
+"""Recorder of the request that this task answers; None if the request does not ask for lines."""
 
 
 class Recorded:
-    """ASGI: gives each request that asks for it a `Recorder`, and sends its lines."""
+    """ASGI application that gives each request with `HEADER` a `Recorder` and sends its lines."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -103,7 +103,7 @@ class Recorded:
 
 
 async def _outputs(lines: bytes) -> list[Output]:
-    """`read`, which takes long for many lines."""
+    """Run `read` in pieces with rests between them, since many lines take long."""
     outputs: list[Output] = []
     start = 0
     while start < len(lines):
@@ -134,8 +134,11 @@ def _with_lines(send: Any, recorder: Recorder) -> Callable[[Message], Awaitable[
 
 
 def size_told(scope: Message, header: bytes) -> int | None:
-    """How many bytes of the body a request's header speaks of: None without the header, more than
-    any body has for what is no such number."""
+    """Return the number of body bytes that a request's header names.
+
+    Returns:
+        The number; None without the header; `sys.maxsize` if the value is not a number of bytes.
+    """
     if scope["type"] != "http":
         return None
     told = next((value for name, value in scope["headers"] if name == header), None)
@@ -145,10 +148,10 @@ def size_told(scope: Message, header: bytes) -> int | None:
 
 
 async def split(receive: Any, size: int) -> tuple[bytes, Any]:
-    """The first `size` bytes of a body, and a `receive` that gives the rest.
+    """Return the first `size` bytes of a body, and a `receive` that gives the rest.
 
     Raises:
-        ValueError: the body is shorter.
+        ValueError: the body is shorter, or the client left.
     """
     parts, have, more = [], 0, True
     while have < size and more:
@@ -174,7 +177,7 @@ async def split(receive: Any, size: int) -> tuple[bytes, Any]:
 
 
 def shorter(headers: Any, size: int) -> list[tuple[bytes, bytes]]:
-    """The headers of a body that is this much shorter."""
+    """Return the headers with a content length reduced by `size`."""
     return [
         (name, b"%d" % (int(value) - size) if name == b"content-length" else value)
         for name, value in headers

@@ -1,12 +1,13 @@
-"""A client resumes its stream at the replicas themselves, where no gateway is in the way.
+"""Resumes streams for clients that reach replicas without a gateway.
 
 On the token path `direct` a proxy passes bytes between clients and replicas. When a replica dies or
-is stopped, its streams break, and a client that kept what it had (`headrace.resume`) asks again:
-the same request, with the stream so far before the body and its size in the header `RESUME`. The
-proxy gives that to any replica, which reads what the client has, as a gateway would, leads its
-serving layer through it once more, and sends what follows. `docs/replay.md` has the client's side.
+is stopped, its streams break. A client that kept its stream (`headrace.resume`) then sends the same
+request again, with the stream so far before the body and its size in the header `RESUME`. The proxy
+gives the request to any replica. The replica reads the stream so far as a gateway would, passes its
+outputs through the serving layer again, and sends the events that follow. `docs/replay.md`
+describes the client's side.
 
-ASGI, around vLLM's application. It acts on requests with the header `RESUME` only.
+ASGI, around vLLM's application. It acts only on requests with the header `RESUME`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from headrace_decode.replay.recorder import ASGIApp, Message, Recorded, shorter,
 from headrace_decode.replay.said import END, HEADER, MAX_BYTES, RESUME
 
 MOST_HAD_BYTES = 2 * MAX_BYTES
-"""Of a stream that a client brings along, lines and events."""
+"""Maximum size of the stream that a client sends back, with lines and events."""
 
 
 class Resumed:
-    """See the module.
+    """ASGI application that resumes streams without a gateway.
 
     Args:
         app: the replica's application.
-        apis: the API of each path (`headrace_decode.routes`); OpenAI's where it has none.
-        engine_died: whether the replica's engine did. An error event is then its death, and no
-            answer: the stream breaks instead, and goes on elsewhere.
+        apis: path -> API (`headrace_decode.routes`); a path without an entry has OpenAI's.
+        engine_died: returns whether the replica's engine died. If it did, an error event is not
+            sent as part of the answer: the stream breaks, and another replica can resume it.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Resumed:
 
 
 class _Stream:
-    """An answer on its way to the client, cut so that it goes on behind what the client has."""
+    """An answer to the client, without the events that the client already has."""
 
     def __init__(
         self, journal: Journal, events: Events, send: Any, engine_died: Callable[[], bool]
@@ -83,7 +84,7 @@ class _Stream:
         self._streams = self._over = False
 
     async def send(self, message: Message) -> None:
-        """As ASGI's."""
+        """Send an ASGI message."""
         if self._over:
             return
         if message["type"] == "http.response.start":
@@ -110,7 +111,7 @@ class _Stream:
         return {**message, "body": body, "more_body": more}
 
     def _error(self) -> bytes:
-        """The last event: another replica's answer is not the stream that the client has."""
+        """Return the last event if the replica's answer does not continue the client's stream."""
         error = {
             "message": "The replica was lost, and another one answers differently. "
             "Send the request again.",
@@ -124,7 +125,7 @@ class _Stream:
 
 
 def _before(lines: bytes, receive: Any) -> Any:
-    """A `receive` whose body begins with these."""
+    """Return a `receive` whose body begins with these lines."""
     first = True
 
     async def receiving() -> Any:

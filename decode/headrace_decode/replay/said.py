@@ -1,12 +1,13 @@
-"""What a stream's engine has said, in the lines that go with the stream, and back from them.
+"""Encodes the outputs of a stream's engine as lines within the stream, and decodes them.
 
-A replica puts a line before those events of a stream that an output of its engine led to:
+A replica puts a line before the events of a stream that result from one output of its engine:
 
     :hr [{"i":0,"t":[2023,11]}]
 
-It is a comment of the event stream's format (WHATWG HTML, 9.2.6), which clients skip; gateways take
-it out. When the replica is lost, another one is sent the lines of all events that the client has,
-and goes on behind them. A line whose payload is a text says why the stream cannot be taken up.
+The line is a comment in the event stream format (WHATWG HTML, 9.2.6), which clients skip; gateways
+remove it. When the replica is lost, another replica receives the lines of all events that the
+client has, and continues after them. A line with a string as its payload gives the reason why the
+stream cannot be resumed.
 
 Pure: no engine, no HTTP.
 """
@@ -18,19 +19,20 @@ from typing import Annotated
 import msgspec
 
 MARK = b":hr "
-"""How a line begins."""
+"""Prefix of a line."""
 END = b"\n\n"
-"""How a line, and each event, ends."""
+"""Terminator of a line and of each event."""
 HEADER = b"x-headrace-said"
-"""Of a request whose answer shall come with lines: how many bytes of its body, from the first on,
-are lines to take up; 0 for a new request. Of an answer: it is a stream with lines."""
+"""In a request whose answer must have lines: number of bytes at the start of its body that are the
+lines to resume from; 0 for a new request. In an answer: the answer is a stream with lines."""
 RESUME = b"x-headrace-resume"
-"""Of a client's request: how many bytes of its body, from the first on, are its stream so far with
-its lines; 0 for a new one. Of an answer: this stream can be resumed."""
+"""In a client's request: number of bytes at the start of its body that are the stream so far, with
+its lines; 0 for a new request. In an answer: the client can resume this stream."""
 STOPPING = "gateway_stopping"
-"""Code of the error by which a gateway that shuts down ends a stream; another one resumes it."""
+"""Code of the error with which a gateway that shuts down ends a stream. Another gateway can resume
+the stream."""
 MAX_BYTES = 4 * 2**20
-"""Of the lines of one stream. A stream that has said more is not taken up."""
+"""Maximum size of the lines of one stream. A stream with more cannot be resumed."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Ranked = tuple[TokenId, float, TokenId]
@@ -46,16 +48,17 @@ class Said(
         "cached": "c",
     },
 ):
-    """What one output of the engine adds to one choice.
+    """The part of one engine output that belongs to one choice.
 
     Attributes:
-        index: of the choice.
-        tokens: those that the output adds.
+        index: index of the choice.
+        tokens: the tokens that the output adds.
         logprobs: for each token the sampled one first, then the most likely ones by rank; None if
-            none were asked for.
+            the request asks for none.
         finish: the choice's finish reason, if it ends here.
         stop: the stop string or token that ended it.
-        cached: in the first output of a stream: tokens of the prompt that no engine computed.
+        cached: in the first output of a stream: number of cached prompt tokens, which no engine
+            computed.
     """
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -67,22 +70,22 @@ class Said(
 
 
 Output = tuple[Said, ...]
-"""One output of the engine: its choices, in the order in which the serving layer gets them."""
+"""One output of the engine: its choices, in the order in which the serving layer receives them."""
 
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Output | str)
 
 
 def line(output: Output | str) -> bytes:
-    """The line of one output, or of the reason why a stream cannot be taken up."""
+    """Return the line for one output, or for the reason why a stream cannot be resumed."""
     return MARK + _ENCODER.encode(output) + END
 
 
 def read(lines: bytes) -> list[Output]:
-    """The outputs of lines.
+    """Return the outputs that these lines encode.
 
     Raises:
-        ValueError: these are no lines, or a stream that cannot be taken up.
+        ValueError: these are not lines, or they say that the stream cannot be resumed.
     """
     found: list[Output] = []
     for one in lines.split(END)[:-1]:
@@ -98,7 +101,7 @@ def read(lines: bytes) -> list[Output]:
 
 
 def tokens_of(outputs: list[Output], index: int) -> list[int]:
-    """All tokens that one choice has."""
+    """Return all tokens of one choice."""
     return [
         token
         for output in outputs
@@ -109,11 +112,16 @@ def tokens_of(outputs: list[Output], index: int) -> list[int]:
 
 
 def is_over(outputs: list[Output], choices: int) -> bool:
-    """Whether each of so many choices has ended."""
+    """Return whether all choices have ended.
+
+    Args:
+        outputs: all outputs of the request.
+        choices: number of choices of the request.
+    """
     ended = {said.index for output in outputs for said in output if said.finish is not None}
     return len(ended) == choices
 
 
 def cached_tokens_of(outputs: list[Output]) -> int:
-    """Tokens of the prompt that no engine had computed when the stream began."""
+    """Return the number of prompt tokens that were cached when the stream began."""
     return outputs[0][0].cached if outputs and outputs[0] else 0

@@ -1,9 +1,10 @@
-"""Schedulers that take a request up with the tokens that it said elsewhere, and keep answers that
-attend to a part of the KV out of the prefix cache.
+"""Schedulers that resume a request after the output tokens of another replica.
 
-The tokens are the request's output from the start, as after a preemption: penalties, `min_tokens`,
-`max_tokens`, stop conditions and the grammar count them as what they are. The parameters carry
-them, `extra_args[SAID]`. `tests/unit/test_contracts_replay.py` pins what is used of vLLM.
+They also keep answers that attend to only a part of the KV out of the prefix cache. The tokens are
+part of the request's output from the start, as after a preemption: penalties, `min_tokens`,
+`max_tokens`, stop conditions and the grammar count them as output tokens. The parameters carry them
+in `extra_args[SAID]`. `tests/unit/test_contracts_replay.py` checks the parts of vLLM that this
+module uses.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ SAID = "headrace_said"
 
 
 def said_by(params: Any) -> list[int]:
-    """The tokens that a request brings along; none for most."""
+    """Return the earlier output tokens of a resumed request; an empty list for a new one."""
     extra = None if params is None else params.extra_args
     return list(extra.get(SAID, ())) if extra else []
 
 
 class _TakesUp:
-    """Mixed into a scheduler of vLLM's."""
+    """Mixin for vLLM's schedulers."""
 
     keeps_answers_private = True
-    """Whether prompts of sparse requests may be shared."""
+    """Marks schedulers that keep answers of sparse and bounded requests out of the prefix cache."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -42,14 +43,14 @@ class _TakesUp:
     def add_request(self, request: Request) -> None:
         """Add a request, with the tokens of its earlier answer as output.
 
-        The prompt's KV is exact whatever the answer attends to, and is shared. Blocks with tokens
-        of the answer are not.
+        The prompt's KV is shared, since it is exact regardless of what the answer attends to. For a
+        sparse or bounded request, blocks with tokens of the answer are not shared.
         """
         if any(share_in(request.sampling_params, name) is not None for name in (SPARSE, BOUNDED)):
             keep_private(request)
         if (said := said_by(request.sampling_params)) and not request.num_output_tokens:
             request.append_output_token_ids(said)
-            request.prefill_stats = None  # `schedule` tells them: more may be cached
+            request.prefill_stats = None  # `schedule` sets them: more may be cached by then
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +65,7 @@ class _TakesUp:
         return step
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
-        """As vLLM's. A grammar that is compiled is led through what has been said."""
+        """Promote a request as vLLM does; feed a resumed one's tokens to its compiled grammar."""
         grammar_came = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         promoted: bool = super()._try_promote_blocked_waiting_request(request)  # type: ignore[misc]
         if promoted and grammar_came and (said := said_by(request.sampling_params)):
@@ -78,8 +79,8 @@ class _TakesUp:
 
 
 class TakingUp(_TakesUp, Scheduler):  # type: ignore[misc]
-    """Where a step waits for the one before."""
+    """Scheduler for engines in which a step waits for the one before."""
 
 
 class TakingUpAsync(_TakesUp, AsyncScheduler):  # type: ignore[misc]
-    """Where steps are scheduled ahead."""
+    """Scheduler for engines that schedule steps ahead."""

@@ -1,10 +1,10 @@
-"""Has vLLM's first model runner take a request up with the tokens that it said elsewhere.
+"""A worker with which vLLM's first model runner resumes a request after its earlier output tokens.
 
-That runner knows output tokens only of requests that it has seen. So a new request that brings some
-is entered into the runner's states here, and handed on as one that comes back from a preemption.
-The second model runner is told all tokens of a new request, and needs none of this.
+That runner knows output tokens only of requests that it has seen. Thus a new request with output
+tokens is added to the runner's states here, and then scheduled like a request that was preempted.
+The second model runner receives all tokens of a new request, and needs none of this.
 
-`tests/unit/test_contracts_replay.py` pins what is used of vLLM.
+`tests/unit/test_contracts_replay.py` checks the parts of vLLM that this module uses.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ else:
 
 
 class TakingUpWorker(PlatformWorker):  # type: ignore[misc]
-    """vLLM's worker of the platform."""
+    """vLLM's worker for the platform, with support for resumed requests."""
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's."""
+        """Run a step as vLLM does, after preparing its resumed requests."""
         if not self.use_v2_model_runner:
             scheduler_output = self._taking_up(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def _taking_up(self, step: Any) -> Any:
-        """The step, with new requests that have said something as ones that come back."""
+        """Return the step with new requests that have output tokens as preempted requests."""
         known = self.model_runner.requests
         back = [
             (new, said)
@@ -73,7 +73,7 @@ class TakingUpWorker(PlatformWorker):  # type: ignore[misc]
         return told
 
     def _state(self, new: Any, said: list[int]) -> CachedRequestState:
-        """What the runner would know of the request had it sampled those tokens itself."""
+        """Return the request's state as if the runner had sampled the earlier tokens itself."""
         runner, params = self.model_runner, new.sampling_params
         generator = None
         if params.sampling_type == SamplingType.RANDOM_SEED:
@@ -82,7 +82,7 @@ class TakingUpWorker(PlatformWorker):  # type: ignore[misc]
             drawn = torch.empty(
                 runner.input_batch.vocab_size, dtype=torch.float32, device=runner.device
             )
-            for _ in said:  # vLLM draws so for each token
+            for _ in said:  # vLLM draws like this for each token
                 drawn.exponential_(generator=generator)
         state = CachedRequestState(
             req_id=new.req_id,

@@ -1,13 +1,13 @@
 """The directions in which queries look at keys, learned from a model's own queries and keys.
 
-A unit's keys are its mean mu and deviations c. Keeping `rank` coordinates of each c costs the
-logits q.c least, over queries and deviations that are independent of each other, with
+A unit's keys are its mean mu and deviations c. With `rank` coordinates of each c, the logits q.c
+err least, over queries and deviations that are independent of each other, for
 
     coordinates = E^T Cq^1/2 c,   q.c ~ (E^T Cq^-1/2 q).coordinates
 
 where Cq = E[q q^T], Cc = E[c c^T], and E holds the leading eigenvectors of Cq^1/2 Cc Cq^1/2: the
-theorem of Eckart and Young (1936) in the metric of the queries. Directions that keys vary in and no
-query looks at cost nothing, which a unit's own singular vectors do not know.
+theorem of Eckart and Young (1936) in the metric of the queries. A direction in which keys vary and
+no query looks costs nothing. A unit's own singular vectors would spend coordinates on it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 Float = NDArray[np.float32]
 COORDINATES = 20
 SPREAD = 3.0
-"""Standard deviations that 4 bits reach to, where no key of a unit lies farther out."""
+"""Standard deviations that 4-bit codes cover, unless a key of the unit lies farther out."""
 UNSEEN = 1e-3
-"""Of the mean moment, added to all directions of queries: what was never seen may still come."""
+"""Share of the mean moment that is added to all directions of queries, for unseen queries."""
 
 
 class Moments:
-    """Second moments of one layer's queries and keys, over all that was added."""
+    """Second moments of one layer's queries and keys, over all that were added."""
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         shape = kv_heads, head_dim, head_dim
@@ -48,7 +48,7 @@ class Moments:
         self.units += len(keys)
 
     def basis(self, rank: int = COORDINATES) -> Basis:
-        """The basis of so many coordinates.
+        """Return the basis of so many coordinates.
 
         Raises:
             ValueError: no queries or no units were added.
@@ -86,6 +86,6 @@ class Basis:
 
     @staticmethod
     def none(kv_heads: int, head_dim: int) -> Basis:
-        """No coordinates, where nothing was learned."""
+        """Return a basis without coordinates, for a model without calibration."""
         shapes = (kv_heads, head_dim), (kv_heads, head_dim, 0), (kv_heads, 0, head_dim)
         return Basis(*(np.zeros(shape, np.float32) for shape in shapes))

@@ -1,7 +1,7 @@
-"""Files of what was learned of a model: tensors in float32, and what was measured with them.
+"""Calibration files of a model: learned tensors in float32, and measurements made with them.
 
-A safetensors file with JSON in its metadata, under a key of its kind. It is read as any input:
-version, model and the shapes of all tensors are looked at before a tensor is read.
+Each is a safetensors file with JSON in its metadata, under a key of its kind. It is checked like
+any input: version, model and the shapes of all tensors before a tensor is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.numpy import save
 MOST_BYTES, MOST_HEADER_BYTES = 256 * 2**20, 2**16
 MOST_SHARES = 100
 FARTHEST = 1e6
-"""Of a number in a tensor; those of models are below 100."""
+"""Maximum magnitude of a number in a tensor; numbers of models are below 100."""
 
 _ROPE = (
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -38,11 +38,11 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True)
 class Kind:
-    """What such files are of.
+    """Kind of calibration file.
 
     Attributes:
-        key: of the JSON. version: that is read and written.
-        name, command: of the program that makes one, for messages.
+        key: key of the JSON in the metadata. version: version that is read and written.
+        name, command: program that makes such a file, and its command line, for messages.
     """
 
     key: str
@@ -57,10 +57,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model decides which keys and queries there are, but for its weights.
+    """Properties of a model, apart from its weights, that its keys and queries depend on.
 
     Attributes:
-        hidden_size, layers, heads, kv_heads, head_dim: of the model.
+        hidden_size, layers, heads, kv_heads, head_dim: sizes of the model.
         rope: kind and numbers of its rotary embedding.
     """
 
@@ -73,7 +73,7 @@ class Shape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Shape:
-        """From a model's `config.json`, or the same from `transformers`.
+        """Read the shape from a model's `config.json`, or its equivalent in `transformers`.
 
         Raises:
             CalibrationError: a field is missing.
@@ -100,7 +100,7 @@ class Shape:
             raise CalibrationError(f"the model's configuration is not known: {error!r}") from None
 
     def differences(self, other: Shape) -> str:
-        """In words, with our values first; empty if there are none."""
+        """Describe the differences in words, our values first; empty if there are none."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return ", ".join(
             f"{name} {mine} instead of {its}" for name, mine, its in pairs if mine != its
@@ -109,12 +109,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """What every calibration says.
+    """Measurements that every calibration has.
 
     Attributes:
-        model: its name, for messages.
-        shape: of the model.
-        unit_tokens: of the units that shares were measured with.
+        model: the model's name, for messages.
+        shape: the model's shape.
+        unit_tokens: tokens of the units that shares were measured with.
         kl: mean KL of a token to the exact model, nats, by share.
     """
 
@@ -124,7 +124,11 @@ class Measured:
     kl: Mapping[float, float]
 
     def check(self, shape: Shape, unit_tokens: int) -> None:
-        """Raises CalibrationError unless it is of such a model and unit."""
+        """Check that it is for such a model and unit.
+
+        Raises:
+            CalibrationError: it is not.
+        """
         if other := self.shape.differences(shape):
             raise CalibrationError(f"it is of another model, {self.model}: {other}")
         if self.unit_tokens != unit_tokens:
@@ -134,7 +138,11 @@ class Measured:
 
     @staticmethod
     def told(told: Mapping[str, Any]) -> Measured:
-        """As `write` said it. Raises KeyError, TypeError or ValueError for what is none."""
+        """Parse the JSON that `write` made.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not valid.
+        """
         shape, kl = told["shape"], told["kl"][:MOST_SHARES]
         return Measured(
             str(told["model"])[:200],
@@ -147,10 +155,10 @@ class Measured:
 def write(
     path: Path, kind: Kind, measured: Measured, tensors: Mapping[str, NDArray[np.float32]]
 ) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     told = asdict(measured) | {"kl": [[*each] for each in measured.kl.items()]}
     half = path.with_name(f".{path.name}.{os.getpid()}")
@@ -168,15 +176,15 @@ def read(
     parsed: Callable[[Mapping[str, Any]], T],
     checked: Callable[[T, Shapes], None] | None = None,
 ) -> tuple[T, dict[str, NDArray[np.float32]]]:
-    """What a file says, and its tensors where they are wanted.
+    """Read a file's JSON, and its tensors if `checked` is given.
 
     Args:
-        parsed: makes something of its JSON; raises KeyError, TypeError or ValueError if it is none.
-        checked: raises CalibrationError if it, or the shapes of tensors, are not those that are
-            wanted. None reads no tensors.
+        parsed: parses the JSON; raises KeyError, TypeError or ValueError if it is not valid.
+        checked: raises CalibrationError if the parsed JSON, or the shapes of the tensors, are not
+            as wanted. None: no tensors are read.
 
     Raises:
-        CalibrationError: it cannot be read, or is no such file.
+        CalibrationError: the file cannot be read, is damaged, or is of another kind.
     """
     try:
         with path.open("rb") as raw:
@@ -199,13 +207,17 @@ def read(
     except SafetensorError as error:
         raise CalibrationError(f"it is damaged: {error}") from None
     for name, one in tensors.items():
-        if not np.abs(one).max(initial=0.0) <= FARTHEST:  # NaN is none, either
+        if not np.abs(one).max(initial=0.0) <= FARTHEST:  # false for NaN, too
             raise CalibrationError(f"it is damaged: {name} has numbers that no model has")
     return found, tensors
 
 
 def check_shapes(found: Shapes, wanted: Shapes) -> None:
-    """Raises CalibrationError if tensors are others than wanted."""
+    """Check that tensors have the wanted names and shapes.
+
+    Raises:
+        CalibrationError: they have others.
+    """
     if found.keys() != wanted.keys():
         raise CalibrationError("it is damaged: it has other tensors")
     for name, shape in wanted.items():

@@ -1,11 +1,11 @@
-"""Which units a step attends to: the first, the newest, and the highest scores between them.
+"""Chooses the units that a step attends to: the first, the newest, and the highest scores between.
 
 The first unit holds the text's attention sink (StreamingLLM, arXiv 2309.17453), and the newest
-tokens draw attention whatever they are; neither is left to an estimate.
+tokens draw attention whatever they are. Neither is left to an estimate.
 
-The k-th highest score is built bit by bit, as `kernels.choosing` does it: floats are ordered as
-their bits are, those below 0 with all bits but the sign turned. So any bits have a place, and as
-many units are chosen as were asked for, whatever the scores.
+The k-th highest score is built bit by bit, like in `kernels.choosing`. Floats are ordered like
+their bits, if for floats below 0 all bits but the sign are inverted. This orders any bits, so
+exactly the given number of units is chosen, whatever the scores.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def choose(scores: NDArray[np.float32], count: int, sinks: int, recent: int) -> 
 
     Args:
         scores: float32 [kv_heads, n], higher is better.
-        count: of units, those of `sinks` and `recent` included; raised to these, at most n.
-        sinks: first units that are always chosen.
-        recent: last units that are always chosen.
+        count: number of units, including `sinks` and `recent`; at least their sum, at most n.
+        sinks: number of first units that are always chosen.
+        recent: number of last units that are always chosen.
 
     Returns:
-        int64 [kv_heads, count] ascending; the earlier one of equals.
+        int64 [kv_heads, count] ascending; of equal scores, the earlier unit.
     """
     kv_heads, n = scores.shape
     sinks = min(sinks, n)

@@ -1,8 +1,8 @@
 """The inner step of scoring as vector code: one unit's summary against all queries of a head.
 
-Queries are whole numbers of 8 bits and codes of 4, so that a CPU's dot products of bytes apply:
-AVX-512 VNNI takes 64 products an instruction, AVX2 32 in three. LLVM vectors of any width lower to
-the registers of any CPU, and whole numbers add up to the same in any order.
+Queries are integers of 8 bits and codes of 4, so that a CPU's dot products of bytes apply: AVX-512
+VNNI takes 64 products an instruction, AVX2 32 in three. LLVM vectors of any width lower to the
+registers of any CPU, and integers add up to the same in any order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ F32, I32, I16, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8
 LANES = 16
 LOG2E = 1.4426950408889634
 CUT = 60.0 * LOG2E
-"""Exponents of 2 are cut here: 512 of them sum to no infinity."""
+"""Limit of exponents of 2: the sum of 512 such powers is still finite."""
 POWERS = 1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558
 """2^f = sum POWERS[k] f^k for |f| <= 1/2, to 3e-6 of it."""
 SUM = "contract", "reassoc", "nsz"
@@ -29,14 +29,14 @@ AVX2 = ("avx2",)
 
 
 def rows_at_once(layout: Layout) -> int:
-    """Of the mean and own directions, how many fill a register together."""
+    """Return how many of the mean and own directions fill a register together."""
     lanes = layout.head_dim // 8
     return min(LANES // lanes, 1 + layout.rank) if LANES % lanes == 0 else 1
 
 
 def query_bytes(layout: Layout) -> int:
-    """Of a prepared query: its first half, as often as `rows_at_once`; its second half likewise;
-    and its weights of coordinates."""
+    """Return the bytes of a prepared query: its first half, `rows_at_once` times; its second half,
+    as often; and its weights of coordinates."""
     return rows_at_once(layout) * layout.head_dim + layout.coordinates
 
 
@@ -60,16 +60,17 @@ def unit_mass(
     at: Any,
     stride: Any,
 ) -> Any:
-    """Of each query: means[at + g * stride] = q.mu log2(e), and
-    sums[at + g * stride] = sum_i exp(q.(what the summary says of k_i - mu)).
+    """Compute for each query: means[at + g * stride] = q.mu log2(e), and
+    sums[at + g * stride] = sum_i exp(q.c_i), with c_i the summary's approximation of k_i - mu.
 
     Args:
-        tokens, dim, rank, coordinates, group: of the `Layout`, and queries of a KV head; literals.
+        tokens, dim, rank, coordinates: of the `Layout`; literals.
+        group: number of queries of a KV head; a literal.
         codes, code: uint8 array, and where the unit's codes begin in it.
         scales, scale: float32 array, and where the unit's scales begin.
         queries: int8 [group][query_bytes], prepared.
-        starts: int32 [group][2], what dot products with a query and with its weights begin with.
-        factors: float32 [group][2], what they are multiplied with.
+        starts: int32 [group][2], initial values of dot products with a query and with its weights.
+        factors: float32 [group][2], factors of these dot products.
     """
     shape = tokens, dim, rank, coordinates, group
     if not all(isinstance(one, types.IntegerLiteral) for one in shape):
@@ -92,16 +93,16 @@ def unit_mass(
 
 
 def features_of(context: Any) -> frozenset[str]:
-    """Of the CPU that code is made for."""
+    """Return the features of the CPU that code is made for."""
     _, _, features = context.codegen().magic_tuple()
     return frozenset(one[1:] for one in features.split(",") if one.startswith("+"))
 
 
 class Dot:
-    """Dot products of bytes, by fours.
+    """Dot products of bytes, in groups of four.
 
     Args:
-        features: of the CPU.
+        features: features of the CPU.
     """
 
     def __init__(self, builder: Any, features: frozenset[str]) -> None:
@@ -109,7 +110,7 @@ class Dot:
         self._vnni, self._avx2 = features.issuperset(VNNI), features.issuperset(AVX2)
 
     def add(self, total: Any, codes: Any, query: Any) -> Any:
-        """total + the dot product of four codes and four bytes of a query in each lane.
+        """Add the dot product of four codes and four bytes of a query to each lane of `total`.
 
         Args:
             total: <n x i32>.
@@ -135,7 +136,7 @@ class Dot:
         return self._plain(total, codes, query)
 
     def _pairs(self, total: Any, codes: Any, query: Any) -> Any:
-        """AVX2: pairs of products fit into 16 bits."""
+        """Add with AVX2. The sum of two products fits into 16 bits."""
         b, narrow, wide = self.b, ir.VectorType(I8, 32), ir.VectorType(I16, 16)
         pairs = self._call(
             "avx2.pmadd.ub.sw", b.bitcast(codes, narrow), b.bitcast(query, narrow), result=wide
@@ -160,7 +161,7 @@ class Dot:
 
 
 def joined(builder: Any, parts: Sequence[Any]) -> Any:
-    """One vector after another; as many as a power of 2, of one width."""
+    """Join vectors of one width, one after another. Their number is a power of 2."""
     while len(parts) > 1:
         order = list(range(2 * parts[0].type.count))
         parts = [
@@ -171,7 +172,7 @@ def joined(builder: Any, parts: Sequence[Any]) -> Any:
 
 
 def cut(builder: Any, vector: Any, at: int, lanes: int) -> Any:
-    """A part of a vector."""
+    """Return a part of a vector."""
     if lanes == vector.type.count:
         return vector
     order = list(range(at, at + lanes))
@@ -212,7 +213,7 @@ class _Unit:
             b.store(self._sum(self._exp2(exponents[g])), b.gep(self.sums, [place]))
 
     def _along(self, codes: Any, scales: Any) -> list[list[Any]]:
-        """log2(e) q.mu of each query, and log2(e) q.V_j of each own direction."""
+        """Return, for each query, log2(e) q.mu, and log2(e) q.V_j for each own direction."""
         b, layout = self.b, self.layout
         half, at_once, rows = layout.head_dim // 2, rows_at_once(layout), 1 + layout.rank
         found: list[list[Any]] = [[] for _ in range(self.group)]
@@ -233,7 +234,7 @@ class _Unit:
         return found
 
     def _exponents(self, codes: Any, scales: Any, along: list[list[Any]]) -> list[Any]:
-        """Of each query: log2(e) times what each token adds to q.mu."""
+        """Return, for each query, log2(e) times the amount that each token adds to q.mu."""
         b, layout = self.b, self.layout
         found = self._shared(codes, scales) if layout.coordinates else [None] * self.group
         for j in range(layout.rank):
@@ -246,7 +247,7 @@ class _Unit:
         return found
 
     def _shared(self, codes: Any, scales: Any) -> list[Any]:
-        """What coordinates say: of each query, log2(e) q.c of each token."""
+        """Return, for each query, the coordinates' part of log2(e) q.c for each token."""
         b, layout, tokens = self.b, self.layout, self.layout.unit_tokens
         totals = [self._all(b.load(self._of(self.starts, g, 1)), tokens) for g in range(self.group)]
         for four in range(0, layout.coordinates // 4, 2):
@@ -284,7 +285,7 @@ class _Unit:
         return low, self.b.lshr(both, kind([4] * kind.count))
 
     def _halves(self, codes: Any, first: int, count: int) -> tuple[Any, Any]:
-        """Low and high halves of so many bytes, by fours: <count / 4 x i32>."""
+        """Return the low and high halves of so many bytes, in groups of four: <count / 4 x i32>."""
         low, high = self._split(self._bytes(codes, first, count))
         fours = ir.VectorType(I32, count // 4)
         return self.b.bitcast(low, fours), self.b.bitcast(high, fours)
@@ -317,7 +318,7 @@ class _Unit:
         return self.b.call(function, [F32(0.0), vector], fastmath=("reassoc",))
 
     def _function(self, name: str, result: Any, args: Sequence[Any]) -> Any:
-        """An LLVM intrinsic, overloaded by the type of its last argument."""
+        """Return an LLVM intrinsic, overloaded by the type of its last argument."""
         kind = "f32" if args[-1].element == F32 else "i32"
         full, module = f"llvm.{name}.v{args[-1].count}{kind}", self.b.module
         return module.globals.get(full) or ir.Function(

@@ -1,22 +1,22 @@
-"""Where the codes of a unit's summary lie, and how the loops over them are compiled.
+"""Layout of the codes of a unit's summary, and options for compiling the loops over them.
 
-A summary is the mean and, for each token, what it adds to the mean: coordinates in a basis that all
-units share (`basis`), and for the rest coefficients u_j of directions V_j of the unit's own. Codes
-are 4 bits, stored as 1 to 15, that is value / scale + 8:
+A summary is the mean and, for each token, its deviation from the mean: coordinates in a basis that
+all units share (`basis`), and for the rest coefficients u_j of directions V_j of the unit's own.
+Codes are 4 bits, stored as 1 to 15, that is value / scale + 8:
 
     mean           [dim]
-    directions     [rank][dim], each row packed by itself
-    coordinates    by eights, each packed by itself: [2][tokens][4]; at the end perhaps a four,
-                   [tokens][4]
-    coefficients   [rank][tokens], each row packed by itself
+    directions     [rank][dim], each row packed separately
+    coordinates    in groups of eight, each packed separately: [2][tokens][4]; a last group may
+                   have four, [tokens][4]
+    coefficients   [rank][tokens], each row packed separately
 
-A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together. So
-one mask and one shift unpack a register, and the four bytes that stand side by side, of one token
-or one direction, are what CPUs multiply with four bytes of a query and add up in one instruction.
+A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together. One
+mask and one shift therefore unpack a register. Four adjacent bytes belong to one token or one
+direction. CPUs multiply them with four bytes of a query, and add up, in one instruction.
 
-There is a scale of the mean; then, where there are coordinates, one by which the unit's steps are
-wider than the basis's; then one of each own direction, of V_j times u_j, which only ever meet as a
-product.
+The first scale is that of the mean. If there are coordinates, the next is the factor by which the
+unit's steps are wider than the basis's. Then each own direction has one scale, of V_j times u_j,
+which are only used as a product.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Layout:
     """The shape of one head's summary of one unit.
 
     Attributes:
-        unit_tokens: of a unit; even.
-        head_dim: of a key; a multiple of 8.
-        rank: own directions, 1 to `unit_tokens` - 1.
-        coordinates: in a basis; a multiple of 4, 0 to `head_dim`.
+        unit_tokens: tokens of a unit; even.
+        head_dim: channels of a key; a multiple of 8.
+        rank: number of own directions, 1 to `unit_tokens` - 1.
+        coordinates: number of coordinates in a basis; a multiple of 4, 0 to `head_dim`.
     """
 
     unit_tokens: int
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def first_own(self) -> int:
-        """The scale of the first own direction."""
+        """Index of the first own direction's scale."""
         return 2 if self.coordinates else 1
 
     @property
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of the summary of one unit and head, fp32 scales included."""
+        """Bytes of the summary of one unit and head, fp32 scales included."""
         return self.code_bytes + 4 * self.scales
 
     @property

@@ -4,19 +4,19 @@ For a query q and a unit b with mean mu whose tokens i deviate from it by c_i:
 
     score_b = q.mu / sqrt(d) + ln sum_i exp(q.c_i / sqrt(d))
 
-which is exact attention mass, in logarithm, but for what a summary leaves out of mu and c_i:
+This is the logarithm of the exact attention mass, apart from the summary's errors in mu and c_i:
 
     q.c_i ~ sum_j w_j z_ij + sum_j u_ij (q.V_j)
 
 with coordinates z in a shared basis, whose weights w = B q are the same for all units, and
-directions V of the unit's own. q and w are rounded to 8 bits: that errs a tenth of what the 4 bits
-of summaries do, and products are of whole numbers (`lanes`).
+directions V of the unit's own. q and w are rounded to 8 bits. This error is a tenth of the error of
+the summaries' 4 bits, and all products are of integers (`lanes`).
 
 The softmax over units per query head is summed over the query heads that share a KV head.
 
 The logarithm is never taken: with s_b the sum and m_b the first term, the softmax is
 s_b exp(m_b - max m) over its sum. The deviations from the mean sum to 0 over a unit's tokens, so
-s_b is about 1 at least; it is at most unit_tokens e^60, since exponents are cut there.
+s_b is about 1 at least; it is at most unit_tokens e^60, since exponents are limited to 60.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def score(
     queries: NDArray[np.float32],
     scale: float,
 ) -> NDArray[np.float32]:
-    """Estimated attention by unit.
+    """Estimate the attention that each unit gets.
 
     Args:
-        summaries: of the layer.
+        summaries: summaries of the layer.
         units: int64 [n], each below the capacity and stored before.
         queries: float32 [kv_heads, group, head_dim], rotated.
-        scale: of the logits, 1 / sqrt(head_dim) in most models.
+        scale: scale of the logits, 1 / sqrt(head_dim) in most models.
 
     Returns:
         float32 [kv_heads, n]; each row sums to the group.
@@ -72,7 +72,7 @@ def score(
 
 @cache
 def _kernel(layout: Layout, group: int) -> Any:
-    """Compiled for one shape: the sums over it are too short for loops of any length."""
+    """Compile the kernel for one shape, since its sums are too short for loops of any length."""
     tokens, dim, rank = layout.unit_tokens, layout.head_dim, layout.rank
     coordinates = layout.coordinates
     code_bytes, scale_count = layout.code_bytes, layout.scales
@@ -143,8 +143,8 @@ def _weights(query: Any, back: Any, weights: Any) -> None:
 
 @jit
 def _rounded(row: Any, into: Any, at: int, length: int, times: int) -> Any:
-    """Write a row in 8 bits, each `length` of it so many times; log2(e) times its step, and what
-    sums of products with codes begin with, since codes are 8 more than what they stand for."""
+    """Write a row in 8 bits, each `length` of it so many times. Return log2(e) times its step, and
+    the initial value for sums of products with codes, since codes are values plus 8."""
     largest = np.float32(0)
     for d in range(row.size):
         largest = max(largest, abs(row[d]))
@@ -174,7 +174,7 @@ def _add_softmax(means: Any, sums: Any, out: Any) -> None:
 
 @jit
 def _exp2(x: Any) -> Any:
-    """2^x for x <= 0, in a way that becomes vector code; 2^-126 for less than that."""
+    """Compute 2^x for x <= 0, in a form that compiles to vector code; 2^-126 for x below -126."""
     x = max(x, np.float32(-126))
     whole = np.floor(x + np.float32(0.5))
     f = x - whole

@@ -12,18 +12,19 @@ from headrace_decode.sparse.layout import Layout
 from headrace_decode.sparse.summarising import summarise
 
 RANK_ALONE, RANK_BESIDE = 4, 1
-"""Own directions of a unit, without a basis and beside one."""
+"""Numbers of a unit's own directions, without a basis and with one."""
 
 
 class Summaries:
-    """Summaries of one layer's units: each head's mean key, and what each token adds to it.
+    """Summaries of one layer's units: each head's mean key, and each token's deviation from it.
 
-    That is the token's coordinates in a basis and one direction of the unit's own for the rest;
-    without a basis, four directions. At units of 16 tokens and a head dimension of 64 this takes
-    11.9 % (20 coordinates) and 10.4 % of the bytes of keys in 16 bits.
+    With a basis, a deviation is the token's coordinates in the basis, and one direction of the
+    unit's own for the rest. Without a basis, it is four own directions. At units of 16 tokens and a
+    head dimension of 64 this takes 11.9 % (20 coordinates) and 10.4 % of the bytes of keys in 16
+    bits.
 
     Attributes:
-        layout: of one unit's summary for one head.
+        layout: layout of one unit's summary for one head.
         basis: without coordinates where none was given.
         codes: uint8 [kv_heads, capacity, layout.code_bytes].
         scales: float32 [kv_heads, capacity, layout.scales].
@@ -40,8 +41,8 @@ class Summaries:
     ) -> None:
         """
         Args:
-            capacity: units that can be stored; they are numbered from 0.
-            rank: directions of a unit's own, if not as many as above.
+            capacity: number of units that can be stored; they are numbered from 0.
+            rank: number of a unit's own directions; None: as above.
 
         Raises:
             ValueError: a shape that has no layout, or a basis of another shape.
@@ -61,7 +62,7 @@ class Summaries:
         return int(self.codes.nbytes + self.scales.nbytes)
 
     def put(self, units: NDArray[np.int64], keys: Any) -> None:
-        """Summarise units and store them, over what stood there.
+        """Summarise units, and store their summaries in place of the old ones.
 
         Args:
             units: int64 [n], each below the capacity.
@@ -85,6 +86,6 @@ class Summaries:
         summarise(keys, np.asarray(units, np.int64), self.codes, self.scales, *basis, layout.rank)
 
     def copy(self, units: NDArray[np.int64], others: NDArray[np.int64]) -> None:
-        """Have other units have the summaries of units; int64 [n] each."""
+        """Copy the summaries of units to others; int64 [n] each."""
         self.codes[:, others] = self.codes[:, units]
         self.scales[:, others] = self.scales[:, units]

@@ -1,11 +1,11 @@
-"""Makes summaries: of each unit's keys the mean and what each adds to it, in 4 bits.
+"""Makes summaries: the mean of each unit's keys, and each key's deviation from it, in 4 bits.
 
-Coordinates in a shared basis are one product. What they leave out of the keys less their mean, C,
-is approximated by U V, directions of the unit's own: U [tokens, rank] orthonormal, the leading
+Coordinates in a shared basis are one product. The part of the deviations that they leave out, C, is
+approximated by U V, directions of the unit's own: U [tokens, rank] is orthonormal, the leading
 eigenvectors of the Gram matrix C C^T, and V = U^T C. The eigenvectors come from orthogonal
-iteration (Golub and Van Loan, section 8.2.4), which starts from the tokens that lie farthest from
-what earlier ones span (pivoted Cholesky). A few steps are enough: what counts is the energy that U
-spans, not each vector.
+iteration (Golub and Van Loan, section 8.2.4). It starts from the tokens that lie farthest from the
+span of earlier ones (pivoted Cholesky). A few steps are enough, since only the energy that U spans
+counts, not each vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from headrace_decode.sparse.layout import jit
 
 STEPS, PRODUCTS = 3, 4
-"""Of orthogonal iteration, and of each step with the Gram matrix."""
+"""Steps of orthogonal iteration, and products with the Gram matrix in each step."""
 TINY = np.float32(1e-30)
 
 
@@ -34,8 +34,8 @@ def summarise(
         scales: float32 [kv_heads, capacity, scales].
         origin: float32 [kv_heads, dim].
         into: float32 [kv_heads, coordinates, dim], from deviations to coordinates of scale 1.
-        back: float32 [kv_heads, coordinates, dim], the way back.
-        rank: own directions.
+        back: float32 [kv_heads, coordinates, dim], from coordinates to deviations.
+        rank: number of own directions.
     """
     tokens, (_, coordinates, dim) = keys.shape[2], into.shape
     centred = np.empty((tokens, dim), np.float32)
@@ -82,9 +82,9 @@ def summarise(
 
 @jit
 def _placed(centred: Any, into: Any, back: Any, placed: Any) -> Any:
-    """Coordinates of deviations, over the width of the unit's steps, which is returned.
+    """Write the coordinates of deviations, divided by the width of the unit's steps; return that.
 
-    What their codes stand for is taken from the deviations.
+    The values that their codes stand for are subtracted from the deviations.
     """
     tokens, (coordinates, dim) = len(centred), into.shape
     largest = np.float32(0)
@@ -124,7 +124,7 @@ def _centre(keys: Any, mean: Any, centred: Any) -> None:
 
 @jit
 def _gram(centred: Any, gram: Any) -> None:
-    """Gram matrix over its trace: entries of 1 at most, so that powers do not overflow."""
+    """Compute the Gram matrix over its trace. Entries are at most 1, so powers do not overflow."""
     tokens, dim = centred.shape
     trace = np.float32(0)
     for i in range(tokens):
@@ -143,7 +143,7 @@ def _gram(centred: Any, gram: Any) -> None:
 
 @jit
 def _start(gram: Any, basis: Any) -> None:
-    """The columns of a pivoted Cholesky factorisation."""
+    """Write the columns of a pivoted Cholesky factorisation."""
     rank, tokens = basis.shape
     left = np.empty(tokens, np.float32)
     for i in range(tokens):
@@ -171,7 +171,7 @@ def _start(gram: Any, basis: Any) -> None:
 
 @jit
 def _multiplied(rows: Any, matrix: Any, into: Any) -> None:
-    """rows @ matrix."""
+    """Compute rows @ matrix."""
     for j in range(rows.shape[0]):
         into[j] = 0
         for i in range(matrix.shape[0]):
@@ -182,7 +182,7 @@ def _multiplied(rows: Any, matrix: Any, into: Any) -> None:
 
 @jit
 def _orthonormal(rows: Any, into: Any) -> None:
-    """Modified Gram-Schmidt; a row that earlier ones span becomes zero."""
+    """Apply modified Gram-Schmidt. A row in the span of earlier ones becomes zero."""
     count, n = rows.shape
     for j in range(count):
         before = np.float32(0)
@@ -207,7 +207,7 @@ def _orthonormal(rows: Any, into: Any) -> None:
 
 @jit
 def _scaled(row: Any) -> Any:
-    """Divide a row by its scale, which is returned: to between -7 and 7."""
+    """Divide a row by its scale, to between -7 and 7; return the scale."""
     largest = np.float32(0)
     for i in range(row.size):
         largest = max(largest, abs(row[i]))
@@ -220,7 +220,7 @@ def _scaled(row: Any) -> Any:
 
 @jit
 def _pack(row: Any, code: Any, at: int) -> None:
-    """Write codes of numbers between -7 and 7."""
+    """Write codes of numbers between -7 and 7, two in a byte."""
     half = row.size // 2
     for i in range(half):
         low = np.int32(np.floor(row[i] + np.float32(8.5)))

@@ -1,5 +1,5 @@
-"""Drafting without a draft model: what was seen before, remembered, retrieved and priced.
+"""Speculative decoding without a draft model: drafts are retrieved from earlier text.
 
-`memory` keeps token sequences and answers drafts with a survival probability per token. Everything
-here but the vLLM adapters is NumPy and numba: no Ray, no vLLM, no I/O.
+`retrieval` keeps token sequences, and returns drafts with a survival probability per token.
+Everything here except the vLLM adapters and `sharing` is NumPy and numba: no Ray, no vLLM, no I/O.
 """

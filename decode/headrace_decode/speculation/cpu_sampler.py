@@ -1,17 +1,18 @@
-"""vLLM's rejection sampler for CPUs: right where requests sample, and cheap where few have drafts.
+"""vLLM's rejection sampler for CPUs, with correct sampling and less work for rows without drafts.
 
-Two things of vLLM 0.29 are put right here.
+It corrects two faults of vLLM 0.29.
 
-On CPUs it spreads a request's temperature, top_k and top_p over its draft tokens with a function
-that writes into a copy of its output (`cpu_triton_utils._expand_kernel_impl` converts all to int64
-and back only the input). The logits are then divided by what the memory happened to hold: sampled
-answers follow another distribution, a greedy neighbour may get a wrong token, and top_k may end the
-engine. Here the three are applied without it.
+First, on CPUs vLLM spreads a request's temperature, top_k and top_p over its draft tokens with a
+function that writes into a copy of its output (`cpu_triton_utils._expand_kernel_impl` converts all
+arguments to int64, and back only the input). The logits are then divided by uninitialised memory:
+sampled answers follow another distribution, a greedy request in the batch may get a wrong token,
+and top_k may crash the engine. Here the three values are applied without that function.
 
-And one draft token in a batch costs every row: all logits are copied once more in case somebody
-wants log-probabilities, and random numbers are drawn for each row and each word of the vocabulary,
-most of them for rows without drafts. On a GPU that is hidden; on a CPU it is several steps' worth
-of arithmetic. Here it is done for those who have drafts, or want log-probabilities.
+Second, one draft token in a batch costs every row time. All logits are copied once more in case a
+request wants log-probabilities, and random numbers are drawn for each row and each word of the
+vocabulary, most of them for rows without drafts. On a GPU that is hidden; on a CPU it is as much
+arithmetic as several steps. Here it is done only for rows with drafts, or if a request wants
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from vllm.v1.sample.sampler import SamplerOutput
 
 
 class CpuRejectionSampler(RejectionSampler):  # type: ignore[misc]
-    """Takes the place of vLLM's. What is accepted, and what is drawn instead, is vLLM's."""
+    """A replacement for vLLM's sampler that uses vLLM's rules of acceptance and drawing."""
 
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
     ) -> Any:
-        """As vLLM's.
+        """Sample and verify a step's tokens, with the interface of vLLM's sampler.
 
         Args:
             logits: [draft tokens + rows, vocabulary].
@@ -78,11 +79,11 @@ class CpuRejectionSampler(RejectionSampler):  # type: ignore[misc]
         bonus: torch.Tensor,
         sampling_metadata: Any,
     ) -> torch.Tensor:
-        """What each row emits, int32 [rows, longest draft + 1], filled up with placeholders.
+        """Return each row's tokens, int32 [rows, longest draft + 1], padded with placeholders.
 
         Args:
-            target: [draft tokens, vocabulary], logits after all that requests asked for.
-            bonus: [rows, 1], the token behind a draft that is accepted whole.
+            target: [draft tokens, vocabulary], logits after all processing that requests ask for.
+            bonus: [rows, 1], the token after a draft that is accepted whole.
         """
         counts = metadata.num_draft_tokens
         drafted = [row for row, count in enumerate(counts) if count]
@@ -114,8 +115,11 @@ class CpuRejectionSampler(RejectionSampler):  # type: ignore[misc]
 def _constrained(
     logits: torch.Tensor, num_draft_tokens: list[int], sampling_metadata: Any
 ) -> torch.Tensor:
-    """Logits [draft tokens, vocabulary] under temperature, top_k and top_p of each one's request;
-    changed in place."""
+    """Apply temperature, top_k and top_p of each draft token's request to the logits, in place.
+
+    Args:
+        logits: [draft tokens, vocabulary].
+    """
     counts = torch.tensor(num_draft_tokens)
 
     def spread(values: torch.Tensor | None) -> torch.Tensor | None:

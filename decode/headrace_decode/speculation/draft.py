@@ -1,7 +1,7 @@
-"""What a memory hands to the planner: drafted tokens, and how likely each is to be accepted.
+"""The drafts that a memory hands to the planner: tokens, and their probabilities of acceptance.
 
-This file is the border between the memory, which says what might come next, and the planner, which
-decides how much of that is worth verifying.
+This file is the interface between the memory, which predicts the next tokens, and the planner,
+which decides how many of them are worth verifying.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class Source(IntEnum):
-    """Where the text lies that a draft was mostly read from."""
+    """The kind of text that a draft was mostly read from."""
 
     NONE = 0
     OPERATOR = 1
@@ -24,24 +24,24 @@ class Source(IntEnum):
     PROMPT = 3
     """This request's own prompt."""
     OUTPUT = 4
-    """What this request has answered so far."""
+    """This request's own answer so far."""
 
 
 class DraftBatch(NamedTuple):
-    """The drafts of one step, as arrays over its n rows. Compiled functions take it as it is.
+    """The drafts of one step, as arrays over its n rows. Compiled functions use it directly.
 
     Attributes:
-        tokens: int32 [n, K]; those from `lengths[row]` on mean nothing.
+        tokens: int32 [n, K]; entries from `lengths[row]` on have no meaning.
         survival: float32 [n, K], non-increasing: probability that tokens[: i + 1] are all accepted;
-            0 from `lengths[row]` on, so that the planner may sort it whole.
-        lengths: int32 [n], each at most K; 0 where nothing was found.
+            0 from `lengths[row]` on, so that the planner may sort the whole array.
+        lengths: int32 [n], each at most K; 0 if nothing was found.
         source: int32 [n], `Source` of the text that weighed most.
-        match_tokens: int32 [n], how many of the request's last tokens stood before that text, too.
-        handles: int64 [n]. This and what follows is the memory's own, for `feedback_many`.
-        cells, keys: int32 and int64 [n, K], of each token: what it is known by (`acceptance`), and
-            its key in the failure memory (`refusals`).
-        header_rows, generations: int32 and int64 [n], of the segment that the first token was
-            mostly read from; -1 where that is the request's own text.
+        match_tokens: int32 [n], how many of the request's last tokens also stood before that text.
+        handles: int64 [n]. This and the following fields are the memory's own, for `feedback_many`.
+        cells, keys: int32 and int64 [n, K]: cell of each token's features (`acceptance`), and its
+            key in the failure memory (`refusals`).
+        header_rows, generations: int32 and int64 [n], header row and generation of the segment that
+            the first token was mostly read from; row -1 for the request's own text.
     """
 
     tokens: NDArray[np.int32]

@@ -1,7 +1,7 @@
-"""The worker class that shows our proposer which request is in which row, and when steps begin.
+"""The worker class that tells the proposer which request is in which row, and when steps begin.
 
-Apart from `headrace_decode._vllm_compat`, since engine processes load this one and have no use for
-the server's imports. `tests/unit/test_contracts_speculation.py` pins what is used of vLLM.
+It is not in `headrace_decode._vllm_compat`, since engine processes load it and do not need the
+server's imports. `tests/unit/test_contracts_speculation.py` checks the parts of vLLM that are used.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ if current_platform.is_cpu():
 
 
 class SpeculatingWorker(TakingUpWorker):
-    """vLLM's worker of the platform, with a line to the proposer.
+    """vLLM's worker for the platform, connected to the proposer.
 
-    Of the workers that share a model only the first one drafts: the scheduler asks no other.
+    Only the first of the workers that share a model drafts, since the scheduler uses only its
+    drafts.
     """
 
     _proposer: HeadraceProposer | None = None
 
     def load_model(self, **kwargs: Any) -> None:
-        """As vLLM's; then binds the proposer, if it is ours.
+        """Load the model as vLLM does, then bind the proposer if it is a `HeadraceProposer`.
 
-        vLLM leaves drafting out, and has every row verify its most zeros, in any step in which one
-        row is closer than that to the longest length. Our proposer keeps to that length row by row,
-        so the runner takes its length for endless. On CPUs the runner gets a rejection sampler that
-        can spread temperatures.
+        In a step in which one row has less than the maximum number of draft tokens left to the
+        maximum length, vLLM does not draft, and has every row verify that many zeros. The proposer
+        itself respects the maximum length row by row, so the runner's limit for the drafter is set
+        to infinity. On CPUs the runner gets a rejection sampler that can spread temperatures.
         """
         super().load_model(**kwargs)
         proposer = getattr(self.model_runner, "drafter", None)
@@ -50,7 +51,7 @@ class SpeculatingWorker(TakingUpWorker):
                 proposer.bind(view)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's."""
+        """Announce the step to the proposer, then run it as vLLM does."""
         if self._proposer is not None:
             self._proposer.step_begins(
                 scheduler_output.num_scheduled_tokens,
@@ -60,9 +61,9 @@ class SpeculatingWorker(TakingUpWorker):
         return super().execute_model(scheduler_output)
 
     def headrace_speculation(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """`HeadraceProposer.command`, for `collective_rpc`; empty if the proposer is another."""
+        """Run `HeadraceProposer.command`, for `collective_rpc`; {} with another proposer."""
         return {} if self._proposer is None else self._proposer.command(command)
 
     def headrace_memory(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """`HeadraceProposer.memory_command`, likewise."""
+        """Run `HeadraceProposer.memory_command`, for `collective_rpc`; {} with another proposer."""
         return {} if self._proposer is None else self._proposer.memory_command(command)

@@ -1,7 +1,7 @@
 """Counts the distinct KV blocks of a batch, from one step to the next.
 
-A step looks only at what changed: blocks that rows got, and rows that left. So it costs time in the
-number of rows, not in the number of blocks that they hold.
+A step reads only the changes: blocks that rows got, and rows that left. Its time is therefore
+linear in the number of rows, and not in the number of blocks that they hold.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class HeldBlocks:
     """The blocks that the rows of an engine's batch hold.
 
     Args:
-        blocks: numbers of blocks are below this. Block 0 is nobody's, and never counts.
+        blocks: all block numbers are below this. Block 0 belongs to no row and never counts.
 
     Attributes:
-        distinct: blocks that some row holds; shared ones count once.
-        looked_at: entries of rows that were read so far.
+        distinct: number of blocks that rows hold; shared ones count once.
+        looked_at: number of entries of rows that were read so far.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -32,11 +32,12 @@ class HeldBlocks:
     def update(
         self, names: Sequence[str], table: NDArray[np.integer], lengths: NDArray[np.integer]
     ) -> int:
-        """Follow the batch of a step; returns `distinct`.
+        """Update the counts for the batch of a step; return `distinct`.
 
         Args:
-            names: of the rows' requests.
-            table: int [rows or more, any], blocks of each row. lengths: int [rows], how many.
+            names: names of the rows' requests.
+            table: int [rows or more, any], blocks of each row.
+            lengths: int [rows], number of blocks of each row.
         """
         for name in self._rows.keys() - set(names):
             self._remove(name)
@@ -45,7 +46,7 @@ class HeldBlocks:
             if known == length and not known:
                 continue
             if known and (length < known or table[row, known - 1] != self._rows[name][-1][-1]):
-                self._remove(name)  # it was preempted, and has other blocks now
+                self._remove(name)  # the request was preempted, and has other blocks now
                 known = 0
             if length > known:
                 self._add(name, table[row, known:length].copy(), length)

@@ -1,9 +1,9 @@
-"""How this package's loops are compiled: without the GIL, and kept on disk where possible.
+"""The compiler settings of this package's loops: no GIL, and cached on disk where possible.
 
-A look-up is a microsecond of small functions that hand arrays to one another. A call that is not
-inlined copies seven to ten words of each array, and where it might raise, each view that it is
-given is counted up and down with locked instructions. So every function is inlined into its
-compiled callers, and a division by zero is inf or NaN instead of an error.
+A look-up is a microsecond of small functions that pass arrays to one another. A call that is not
+inlined copies seven to ten words of each array. If it might raise, the reference count of each view
+that it receives is also raised and lowered with locked instructions. Therefore, every function is
+inlined into its compiled callers, and a division by zero gives inf or NaN instead of an error.
 """
 
 from headrace_kvstore import compiled

@@ -1,6 +1,7 @@
-"""What an operator has ordered, and until when: a standing value, and one that ends by itself.
+"""An operator's order: a setting with a standing value, and a temporary one that expires.
 
-The end is kept where the order is obeyed, so that it comes though whoever gave the order is gone.
+The time of expiry is kept where the order is applied, so that the order expires even if the sender
+no longer runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 FOR_MAX_S = 7 * 86400.0
-"""Longest time that an order may be given for; longer is what standing orders are for."""
+"""Maximum duration of an order; for a longer time, set the standing value."""
 
 
 class Order(Generic[T]):
@@ -22,26 +23,32 @@ class Order(Generic[T]):
         self._until_s: float | None = None
 
     def give(self, value: T, now_s: float, for_s: float | None = None) -> None:
-        """Have `value` in force: for `for_s` seconds, and then what stands; without, it stands from
-        now on, and what was given for a while is over."""
+        """Set a value.
+
+        Args:
+            value: the new value.
+            now_s: the present time.
+            for_s: seconds for which the value applies; after them the standing value applies again.
+                None: it becomes the standing value, and a temporary value ends.
+        """
         if for_s is None:
             self._standing, self._until_s = value, None
         else:
             self._passing, self._until_s = value, now_s + for_s
 
     def at(self, now_s: float) -> T:
-        """What is in force."""
+        """Return the value in force."""
         if self._until_s is not None and now_s >= self._until_s:
             self._until_s = None
         return self._standing if self._until_s is None else self._passing
 
     def left_s(self, now_s: float) -> float | None:
-        """Seconds until what is in force ends by itself; None if it does not."""
+        """Return the seconds until the value in force expires; None if it does not expire."""
         return None if self._until_s is None else max(self._until_s - now_s, 0.0)
 
 
 def is_duration(value: Any) -> bool:
-    """Whether `value` is a number of seconds that an order may be given for."""
+    """Return whether `value` is a valid duration of an order in seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return math.isfinite(value) and 0 < value <= FOR_MAX_S

@@ -1,12 +1,12 @@
-"""The class that vLLM's custom-class hook loads: a session's line to the engine, which never fails.
+"""The proposer class that vLLM loads: it connects a session to the engine and never raises.
 
     speculative_config={"method": "custom_class", "model": "<this module>.HeadraceProposer", ...}
     worker_cls="headrace_decode.speculation.drafting_worker.SpeculatingWorker"
 
-vLLM shows a proposer rows without request ids, so the worker class binds it to the model runner and
-announces each step; without that it drafts nothing. An exception out of `propose` would end
-the engine with every request in it: here it costs one step's drafts, and after a few in a row
-drafting stops until it is switched on again.
+vLLM passes rows without request ids to a proposer. Therefore, the worker class binds the proposer
+to the model runner and announces each step; an unbound proposer drafts nothing. An exception from
+`propose` would end the engine with all its requests. Here it costs one step's drafts, and after a
+few in a row drafting stops until it is switched on again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from headrace_decode.speculation.sharing.exchange import Exchange
 logger = logging.getLogger("headrace.speculation")
 
 FAILURES_MAX = 8
-"""In a row, after which drafting stops."""
+"""Number of failures in a row after which drafting stops."""
 
 
 class RunnerView:
-    """vLLM's model runner as a proposer sees it."""
+    """The facts in vLLM's model runner that a proposer needs."""
 
     def __init__(self, runner: Any, draft_tokens: int) -> None:
         self._runner, self._draft_tokens = runner, draft_tokens
@@ -54,11 +54,11 @@ class RunnerView:
         token_ids: NDArray[np.integer],
         scheduled: Mapping[str, int],
     ) -> Rows:
-        """The batch of the step that has just been sampled.
+        """Return the batch of the step that has just been sampled.
 
         Args:
-            sampled, num_tokens, token_ids: as vLLM hands them to `propose`.
-            scheduled: tokens of each request in this step.
+            sampled, num_tokens, token_ids: the arguments that vLLM passes to `propose`.
+            scheduled: number of tokens of each request in this step.
         """
         batch, count = self._runner.input_batch, len(sampled)
         request_ids = batch.req_ids[:count]
@@ -73,7 +73,7 @@ class RunnerView:
         return Rows(request_ids, sampled, lengths, token_ids, room, prefill)
 
     def facts(self, request_id: str) -> Facts:
-        """What a request brings along."""
+        """Return the facts about a request."""
         request = self._runner.requests[request_id]
         params = request.sampling_params
         return facts_of(
@@ -86,11 +86,13 @@ class RunnerView:
     def _kv_tokens(
         self, names: Sequence[str], num_tokens: NDArray[np.integer]
     ) -> NDArray[np.integer] | None:
-        """Room for drafts, by the blocks of the rows in the batch: shared ones count once, those of
-        requests outside it not at all."""
+        """Return the room for drafts in the KV cache, by the blocks of the rows in the batch.
+
+        Shared blocks count once, and blocks of requests outside the batch do not count.
+        """
         table = self._runner.input_batch.block_table[0]
         blocks = table.num_blocks_per_row[: len(num_tokens)]
-        # Block 0 is nobody's. Attention kernels may cut the scheduler's blocks into smaller ones.
+        # No request has block 0. Attention kernels may divide the scheduler's blocks.
         total = (self._runner.kv_cache_config.num_blocks - 1) * table.blocks_per_kv_block
         room = kv_room(
             num_tokens, blocks, table.block_size, total - int(blocks.sum()), self._draft_tokens
@@ -104,10 +106,14 @@ class RunnerView:
 
 
 class HeadraceProposer:
-    """vLLM's face of a `Session`."""
+    """The proposer through which vLLM uses a `Session`."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Raises ValueError for wrong settings; vLLM ends the start with it."""
+        """Create the session from vLLM's configuration.
+
+        Raises:
+            ValueError: a setting is invalid; vLLM aborts its start.
+        """
         settings = Settings.read((vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
         scheduler = vllm_config.scheduler_config
         self.planner = DraftPlanner(
@@ -143,11 +149,13 @@ class HeadraceProposer:
             self._failed()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is none; vLLM calls this."""
+        """Do nothing: there is no model, but vLLM calls this method."""
 
     def bind(self, engine: RunnerView) -> None:
-        """From now on drafts are made: the worker class says whose rows these are. The memory fills
-        with what other replicas have learned."""
+        """Begin to draft with the worker's view of the model runner.
+
+        The memory also begins to receive text from other replicas, if it is shared with them.
+        """
         self._engine = engine
         if self.carrier is not None:
             self.carrier.start()
@@ -158,7 +166,13 @@ class HeadraceProposer:
         drafts: Mapping[str, Sequence[int]],
         finished: Sequence[str] | set[str],
     ) -> None:
-        """A step begins: tokens and draft tokens that each request has in it, and who has ended."""
+        """Record the begin of a step.
+
+        Args:
+            scheduled: number of tokens of each request in the step.
+            drafts: draft tokens of each request in the step.
+            finished: requests that have ended.
+        """
         try:
             self._scheduled = scheduled
             drafted = sum(map(len, drafts.values()))
@@ -173,7 +187,7 @@ class HeadraceProposer:
         token_ids_cpu: NDArray[np.integer],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft tokens of each row, at most `num_speculative_tokens` each."""
+        """Return the draft tokens of each row, at most `num_speculative_tokens` each."""
         try:
             if self._engine is None or self._failures_in_a_row >= FAILURES_MAX:
                 return [[] for _ in sampled_token_ids]
@@ -189,15 +203,15 @@ class HeadraceProposer:
             return [[] for _ in sampled_token_ids]
 
     def command(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Change what the command names, and answer how drafting stands.
+        """Change the settings that the command names, and return the state of drafting.
 
         Args:
             command: any of `mode` ("auto", "off", "static:K"), `draft_cap` (tokens a step, None for
-                no cap) and `for_s` (mode and cap of this command end after so many seconds, and
-                what stood before is back).
+                no cap) and `for_s` (seconds after which mode and cap of this command expire, and
+                the standing values apply again).
 
         Raises:
-            ValueError: a key or a value is not one of these; nothing is changed then.
+            ValueError: a key or a value is not one of these; then nothing is changed.
         """
         unknown = sorted(set(command) - {"mode", "draft_cap", "for_s"})
         if unknown:
@@ -234,7 +248,7 @@ class HeadraceProposer:
         }
 
     def memory_command(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """`Corpora.command`; empty where another worker of this model drafts."""
+        """Run `Corpora.command`; return an empty answer if another worker of this model drafts."""
         if self._engine is None:
             return {}
         if self.corpora is None:
@@ -242,7 +256,7 @@ class HeadraceProposer:
         return self.corpora.command(command)
 
     def _obey(self) -> None:
-        """Work by the orders that are in force now."""
+        """Apply the orders that are in force now."""
         now_s = time.monotonic()
         self.planner.mode = self._mode.at(now_s)
         self.session.draft_cap = self._draft_cap.at(now_s)
@@ -257,10 +271,10 @@ class HeadraceProposer:
 
 
 def load_memory(settings: Settings, model_config: Any) -> Memory:
-    """The memory that the settings ask for.
+    """Create the memory according to the settings.
 
     Raises:
-        ValueError: its options are wrong.
+        ValueError: the options of the memory are invalid.
     """
     model, tokenizer = _digests(model_config)
     wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
@@ -282,7 +296,10 @@ def load_memory(settings: Settings, model_config: Any) -> Memory:
 
 
 def _digests(config: Any) -> tuple[bytes, bytes]:
-    """Digests of what this engine's answers depend on, and of what its token ids mean."""
+    """Return digests of the engine's model and tokenizer.
+
+    Answers depend on the model, and the meaning of token ids on the tokenizer.
+    """
     model = f"{config.model} {config.revision} {config.dtype} {config.quantization}"
     tokenizer = f"{config.tokenizer} {config.tokenizer_revision}"
     return _digest(model), _digest(tokenizer)

@@ -1,5 +1,6 @@
-"""What a replica reports of its drafting: prices, by which requests are routed, and figures for
-metrics. JSON-able; made from planner and session between two steps.
+"""A replica's reports on drafting: prices for routing requests, and figures for metrics.
+
+The reports are JSON-able, and made from planner and session between two steps.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from headrace_decode.speculation.session import Session
 def prices(
     planner: DraftPlanner, session: Session, rows_max: int, drafts: bool = True
 ) -> dict[str, Any]:
-    """What tokens cost here at 1, 2, 4, ... running requests, the last at least `rows_max`.
+    """Return the cost of tokens at 1, 2, 4, ... running requests, the last at least `rows_max`.
 
     Args:
-        rows_max: most requests that the engine runs at once.
+        planner: the engine's draft planner.
+        session: the engine's session.
+        rows_max: maximum number of requests that the engine runs at the same time.
         drafts: False while drafting is broken.
 
     Returns:
         step_s: seconds of a step without drafts at each load, with the context of the last step's
             requests.
-        draft_tokens: most that one request may draft in a step at each load, 0 while none would.
-        tested_tokens, right_tokens: of late, drafted tokens that were put to the test and those
-            that were right.
+        draft_tokens: maximum number of tokens that one request may draft in a step at each load, 0
+            while none would.
+        tested_tokens, right_tokens: recent drafted tokens that were tested, and the correct ones
+            among them.
         error: relative error of `step_s`, root mean square.
     """
     loads = [1 << bits for bits in range((max(rows_max, 1) - 1).bit_length() + 1)]
@@ -43,13 +47,13 @@ def prices(
 
 
 def figures(planner: DraftPlanner, session: Session) -> dict[str, Any]:
-    """What metrics show.
+    """Return the figures for metrics.
 
     Returns:
         sources: drafted and accepted tokens by source, since the start.
         budget_tokens: drafted tokens in the last step.
-        token_s: seconds that one more token would have made it longer.
-        saved_s, regret_bound_s: as `DraftPlanner`.
+        token_s: seconds by which one more token would have lengthened the last step.
+        saved_s, regret_bound_s: the planner's (`DraftPlanner`).
         propose_s: seconds spent on drafts, since the start.
     """
     last = planner.last

@@ -1,7 +1,7 @@
-"""What a request says about drafting, on its way from our server to the engine's worker.
+"""The facts about a request that the engine's drafter needs, passed on by the decode server.
 
-`cache_salt` does not reach a worker, so the tenant travels in `sampling_params.extra_args`. Our
-server writes it there for every request; what a client sends under the same name is lost.
+`cache_salt` does not reach a worker, so the tenant is sent in `sampling_params.extra_args`. The
+decode server writes it there for every request, and drops a client's value under the same name.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from typing import Any
 
 REQUEST_KEY = "headrace"
-"""In `extra_args`: what our server says of the request."""
+"""Key in `extra_args` of the decode server's facts about the request."""
 OPT_OUT_KEY = "headrace_draft"
-"""In a client's `vllm_xargs`: 0, and nothing is drafted for the request or kept of it."""
+"""Key in a client's `vllm_xargs`: with 0, no tokens are drafted for the request or kept of it."""
 KEEP_KEY = "headrace_keep"
-"""Likewise: 0, and its answer is not kept, though it may be drafted for."""
+"""Key in a client's `vllm_xargs`: with 0, tokens may be drafted, but the answer is not kept."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a request brings along.
+    """The facts about a request that the drafter needs.
 
     Attributes:
         prompt_tokens: length of its prompt.
-        tenant: as in `Memory.open_request`.
-        drafts: False for a request that opted out: nothing is drafted for it or kept of it.
+        tenant: its tenant (`Memory.open_request`).
+        drafts: False for a request that opted out: no tokens are drafted for it or kept of it.
         keeps: whether its answer may be drafted from later.
         itl_s: its inter-token latency target; infinite without one.
-        max_tokens: it ends after so many; None if nothing but the model ends it.
-        temperature: at which its tokens are drawn; 0 takes the likeliest.
+        max_tokens: maximum length of the answer; None if only the model ends it.
+        temperature: sampling temperature; 0 takes the most likely token.
     """
 
     prompt_tokens: int
@@ -50,12 +50,16 @@ def request_arguments(
     drafts: bool = True,
     keeps: bool = True,
 ) -> dict[str, Any]:
-    """A request's `extra_args` with what its engine must know; what a client wrote there is lost.
+    """Return a request's `extra_args` with the facts for the engine.
+
+    A client's own values under these keys are removed.
 
     Args:
-        tenant: nothing of one tenant is drafted for another.
-        drafts, keeps: the tenant's policy; a client may opt out by `OPT_OUT_KEY` and `KEEP_KEY`,
-            never in.
+        extra_args: the client's `extra_args`.
+        tenant: the request's tenant; text of one tenant is never drafted for another.
+        itl_s: the inter-token latency target.
+        drafts, keeps: the tenant's policy; a client may opt out with `OPT_OUT_KEY` and `KEEP_KEY`,
+            but not opt in.
     """
     given, own = extra_args or {}, (REQUEST_KEY, OPT_OUT_KEY, KEEP_KEY)
     kept = {k: v for k, v in given.items() if k not in own}
@@ -73,8 +77,10 @@ def facts_of(
     extra_args: Mapping[str, Any] | None,
     temperature: float = 0.0,
 ) -> Facts:
-    """What a request brings along. If our server said nothing, it shares a nameless tenant with
-    its like; what cannot be read is left out."""
+    """Read the facts about a request.
+
+    Requests without facts of the decode server share a nameless tenant. Invalid values are ignored.
+    """
     told = (extra_args or {}).get(REQUEST_KEY)
     if not isinstance(told, Mapping):
         told = {}
@@ -92,5 +98,5 @@ def facts_of(
 
 
 def opts_out(value: Any) -> bool:
-    """Whether a client that sends this under `OPT_OUT_KEY` wants no drafts."""
+    """Return whether this value of `OPT_OUT_KEY` or `KEEP_KEY` opts out."""
     return value in (0, False, "0", "no", "off", "false")

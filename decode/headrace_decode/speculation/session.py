@@ -1,14 +1,16 @@
-"""The requests of one engine from step to step: what was drafted for each, and what came of it.
+"""Follows the requests of one engine from step to step: their drafts, and how these turned out.
 
-Stands between a memory, which drafts, a planner, which decides how much of it to verify, and an
-engine, which shows rows of token ids and takes lists of tokens. Knows no engine.
+The session connects a memory, which drafts, a planner, which decides how much of a draft to verify,
+and an engine, which passes rows of token ids and takes lists of tokens. It does not depend on a
+particular engine.
 
-What a draft was worth is read off the text: the tokens that the engine emitted next are compared
-with the draft, whether these were verified or not. For greedy decoding that is the verdict itself.
-For sampling it has the same law: a draft token ``d`` is accepted with its probability ``p(d)``
-(Leviathan et al., ICML 2023, with a deterministic draft), and ``p(d)`` is also how often the engine
-samples ``d`` by itself. So the token behind the last accepted one counts, too; a draft that the
-engine or the planner cut short is no failure; and drafts can be judged without verifying them.
+A draft is judged by the text: the tokens that the engine emitted next are compared with the draft,
+whether the draft was verified or not. For greedy decoding this equals the engine's verdict. For
+sampling it has the same distribution: a draft token ``d`` is accepted with its probability ``p(d)``
+(Leviathan et al., ICML 2023, with a deterministic draft), and ``p(d)`` is also the probability that
+the engine itself samples ``d``. Therefore, the token after the last accepted one counts, too; a
+draft that the engine or the planner cut short is no failure; and drafts can be judged without
+verifying them.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ from headrace_decode.speculation.tally import Tally
 
 @dataclass(frozen=True)
 class Rows:
-    """The batch, after a step's tokens have been sampled.
+    """The batch after a step's tokens have been sampled.
 
     Attributes:
-        request_ids: of each row.
+        request_ids: request id of each row.
         sampled: tokens that each row emitted in this step; none while its prompt is computed.
-        num_tokens: int [n], prompt and answer of each row, these tokens included.
-        token_ids: int [n, *], the same as ids.
-        kv_tokens: int [n], draft tokens for which each row has room in the KV cache; None for any.
-        prefill_tokens: prompt tokens still to be computed.
+        num_tokens: int [n], length of prompt and answer of each row, with these tokens.
+        token_ids: int [n, *], token ids of prompt and answer of each row.
+        kv_tokens: int [n], number of draft tokens for which each row has room in the KV cache; None
+            if there is room for all.
+        prefill_tokens: number of prompt tokens still to be computed.
     """
 
     request_ids: Sequence[str]
@@ -59,7 +62,7 @@ class _Request:
 
 @dataclass
 class _Running:
-    """The step under way, as far as it is known."""
+    """The step in progress, as far as it is known."""
 
     started_s: float
     request_ids: frozenset[str]
@@ -68,8 +71,14 @@ class _Running:
 
 @dataclass
 class _Pending:
-    """Drafts whose tokens have not come yet: the batch, where a request is in it, and how many
-    tokens of each were looked for (int32 [n]) and given to the engine."""
+    """Drafts that the engine's next tokens will test.
+
+    Attributes:
+        batch: the drafts.
+        caps: int32 [n], maximum number of tokens that were looked up for each draft.
+        taken: int32 [n], number of tokens of each draft given to the engine.
+        place: request id -> index of its draft in the batch.
+    """
 
     batch: DraftBatch
     caps: NDArray[np.int32]
@@ -78,7 +87,10 @@ class _Pending:
 
 
 class Session:
-    """All requests of one engine. One thread; `begin` before each step, `propose` behind it."""
+    """All requests of one engine, for use by one thread.
+
+    Call `begin` before each step, and `propose` after it.
+    """
 
     def __init__(
         self,
@@ -91,13 +103,16 @@ class Session:
         vocabulary: int,
     ) -> None:
         """Args:
-        draft_tokens: most that the engine verifies for one row in one step.
-        model_tokens: the engine's longest sequence. step_tokens: its token budget.
-        vocabulary: ids from here on are no tokens.
+        drafter: the memory that drafts.
+        planner: decides how many draft tokens to verify.
+        draft_tokens: maximum number of tokens that the engine verifies for one row in one step.
+        model_tokens: maximum length of a sequence in the engine.
+        step_tokens: the engine's token budget for a step.
+        vocabulary: number of tokens in the vocabulary.
         """
         self.drafter, self.planner = drafter, planner
         self.draft_cap: int | None = None
-        """Cap for one step from outside; None for none."""
+        """Cap on draft tokens of one step, set from outside; None for no cap."""
         self.propose_s = 0.0
         """Seconds spent in `propose` so far."""
         self.draft_tokens, self._model_tokens = draft_tokens, model_tokens
@@ -106,7 +121,7 @@ class Session:
         self._running: _Running | None = None
         self._pending: _Pending | None = None
         self.tally = Tally()
-        """What became of drafts, by source."""
+        """Counts of drafted and accepted tokens, by source."""
 
     def begin(
         self,
@@ -116,12 +131,14 @@ class Session:
         finished: Iterable[str] = (),
         now_s: float | None = None,
     ) -> None:
-        """A step begins, and with it the one before has ended.
+        """Record the begin of a step, which is the end of the step before it.
 
         Args:
-            tokens: that it computes. drafted: draft tokens among them.
-            request_ids: in it. finished: requests that have ended or been aborted.
-            now_s: of a monotonic clock.
+            tokens: number of tokens that the step computes.
+            drafted: number of draft tokens among them.
+            request_ids: requests in the step.
+            finished: requests that have ended or been aborted.
+            now_s: time of a monotonic clock.
         """
         now = time.perf_counter() if now_s is None else now_s
         ids, before = frozenset(request_ids), self._running
@@ -138,7 +155,7 @@ class Session:
         self._running = _Running(now, ids, step) if tokens else None
 
     def propose(self, rows: Rows, facts: Callable[[str], Facts]) -> list[list[int]]:
-        """Draft tokens for each row's next step; `facts` is asked once about each request."""
+        """Return draft tokens for each row's next step; `facts` is called once for each request."""
         started_s = time.perf_counter()
         live = [row for row, sampled in enumerate(rows.sampled) if len(sampled)]
         requests = [self._known(rows, row, facts) for row in live]
@@ -157,8 +174,10 @@ class Session:
         return drafts
 
     def compile(self) -> None:
-        """Have numba compile or load what is used here, now and not in a step. Raises what the
-        drafter raises."""
+        """Have numba compile or load the functions used here before the first step.
+
+        Errors of the drafter are raised.
+        """
         text = np.arange(8, dtype=np.int32) % 3
         handle = self.drafter.open_request("compile", text)
         self.drafter.extend_many([handle], text, np.array([len(text)], np.int32))
@@ -187,7 +206,7 @@ class Session:
         return request
 
     def _take_in(self, rows: Rows, live: list[int], requests: list[_Request]) -> None:
-        """Hand the step's tokens to the memory, and what they say of the last drafts."""
+        """Hand the step's tokens to the memory, with their verdict on the last drafts."""
         if not live:
             return
         at = np.array(live)
@@ -207,10 +226,10 @@ class Session:
             request.seen_tokens = end
 
     def _caps(self, rows: Rows, live: list[int], requests: list[_Request]) -> NDArray[np.int32]:
-        """Most draft tokens of each live row that can become anything.
+        """Return the maximum number of useful draft tokens of each live row.
 
         A step emits one token more than it accepts, so the last of a row's allowed tokens is never
-        drafted, and neither is one for which there is no place.
+        drafted. Tokens without room in the KV cache are not drafted either.
         """
         num_tokens = rows.num_tokens[live]
         caps = np.minimum(self.draft_tokens, self._model_tokens - num_tokens - 1)
@@ -276,14 +295,18 @@ def kv_room(
     free_blocks: int,
     draft_tokens: int,
 ) -> NDArray[np.integer] | None:
-    """Draft tokens for which rows have room without anybody being preempted; None for any number.
+    """Return the number of draft tokens for which rows have room without a preemption.
 
-    While the free KV blocks suffice for the longest drafts of all rows there is no limit; when they
-    do not, a row may fill the blocks that it has.
+    While the free KV blocks suffice for the longest drafts of all rows, there is no limit, and the
+    result is None. If they do not suffice, a row may fill the blocks that it has.
 
     Args:
-        num_tokens: int [n], of each row, the one sampled last included (its KV comes next step).
-        blocks: int [n], KV blocks of each row, `block_tokens` each.
+        num_tokens: int [n], length of each row, with the token sampled last (its KV is computed in
+            the next step).
+        blocks: int [n], number of KV blocks of each row.
+        block_tokens: tokens of a block.
+        free_blocks: number of free blocks.
+        draft_tokens: maximum number of draft tokens of a row.
     """
     most = -(-(num_tokens + draft_tokens) // block_tokens) - blocks
     if int(np.maximum(most, 0).sum()) <= free_blocks:
@@ -298,7 +321,7 @@ def _gathered(
     starts: NDArray[np.int64],
     counts: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """Token ids of some rows from `starts` on, `counts` of each, one row after the other."""
+    """Return token ids of rows from `starts` on, `counts` of each, one row after the other."""
     tokens = np.empty(counts.sum(), np.int32)
     at = 0
     for number in range(len(rows)):
@@ -316,12 +339,13 @@ def _verdict(
     counts: NDArray[np.int32],
     places: NDArray[np.int64],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Of each draft: how many tokens were put to the test, and how many of those were right.
+    """Return for each draft the number of tested tokens, and of correct ones among them.
 
     Args:
         drafted, lengths: [m, K] and [m], the drafts.
-        tokens, counts: what n rows emitted, one row after the other, and how much each.
-        places: [n], the row's draft, -1 for none.
+        tokens, counts: the tokens that n rows emitted, one row after the other, and the number of
+            tokens of each row.
+        places: [n], index of the row's draft, -1 for none.
     """
     offered = np.zeros(len(lengths), np.int32)
     accepted = np.zeros(len(lengths), np.int32)
@@ -343,7 +367,7 @@ def _verdict(
 def _usable(
     tokens: NDArray[np.int32], lengths: NDArray[np.int32], vocabulary: int
 ) -> NDArray[np.int32]:
-    """`lengths`, cut before the first id that is no token."""
+    """Return `lengths`, cut before the first id that is not in the vocabulary."""
     usable = np.zeros(len(lengths), np.int32)
     for row in range(len(lengths)):
         count = 0

@@ -1,8 +1,8 @@
-"""What switches PMR-Tree drafting on in an engine.
+"""Settings that enable PMR-Tree drafting in an engine.
 
     AsyncEngineArgs(model=..., **engine_arguments(16))
 
-Any other of vLLM's drafters is a line of its own instead, as vLLM documents it:
+To use one of vLLM's own drafters instead, set its configuration as vLLM documents it:
 `speculative_config={"method": "ngram", ...}`, "suffix", "eagle3", "draft_model".
 """
 
@@ -17,7 +17,7 @@ from msgspec import Meta
 from headrace_decode.speculation.planning.draft_planner import Mode
 
 CONFIG_KEY = "headrace_speculation"
-"""In the engine's `additional_config`."""
+"""Key of the settings in the engine's `additional_config`."""
 
 PROPOSER = "headrace_decode.speculation.proposer.HeadraceProposer"
 WORKER = "headrace_decode.speculation.drafting_worker.SpeculatingWorker"
@@ -26,14 +26,14 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class CarrierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the board is over which replicas share, and what carrying may take.
+    """The board over which replicas share their memories, and the limits of the transfers.
 
     Attributes:
         store: name of the StoreNode's arena.
-        socket_folder: where its socket is; None for the system's temporary folder.
-        poll_s: between two polls of the board.
-        bytes_per_s: in both directions together, on average.
-        timeout_s: until a node counts as away.
+        socket_folder: folder of the StoreNode's socket; None for the system's temporary folder.
+        poll_s: seconds between two polls of the board.
+        bytes_per_s: maximum average rate, in both directions together.
+        timeout_s: seconds until a node counts as away.
     """
 
     store: Annotated[str, Meta(min_length=1)]
@@ -44,19 +44,21 @@ class CarrierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one engine's drafting.
+    """The settings of one engine's drafting.
 
     Attributes:
         mode: "auto", "off" or "static:K" (`draft_planner.Mode`).
-        drafter: "memory" (`draft_memory.Memory`) or "ngram" (the same over the request's own text
-            only).
+        drafter: "memory" (`draft_memory.Memory`) or "ngram" (the same with only the request's own
+            text).
         drafter_options: arguments of `draft_memory.Settings`.
         corpora: whether operators may load corpora for all tenants.
-        shared_k: what so many tenants or more were answered alike is drafted for all; None:
-            nothing is.
-        controls: whether to run random steps without drafts, and drop drafting where they win.
-        seed: of those.
-        exchange: with it the memory is shared with other replicas through the StoreNode.
+        shared_k: number of tenants whose answers must contain the same text before it is drafted
+            for all tenants; None: no text is.
+        controls: whether to run random steps without drafts, and stop drafting where these are
+            better.
+        seed: seed of the random steps.
+        exchange: how the memory is shared with other replicas through the StoreNode; None: it is
+            not shared.
     """
 
     mode: str = "auto"
@@ -70,10 +72,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> Settings:
-        """From `additional_config[CONFIG_KEY]`.
+        """Read the settings from `additional_config[CONFIG_KEY]`.
 
         Raises:
-            ValueError: a key is unknown, or a value is wrong.
+            ValueError: a key is unknown, or a value is invalid.
         """
         try:
             settings = msgspec.convert(dict(config), Settings)
@@ -84,14 +86,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def engine_arguments(draft_tokens: int, **settings: Any) -> dict[str, Any]:
-    """Arguments of a vLLM engine that drafts: at most `draft_tokens` a row and step.
+    """Return the arguments of a vLLM engine that drafts at most `draft_tokens` a row and step.
 
-    The schedule by batch size says nothing to a class of one's own; that there is one keeps the
+    vLLM does not apply the schedule by batch size to a custom class. Its presence keeps the
     scheduler from filling a decode request that joins the batch (its KV came from elsewhere) up to
     `1 + draft_tokens` tokens with placeholders.
 
     Raises:
-        ValueError: as `Settings.read`.
+        ValueError: a key is unknown, or a value is invalid.
     """
     Settings.read(settings)
     return {

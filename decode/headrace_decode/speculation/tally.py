@@ -1,4 +1,4 @@
-"""What became of drafts, counted by the text that they were read from."""
+"""Counts drafted and accepted tokens by the source of the text that they were read from."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.draft import Source
 
 RECENT_TOKENS = 1024.0
-"""Memory of the recent acceptance, in tokens put to the test."""
+"""Length of the average of recent acceptance, in tested tokens."""
 DRAFTED, ACCEPTED = 0, 1
 
 
 class Tally:
-    """Tokens given to the engine and accepted by it, by source; and how good drafts are of late.
+    """Tokens given to the engine and accepted by it, by source, and the recent acceptance.
 
-    Where an answer ends or a draft is cut short, a token that the engine did not verify may count
-    as drafted; vLLM's own totals (`vllm:spec_decode_num_*`) are exact, and know no source.
+    If an answer ends or a draft is cut short, a token that the engine did not verify may count as
+    drafted. vLLM's own totals (`vllm:spec_decode_num_*`) are exact, but not by source.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Tally:
 
         Args:
             source: int32 [m], `Source` of each draft.
-            caps: int32 [m], most tokens that each was allowed.
-            taken: int32 [m], tokens given to the engine.
-            offered, accepted: int32 [m], tokens that what came next put to the test, taken or not,
-                and how many of those were right.
-            places: the drafts that something came after, -1 for none.
+            caps: int32 [m], maximum number of tokens allowed in each draft.
+            taken: int32 [m], number of tokens given to the engine.
+            offered, accepted: int32 [m], number of tokens that the next output tested, given to the
+                engine or not, and number of correct ones among them.
+            places: indices of the drafts that got a next output, -1 for none.
         """
         at = places[places >= 0]
         at = at[caps[at] > 0]
@@ -53,15 +53,15 @@ class Tally:
 
     @property
     def recent(self) -> tuple[float, float]:
-        """Of late: tokens put to the test, and how many of them were right.
+        """Recent numbers of tested tokens, and of correct ones among them.
 
-        A look-up that finds nothing counts as one token that was wrong: the ratio is the chance
-        that the next token of a request is drafted rightly.
+        A look-up that finds nothing counts as one wrong token: the ratio is the probability that
+        the next token of a request is drafted correctly.
         """
         return float(self._recent[0]), float(self._recent[1])
 
     def by_source(self) -> dict[str, dict[str, int]]:
-        """Since the start: `drafted` and `accepted` tokens of each source that was drafted from."""
+        """Return `drafted` and `accepted` tokens of each source with drafts, since the start."""
         return {
             Source(number).name.lower(): {"drafted": drafted, "accepted": accepted}
             for number, (drafted, accepted) in enumerate(self._counts.tolist())

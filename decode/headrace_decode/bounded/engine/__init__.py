@@ -1,1 +1,1 @@
-"""Drops KV of long contexts in a vLLM engine."""
+"""KV cache compression inside a vLLM engine: drops a part of the KV of long contexts."""

@@ -1,9 +1,9 @@
-"""Which streamed requests begin with what the node's store holds of their first tokens, and what of
-theirs it gets (`stored`).
+"""Loads kept KV from the node's store for streamed requests, and saves theirs to it (`stored`).
 
-A request that waits is given blocks. It waits on, as vLLM has requests wait for KV from elsewhere,
-until the store's connector has filled them. If a block does not come, or if the request cannot
-begin as soon as all have come, it gives them back and computes its prompt from the beginning.
+A waiting request is given blocks. It keeps waiting, as vLLM has requests wait for KV from
+elsewhere, until the store's connector has filled them. If a block cannot be loaded, or if the
+request is not scheduled as soon as all are loaded, it gives the blocks back and computes its prompt
+from the beginning.
 """
 
 from __future__ import annotations
@@ -19,36 +19,40 @@ from headrace_decode.sparse.engine.offload.manager import OffloadManager
 
 
 class Arrivals:
-    """All of a scheduler's.
+    """Loads and saves of a scheduler's streamed requests.
 
     Args:
-        store: that gives back the bytes that it gets; None: there is none.
-        about: tells what the names in it must tell apart, beside contexts: the gate, and how KV
-            lies in blocks.
+        manager: manager of the scheduler's blocks.
+        store: store that returns exactly the bytes that it was given; None: there is none.
+        about: part of the blocks' names in the store, which distinguishes gates and layouts of KV.
     """
 
     def __init__(self, manager: OffloadManager, store: Store | None, about: bytes) -> None:
         self._manager, self._store, self._about = manager, store, about
         self._found: dict[str, Found | None] = {}
-        """By request that the store was asked for."""
+        """Result of the lookup, by request that the store was asked for."""
         self._coming: dict[str, Drop] = {}
         self._here: set[str] = set()
-        """Those of them whose load has ended."""
+        """Requests of `_coming` whose load has ended."""
         self._saved: dict[str, tuple[bytes, int]] = {}
-        """What requests hold from the step that is being scheduled on: hash of the context, and its
-        tokens."""
+        """By request that drops KV in the step that is being scheduled: hash of its context so far,
+        and its number of tokens."""
 
     def __bool__(self) -> bool:
         return self._store is not None
 
     def find(self, name: str, hashes: Sequence[bytes], least: int, most: int) -> Found | None:
-        """As `stored.find`, for a request. The store is asked once."""
+        """Look up kept KV for a request with `stored.find`. The store is asked once a request."""
         if self._store is not None and name not in self._found:
             self._found[name] = find(self._store, hashes, self._about, least, most)
         return self._found.get(name)
 
     def begin(self, request: Any, found: Found, described: int) -> None:
-        """Load it for a request that waits."""
+        """Begin to load kept KV for a waiting request.
+
+        Args:
+            found: where the KV is. described: number of its blocks that describe the others.
+        """
         assert self._store is not None
         name, tokens = request.request_id, found.blocks * self._manager.block_size
         self._manager.stand_in(name, len(found.names), found.blocks)
@@ -59,7 +63,7 @@ class Arrivals:
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def loaded(self, output: Any) -> set[str]:
-        """Requests whose load has failed.
+        """Record loads that have ended; return the requests whose load has failed.
 
         Args:
             output: vLLM's KVConnectorOutput of a step, or None.
@@ -70,29 +74,31 @@ class Arrivals:
         return {name for name in ended if invalid.intersection(self._coming[name].blocks)}
 
     def here(self) -> list[str]:
-        """Requests whose load has ended, and who have not begun."""
+        """Return the requests whose load has ended and that have not begun."""
         return list(self._here)
 
     def pop(self, name: str) -> Drop | None:
-        """What was loaded for a request, if anything was: it begins with it, or gives it back."""
+        """Remove and return the load of a request, if there is one. The request begins with the
+        loaded KV, or gives it back."""
         self._here.discard(name)
         return self._coming.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """A request has ended."""
+        """Remove a request that has ended."""
         self._found.pop(name, None)
         self.pop(name)
 
     def save(self, name: str, context: bytes, tokens: int) -> None:
-        """The store is to get what a request holds of a context from the next step on."""
+        """Note that the KV which a request keeps of a context in this step is to be saved."""
         if self._store is not None:
             self._saved[name] = context, tokens
 
     def scheduled(self, requests: dict[str, Any], lost: set[str]) -> None:
-        """Have it saved, but what those lose that were preempted.
+        """Save the kept KV of a scheduled step.
 
         Args:
-            requests: of the scheduler, by name.
+            requests: the scheduler's requests, by id.
+            lost: preempted requests, which do not drop in this step and are left out.
         """
         saved, self._saved = self._saved, {}
         for name in saved.keys() & requests.keys() - lost:

@@ -1,7 +1,7 @@
-"""The file of `headrace lab calibrate bounded`: a model's gate, and what shares cost with it.
+"""The file of `headrace lab calibrate bounded`: a model's gate, and the error at each share.
 
-A `calibration_file` of five tensors, float32, as of `Gate`. Its JSON says model, units, and the
-mean KL of a token by share, over contexts that the gate did not learn from.
+A `calibration_file` with the five tensors of `Gate`, float32. Its JSON has the model, the units,
+and the mean KL of a token by share, over contexts that the gate did not learn from.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ MOST_WIDTH = 1024
 
 
 def write(path: Path, calibration: Measured, gate: Gate) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     tensors = {f.name: getattr(gate, f.name).contiguous().numpy() for f in fields(Gate)}
     files.write(path, KIND, calibration, tensors)
 
 
 def read(path: Path) -> Measured:
-    """What a file says, without its gate.
+    """Read a file's measurements, without its gate.
 
     Raises:
-        CalibrationError: it cannot be read, or is no such file.
+        CalibrationError: the file cannot be read, or is of another kind.
     """
     return files.read(path, KIND, _told)[0]
 
 
 def read_gate(path: Path, shape: Shape, unit_tokens: int) -> Gate:
-    """The gate.
+    """Read a file's gate.
 
     Args:
-        shape, unit_tokens: of the engine that it is for.
+        shape, unit_tokens: model's shape and unit of the engine that it is for.
 
     Raises:
-        CalibrationError: as `read`; or the file is of another model or unit.
+        CalibrationError: as for `read`; or the file is for another model or unit.
     """
 
     def check(found: Measured, shapes: Shapes) -> None:
@@ -72,10 +72,10 @@ def read_gate(path: Path, shape: Shape, unit_tokens: int) -> Gate:
 
 
 def digest(path: Path) -> bytes:
-    """Tells a file's gate from others.
+    """Return a digest that distinguishes a file's gate from others.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     return sha256(path.read_bytes()).digest()
 

@@ -1,8 +1,8 @@
-"""The KV cache of an engine as one array of cells: a unit of one KV head in one layer.
+"""The KV cache of an engine as one array of cells. A cell is a unit of one KV head in one layer.
 
-vLLM allocates all layers at once, one behind the other. So any cell can hold KV of any layer and
-head: what a block of the scheduler has room for in all layers may go to few heads that need much.
-An attention kernel that takes a table for each head reads cells wherever they lie.
+vLLM allocates all layers at once, one after the other. Any cell can therefore hold KV of any layer
+and head: a few heads that need much can use the cells that a block of the scheduler has in all
+layers. An attention kernel that takes a table for each head reads cells wherever they lie.
 
     cell = (layer * units + unit) * kv_heads + head
 """
@@ -20,14 +20,14 @@ from headrace_decode.sparse.engine.keys import Ids, LayerKeys
 
 
 class Cells:
-    """All cells.
+    """All cells of a KV cache.
 
     Args:
-        layers: of the cache, in order.
-        block_units: units of a block of the scheduler.
+        layers: layers of the cache, in order.
+        block_units: number of units of a block of the scheduler.
 
     Raises:
-        ValueError: layers do not lie one behind the other.
+        ValueError: layers do not lie one after the other.
     """
 
     def __init__(self, layers: Sequence[LayerKeys], block_units: int) -> None:
@@ -37,7 +37,7 @@ class Cells:
         self.layers, self.block_units = list(layers), block_units
         self.kv_heads, self.unit_tokens = layers[0].kv_heads, layers[0].unit_tokens
         self.in_block = len(layers) * block_units * self.kv_heads
-        """Cells of a block of the scheduler."""
+        """Number of cells of a block of the scheduler."""
         self._units = layers[0].blocks
         shape = len(layers) * self._units * self.kv_heads, 1, *first.shape[2:]
         size = first.shape[2] * first.shape[3]
@@ -45,29 +45,30 @@ class Cells:
         self._all = LayerKeys(whole)
         self._bytes = whole.flatten(1).view(torch.uint8)
         self.kernel = self._all.as_kernel()
-        """K and V as the attention kernel takes them, a cell a block."""
+        """K and V as the attention kernel takes them; each cell is a block."""
 
     def number(self, layer: int | Ids, units: Ids) -> Ids:
-        """Cells of units of one layer: int64 [kv_heads, n]; of layers [n, 1, 1]: of each."""
+        """Return the cells of units of one layer: int64 [kv_heads, n]. For layers [l, 1, 1], return
+        int64 [l, kv_heads, n]."""
         heads = np.arange(self.kv_heads)[:, None]
         return (layer * self._units + units) * self.kv_heads + heads
 
     def of_blocks(self, blocks: Sequence[int]) -> Ids:
-        """All cells of blocks of the scheduler: int64 [n]."""
+        """Return all cells of blocks of the scheduler: int64 [n]."""
         per = np.arange(self.block_units)
         units = (np.asarray(blocks, np.int64)[:, None] * self.block_units + per).reshape(-1)
         layers = range(len(self.layers))
         return np.concatenate([self.number(layer, units).reshape(-1) for layer in layers])
 
     def read(self, layer: int, units: Ids) -> tuple[Tensor, Tensor]:
-        """K and V of a request's units of one layer, copied: each
+        """Copy K and V of a request's units of one layer: each
         [kv_heads, n * unit_tokens, head_dim]."""
         both = self.layers[layer].read(units), self.layers[layer].read_values(units)
         keys, values = (one.transpose(0, 1).flatten(1, 2) for one in both)
         return keys, values
 
     def read_cells(self, cells: Ids) -> tuple[Tensor, Tensor]:
-        """K and V of cells, int64 [kv_heads, n], copied: each
+        """Copy K and V of cells, int64 [kv_heads, n]: each
         [kv_heads, n * unit_tokens, head_dim]."""
         flat = cells.reshape(-1)
         both = self._all.read(flat), self._all.read_values(flat)
@@ -84,19 +85,19 @@ class Cells:
         self._all.write(cells, keys.unflatten(0, shape), values.unflatten(0, shape))
 
     def write_bytes(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
-        """Have blocks of the scheduler hold bytes, [n], in place of KV; 0 behind them."""
+        """Write bytes, [n], into blocks of the scheduler in place of KV, and zeros after them."""
         cells = torch.from_numpy(self.of_blocks(blocks))
         room = torch.zeros(len(cells), self._bytes.shape[1], dtype=torch.uint8)
         room.view(-1)[: len(data)] = torch.from_numpy(data)
         self._bytes[cells] = room
 
     def read_bytes(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """What they hold: [n]."""
+        """Return all bytes of blocks of the scheduler: [n]."""
         return self._bytes[torch.from_numpy(self.of_blocks(blocks))].view(-1).numpy()
 
 
 def why_apart(caches: Sequence[Tensor]) -> str | None:
-    """Why layers' caches are not one array of cells; None if they are."""
+    """Return why layers' caches are not one array of cells; None if they are."""
     first = caches[0]
     size = first.numel() * first.element_size()
     for number, cache in enumerate(caches):

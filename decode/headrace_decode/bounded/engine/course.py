@@ -1,16 +1,17 @@
-"""Decides when a bounded request reads its context again, in which parts, and when it may drop; and
-of one whose context is streamed, when it chooses what it holds.
+"""Decides when a bounded request reads its context again, in which parts, and when it drops KV. For
+a streamed context: decides when the request chooses the KV that it keeps.
 
-    prompt computed -> part by part, each a request of its own -> the rest is scored -> what will
-    stay is fitted -> as soon as there is room: drop
+    prompt computed -> context read again part by part, each part a request of its own ->
+    remaining queries scored -> KV to keep fitted -> other KV dropped, once there is room
 
-Queries of a part are scored while the next part is read, one layer after the other, and layers are
-fitted one after the other, so that no step has much of it.
+Queries of a part are scored while the next part is read. Layers are scored one after the other, and
+then fitted one after the other, so that no step has much of this work.
 
-What is dropped are whole blocks of the prompt. The rest of it, and the answer, stay as they are.
+The context is the prompt's whole blocks. KV of the rest of the prompt, and of the answer, is not
+changed.
 
-A context is streamed (`Stream`) with a gate, which reads nothing again: what is held is chosen anew
-whenever the prompt is a segment longer, and when it is all there.
+A streamed context (`Stream`) needs a gate and is not read again. The request chooses the KV that it
+keeps whenever the prompt has grown by a segment, and when the prompt is complete.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS, repeats
 EARLIER_TOKENS = 256
 """The context's last rows, whose queries stand for later ones."""
 LEAST_PART = 64
-"""Positions behind a prompt that the model must have left."""
+"""Minimum tokens of a part. A context is not read again if the model has no positions left for a
+part of this size after it."""
 LEAST_FREED = 4
-"""Blocks that dropping has to free to be worth reading a context again."""
+"""Minimum number of blocks that dropping must free to be worth the work."""
 SEGMENT_TOKENS = 1024
-"""Of a streamed context, between two choices: what is held is larger by them meanwhile."""
+"""Tokens of a streamed context between two choices. The request holds them in addition to the kept
+KV until the next choice."""
 
 
 def kept_blocks(blocks: int, share: float) -> int:
-    """Blocks that a context of so many whole blocks is kept in."""
+    """Return the number of blocks that a context of so many whole blocks is kept in."""
     return max(1, math.ceil(share * blocks))
 
 
@@ -41,9 +44,9 @@ class Part:
     """One request that reads a context again.
 
     Attributes:
-        name: its own, as a request.
+        name: its request id.
         tokens: its prompt.
-        cached: first of them whose KV is taken from the context's blocks.
+        cached: number of its first tokens whose KV is taken from the context's blocks.
         again: which of its rows count.
     """
 
@@ -54,13 +57,14 @@ class Part:
 
 
 class Course:
-    """One bounded request.
+    """Progress of one bounded request whose context is read again.
 
     Args:
-        prompt: token ids. share: of the context's KV that it keeps.
-        block_tokens: of the scheduler. longest: positions of the model. layers: of it.
-        gated: whether a gate stands for rows that repeat. Then one part computes the context's
-            last rows anew, and that is all.
+        prompt: token ids. share: share of the context's KV that it keeps.
+        block_tokens: tokens of a block of the scheduler.
+        longest: number of positions of the model. layers: number of its layers.
+        gated: whether a gate replaces rows that repeat. Then there is only one part, which
+            computes the context's last rows again.
     """
 
     def __init__(
@@ -75,28 +79,28 @@ class Course:
     ) -> None:
         self.request_id, self._block_tokens, self._layers = request_id, block_tokens, layers
         self.blocks = len(prompt) // block_tokens
-        """Of the context."""
+        """Number of whole blocks of the context."""
         self._context = prompt[: self.blocks * block_tokens]
         self.kept = kept_blocks(self.blocks, share)
-        """Blocks that it is kept in."""
+        """Number of blocks that the context is kept in."""
         tokens = len(self._context)
         size = min(PART_TOKENS, longest - 1 - tokens - LEAD_TOKENS)
         self._parts: list[tuple[int, int, int]] = []
         if self.blocks - self.kept < LEAST_FREED:
-            pass  # it is not worth it
+            pass  # it frees too little
         elif gated:
             self._parts = [(tokens, tokens, tokens)]
         elif size >= LEAST_PART:
             self._parts = list(repeats(tokens, size))
         self._at = 0
         self.reader = ""
-        """Name of the part that was begun last."""
+        """Request id of the part that was begun last."""
         self._unscored = self._unfitted = layers
         self.dropped = False
 
     @property
     def worthwhile(self) -> bool:
-        """Whether it ever drops."""
+        """Whether the request will drop KV."""
         return bool(self._parts)
 
     @property
@@ -108,10 +112,11 @@ class Course:
         return self._unscored == 0
 
     def score(self, rows: int, reading: bool) -> int:
-        """Layers to score in a step.
+        """Return the number of layers to score in a step.
 
         Args:
-            rows: that read again in this step or, if none does any more, might have.
+            rows: number of rows that read again in this step; if there are none, the number that
+                the step may have.
             reading: whether a part is being read.
         """
         layers = self._layers_beside(rows)
@@ -125,17 +130,24 @@ class Course:
         return self._unfitted == 0
 
     def fit(self, rows: int) -> int:
-        """Layers to fit in a step, once all are scored; `rows` that might have read again in it."""
+        """Return the number of layers to fit in a step, once all are scored.
+
+        Args:
+            rows: number of rows that read again that the step may have.
+        """
         layers = min(self._layers_beside(rows), self._unfitted)
         self._unfitted -= layers
         return layers
 
     def _layers_beside(self, rows: int) -> int:
-        """To score a layer, or to fit it, takes about as long as scoring it for a part."""
+        """Return the number of layers to score, or to fit, in a step with so many rows.
+
+        Fitting a layer takes about as long as scoring it for a part.
+        """
         return math.ceil(self._layers * rows / PART_TOKENS)
 
     def next_part(self) -> Part:
-        """The part that follows those before."""
+        """Begin the next part, and return it."""
         (lead, begin, end), tokens = self._parts[self._at], len(self._context)
         earlier = tokens if self._at else max(0, tokens - EARLIER_TOKENS)
         self._at += 1
@@ -145,21 +157,22 @@ class Course:
         return Part(self.reader, self._context + self._context[lead:end], cached, again)
 
     def start_over(self) -> None:
-        """Its KV is gone."""
+        """Begin again, since the context's KV is missing."""
         self._at, self._unscored, self._unfitted = 0, self._layers, self._layers
         self.dropped = False
 
 
 class Stream:
-    """One bounded request whose context is streamed.
+    """Progress of one bounded request whose context is streamed.
 
     Args:
-        prompt_tokens: of it. share: of the context's KV that it keeps.
-        block_tokens: of the scheduler.
+        prompt_tokens: tokens of its prompt. share: share of the context's KV that it keeps.
+        block_tokens: tokens of a block of the scheduler.
 
     Attributes:
-        blocks: of the context. kept: that it is kept in.
-        dropped: of the context's first blocks that were chosen from.
+        blocks: number of whole blocks of the context.
+        kept: number of blocks that the context is kept in.
+        dropped: number of the context's first blocks that the kept KV was chosen from.
     """
 
     def __init__(self, prompt_tokens: int, share: float, block_tokens: int) -> None:
@@ -170,27 +183,32 @@ class Stream:
         self._preemptions = 0
 
     def begin_at(self, blocks: int, preemptions: int) -> None:
-        """Go on from what is held of these first blocks."""
+        """Continue from KV that was kept of these first blocks."""
         self.dropped, self._preemptions = blocks, preemptions
 
     @property
     def worthwhile(self) -> bool:
-        """Whether it frees enough."""
+        """Whether dropping frees enough blocks."""
         return self.blocks - self.kept >= LEAST_FREED
 
     def window(self, step_tokens: int) -> int:
-        """Most blocks that it holds before its prompt is computed, if a step has no more tokens of
-        it than these."""
+        """Return the maximum number of blocks that it holds until its prompt is computed.
+
+        Args:
+            step_tokens: maximum number of its tokens in a step.
+        """
         segment = math.ceil(SEGMENT_TOKENS / self._block_tokens)
         return self.kept + segment + math.ceil(step_tokens / self._block_tokens)
 
     def due(self, computed_tokens: int, preemptions: int) -> int | None:
-        """First blocks of the context to choose from now, which are then `dropped`; None to go on.
+        """Return how many of the context's first blocks to choose from now; None if no choice is
+        due. The caller sets `dropped` to this number when the request chooses.
 
         Args:
-            computed_tokens: of the request. preemptions: how often it was preempted.
+            computed_tokens: the request's computed tokens.
+            preemptions: how often the request was preempted.
         """
-        if preemptions != self._preemptions:  # its KV was gone, and is computed anew
+        if preemptions != self._preemptions:  # its KV was freed, and is computed again
             self._preemptions, self.dropped = preemptions, 0
         there = min(computed_tokens // self._block_tokens, self.blocks)
         new = there - self.dropped

@@ -1,7 +1,7 @@
-"""What blocks that describe others say: which of their cells are whose, and what the gate said.
+"""Bytes that describe the blocks of kept KV: which head has which cells, and the gate's scores.
 
-    int32 [layers, kv_heads]              cells of each head (`Dropped.counts`)
-    fp32 [cells, unit_tokens]             what the gate said of their tokens (`Held.told`)
+    int32 [layers, kv_heads]              number of cells of each head (`Dropped.counts`)
+    fp32 [cells, unit_tokens]             the gate's scores of their tokens (`Held.told`)
 
 Cells are in the order of `Dropped.of`, so nothing else is needed.
 """
@@ -21,7 +21,7 @@ from headrace_decode.bounded.scores import NOWHERE
 
 
 def describe(held: Held) -> NDArray[np.uint8]:
-    """The bytes that describe it."""
+    """Return the bytes that describe kept KV."""
     counts = held.dropped.counts
     told = held.told[held.told > NOWHERE].numpy()
     parts = counts.astype("<i4"), told.astype("<f4")
@@ -29,12 +29,12 @@ def describe(held: Held) -> NDArray[np.uint8]:
 
 
 def described(data: NDArray[np.uint8], tokens: int, blocks: Sequence[int], cells: Cells) -> Held:
-    """What is held of a context in blocks that came from a store.
+    """Return the kept KV of a context from blocks that came from a store.
 
     Args:
-        data: that describes it. tokens: of the context. blocks: that it is held in.
+        data: its description. tokens: number of tokens of the context. blocks: blocks that hold it.
 
-    What is described wrongly is held wrongly, and no more comes of it.
+    A wrong description yields wrong KV, and has no other effect.
     """
     room, shape = cells.of_blocks(blocks), (len(cells.layers), cells.kv_heads)
     at = 4 * shape[0] * shape[1]

@@ -1,11 +1,11 @@
-"""Attention of requests that hold a part of their context's KV.
+"""Attention of requests that keep a part of their context's KV.
 
 Each (row, KV head) is a request of its own to vLLM's kernel. Its table has the cells that the head
-keeps of the context, all of them full, then the request's own units behind the context, of which
-the newest may be partly filled. Keys are rotated by their true positions, so their order means
-nothing. Lengths differ from layer to layer and from head to head:
+keeps of the context, all of them full, then the request's own units after the context, of which the
+newest may be partly filled. Keys are rotated by their true positions, so their order does not
+matter. Lengths differ from layer to layer and from head to head:
 
-    length = unit_tokens * (cells kept) + tokens behind the context
+    length = unit_tokens * (cells kept) + tokens after the context
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from headrace_decode.sparse.engine.keys import Ids
 
 @dataclass(frozen=True)
 class Dropped:
-    """What is held of a context.
+    """Cells of the KV that is kept of a context.
 
     Attributes:
-        tokens: of the context, whole blocks.
-        cells: int32 [layers, kv_heads, most], the first `counts` of each head.
-        counts: int64 [layers, kv_heads].
+        tokens: number of tokens of the context, whole blocks.
+        cells: int32 [layers, kv_heads, most]; the first `counts` of each head are valid.
+        counts: int64 [layers, kv_heads], number of cells of each head.
     """
 
     tokens: int
@@ -43,16 +43,16 @@ class Dropped:
     def of(
         cls, tokens: int, kept: Tensor, layers: Iterable[list[Kept]], room: Ids, cells: Cells
     ) -> Dropped:
-        """Copy what stays of a context to cells.
+        """Copy the kept KV of a context to cells.
 
-        The cells to copy to may be of the context's own: all that stays is read before any is
-        written, which takes its bytes once more meanwhile.
+        The target cells may be the context's own, since all kept KV is read before any is written.
+        Until it is written, a copy takes its bytes once more.
 
         Args:
-            tokens: of the context, whole blocks.
+            tokens: number of tokens of the context, whole blocks.
             kept: bool [layers, kv_heads, places], whole units of each head.
-            layers: what heads keep, by layer.
-            room: cells to copy to, as many as units stay, or more.
+            layers: K and V that heads keep, by layer.
+            room: target cells, as many as kept units, or more.
         """
         counts = kept.sum(-1).numpy() // cells.unit_tokens
         table, at = np.zeros((*counts.shape, int(counts.max())), np.int32), 0
@@ -71,14 +71,14 @@ class Dropped:
 
 @dataclass(frozen=True)
 class DroppedRow:
-    """A row of a step.
+    """A row of a step whose context has dropped KV.
 
     Attributes:
-        row: in the batch.
-        tokens: its tokens in the step's.
-        kv_tokens: of the whole request, this step's included.
-        held: of its context.
-        units: int64 [n], its own units, behind the context.
+        row: index in the batch.
+        tokens: slice of the step's tokens.
+        kv_tokens: number of tokens of the whole request, this step's included.
+        held: kept KV of its context.
+        units: int64 [n], its own units after the context.
     """
 
     row: int
@@ -89,12 +89,12 @@ class DroppedRow:
 
 
 class DroppedStep:
-    """A step's rows, for all layers.
+    """A step's rows whose contexts have dropped KV, for all layers.
 
     Args:
         rows: at least one.
         schedule: (starts, lengths) -> the kernel's schedule of these requests.
-        kernel: as `Kernel`.
+        kernel: a `Kernel`.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class DroppedStep:
             output[row.tokens] = back
 
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """int32 [layers, rows * kv_heads, most cells]; lengths in tokens, without the last axis."""
+        """Return the tables, int32 [layers, rows * kv_heads, most cells], and the lengths in
+        tokens, without the last axis."""
         cells, rows = self._cells, self.rows
         layers = np.arange(len(cells.layers))[:, None, None]
         heads = np.arange(cells.kv_heads)[:, None]

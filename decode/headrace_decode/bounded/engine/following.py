@@ -1,10 +1,11 @@
 """Follows the bounded requests of an engine in its worker.
 
-The scheduler says which requests read a context again, and when a request drops (`Told`). What a
-request holds then is copied at the begin of that step, before anything is written over.
+The scheduler says which requests read a context again, and when a request drops KV (`Told`). The
+worker copies the kept KV at the beginning of that step, before anything is overwritten.
 
-The scheduler gives the context's other blocks to others in the same step. So where nothing can be
-copied the request's KV is lost. Only this request ends, with an error (`sparse.engine.lost`).
+The scheduler gives the context's other blocks to other requests in the same step. If the copy
+fails, the request's KV is therefore lost. Only this request ends, with an error
+(`sparse.engine.lost`).
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from headrace_engine.rope import Rope
 logger = logging.getLogger("headrace.bounded")
 
 TOLD = "headrace_bounded"
-"""Attribute of a step's `SchedulerOutput`: `Told`."""
+"""Attribute of a step's `SchedulerOutput` that holds `Told`."""
 
 
 class Drop(NamedTuple):
-    """What a request keeps of its context from now on.
+    """KV that a request keeps of its context from now on.
 
     Attributes:
-        tokens: of the context: all of it, or of one that is streamed, so far.
-        blocks: of the scheduler, to keep it in.
-        remembered: number of what is held then (`Remembered`); None if it is not.
-        described: how many of the blocks, the first ones, describe the others (`description`).
+        tokens: number of tokens of the context; of a streamed context, so far.
+        blocks: blocks of the scheduler to keep it in.
+        remembered: number of the kept KV in `Remembered`; None if it is not remembered.
+        described: number of the first blocks, which describe the others (`description`).
     """
 
     tokens: int
@@ -53,10 +54,11 @@ class Drop(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What is done ahead of a `Drop`.
+    """Work of a step ahead of a `Drop`.
 
     Attributes:
-        blocks: that the context will be kept in. layers: that are fitted in this step.
+        blocks: number of blocks that the context will be kept in.
+        layers: number of layers to fit in this step.
     """
 
     blocks: int
@@ -65,17 +67,17 @@ class Fit(NamedTuple):
 
 @dataclass
 class Told:
-    """What the scheduler says with a step.
+    """Message of the scheduler to the worker, with a step.
 
     Attributes:
-        again: new requests that read a context again.
+        again: new requests that read a context again, by id.
         streams: new requests whose context is streamed.
-        layers: of the context that is read, to be scored with the queries that came so far.
-        fits: by request that was read and scored.
-        drops: by request.
-        recalls: by request that streams and begins in this step: the number of what it begins with.
-        came: by such a request, if that came from a store: what another request kept.
-        forgotten: numbers.
+        layers: number of layers of the context being read, to score with the queries so far.
+        fits: layers to fit, by request whose context was read and scored.
+        drops: KV to keep, by request.
+        recalls: number of the remembered KV to begin with, by streamed request that begins.
+        came: loaded KV (from the store) to begin with, by streamed request that begins.
+        forgotten: numbers of kept KV that is not remembered any more.
     """
 
     again: dict[str, Again] = field(default_factory=dict)
@@ -89,11 +91,16 @@ class Told:
 
 
 class Following:
-    """
+    """Bounded requests of an engine.
+
     Args:
-        cells: of the cache. scale: of the logits. rope: of the model.
-        blocks: tells a request's blocks of the scheduler.
-        gate: as of `Reading`. Requests stream with one only.
+        cells: cells of the cache. scale: scale of the logits. rope: the model's rotary embedding.
+        blocks: returns a request's blocks of the scheduler.
+        gate: as for `Reading`. Requests can stream only with a gate.
+
+    Attributes:
+        read: number of repeating rows that counted so far.
+        dropped: number of contexts whose KV was dropped so far.
     """
 
     def __init__(
@@ -108,16 +115,15 @@ class Following:
         self._gate = gate
         self._again: dict[str, Again] = {}
         self._seen: dict[str, int] = {}
-        """By request that reads again: first position that has not counted."""
+        """By request that reads again: the first position that has not counted."""
         self._readings: dict[str, Reading] = {}
         self._streams: dict[str, Streaming] = {}
         self._remembered: dict[int, Held] = {}
         self._dropped: dict[str, Dropped] = {}
         self.read = self.dropped = 0
-        """Rows that counted, and contexts that were dropped, so far."""
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request's context is dropped."""
+        """Return whether a request has dropped KV of its context."""
         return request_id in self._dropped
 
     def __bool__(self) -> bool:
@@ -127,13 +133,13 @@ class Following:
     def step_begins(
         self, ended: Collection[str], preempted: Collection[str], told: Told
     ) -> set[str]:
-        """A step of the scheduler begins; returns the requests whose KV is lost.
+        """Begin a step of the scheduler; return the requests whose KV is lost.
 
         Args:
-            ended, preempted: requests whose blocks it takes away.
+            ended, preempted: requests whose blocks the step takes away.
         """
         lost: set[str] = set()
-        for name in list(self._readings):  # one, but for those that are about to end
+        for name in list(self._readings):  # one, apart from those that are about to end
             with self._giving_up(name):
                 self._readings[name].score(told.layers)
         gone = {*ended, *preempted}
@@ -165,7 +171,7 @@ class Following:
 
     @contextmanager
     def _giving_up(self, name: str, lost: set[str] | None = None) -> Iterator[None]:
-        """Follow a request no more if an error comes; its KV is lost then, if `lost` is given."""
+        """Stop following a request if an error occurs. Its KV is lost then, if `lost` is given."""
         try:
             yield
         except Exception:
@@ -209,7 +215,7 @@ class Following:
         logger.info("%s: KV of %d tokens is kept in %d blocks", name, drop.tokens, len(drop.blocks))
 
     def _units(self, blocks: Sequence[int]) -> Ids:
-        """The units of blocks of the scheduler."""
+        """Return the units of blocks of the scheduler."""
         per = self.cells.block_units
         return (np.asarray(blocks, np.int64)[:, None] * per + np.arange(per)).reshape(-1)
 
@@ -220,12 +226,12 @@ class Following:
         kv_tokens: NDArray[np.integer],
         tables: NDArray[np.integer],
     ) -> tuple[list[DroppedRow], list[ReadRow | StreamedRow]]:
-        """A step's rows of dropped requests, and those whose queries count.
+        """Return a step's rows whose contexts have dropped KV, and the rows whose queries count.
 
         Args:
             rows: the batch.
-            starts: int [rows + 1], first token of each.
-            kv_tokens: int [rows], KV of each when it has.
+            starts: int [rows + 1], first token of each row.
+            kv_tokens: int [rows], tokens of each row's KV after the step.
             tables: int [rows, most units], blocks of the kernel.
         """
         dropped: list[DroppedRow] = []
@@ -254,7 +260,7 @@ class Following:
         return dropped, read
 
     def see(self, read: Sequence[ReadRow | StreamedRow], layer: int, queries: Tensor) -> None:
-        """Have rows of a step count in one layer; queries as of `ReadRow.see`."""
+        """Count the queries of a step's rows in one layer; queries as for `ReadRow.see`."""
         for row in read:
             row.see(layer, queries)
 

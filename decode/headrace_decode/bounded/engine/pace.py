@@ -1,8 +1,8 @@
 """Decides how many rows read a context again beside the answers of one step.
 
-A row that reads again takes as long as a prompt's. Many in a step keep the answers in it waiting,
-few make reading take longer and longer. So a step with them takes `LONGER` times what its answers
-take alone: the number of rows goes up a little after each step that took less, and down by a
+A row that reads again takes as long as a prompt's. Many such rows in a step delay its answers. With
+few of them, reading takes long. The target is a step that takes `LONGER` times as long as its
+answers alone. The number of rows rises by a tenth after each step that took less, and falls by a
 quarter after each that took more.
 """
 
@@ -11,18 +11,19 @@ from __future__ import annotations
 from headrace_decode.bounded.scores import PART_TOKENS
 
 LONGER = 2.0
-"""Of steps in which a context is read again."""
+"""Target for the duration of a step in which a context is read again, over its answers alone."""
 FIRST, LEAST = 16, 4
 UP, DOWN = 1.1, 0.75
 
 
 class Pace:
-    """
+    """Number of rows that may read again in a step.
+
     Args:
-        least: rows that a step may always have.
+        least: number of rows that a step may always have.
 
     Attributes:
-        rows: of the next step, at most.
+        rows: maximum for the next step.
     """
 
     def __init__(self, least: int = LEAST) -> None:
@@ -34,10 +35,11 @@ class Pace:
         return int(self._rows)
 
     def saw(self, seconds: float, alone_s: float) -> None:
-        """A step with as many rows as it may have is over.
+        """Adapt to a step that is over and had as many rows as it could have.
 
         Args:
-            seconds: that it took. alone_s: what its answers would have taken alone.
+            seconds: duration of the step.
+            alone_s: predicted duration of its answers alone.
         """
         change = DOWN if seconds > LONGER * alone_s else UP
         self._rows = min(max(self._rows * change, self._least), PART_TOKENS)

@@ -1,18 +1,17 @@
-"""What the keys of a context are worth, from the queries of rows that read it again.
+"""Scores of a context's keys, from the queries of rows that read the context again.
 
-A context is read again by requests of the scheduler's own: their prompt is the context, whose KV is
-there, and behind it a part of the context once more. Two kinds of their rows count
+Internal requests of the scheduler read a context again. Their prompt is the context, whose KV is in
+the cache, and then a part of the context once more. Two kinds of their rows count
 (`headrace_decode.bounded.scores`):
 
-    repeating   the part once more, less the tokens that lead to it
-    earlier     the context's last rows, which the first of these requests computes anew, turned to
-                positions behind it
+    repeating   rows of the repeated part, without the tokens that lead to it
+    earlier     the context's last rows, which the first of these requests computes again, turned to
+                positions after the context
 
-With a gate (`headrace_decode.bounded.gate`) none repeats: the gate tells what repeating rows would
-say, and one request computes the context's last rows.
+With a gate (`headrace_decode.bounded.gate`) no rows repeat: the gate predicts the scores that they
+would give, and one request computes the context's last rows.
 
-What stays is fitted to what the last of the context's own rows ask for
-(`headrace_decode.bounded.refit`).
+The kept KV is fitted to the queries of the context's last rows (`headrace_decode.bounded.refit`).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from headrace_engine.rope import Rope
 
 
 class Again(NamedTuple):
-    """Which rows of a request that reads again count.
+    """Rows that count in a request that reads a context again.
 
     Attributes:
-        request_id: of the request whose context is read.
-        tokens: of the context, whole blocks.
-        earlier: first position of the context's own rows, which end with it.
-        repeating: first position of rows that repeat.
+        request_id: id of the request whose context is read.
+        tokens: number of tokens of the context, whole blocks.
+        earlier: first position of the context's own rows that count, which end with it.
+        repeating: first position of the repeating rows that count.
     """
 
     request_id: str
@@ -49,19 +48,19 @@ class Again(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether no other has read the context before."""
+        """Whether this is the first request that reads the context."""
         return self.earlier < self.tokens
 
 
 class Reading:
-    """One context. Queries come with the steps of the engine; keys are scored by them later, a
-    layer at a time.
+    """One context that is read again. Queries come with the steps of the engine. They score the
+    keys later, a layer at a time.
 
     Args:
-        again: of any request that reads it.
-        units: int64 [n], of the context.
-        cells: of the cache. scale: of the logits. rope: of the model.
-        gate: that stands for rows that repeat; None: they come.
+        again: rows of any request that reads it.
+        units: int64 [n], units of the context.
+        cells: cells of the cache. scale: scale of the logits. rope: the model's rotary embedding.
+        gate: gate that replaces repeating rows; None: rows repeat.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Reading:
         self._told: dict[int, Tensor] = {}
         self._came: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in cells.layers]
         self._asked: list[list[Tensor]] = [[] for _ in cells.layers]
-        """Queries of every `_step`th of the earlier rows, turned."""
+        """By layer: queries of every `_step`th earlier row, turned."""
         self._turned = [0] * len(cells.layers)
         self._step = max(1, (again.tokens - again.earlier) // FITTED_ROWS)
         self._next = 0
@@ -94,12 +93,12 @@ class Reading:
 
         Args:
             queries: [rows, heads, head_dim], rotated.
-            turn: int64 [rows], positions that earlier rows are turned by; None for repeating ones.
+            turn: int64 [rows], positions that earlier rows are turned by; None for repeating rows.
         """
         self._came[layer].append((queries.clone(), turn))
 
     def score(self, layers: int) -> None:
-        """Score so many layers, one after the other, with what came for them."""
+        """Score so many layers, one after the other, with the queries that came for them."""
         for _ in range(layers):
             layer, self._next = self._next, (self._next + 1) % len(self._came)
             came, self._came[layer] = self._came[layer], []
@@ -124,7 +123,7 @@ class Reading:
                 self._repeating[layer].add(torch.cat(repeating).float(), keys)
 
     def scores(self) -> Tensor:
-        """fp32 [layers, kv_heads, tokens], of all that came.
+        """Score with all queries that came, and return the scores: fp32 [layers, kv_heads, tokens].
 
         Raises:
             ValueError: rows of a kind are missing.
@@ -138,10 +137,11 @@ class Reading:
         return torch.hypot(told, earlier)
 
     def fit(self, units: int, layers: int) -> None:
-        """Choose what stays, if that is not done, and fit so many more layers.
+        """Choose the tokens to keep, if that is not done, and fit so many more layers.
 
         Args:
-            units: that stay, the same each time.
+            units: number of units to keep, the same in each call.
+            layers: number of layers to fit.
         """
         if self._stays is None:
             self._stays = keep_units(self.scores(), units, self._cells.unit_tokens)
@@ -150,7 +150,11 @@ class Reading:
             self._kept.append(fitted(*both, self._stays[layer], asked, self._scale))
 
     def kept(self, units: int) -> tuple[Tensor, list[list[Kept]]]:
-        """What stays, bool [layers, kv_heads, tokens], and K and V of it by layer; as `fit`."""
+        """Return the kept tokens, bool [layers, kv_heads, tokens], and their K and V by layer.
+
+        Args:
+            units: as for `fit`.
+        """
         self.fit(units, len(self._came))
         assert self._stays is not None
         return self._stays, self._kept
@@ -158,12 +162,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadRow:
-    """Rows of a step that count.
+    """Rows of a step whose queries count for a reading.
 
     Attributes:
-        reading: theirs.
-        earlier, repeating: of the step's tokens; may be empty.
-        turn: as of `Reading.came`, of `earlier`.
+        reading: the reading.
+        earlier, repeating: slices of the step's tokens; may be empty.
+        turn: as for `Reading.came`, for the rows of `earlier`.
     """
 
     reading: Reading
@@ -172,7 +176,8 @@ class ReadRow:
     turn: Tensor
 
     def see(self, layer: int, queries: Tensor) -> None:
-        """
+        """Count the rows' queries in one layer.
+
         Args:
             queries: [tokens, heads, head_dim], of all rows of the step, rotated.
         """
@@ -185,12 +190,13 @@ class ReadRow:
 def counting(
     again: Again, reading: Reading, first_token: int, first: int, rows: int, seen: int = 0
 ) -> ReadRow | None:
-    """Which of a row's tokens count; None if none does.
+    """Return which tokens of a request's row count; None if none does.
 
     Args:
-        first_token: of the row, in the step's.
-        first: its position. rows: tokens.
-        seen: positions below have counted: the row was preempted, and is computed once more.
+        first_token: index of its first token among the step's tokens.
+        first: position of this token. rows: number of its tokens.
+        seen: positions below this have counted. The request was preempted then, and is computed
+            again.
     """
 
     def within(begin: int, end: int) -> slice:

@@ -1,13 +1,13 @@
-"""Which streamed contexts of an engine a later prompt can go on from.
+"""Index of the kept KV in an engine's cache that a later prompt can continue from.
 
-Whenever a streamed context drops, what is held from then on stands for all of its tokens up to
-there. It is remembered by the hash of the last block of these tokens, which stands for all blocks
-before as well, for the share and for the tenant (vLLM's prefix hashes, with the cache salt). A
-later prompt that begins with the same tokens goes on from there: a conversation's next turn, or
-another question about the same text.
+Whenever a streamed context drops KV, the kept KV stands for all of its tokens so far. It is
+remembered under the hash of the last block of these tokens, which covers all blocks before, the
+share and the tenant (vLLM's prefix hashes, with the cache salt). A later prompt that begins with
+the same tokens continues from there: a conversation's next turn, or another question about the same
+text.
 
-Nothing is held for it: its blocks may be free. Whoever needs them takes them, and then it is
-forgotten.
+No memory is reserved for it: its blocks may be free. When other requests take any of them, the
+entry is forgotten.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 LEAST_SHARE = 0.75
-"""Of a prompt's full blocks, that what is remembered stands for. It was chosen with the room that a
-shorter prompt had: answers erred 1.5 times as much as over a prompt that was computed anew where it
-stood for 0.6 of it, and 1.1 times at 0.8 (docs/bounded.md)."""
+"""Minimum share of a prompt's full blocks that remembered KV must stand for. It was chosen within
+the budget of a shorter prompt. Answers erred 1.5 times as much as with a prompt that was computed
+from the beginning when it stood for 0.6 of the prompt, and 1.1 times as much at 0.8
+(docs/bounded.md)."""
 
 
 def least_of(hashes: Sequence[bytes]) -> int:
-    """First blocks of a prompt, at least, that what it begins with stands for."""
+    """Return the minimum number of a prompt's first blocks that kept KV must stand for."""
     return max(1, math.ceil(LEAST_SHARE * len(hashes)))
 
 
 class Kept(NamedTuple):
-    """What was remembered once.
+    """Entry of the index.
 
     Attributes:
-        number: its own; none is used twice.
-        held: blocks that it is kept in.
+        number: unique number, which is never used again.
+        held: number of blocks that it is kept in.
     """
 
     number: int
@@ -40,7 +41,7 @@ class Kept(NamedTuple):
 
 
 class Remembered:
-    """All that an engine remembers.
+    """Kept KV that an engine remembers, by hash.
 
     Args:
         is_there: (number, held) -> whether the blocks still hold it.
@@ -55,7 +56,8 @@ class Remembered:
         return len(self._kept)
 
     def add(self, key: bytes, held: int) -> Kept | None:
-        """Remember what is kept in so many blocks; None if as much is remembered by this hash."""
+        """Remember KV that is kept in `held` blocks. Return None if this hash has an entry whose
+        blocks are still there."""
         if key in self._kept and self._is_there(*self._kept[key]):
             return None
         self._numbers += 1
@@ -63,10 +65,11 @@ class Remembered:
         return self._kept[key]
 
     def longest(self, hashes: Sequence[bytes], most: int) -> tuple[int, Kept] | None:
-        """How many first blocks of a prompt are remembered, and as what.
+        """Return the entry for the most first blocks of a prompt, after their number; None if there
+        is no entry.
 
         Args:
-            hashes: of the prompt's full blocks. most: of these, that it may be.
+            hashes: hashes of the prompt's full blocks. most: maximum number of first blocks.
         """
         for blocks in range(min(most, len(hashes)), least_of(hashes) - 1, -1):
             kept = self._kept.get(hashes[blocks - 1])
@@ -75,13 +78,14 @@ class Remembered:
         return None
 
     def clear(self) -> set[int]:
-        """Forget all; returns the numbers."""
+        """Forget all entries, and return their numbers."""
         numbers = {kept.number for kept in self._kept.values()}
         self._kept = {}
         return numbers
 
     def forget(self, numbers: Collection[int | None] = ()) -> set[int]:
-        """Forget these, and what is not there any more; the numbers of all of them."""
+        """Forget the entries with these numbers, and those whose blocks were taken. Return the
+        numbers of all of them."""
         gone = {
             key: kept.number
             for key, kept in self._kept.items()

@@ -1,10 +1,10 @@
-"""Schedulers in which bounded requests drop what their context needs least.
+"""Schedulers in which bounded requests drop the KV that their context needs least.
 
-They add requests of their own that read a context again. vLLM schedules these like any prompt.
-They go before waiting requests, since they are what gives memory back; and where nobody waits, in
-small chunks (`pace`), so that answers go on. Nobody waits for their output.
+The scheduler adds internal requests that read a context again. vLLM schedules these like any
+prompt. They go before waiting requests, since they lead to free memory. While no other request
+waits, they run in small chunks (`pace`), so that answers continue. Their output is not used.
 
-Requests of engines with a gate may stream instead (`streams`).
+In engines with a gate, requests may stream instead (`streams`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from headrace_decode.sparse.offload.switch import Mode
 from headrace_decode.techniques import BOUNDED, share_in
 
 PACED = "headrace_paced"
-"""Attribute of a step that reads as many rows as `Pace` says: what its answers would take alone, in
-seconds, and when it began."""
+"""Attribute of a step that reads as many rows again as `Pace` allows: the predicted seconds of its
+answers alone, and when the step began."""
 
 
 class _Bounds:
-    """Mixed into a scheduler of vLLM's, before one that offloads."""
+    """Mixin that precedes a scheduler that offloads among the bases."""
 
     drops_blocks = True
-    """As of `worker.why_scheduler_unable`."""
+    """Ability that `worker.why_scheduler_unable` looks for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,19 +53,20 @@ class _Bounds:
         if settings is not None and settings.calibration is not None and manager is not None:
             self._streams = Streams(self, manager, settings, self._settings.unit_tokens)  # type: ignore[attr-defined]
         self._pace = Pace(1 + self.num_spec_tokens)  # type: ignore[attr-defined]
-        # vLLM reads in each step how many tokens of a prompt it may have. This is our copy of that.
+        # vLLM reads a step's maximum tokens of a prompt from here in each step. `schedule` changes
+        # this copy.
         self.scheduler_config: Any = copy.copy(self.scheduler_config)  # type: ignore[has-type]
         self._chunk: int = self.scheduler_config.long_prefill_token_threshold
 
     def add_request(self, request: Any) -> None:
-        """As vLLM's."""
+        """Add a request like vLLM; a bounded one streams, or is read again."""
         streams = self._streams is not None and self._streams.begin(request)
         super().add_request(request)  # type: ignore[misc]
         if not streams:
             self._begin_course(request)
 
     def _stays(self, request: Any) -> bool:
-        """As `_Offloads._stays`."""
+        """Implement `_Offloads._stays`: a streamed request is not offloaded."""
         return self._streams is not None and request.request_id in self._streams
 
     def _begin_course(self, request: Any) -> None:
@@ -86,7 +87,7 @@ class _Bounds:
             self._courses[request.request_id] = course
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's."""
+        """Schedule a step like vLLM, with the step's work on bounded requests."""
         told = Told()
         if self._streams is not None:
             self._streams.before(told)
@@ -115,7 +116,7 @@ class _Bounds:
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As vLLM's; learns what reading again costs."""
+        """Process a step's output like vLLM, and adapt the number of rows that read again."""
         if self._streams is not None:
             self._streams.loaded(model_runner_output.kv_connector_output)
             if hasattr(model_runner_output, LOST):
@@ -130,7 +131,7 @@ class _Bounds:
         )
 
     def _others_wait(self) -> bool:
-        """Whether a request waits, for memory as a rule, or its own prompt is being computed."""
+        """Return whether another request waits, usually for memory, or has its prompt computed."""
         readers = {course.reader for course in self._courses.values()}
         running: list[Any] = self.running  # type: ignore[attr-defined]
         waiting: Any = self.waiting  # type: ignore[attr-defined]
@@ -138,7 +139,7 @@ class _Bounds:
         return any(each.request_id not in readers for each in itertools.chain(waiting, prompts))
 
     def _alone_s(self, output: Any) -> float:
-        """What a step's answers would take alone."""
+        """Predict the seconds that a step's answers would take alone."""
         rows, context = 0, [0.0] * len(Mode)
         for name in output.num_scheduled_tokens:
             request = self.requests[name]  # type: ignore[attr-defined]
@@ -149,7 +150,7 @@ class _Bounds:
         return found
 
     def _attended(self, request: Any) -> int:
-        """As `_Offloads._attended`."""
+        """Implement `_Offloads._attended`, without the tokens that the request dropped."""
         name, tokens = request.request_id, int(request.num_computed_tokens)
         if self._streams is not None:
             tokens -= self._streams.gone(name)
@@ -159,15 +160,15 @@ class _Bounds:
         return tokens - (course.blocks - course.kept) * self._offloads.block_size  # type: ignore[attr-defined]
 
     def _go_on(self, told: Told) -> Course | None:
-        """Begin a part, or drop a context that was read, scored and fitted. Returns the course that
-        is under way: one context is read at a time."""
+        """Begin a part, or drop KV of a context that was read, scored and fitted. Return the course
+        in progress, if any: one context is read at a time."""
         requests: dict[str, Any] = self.requests  # type: ignore[attr-defined]
         manager: Any = self._offloads  # type: ignore[attr-defined]
         first: Course | None = None
         for name, course in list(self._courses.items()):
             request = requests.get(name)
             if request is None or request.num_computed_tokens < request.num_prompt_tokens:
-                # It ended, or its prompt is still, or once more, to be computed.
+                # The request ended, or its prompt has yet to be computed, perhaps again.
                 if course.reader in requests:
                     self.finish_requests(course.reader, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
                 course.start_over()
@@ -209,8 +210,8 @@ class _Bounds:
 
 
 class BoundingTakingUp(_Bounds, OffloadingTakingUp):
-    """Where a step waits for the one before."""
+    """Scheduler in which a step waits for the one before."""
 
 
 class BoundingTakingUpAsync(_Bounds, OffloadingTakingUpAsync):
-    """Where steps are scheduled ahead."""
+    """Scheduler that schedules steps ahead."""

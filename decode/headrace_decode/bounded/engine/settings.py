@@ -1,8 +1,8 @@
-"""What an engine is told of bounded contexts, in vLLM's `additional_config`.
+"""Settings of KV cache compression for an engine, in vLLM's `additional_config`.
 
     {"headrace_bounded": {"mode": "request", "share": 0.25, "calibration": "/models/gate"}}
 
-It stands beside what the engine is told of sparse attention, whose units are those that are kept.
+The settings of sparse attention must be there too. Their unit is the unit that heads keep.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from headrace_kvstore.connector.identity.engine_identity import BOUNDED_KEY
 
 @dataclass(frozen=True)
 class BoundedSettings:
-    """How an app bounds contexts.
+    """Settings of KV cache compression for an app.
 
     Attributes:
-        mode: of `techniques.MODES`.
-        share: of a context's KV that is kept, where a request names none.
+        mode: one of `techniques.MODES`.
+        share: share of a context's KV that is kept if the request names none.
         calibration: file of the model's gate; None: contexts are read again.
         stream: whether all bounded contexts are streamed (`course.Stream`), not only those longer
-            than the cache. Takes a gate.
+            than the cache. Needs a gate.
     """
 
     mode: str = "request"
@@ -32,15 +32,15 @@ class BoundedSettings:
     stream: bool = False
 
     def additional_config(self) -> dict[str, Any]:
-        """What goes into the engine's `additional_config`."""
+        """Return the entry for the engine's `additional_config`."""
         return {BOUNDED_KEY: asdict(self)}
 
 
 def settings_of(additional_config: Any) -> BoundedSettings | None:
-    """What an engine is told; None where no context is bounded.
+    """Return an engine's settings; None if no context is bounded.
 
     Raises:
-        TypeError: fields that are unknown.
+        TypeError: a field is unknown.
     """
     told = additional_config.get(BOUNDED_KEY) if isinstance(additional_config, Mapping) else None
     return BoundedSettings(**told) if told else None

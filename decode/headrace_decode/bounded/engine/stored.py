@@ -1,15 +1,15 @@
-"""What is held of streamed contexts, in the node's store. Another engine goes on from it, or the
-same one when its cache has no room for it any more.
+"""Names of the kept KV of streamed contexts in the node's store, and the lookup there. Another
+engine continues from this KV, or the same engine after its cache lost it.
 
-What is held are some of the scheduler's blocks, and in front of them those that describe them
+The kept KV is some of the scheduler's blocks, preceded by blocks that describe them
 (`description`). The store has all of these as plain blocks. Their names look like block hashes.
-They are made from vLLM's hash of the context's last block, which stands for all of its tokens, the
+They are made from vLLM's hash of the context's last block, which covers all of its tokens, the
 share and the tenant:
 
     name of block n of N = hash(hash of the context, gate, n, whether n is the last)
 
-So who knows a prompt finds what is held of it, and how many blocks that is, in time linear in the
-prompt's length.
+An engine that knows a prompt therefore finds the KV kept of it, and its number of blocks, in time
+linear in the prompt's length.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 VERSION = b"headrace held 1"
-"""Of the description; part of all names."""
+"""Version of the description; part of all names."""
 
 
 class Store(Protocol):
-    """As `headrace_kvstore.connector.scheduler.SchedulerHalf`."""
+    """Store that `headrace_kvstore.connector.scheduler.SchedulerHalf` implements."""
 
     def lacking(self, names: Sequence[bytes]) -> list[bool]: ...
 
@@ -36,10 +36,11 @@ class Store(Protocol):
 
 
 class Found(NamedTuple):
-    """
+    """Kept KV in the store.
+
     Attributes:
-        blocks: first ones of the prompt, that it stands for.
-        names: of the blocks in the store.
+        blocks: number of the prompt's first blocks that it stands for.
+        names: names of its blocks in the store.
     """
 
     blocks: int
@@ -47,10 +48,11 @@ class Found(NamedTuple):
 
 
 def names_of(context: bytes, gate: bytes, count: int) -> list[bytes]:
-    """Names of what is held of a context in so many blocks.
+    """Return the names of the blocks for one context.
 
     Args:
-        context: hash of its last block. gate: tells gates, and layouts of KV, apart.
+        context: hash of its last block. gate: bytes that distinguish gates and layouts of KV.
+        count: number of blocks.
     """
     return [_name(context, gate, n, n == count - 1) for n in range(count)]
 
@@ -61,10 +63,11 @@ def _name(context: bytes, gate: bytes, number: int, last: bool) -> bytes:
 
 
 def find(store: Store, hashes: Sequence[bytes], gate: bytes, least: int, most: int) -> Found | None:
-    """The longest begin of a prompt of which something is held.
+    """Find the kept KV of the most first blocks of a prompt; None if the store has none.
 
     Args:
-        hashes: of the prompt's full blocks. least, most: of these, that it may be.
+        hashes: hashes of the prompt's full blocks. gate: as for `names_of`.
+        least, most: minimum and maximum number of first blocks.
     """
     lengths = range(min(most, len(hashes)), max(least, 1) - 1, -1)
     firsts = [_name(hashes[blocks - 1], gate, 0, False) for blocks in lengths]
@@ -79,11 +82,12 @@ def find(store: Store, hashes: Sequence[bytes], gate: bytes, least: int, most: i
 
 
 class Layout(NamedTuple):
-    """How KV lies in a scheduler's blocks.
+    """Layout of KV in a scheduler's blocks.
 
     Attributes:
-        layers: of the model. heads: KV heads of one, that a worker has.
-        unit_tokens: of what heads keep. block_tokens, block_bytes: of a block.
+        layers: number of the model's layers. heads: KV heads of a layer that a worker has.
+        unit_tokens: tokens of a unit that heads keep.
+        block_tokens, block_bytes: tokens and bytes of a block.
     """
 
     layers: int
@@ -94,7 +98,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, kv_cache_config: Any, unit_tokens: int) -> Layout:
-        """Of vLLM's KVCacheConfig with one group."""
+        """Return the layout of vLLM's KVCacheConfig with one group."""
         [group] = kv_cache_config.kv_cache_groups
         spec, layers = group.kv_cache_spec, len(group.layer_names)
         size = layers * spec.page_size_bytes
@@ -102,14 +106,14 @@ class Layout(NamedTuple):
 
     @property
     def told(self) -> bytes:
-        """Tells layouts apart."""
+        """Bytes that distinguish layouts."""
         return b"%d %d %d %d %d|" % self
 
     def described_in(self, kept: int) -> int:
-        """Blocks that describe what is held in so many others."""
+        """Return the number of blocks that describe KV kept in so many others."""
         heads = self.layers * self.heads
         return math.ceil(4 * heads * (1 + kept * self.block_tokens) / self.block_bytes)
 
     def described_of(self, blocks: int) -> int:
-        """How many of so many blocks describe the others."""
+        """Return how many of so many blocks describe the others."""
         return next(n for n in range(1, blocks + 1) if self.described_in(blocks - n) <= n)

@@ -1,13 +1,13 @@
-"""Keeps a context within a budget while its prompt is computed, with a gate.
+"""Keeps a context's KV within a budget while its prompt is computed, with a gate.
 
-The engine computes the prompt as ever. Whenever it is a segment longer, what is held of it so far
-is chosen anew: from what was held before, and all of the segment. So never is more held than the
-budget, a segment, and the tokens of a step. Rows of later segments attend to what is held.
+The engine computes the prompt as usual. Whenever the prompt has grown by a segment, the KV to keep
+is chosen from the KV kept before and all of the segment. The request therefore never holds more
+than the budget, a segment, and the tokens of a step. Rows of later segments attend to the kept KV.
 
-A token's score has two parts (`headrace_decode.bounded.scores`). What rows that repeat would say
-comes from the gate, once, when its segment is there. What the context's own rows ask for comes from
-the newest of them each time, turned to positions behind all that is there. What stays is fitted to
-what the same rows ask for (`headrace_decode.bounded.refit`).
+A token's score has two parts (`headrace_decode.bounded.scores`). The gate predicts the score from
+repeating rows, once, when the token's segment is complete. The score from the context's own rows is
+computed at each choice, from the newest rows, turned to positions after the context so far. The
+kept KV is fitted to the queries of the same rows (`headrace_decode.bounded.refit`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from headrace_engine.rope import Rope
 
 
 class Held(NamedTuple):
-    """What is held of the segments that were chosen from.
+    """KV that is kept of the segments so far.
 
     Attributes:
-        told: what the gate said of it, fp32 [layers, kv_heads, places] in the order of a head's
-            cells, `NOWHERE` behind them.
+        dropped: its cells.
+        told: the gate's scores of its tokens, fp32 [layers, kv_heads, places] in the order of a
+            head's cells, `NOWHERE` after them.
     """
 
     dropped: Dropped
@@ -43,14 +44,15 @@ class Held(NamedTuple):
 
 
 class Streaming:
-    """One request.
+    """One streamed request in the worker.
 
     Args:
-        cells: of the cache. scale: of the logits. rope, gate: of the model.
-        held: what it begins with.
+        cells: cells of the cache. scale: scale of the logits.
+        rope, gate: rotary embedding and gate of the model.
+        held: kept KV that the request begins with.
 
     Attributes:
-        held: None before the first choice.
+        held: kept KV; None before the first choice.
     """
 
     def __init__(
@@ -62,14 +64,15 @@ class Streaming:
 
     @property
     def tokens(self) -> int:
-        """Of the context, that were chosen from."""
+        """Number of the context's first tokens that the kept KV was chosen from."""
         return 0 if self.held is None else self.held.dropped.tokens
 
     def rows(self, first_token: int, count: int) -> StreamedRow | None:
-        """Which rows of a step are among the newest of the prompt; None if none is.
+        """Return a step's newest rows of the prompt, whose queries count; None if there are none.
 
         Args:
-            first_token: of the request's rows, in the step's. count: rows of the prompt.
+            first_token: index of the request's first row among the step's tokens.
+            count: number of the request's rows in the step that are of the prompt.
         """
         if count <= 0:
             return None
@@ -77,18 +80,19 @@ class Streaming:
         return StreamedRow(self, slice(first_token + count - few, first_token + count))
 
     def came(self, layer: int, queries: Tensor) -> None:
-        """Queries of rows that follow those before: [rows, heads, head_dim], rotated."""
+        """Add queries of the rows that follow those before: [rows, heads, head_dim], rotated. The
+        newest `EARLIER_TOKENS` are kept."""
         before = self._came[layer]
         both = torch.cat([before, queries]) if len(before) else queries
         self._came[layer] = both[-EARLIER_TOKENS:].clone()
 
     def drop(self, tokens: int, units: Ids, room: Ids) -> Held:
-        """Choose what is held from now on; that.
+        """Choose the KV to keep from now on, and return it.
 
         Args:
-            tokens: of the context so far, whole blocks.
-            units: int64 [n], those that are new since the last time.
-            room: cells to keep it in; those that held it before may be among them.
+            tokens: number of tokens of the context so far, whole blocks.
+            units: int64 [n], units that are new since the last choice.
+            room: cells to keep it in; the cells that held it before may be among them.
         """
         layers = range(len(self._came))
         before = torch.empty(len(layers), self._cells.kv_heads, 0)
@@ -119,8 +123,8 @@ class Streaming:
         return self.held
 
     def _both(self, layer: int, units: Ids) -> tuple[Tensor, Tensor]:
-        """K and V, each [kv_heads, places, head_dim], of what is held, a place for each unit of the
-        head that has most, and of what is new."""
+        """Return K and V, each [kv_heads, places, head_dim]. The first places are the kept KV, as
+        many as the head with most units has. The new units follow."""
         fresh = self._cells.read(layer, units)
         if self.held is None:
             return fresh
@@ -131,15 +135,16 @@ class Streaming:
 
 @dataclass(frozen=True)
 class StreamedRow:
-    """Rows of a step whose queries count.
+    """Rows of a step whose queries count for a streamed request.
 
     Attributes:
-        tokens: of the step's.
+        stream: the request.
+        tokens: slice of the step's tokens.
     """
 
     stream: Streaming
     tokens: slice
 
     def see(self, layer: int, queries: Tensor) -> None:
-        """As `ReadRow.see`."""
+        """Count the rows' queries in one layer, like `ReadRow.see`."""
         self.stream.came(layer, queries[self.tokens])

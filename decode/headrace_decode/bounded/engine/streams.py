@@ -1,9 +1,10 @@
-"""Which requests of a scheduler stream, when each chooses what it holds, and what each begins with.
+"""Decides which requests of a scheduler stream, when each chooses the KV to keep, and which KV each
+begins with.
 
-A request streams (`course.Stream`) where an engine with a gate is told that all do, and where its
-context and answer are longer than the cache. It begins with what an earlier one held of the same
-first tokens, if that is still there (`remembered`), or in the node's store (`arrivals`). vLLM takes
-it then for one whose first tokens came from elsewhere.
+In an engine with a gate, a bounded request streams (`course.Stream`) if the settings say that all
+do, or if its context and answer are longer than the cache. It begins with the KV that an earlier
+request kept of the same first tokens, if that is still in the cache (`remembered`) or in the node's
+store (`arrivals`). vLLM then treats it like a request whose first tokens came from elsewhere.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ BEGINS = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 
 class _Begin(NamedTuple):
-    """What a request may begin with.
+    """Kept KV that a request may begin with.
 
     Attributes:
-        blocks: first ones of its prompt, that it stands for. held: that it takes.
+        blocks: number of the prompt's first blocks that it stands for.
+        held: number of blocks that it takes.
+        where: its entry in the engine or in the store.
     """
 
     blocks: int
@@ -43,11 +46,11 @@ class _Begin(NamedTuple):
 
 
 class Streams:
-    """All of a scheduler's.
+    """Streamed requests of a scheduler.
 
     Args:
-        scheduler: that offloads. manager: its blocks.
-        settings: with a gate. unit_tokens: of what heads keep.
+        scheduler: scheduler that offloads. manager: manager of its blocks.
+        settings: settings that name a gate. unit_tokens: tokens of a unit that heads keep.
     """
 
     def __init__(
@@ -61,13 +64,13 @@ class Streams:
         self._arrivals = Arrivals(manager, store, about)
         self._streams: dict[str, Stream] = {}
         self._hashes: dict[str, list[bytes]] = {}
-        """Of their prompts' full blocks."""
+        """Hashes of the full blocks of each request's prompt."""
         self._untold: set[str] = set()
-        """Those that the worker does not know."""
+        """Requests that the worker does not know yet."""
         self._remembered = Remembered(manager.is_there)
         self._worker_erred = False
         self._recalled: dict[str, int] = {}
-        """By request that may begin in this step: the number of what it begins with."""
+        """By request that may begin in this step: the number of the kept KV to begin with."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._streams
@@ -76,8 +79,11 @@ class Streams:
         return len(self._streams)
 
     def begin(self, request: Any) -> bool:
-        """Whether a new request streams. It is changed then: no prefix of vLLM's is it, nor does it
-        have one, since what it computes depends on what it drops."""
+        """Return whether a new request streams.
+
+        If so, vLLM's prefix cache and connectors are disabled for it, since its KV depends on what
+        it drops.
+        """
         stream, name = self._stream(request), request.request_id
         if stream is None:
             return False
@@ -86,14 +92,14 @@ class Streams:
         self._manager.windows[name] = self._window(stream)
         keep_to_itself(request)
         request.skip_reading_prefix_cache = True
-        # What is held depends on the share, and vLLM's hashes do not.
+        # The kept KV depends on the share, and vLLM's hashes do not.
         share = b"%r|" % share_in(request.sampling_params, BOUNDED)
         self._hashes[name] = [sha256(share + bytes(h)).digest() for h in request.block_hashes]
         request.block_hashes, request._block_hasher = [], None
         return True
 
     def _described(self, stream: Stream) -> int:
-        """Blocks that are to describe what it holds."""
+        """Return the number of blocks that will describe the kept KV; 0 without a store."""
         return self._layout.described_in(stream.kept) if self._arrivals else 0
 
     def _window(self, stream: Stream) -> int:
@@ -112,15 +118,18 @@ class Streams:
         return stream if wanted and stream.worthwhile and most <= usable else None
 
     def gone(self, name: str) -> int:
-        """Tokens of a request's context that its rows do not attend to."""
+        """Return the number of tokens of a request's context that its rows do not attend to."""
         stream = self._streams.get(name)
         if stream is None or not stream.dropped:
             return 0
         return (stream.dropped - stream.kept) * int(self._manager.block_size)
 
     def before(self, told: Told) -> None:
-        """A step is about to be scheduled: have requests choose what they hold that are a segment
-        longer, or all there, and those that wait first begin with what is remembered."""
+        """Prepare a step that is about to be scheduled.
+
+        Requests whose context has grown by a segment, or is complete, choose the KV to keep. The
+        first waiting requests begin with KV that the engine or the store has.
+        """
         told.streams, self._untold = self._untold, set()
         if self._worker_erred:
             told.forgotten |= self._remembered.clear()
@@ -148,7 +157,8 @@ class Streams:
         self._recall()
 
     def _remember(self, name: str, blocks: int, held: int) -> int | None:
-        """Remember what a request holds of so many blocks of its context; the number of that."""
+        """Remember the KV that a request keeps of so many blocks of its context. Return its number;
+        None if it is not remembered."""
         if len(self._hashes[name]) < blocks:
             return None
         kept = self._remembered.add(self._hashes[name][blocks - 1], held)
@@ -168,14 +178,14 @@ class Streams:
             window = self._manager.windows.get(name)
             free -= scheduler._least_blocks(request, usable) if window is None else window
             if free < 0:
-                return  # what this one holds may be what one before it lacks
+                return  # an earlier request may need the free blocks that this one would begin with
             if window is None or request.num_computed_tokens or request.status not in BEGINS:
                 continue
             begin, stream = self._begin_of(request), self._streams[name]
             if begin is None:
                 continue
             own = stream.kept + self._described(stream)
-            more = max(0, begin.held - own)  # of a prompt that was longer
+            more = max(0, begin.held - own)  # above 0 if it was kept for a longer prompt
             if more > free or window + more > usable:
                 continue
             free -= more
@@ -189,8 +199,8 @@ class Streams:
             self._begin_at(request, begin.blocks)
 
     def _begin_of(self, request: Any) -> _Begin | None:
-        """The longest that a request may begin with; what the engine has goes before as much in the
-        store."""
+        """Return the longest kept KV that a request may begin with. The store's is used only if it
+        stands for more blocks than the engine's."""
         name, hashes = request.request_id, self._hashes[request.request_id]
         most = (request.num_prompt_tokens - 1) // self._manager.block_size
         found: _Begin | None = None
@@ -206,7 +216,8 @@ class Streams:
         self._streams[request.request_id].begin_at(blocks, request.num_preemptions)
 
     def behind(self, told: Told, output: Any) -> None:
-        """A step was scheduled: tell what requests begin with. Those that wait on give it back."""
+        """Tell the worker which KV the requests of a scheduled step begin with. Requests that were
+        not scheduled give it back."""
         for name in [*self._recalled, *self._arrivals.here()]:
             request, cached = self._scheduler.requests[name], 0
             if name not in output.num_scheduled_tokens:
@@ -220,24 +231,28 @@ class Streams:
             if request.prefill_stats and not request.num_preemptions:
                 request.prefill_stats.set(request.num_prompt_tokens, cached, tokens - cached)
         self._recalled = {}
-        # The worker does not drop of those that lost their blocks in the same step.
+        # The worker does not drop KV of requests that were preempted in the same step.
         preempted = told.drops.keys() & (output.preempted_req_ids or set())
         if lost := {told.drops[name].remembered for name in preempted}:
             told.forgotten |= self._remembered.forget(lost)
         self._arrivals.scheduled(self._scheduler.requests, preempted)
 
     def on_lost(self) -> None:
-        """The worker has lost a request's KV: what it remembers is not relied on."""
+        """Forget all remembered KV before the next step, since the worker lost a request's KV."""
         self._worker_erred = True
 
     def loaded(self, output: Any) -> None:
-        """A step is over; its KVConnectorOutput, or None."""
+        """Have requests whose load from the store failed compute their prompts.
+
+        Args:
+            output: vLLM's KVConnectorOutput of a step that is over, or None.
+        """
         for name in self._arrivals.loaded(output):
             if not self._scheduler.requests[name].is_finished():
                 self._give_back(name)
 
     def _give_back(self, name: str) -> None:
-        """Have a request that was to begin with something compute all of its prompt."""
+        """Have a request that was to begin with kept KV compute all of its prompt."""
         self._arrivals.pop(name)
         self._manager.free(name)
         self._manager.windows[name] = self._window(self._streams[name])

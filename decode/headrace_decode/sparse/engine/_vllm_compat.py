@@ -1,5 +1,5 @@
-"""All that sparse attention takes from vLLM beyond its documented API; an upgrade breaks this file
-first. `tests/unit/test_contracts_sparse.py` pins what is used here.
+"""Every use that sparse attention makes of vLLM beyond its documented API; an upgrade breaks this
+file first. `tests/unit/test_contracts_sparse.py` pins the parts that are used here.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ __all__ = [
 ]
 
 KNOWN_ISAS = frozenset({"vec", "vec16"})
-"""Whose order of keys in a block `keys.LayerKeys` reads."""
+"""Instruction sets whose order of keys in a block `keys.LayerKeys` can read."""
 
 
 def use_backend(path: str) -> None:
-    """Have vLLM's CPU attention be a subclass of its own, in this process."""
+    """Replace vLLM's CPU attention backend by the subclass at this path, in this process."""
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 
 def runs_on_cuda() -> bool:
-    """Whether this process's engine runs on a CUDA GPU."""
+    """Return whether this process's engine runs on a CUDA GPU."""
     return bool(current_platform.is_cuda())
 
 
 def why_model_dense(config: VllmConfig) -> str | None:
-    """Why an engine cannot attend sparsely on any device; None if nothing speaks against it."""
+    """Return why an engine cannot attend sparsely on any device; None if there is no reason."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     for kind in ("tensor", "pipeline", "prefill_context", "decode_context"):
         if getattr(parallel, f"{kind}_parallel_size", 1) > 1:
@@ -76,7 +76,7 @@ def why_model_dense(config: VllmConfig) -> str | None:
 
 
 def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
-    """Why an engine that runs on no GPU cannot attend sparsely, as far as its configuration tells;
+    """Return why an engine without a GPU cannot attend sparsely, according to its configuration;
     None if it can."""
     if not current_platform.is_cpu():
         return "it runs neither on a CPU nor on a CUDA GPU"
@@ -101,10 +101,10 @@ def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
 def why_layers_dense(
     config: VllmConfig, cache: KVCacheConfig, kind: type[FullAttentionSpec] = FullAttentionSpec
 ) -> str | None:
-    """Why an engine's layers cannot attend sparsely; None if they can.
+    """Return why an engine's layers cannot attend sparsely; None if they can.
 
     Args:
-        kind: of KV cache that they have.
+        kind: kind of KV cache that they must have.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if len(specs) != 1 or type(specs[0]) is not kind:
@@ -113,7 +113,7 @@ def why_layers_dense(
 
 
 def why_modules_dense(layers: Iterable[Any]) -> str | None:
-    """Why attention modules cannot attend sparsely; None if they can."""
+    """Return why attention modules cannot attend sparsely; None if they can."""
     for layer in layers:
         name, impl = layer.layer_name, layer.impl
         if layer.attn_type != AttentionType.DECODER or layer.sliding_window is not None:
@@ -128,33 +128,33 @@ def why_modules_dense(layers: Iterable[Any]) -> str | None:
 
 
 def model_fields(config: VllmConfig) -> dict[str, Any]:
-    """The model's `config.json`, as `transformers` has it."""
+    """Return the model's `config.json`, as `transformers` has it."""
     found: dict[str, Any] = config.model_config.hf_text_config.to_dict()
     return found
 
 
 def attention_layers(config: VllmConfig, cache: KVCacheConfig) -> list[Any]:
-    """The attention modules of the only cache group, in order."""
+    """Return the attention modules of the only cache group, in order."""
     [group] = cache.kv_cache_groups
     found: dict[str, Any] = get_layers_from_vllm_config(config, Attention, group.layer_names)
     return [found[name] for name in group.layer_names]
 
 
 class RunnerRows:
-    """vLLM's first model runner as `rows` sees it."""
+    """Rows of vLLM's first model runner, for `rows`."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
     def step_begins(self, step: Any) -> None:
-        """The runner follows steps itself."""
+        """Do nothing, since the runner follows steps itself."""
 
     def rows(self) -> list[BatchRow]:
-        """The batch of the step that is under way."""
+        """Return the batch of the step in progress."""
         return [self._row(name) for name in self._runner.input_batch.req_ids]
 
     def blocks(self, name: str) -> Sequence[int]:
-        """A request's blocks of the scheduler."""
+        """Return a request's blocks of the scheduler."""
         found: Sequence[int] = self._runner.requests[name].block_ids[0]
         return found
 
@@ -166,15 +166,15 @@ class RunnerRows:
 
 
 class FollowedRows:
-    """The rows of vLLM's second model runner, which keeps no sampling parameters: told from the
-    scheduler's steps. Of engines without drafts."""
+    """Rows of vLLM's second model runner, in engines without drafts. The runner keeps no sampling
+    parameters, so these are taken from the scheduler's steps."""
 
     def __init__(self) -> None:
         self._known: dict[str, BatchRow] = {}
         self._rows: list[BatchRow] = []
 
     def step_begins(self, step: Any) -> None:
-        """Follow a step of the scheduler. Requests that come back are told as new ones."""
+        """Follow a step of the scheduler. vLLM sends resumed requests as new ones."""
         from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
         for name in requests_gone(step):
@@ -187,12 +187,12 @@ class FollowedRows:
         self._rows = [self._known[name] for name in order]
 
     def rows(self) -> list[BatchRow]:
-        """The batch of the step that is under way."""
+        """Return the batch of the step in progress."""
         return self._rows
 
 
 def requests_moved(step: Any) -> set[str]:
-    """Requests of a scheduler's step whose blocks are new or gone."""
+    """Return the requests of a scheduler's step whose blocks are new or were taken away."""
     new = {each.req_id for each in step.scheduled_new_reqs}
     preempted = set(step.preempted_req_ids or ())
     resumed = set(step.scheduled_cached_reqs.resumed_req_ids)
@@ -200,13 +200,13 @@ def requests_moved(step: Any) -> set[str]:
 
 
 def requests_gone(step: Any) -> set[str]:
-    """Requests whose blocks a scheduler's step takes away."""
+    """Return the requests whose blocks a scheduler's step takes away."""
     return set(step.preempted_req_ids or ()) | set(step.finished_req_ids)
 
 
 def final_tokens(step: Any) -> dict[str, tuple[int, int]]:
-    """Of each request of a step, tokens whose KV is final before and behind it, drafts not
-    counted."""
+    """Return, for each request of a step, the numbers of tokens whose KV is final before and after
+    the step, without drafts."""
     cached = step.scheduled_cached_reqs
     before = {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
     before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -218,7 +218,7 @@ def final_tokens(step: Any) -> dict[str, tuple[int, int]]:
 
 
 def attention_modules(config: VllmConfig, names: Iterable[str]) -> list[Any]:
-    """Attention modules by name."""
+    """Return attention modules by name."""
     found: dict[str, Any] = get_layers_from_vllm_config(config, Attention, list(names))
     return list(found.values())
 
@@ -232,11 +232,11 @@ def schedule(
     dtype: torch.dtype,
     isa: str,
 ) -> Tensor:
-    """The kernel's schedule of requests.
+    """Return the kernel's schedule of requests.
 
     Args:
-        starts: int32 [requests + 1], first query of each. lengths: int32 [requests], of KV.
-        group: query heads of a KV head.
+        starts: int32 [requests + 1], first query of each. lengths: int32 [requests], tokens of KV.
+        group: number of query heads of a KV head.
     """
     found: Tensor = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(lengths),
@@ -265,7 +265,7 @@ def attention(
     scheduled: Tensor,
     scale: float,
 ) -> None:
-    """vLLM's CPU attention; arguments as `attention.Kernel`."""
+    """Run vLLM's CPU attention; arguments as for `attention.Kernel`."""
     ops.cpu_attention_with_kv_cache(
         query=query,
         key_cache=keys,

@@ -1,12 +1,12 @@
 """Sparse rows' attention: choose units, rewrite block tables, and call vLLM's own kernel.
 
 Nothing is copied. Each (row, KV head) is a request of its own to the kernel, with one KV head, the
-query heads of its group and a table of the chosen units. The newest unit is always chosen and
-stands last, so only it is partly filled and the kernel's length is
+query heads of its group and a table of the chosen units. The newest unit is always chosen and comes
+last, so only it is partly filled and the kernel's length is
 
     (chosen - 1) * unit_tokens + fill
 
-Keys are rotated by their true positions already, so the places of units in a table mean nothing.
+Keys are already rotated by their true positions, so the order of units in a table does not matter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Kernel = Callable[..., None]
 
 
 class Row(Protocol):
-    """As `SparseRow`."""
+    """Sparse row; attributes and method as for `SparseRow`."""
 
     @property
     def row(self) -> int: ...
@@ -54,10 +54,10 @@ class SparseRow:
     """A row whose KV is all in the cache.
 
     Attributes:
-        row: in the batch.
+        row: index in the batch.
         units: int64 [n], blocks of its full units before the newest.
-        newest: block of the newest.
-        fill, chosen: as of `RowPlan`.
+        newest: block of the newest unit.
+        fill, chosen: as for `RowPlan`.
     """
 
     row: int
@@ -68,7 +68,8 @@ class SparseRow:
 
     @classmethod
     def of(cls, plan: RowPlan, table: NDArray[np.integer]) -> SparseRow:
-        """
+        """Return the row of a plan.
+
         Args:
             table: int [n], the row's blocks.
         """
@@ -76,12 +77,12 @@ class SparseRow:
         return cls(plan.row, units, int(table[plan.full]), plan.fill, plan.chosen)
 
     def pick(self, layer: Any, queries: NDArray[np.float32], scale: float) -> NDArray[np.int64]:
-        """Choose units; where they lie in the cache: int64 [kv_heads, chosen - 1], each
+        """Choose units, and return their places in the cache: int64 [kv_heads, chosen - 1], each
         `block * kv_heads + head`.
 
         Args:
             layer: `SparseLayer`.
-            queries: float32 [kv_heads, group, head_dim]. scale: of the logits.
+            queries: float32 [kv_heads, group, head_dim]. scale: scale of the logits.
         """
         scores = score(layer.summaries, self.units, queries, scale)
         kv_heads = len(scores)
@@ -90,10 +91,10 @@ class SparseRow:
 
 
 class SparseLayer:
-    """What one layer attends over.
+    """Keys and summaries that one layer attends over.
 
     Args:
-        keys: of its cache. summaries: of its units. number: of the layer.
+        keys: keys of its cache. summaries: summaries of its units. number: index of the layer.
     """
 
     def __init__(self, keys: LayerKeys, summaries: Summaries, number: int = 0) -> None:
@@ -101,10 +102,10 @@ class SparseLayer:
         self.by_head = keys.by_head()
 
     def warm(self, heads: int) -> None:
-        """Compile, or load from disk, what the first step would otherwise wait for.
+        """Compile code, or load it from disk, so that the first step need not wait for it.
 
         Args:
-            heads: of the queries.
+            heads: number of query heads.
         """
         kv_heads, first = self.keys.kv_heads, np.zeros(1, np.int64)
         self.summaries.put(first, torch.zeros_like(self.keys.read(first)))
@@ -118,10 +119,10 @@ class SparseStep:
 
     Args:
         rows: at least one.
-        tokens: int [rows], each row's token in the step's.
-        kv_heads, unit_tokens: of the cache.
+        tokens: int [rows], index of each row's token among the step's tokens.
+        kv_heads, unit_tokens: number of the cache's KV heads, and tokens of its units.
         schedule: (starts, lengths) -> the kernel's schedule of these requests.
-        kernel: as `Kernel`.
+        kernel: a `Kernel`.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class SparseStep:
 
         Args:
             query, output: [tokens, heads, head_dim], of all rows of the step.
-            scale: of the logits.
+            scale: scale of the logits.
         """
         mine = query[self._tokens]
         count, heads, dim = mine.shape

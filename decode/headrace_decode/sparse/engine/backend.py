@@ -1,12 +1,12 @@
 """vLLM's CPU attention with blocks of a unit, whose chosen decode rows attend to chosen units.
 
-The kernel's block is a unit, while the scheduler's stays what it is (128): vLLM splits it. So
-choosing units is rewriting block tables. In a step without sparse rows all is vLLM's own. In a step
-with some, the dense kernel computes the others: sparse rows stand in it with a length of one token,
-which costs nothing, and are written over.
+The kernel's block is a unit. The scheduler's block is larger (128), and vLLM splits it. To choose
+units is therefore to rewrite block tables. A step without sparse rows is computed by vLLM alone. In
+other steps, vLLM's dense kernel computes the dense rows. Sparse rows are in its batch with a length
+of one token, which costs nothing, and their results are overwritten.
 
-Registered in place of `CPU_ATTN` by `worker`, in engines whose configuration has sparse attention
-only.
+`worker` registers the backend in place of `CPU_ATTN`, only in engines whose configuration has
+sparse attention.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from headrace_decode.sparse.engine.offload.rows import StagedRow, StagedStep
 
 @dataclass
 class SparseMetadata(CPUAttentionMetadata):
-    """vLLM's of a step, with the step's sparse rows.
+    """vLLM's metadata of a step, with the step's sparse rows.
 
     Attributes:
-        sparse, staged, dropped: rows of their own way; None without any.
-        read: of vLLM's rows, those whose queries tell what a context's keys are worth.
-        vllms: whether the step has other rows.
+        sparse, staged, dropped: rows that attend in this way; None if there are none.
+        read: rows whose queries score a context's keys, among the rows that vLLM computes.
+        vllms: whether vLLM computes any rows of the step.
     """
 
     sparse: SparseStep | None = None
@@ -54,7 +54,10 @@ class SparseMetadata(CPUAttentionMetadata):
 
 
 class SparseBackend(CPUAttentionBackend):
-    """Keeps vLLM's name, which names a place in its registry and its connectors' handshake."""
+    """Backend with sparse rows.
+
+    It keeps the name of vLLM's backend, which its registry and its connectors' handshake use.
+    """
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[Any]:
@@ -78,7 +81,8 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """As vLLM's. Metadata that others make for rows of their own (`fast_build`) is dense."""
+        """Build a step's metadata like vLLM. With `fast_build` (metadata that drafters make for
+        their rows) it is dense."""
         common = common_attn_metadata
         if fast_build:
             return super().build(common_prefix_len, common, fast_build)
@@ -122,7 +126,7 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
     def _rows(
         self, count: int, starts: Any, lengths: Any, tables: Any
     ) -> tuple[list[Row], list[StagedRow]]:
-        """Arguments as of `Bound.offloaded_rows`."""
+        """Return the sparse and the staged rows; arguments as for `Bound.offloaded_rows`."""
 
         def bring_up(row: int, first: int, last: int, budget: int) -> tuple[int, int]:
             assert BOUND.book is not None
@@ -135,16 +139,17 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
 
 
 def _told(common: CommonAttentionMetadata) -> tuple[int, Any, Any, Any]:
-    """Rows, where they start, their KV and their blocks: as of `Bound.offloaded_rows`."""
+    """Return the number of rows, their starts, KV and blocks, as `Bound.offloaded_rows` takes
+    them."""
     starts, lengths = common.query_start_loc.numpy(), common.seq_lens.numpy()
     return common.num_reqs, starts, lengths, common.block_table_tensor.numpy()
 
 
 class SparseImpl(CPUAttentionBackendImpl):
-    """Of one layer.
+    """Attention of one layer.
 
     Attributes:
-        sparse: what sparse rows attend over; None until the cache is there.
+        sparse: keys and summaries that sparse rows attend over; None until the cache exists.
     """
 
     sparse: SparseLayer | None = None
@@ -161,7 +166,7 @@ class SparseImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As vLLM's."""
+        """Compute attention like vLLM, then the rows that attend in another way."""
         ours = attn_metadata if isinstance(attn_metadata, SparseMetadata) else None
         if ours is None or ours.vllms:
             super().forward(

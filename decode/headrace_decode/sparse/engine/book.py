@@ -1,13 +1,13 @@
-"""Keeps the summaries of all units of an engine's KV cache right, whoever wrote the units.
+"""Keeps the summaries of all units of an engine's KV cache up to date, whatever wrote the units.
 
 A unit is a block of the attention kernel. Its bytes come from the engine's own steps, from another
-engine (NIXL) or from the store, and when its owner ends the next one writes over them: nobody says
-so. So each summary carries a sum of the bytes that it was made of. A request's units are compared
-when it is met first, and made anew where they differ. After that its full units cannot change
-until it leaves the batch, so only those that fill up are looked at.
+engine (NIXL) or from the store. When its request ends, the next request overwrites them. None of
+these writes is reported, so each summary has a sum of the bytes that it was made from. When a
+request is first seen, the sums of its units are compared, and summaries whose sums differ are made
+again. After that its full units cannot change until it leaves the batch, so only units that fill up
+are compared.
 
-That work is bounded: each step does so much of it and no more, and a request is dense until its
-units are done.
+Each step has a budget for this work. A request is dense until all its units are done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace_decode.sparse.engine.keys import KeySums, LayerKeys
 from headrace_decode.sparse.summaries import Summaries
 
 AT_ONCE = 16
-"""Units whose sums are taken together."""
+"""Number of units whose sums are computed together."""
 
 
 class Book:
@@ -31,9 +31,9 @@ class Book:
     Memory: `nbytes`, for all blocks of the cache whether used or not.
 
     Args:
-        layers: in order, of one shape.
-        bases: of each layer; None for units' own directions.
-        others: units that are summarised by others, numbered behind the cache's.
+        layers: layers in order, of one shape.
+        bases: basis of each layer; None for units' own directions.
+        others: number of units that the caller summarises, numbered after the cache's units.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class Book:
         ]
         self._seen = np.zeros((first.blocks, len(layers)), np.uint64)
         self.made = 0
-        """Summaries made so far, each of one layer."""
+        """Number of summaries made so far, each of one layer."""
 
     @property
     def nbytes(self) -> int:
-        """Of summaries and sums."""
+        """Bytes of summaries and sums."""
         return self._seen.nbytes + sum(each.nbytes for each in self.summaries)
 
     def bring_up(self, units: NDArray[np.int64], budget: int) -> tuple[int, int]:
-        """Make the summaries of units right, in order.
+        """Bring the summaries of units up to date, in order.
 
         Args:
-            units: int64 [n], full ones.
+            units: int64 [n], full units.
             budget: work that may be done. Comparing a unit costs 1, making a summary of it in one
                 layer costs 1.
 
         Returns:
-            How many of the first units are right now, and what that cost. The last unit may
-            exceed the budget.
+            The number of first units that are up to date now, and the cost of that. The last unit
+            may exceed the budget.
         """
         done = cost = 0
         while done < len(units) and cost < budget:
@@ -87,10 +87,11 @@ class Book:
         """Copy summaries to units that hold the same keys.
 
         Args:
-            units: int64 [n], full ones of the cache. others: [n], that are summarised by others.
+            units: int64 [n], full units of the cache. others: int64 [n], units that the caller
+                summarises.
 
         Returns:
-            How many of the first units had summaries that are right, and were copied.
+            The number of first units whose summaries were up to date, and were copied.
         """
         stale = (self._seen[units] != self._sums.of(units)).any(1)
         right = int(stale.argmax()) if stale.any() else len(units)

@@ -1,7 +1,7 @@
-"""What this process's sparse attention is bound to: vLLM makes backends without arguments.
+"""State of sparse attention in this process, for backends that vLLM makes without arguments.
 
-The worker sets it: the unit before the model is loaded, the rest when the KV cache is there, and
-for each step that steps are under way.
+The worker sets it: the unit before the model is loaded, the rest when the KV cache exists. The
+worker also marks the beginning and the end of each step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger("headrace.sparse")
 
 
 class Bound:
-    """One engine's.
+    """State of one engine.
 
     Attributes:
-        unit_tokens: of a unit.
-        under_way: whether a step of the scheduler is. Dummy runs are none.
-        found: sparse rows of all steps so far.
-        book: summaries of an engine on a CPU.
-        offloading: of an engine that offloads.
-        following: of an engine that bounds contexts.
-        lost: requests whose KV was lost, which the scheduler has to hear of (`lost`).
+        unit_tokens: tokens of a unit.
+        under_way: whether a step of the scheduler is in progress. Dummy runs are not steps.
+        found: number of sparse rows of all steps so far.
+        book: summaries, in an engine on a CPU.
+        offloading: offloaded requests, in an engine that offloads.
+        following: bounded requests, in an engine that bounds contexts.
+        lost: requests whose KV was lost, to report to the scheduler (`lost`).
     """
 
     def __init__(self) -> None:
@@ -54,21 +54,21 @@ class Bound:
         batch: Callable[[], Sequence[BatchRow]],
         book: Book | None = None,
     ) -> None:
-        """From now on rows may be sparse.
+        """Let rows be sparse from now on.
 
         Args:
-            batch: tells the rows of the step that is under way.
+            batch: returns the rows of the step in progress.
         """
         self._rows, self._batch, self.book = rows, batch, book
 
     def step_begins(self, moved: set[str]) -> None:
-        """As `SparseRows.step_begins`; `step_ends` follows."""
+        """Begin a step, like `SparseRows.step_begins`; `step_ends` follows."""
         self.under_way = True
         if self._rows is not None:
             self._rows.step_begins(moved)
 
     def step_ends(self) -> None:
-        """Runs behind it are dummies."""
+        """End the step. Runs until the next step are dummy runs."""
         self.under_way = False
 
     def sparse_rows(
@@ -78,12 +78,12 @@ class Bound:
         kv_tokens: NDArray[np.integer],
         bring_up: BringUp,
     ) -> list[RowPlan]:
-        """The sparse rows of the step that is under way; none otherwise.
+        """Return the sparse rows of the step in progress; none if there is no step.
 
         Args:
-            count: rows of the step.
-            starts: int [rows + 1], first token of each.
-            kv_tokens, bring_up: as of `SparseRows.of_step`.
+            count: number of rows of the step.
+            starts: int [rows + 1], first token of each row.
+            kv_tokens, bring_up: as for `SparseRows.of_step`.
         """
         if self._rows is None or self._batch is None or not self.under_way:
             return []
@@ -111,13 +111,13 @@ class Bound:
         kv_tokens: NDArray[np.integer],
         tables: NDArray[np.integer],
     ) -> tuple[list[OffloadedRow], list[StagedRow]]:
-        """The offloaded rows of the step that is under way; none otherwise.
+        """Return the offloaded rows of the step in progress; none if there is no step.
 
-        Nothing but these knows where their KV is. So what goes wrong here ends their requests.
+        Only `offloading` knows where their KV is, so an error here ends their requests.
 
         Args:
-            count, starts: as of `sparse_rows`.
-            kv_tokens, tables: as of `Offloading.of_step`.
+            count, starts: as for `sparse_rows`.
+            kv_tokens, tables: as for `Offloading.of_step`.
         """
         if not self.offloading or self._batch is None or not self.under_way:
             return [], []
@@ -135,8 +135,8 @@ class Bound:
         kv_tokens: NDArray[np.integer],
         tables: NDArray[np.integer],
     ) -> tuple[list[DroppedRow], list[ReadRow | StreamedRow]]:
-        """Rows of dropped requests, and those whose queries count; arguments and errors as
-        `offloaded_rows`."""
+        """Return the rows whose contexts have dropped KV, and the rows whose queries count;
+        arguments and errors as for `offloaded_rows`."""
         if not self.following or self._batch is None or not self.under_way:
             return [], []
         batch = self._batch()
@@ -157,11 +157,15 @@ class Bound:
 
 
 def _whole(batch: Sequence[BatchRow], count: int) -> Sequence[BatchRow]:
-    """The batch, if it has so many rows."""
+    """Return the batch.
+
+    Raises:
+        RuntimeError: it has another number of rows.
+    """
     if len(batch) != count:
         raise RuntimeError(f"{count} rows are computed, and the batch has {len(batch)}")
     return batch
 
 
 BOUND = Bound()
-"""Of this process: it has one engine."""
+"""State of the one engine of this process."""

@@ -1,12 +1,12 @@
-"""The file that `headrace lab calibrate sparse` writes: a model's bases, and what a share costs.
+"""The file of `headrace lab calibrate sparse`: a model's bases, and the error at each share.
 
-A `calibration_file` of three tensors, float32, for all layers,
+A `calibration_file` with three tensors, float32, for all layers,
 
     origin  [layers, kv_heads, head_dim]
     into    [layers, kv_heads, head_dim, rank]
     back    [layers, kv_heads, rank, head_dim]
 
-Its JSON says model, units, KL by share, the target and its share.
+Its JSON has the model, the units, KL by share, the target KL, and the share that meets it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TENSORS = ("origin", "into", "back")
 
 @dataclass(frozen=True)
 class Calibration(Measured):
-    """What was learned of a model, and measured.
+    """Measurements of a model's bases.
 
     Attributes:
-        target_kl: that was allowed.
-        share: the least one that keeps to it.
+        target_kl: maximum KL that was allowed.
+        share: minimum share that keeps to it.
     """
 
     target_kl: float
@@ -43,35 +43,35 @@ class Calibration(Measured):
 
 
 def write(path: Path, calibration: Calibration, bases: Sequence[Basis]) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically.
 
     Args:
-        bases: of each layer, of one rank.
+        bases: basis of each layer, all of one rank.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     tensors = {name: np.stack([getattr(one, name) for one in bases]) for name in _TENSORS}
     files.write(path, KIND, calibration, tensors)
 
 
 def read(path: Path) -> Calibration:
-    """What a file says, without its bases.
+    """Read a file's measurements, without its bases.
 
     Raises:
-        CalibrationError: it cannot be read, or is no such file.
+        CalibrationError: the file cannot be read, or is of another kind.
     """
     return files.read(path, KIND, _told)[0]
 
 
 def read_bases(path: Path, shape: Shape, unit_tokens: int) -> list[Basis]:
-    """The bases of each layer.
+    """Read the basis of each layer.
 
     Args:
-        shape, unit_tokens: of the engine that they are for.
+        shape, unit_tokens: model's shape and unit of the engine that they are for.
 
     Raises:
-        CalibrationError: as `read`; or the file is of another model or unit.
+        CalibrationError: as for `read`; or the file is for another model or unit.
     """
 
     def check(found: Calibration, shapes: Shapes) -> None:

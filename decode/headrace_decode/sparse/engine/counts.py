@@ -1,9 +1,10 @@
-"""How many units a row attends to, and which of them are never left to an estimate.
+"""Number of units that a row attends to, and the units among them that are always chosen.
 
     n      = units of the row's KV, the newest (which may be partly filled) included
     chosen = max(ceil(share n), sinks + recent)
 
-A row is dense if it has few units, where the choice costs more than it saves, or if all are chosen.
+A row is dense if it has few tokens of KV, where the choice costs more than it saves, or if all
+units would be chosen.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from __future__ import annotations
 import math
 
 SINKS = 1
-"""First units that are always attended to."""
+"""Number of first units that are always attended to."""
 RECENT = 2
-"""Newest units that are always attended to; the very newest need not have a summary."""
+"""Number of newest units that are always attended to; the very newest needs no summary."""
 LEAST_TOKENS = 2048
 """Rows with less KV are dense (`python -m benchmarks.sparse.engine`)."""
 
 
 def units_of(kv_tokens: int, unit_tokens: int) -> int:
-    """Units that hold so many tokens."""
+    """Return the number of units that hold so many tokens."""
     return -(-kv_tokens // unit_tokens)
 
 
 def chosen_units(kv_tokens: int, unit_tokens: int, share: float) -> int | None:
-    """Units that a row attends to; None if it is dense.
+    """Return the number of units that a row attends to; None if it is dense.
 
     Args:
         kv_tokens: the row's KV, its own token included.

@@ -1,4 +1,4 @@
-"""One layer's units in vLLM's CPU cache: read and written, and told apart by sums of their keys.
+"""One layer's units in vLLM's CPU cache: reads, writes, and sums of the bytes of their keys.
 
 vLLM 0.29 lays a layer out as `[blocks, heads, tokens, 2 head_dim]`. Within a block and head, the
 instruction sets `vec` and `vec16` keep K as `[head_dim, tokens]`, then V as `[tokens, head_dim]`.
@@ -37,28 +37,28 @@ class LayerKeys:
         self._keys = keys.unflatten(2, (self.head_dim, self.unit_tokens)).transpose(2, 3)
         self._values = values.unflatten(2, (self.unit_tokens, self.head_dim))
         self.key_bytes = half * cache.element_size()
-        """Of one unit and head."""
+        """Bytes of the keys of one unit and head."""
 
     def read(self, units: Ids) -> Tensor:
-        """Keys of n units, copied: [n, kv_heads, unit_tokens, head_dim]."""
+        """Copy the keys of n units: [n, kv_heads, unit_tokens, head_dim]."""
         return self._keys[torch.from_numpy(units)]
 
     def read_values(self, units: Ids) -> Tensor:
-        """Values of n units, likewise."""
+        """Copy the values of n units, in the same shape."""
         return self._values[torch.from_numpy(units)]
 
     def write(self, units: Ids, keys: Tensor, values: Tensor) -> None:
-        """Write n units; shapes as `read`."""
+        """Write n units; shapes as for `read`."""
         at = torch.from_numpy(units)
         self._keys[at], self._values[at] = keys, values
 
     def by_head(self) -> tuple[Tensor, Tensor]:
-        """K and V as the kernel takes them, with each head's unit a block of its own: unit `u` of
-        head `h` is block `u * kv_heads + h`, of one KV head."""
+        """Return K and V as the kernel takes them, where each head's unit is a block of its own:
+        unit `u` of head `h` is block `u * kv_heads + h`, of one KV head."""
         return self._split(self.blocks * self.kv_heads, 1)
 
     def as_kernel(self) -> tuple[Tensor, Tensor]:
-        """K and V as the kernel takes them, a unit a block."""
+        """Return K and V as the kernel takes them; each unit is a block."""
         return self._split(self.blocks, self.kv_heads)
 
     def _split(self, blocks: int, heads: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class KeySums:
     """Sums of the bytes of units' keys, over all layers.
 
     Args:
-        layers: in order.
+        layers: layers in order.
     """
 
     def __init__(self, layers: list[LayerKeys]) -> None:
@@ -83,8 +83,8 @@ class KeySums:
         self._step, self._bytes = np.uint64(head_bytes * first.kv_heads), first.key_bytes
 
     def of(self, units: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """u64 [n, layers]: equal for equal bytes; for others but with probability 2^-64
-        (`headrace_kvstore.checksum`)."""
+        """Return the sums of n units: u64 [n, layers]. Sums of equal bytes are equal; sums of other
+        bytes are equal with probability 2^-64 (`headrace_kvstore.checksum`)."""
         steps = units.astype(np.uint64) * self._step
         places = self._places + steps[:, None, None]
         return checksum(places, self._bytes, np.zeros(places.shape[:2], np.uint64))

@@ -1,9 +1,9 @@
-"""Tells the scheduler of requests whose KV a worker has lost: they end with an error.
+"""Reports requests whose KV a worker has lost to the scheduler, which ends them with an error.
 
-The scheduler of such an engine gives blocks of running requests to others, and its worker keeps
-what the requests need. If the two ever disagree, or an error comes between, only the worker knows.
-It says so with the step's output, and the scheduler ends these requests as vLLM ends one whose
-grammar fails. Nothing of what was computed for them in that step reaches a client.
+The scheduler of such an engine gives blocks of running requests to others, and its worker keeps the
+KV that the requests need. If the two disagree, or an error occurs, only the worker knows. It
+reports these requests with the step's output. The scheduler then ends them like vLLM ends a request
+whose grammar fails. No token that was computed for them in that step reaches a client.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 LOST = "headrace_lost"
-"""Attribute of a step's `ModelRunnerOutput`: names of requests."""
+"""Attribute of a step's `ModelRunnerOutput`: ids of the requests."""
 
 
 class _Later(AsyncModelRunnerOutput):  # type: ignore[misc]
-    """An output that is not there yet."""
+    """Output that is not available yet."""
 
     def __init__(self, output: Any, names: frozenset[str]) -> None:
         self._output, self._names = output, names
@@ -29,7 +29,7 @@ class _Later(AsyncModelRunnerOutput):  # type: ignore[misc]
 
 
 def with_lost(output: Any, names: Iterable[str]) -> Any:
-    """Return a step's output that tells of these requests."""
+    """Return a step's output that reports these requests."""
     lost = frozenset(names)
     if output is None or not lost:
         return output
@@ -41,7 +41,8 @@ def with_lost(output: Any, names: Iterable[str]) -> Any:
 
 
 def end_lost(scheduler: Any, output: Any) -> None:
-    """Have a scheduler of vLLM's end what a step's output tells of, when it takes the output in."""
+    """Have a vLLM scheduler end the requests that a step's output reports, when it processes the
+    output."""
     for name in getattr(output, LOST, ()):
         if name in scheduler.requests:
             scheduler.grammar_compile_error_reqs.add(name)

@@ -1,8 +1,8 @@
-"""Which rows of a step attend sparsely, on any device.
+"""Decides which rows of a step attend sparsely, on any device.
 
-A row is sparse if its request asks for it, it computes one token and not of the prompt, it has
-many units, and their summaries are right. Rows of prompts, of drafts, of exact requests and short
-ones are dense, as is a row whose summaries are still being made.
+A row is sparse if its request asks for it, it computes one token after the prompt, it has many
+units, and their summaries are up to date. Other rows are dense: rows of prompts, rows with drafts,
+rows of exact or short requests, and rows whose summaries are still being made.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 from headrace_decode.sparse.engine.counts import chosen_units
 
 STEP_WORK = 256
-"""Of `Book.bring_up`, in a step: 10 ms at units of 32 tokens, 3 KV heads of 64."""
+"""Budget of `Book.bring_up` in a step: 10 ms at units of 32 tokens, 3 KV heads of 64."""
 READY_STEPS = 32
-"""Steps in which all units of a request get their summaries, however many it has. So a step takes
-less than twice as long as a dense one: at 32,768 tokens and 3 KV heads of 64, a 32nd of a row's
-units takes 1 to 2 ms a layer (28 to 60 us a unit), and its dense attention 7 ms."""
+"""Maximum number of steps in which all units of a request get their summaries, however many it has.
+Such a step takes less than twice as long as a dense one: at 32,768 tokens and 3 KV heads of 64, a
+32nd of a row's units takes 1 to 2 ms a layer (28 to 60 us a unit), and its dense attention 7 ms."""
 BringUp = Callable[[int, int, int, int], tuple[int, int]]
-"""(row, first, last, budget) -> (done, cost): make the summaries of a row's units from `first` to
-before `last` right, in order; how many are, and what that cost. The last may exceed the budget."""
+"""(row, first, last, budget) -> (done, cost): bring the summaries of a row's units from `first` to
+before `last` up to date, in order. `done` is their number, and `cost` the work. The last unit may
+exceed the budget."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class BatchRow:
     """A request's row in a step.
 
     Attributes:
-        request_id: vLLM's.
-        share: that it attends to (`techniques.share_in`); None for an exact request.
-        prompt_tokens: of its prompt.
+        request_id: vLLM's request id.
+        share: share of the units that it attends to (`techniques.share_in`); None for an exact
+            request.
+        prompt_tokens: number of tokens of its prompt.
     """
 
     request_id: str
@@ -43,13 +45,13 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How many units a sparse row attends to.
+    """Number of units that a sparse row attends to.
 
     Attributes:
-        row: in the batch.
-        full: its full units before the newest.
-        fill: tokens in the newest, this step's included.
-        chosen: units that it attends to, the newest included.
+        row: index in the batch.
+        full: number of its full units before the newest.
+        fill: number of tokens in the newest unit, this step's included.
+        chosen: number of units that it attends to, the newest included.
     """
 
     row: int
@@ -59,18 +61,18 @@ class RowPlan:
 
 
 def least_units(full: int) -> int:
-    """Return how many of a request's full units are summarised in a step, at least."""
+    """Return the minimum number of a request's full units to summarise in a step."""
     return -(-full // READY_STEPS)
 
 
 def plan_of(
     row: BatchRow, number: int, queries: int, kv_tokens: int, unit_tokens: int
 ) -> RowPlan | None:
-    """A row's plan, if the summaries of its full units are right; None if it is dense even then.
+    """Return the plan of a row whose full units have up-to-date summaries; None if it is dense.
 
     Args:
-        number: of the row in the batch.
-        queries, kv_tokens: as of `SparseRows.of_step`.
+        number: index of the row in the batch.
+        queries, kv_tokens: as for `SparseRows.of_step`.
     """
     if row.share is None or queries != 1 or kv_tokens <= row.prompt_tokens:
         return None
@@ -82,26 +84,26 @@ def plan_of(
 
 
 class SparseRows:
-    """Follows the requests of an engine.
+    """Sparse rows of an engine's requests.
 
     Args:
-        layers: that a unit has summaries in.
-        unit_tokens: of a unit.
-        step_work: that a step may do beside what its own tokens make necessary.
+        layers: number of layers in which a unit's summaries are counted as work.
+        unit_tokens: tokens of a unit.
+        step_work: work of a step, in addition to that for units which its own tokens fill.
     """
 
     def __init__(self, layers: int, unit_tokens: int, step_work: int = STEP_WORK) -> None:
         self._layers, self._unit_tokens, self._step_work = layers, unit_tokens, step_work
         self._right: dict[str, int] = {}
-        """By request: its first units whose summaries are right."""
+        """By request: the number of its first units whose summaries are up to date."""
         self._moved: frozenset[str] = frozenset()
 
     def step_begins(self, moved: Collection[str]) -> None:
-        """A step of the scheduler begins.
+        """Begin a step of the scheduler.
 
         Args:
-            moved: requests whose blocks are new or no longer theirs. KV may still be on its way
-                into new ones until the step ends, so nothing of them is looked at in it.
+            moved: requests whose blocks are new or were taken away. KV may still be copied into
+                new blocks until the step ends, so these requests are dense in this step.
         """
         self._moved = frozenset(moved)
         for name in moved:
@@ -114,12 +116,13 @@ class SparseRows:
         kv_tokens: NDArray[np.integer],
         bring_up: BringUp,
     ) -> list[RowPlan]:
-        """The sparse rows of a step; has summaries made within the step's work.
+        """Return the sparse rows of a step, and make summaries within the step's work.
 
         Args:
             rows: the batch.
-            queries: int [rows], tokens that each computes.
-            kv_tokens: int [rows], KV of each when it has.
+            queries: int [rows], number of tokens that each row computes.
+            kv_tokens: int [rows], tokens of each row's KV after the step.
+            bring_up: makes the summaries.
         """
         wanting: list[tuple[int, int, int]] = []
         for number, row in enumerate(rows):
@@ -128,11 +131,11 @@ class SparseRows:
             before = int(kv_tokens[number] - queries[number])
             full = before // self._unit_tokens
             right = self._right.get(row.request_id, 0)
-            if right > full:  # KV that did not come is computed again
+            if right > full:  # KV that could not be loaded is computed again
                 right = 0
             wanting.append((full - right, number, full))
-        # Those that lack least come first: a row that only filled a unit up stays sparse. No row
-        # waits longer because others come, or because the model has many layers.
+        # Rows that lack the fewest units come first, so a row that only filled up a unit stays
+        # sparse. No row waits longer because of other rows, or because the model has many layers.
         budget = self._step_work + self._layers * (int(queries.sum()) // self._unit_tokens)
         found = []
         for lacking, number, full in sorted(wanting):

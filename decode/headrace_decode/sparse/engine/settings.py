@@ -1,9 +1,9 @@
-"""What an engine is told of sparse attention, in vLLM's `additional_config`.
+"""Settings of sparse attention for an engine, in vLLM's `additional_config`.
 
     {"headrace_sparse": {"mode": "request", "share": 0.1, "unit_tokens": 32}}
 
-Both roles of an app get the same, since `unit_tokens` is the block of the attention kernel and so
-decides where bytes lie in the KV cache.
+Both roles of an app get the same settings. `unit_tokens` is the block of the attention kernel, and
+so determines the layout of the KV cache.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ UNIT_TOKENS = (16, 32)
 
 @dataclass(frozen=True)
 class SparseSettings:
-    """How an app uses sparse attention.
+    """Settings of sparse attention for an app.
 
     Attributes:
-        mode: of `techniques.MODES`.
-        share: of the units that a request attends to where it names none.
-        unit_tokens: of a unit, and of the kernel's block.
-        calibration: file of the model's bases. KV's identity has no part of it: neither summaries
-            nor KV behind sparse attention leave the engine.
-        offload_gib: of host memory for KV that left the cache; 0: none leaves it.
+        mode: one of `techniques.MODES`.
+        share: share of the units that a request attends to if it names none.
+        unit_tokens: tokens of a unit, and of the kernel's block.
+        calibration: file of the model's bases. It is not part of the identity of KV, since neither
+            summaries nor KV computed with sparse attention leave the engine.
+        offload_gib: host memory in GiB for KV that left the cache; 0: no KV leaves it.
     """
 
     mode: str = "request"
@@ -46,23 +46,23 @@ class SparseSettings:
             raise ValueError(f"offload_gib is {self.offload_gib}, must be 0 or more")
 
     def host_blocks(self, block_bytes: int) -> int:
-        """Blocks that host memory holds.
+        """Return the number of blocks that host memory holds.
 
         Args:
-            block_bytes: of one of the scheduler's, in all layers.
+            block_bytes: bytes of a block of the scheduler, in all layers.
         """
         return int(self.offload_gib * GIB) // block_bytes
 
     def additional_config(self) -> dict[str, Any]:
-        """What goes into the engine's `additional_config`."""
+        """Return the entry for the engine's `additional_config`."""
         return {SPARSE_KEY: asdict(self)}
 
 
 def settings_of(additional_config: Any) -> SparseSettings | None:
-    """What an engine is told; None where sparse attention is off.
+    """Return an engine's settings; None if sparse attention is off.
 
     Raises:
-        TypeError, ValueError: fields that are unknown or impossible.
+        TypeError, ValueError: a field is unknown, or its value is invalid.
     """
     told = additional_config.get(SPARSE_KEY) if isinstance(additional_config, Mapping) else None
     return SparseSettings(**told) if told else None

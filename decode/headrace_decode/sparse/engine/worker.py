@@ -1,7 +1,7 @@
-"""The worker classes that put sparse attention into an engine.
+"""Worker classes that put sparse attention into an engine.
 
-An engine in which it cannot be done starts as ever, says why in its log, and attends densely. Its
-frontend asks `headrace_unsupported` before it offers sparse attention or bounded contexts.
+If an engine cannot attend sparsely, it starts as usual, logs the reason, and attends densely. Its
+frontend calls `headrace_unsupported` before it offers sparse attention or bounded contexts.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ BACKEND = "headrace_decode.sparse.engine.backend.SparseBackend"
 
 
 class SparseInReach:
-    """Mixed into a worker class of vLLM's, before it."""
+    """Mixin that precedes a vLLM worker class among the bases."""
 
     _sparse = False
     _unsupported: dict[str, str] = {}
-    """Why a technique cannot be done, by its name."""
+    """By technique that the engine does not support: the reason."""
     _settings = SparseSettings()
     _rope: Rope | None = None
-    """Of the model, where requests may drop KV."""
+    """The model's rotary embedding, if requests may drop KV."""
     _host_blocks = 0
-    """In host memory; 0 where nothing leaves the cache."""
+    """Number of blocks in host memory; 0 if no KV leaves the cache."""
     _card: Card | None = None
-    """Of an engine on a CUDA GPU."""
+    """Resources on a CUDA GPU; None on other devices."""
     _batch: RunnerRows | FollowedRows
     _blocks: Callable[[str], Sequence[int]]
 
     def load_model(self, **kwargs: Any) -> None:
-        """As vLLM's, with our attention backend where it can stand."""
+        """Load the model like vLLM, with our attention backend if the engine supports it."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
         if settings is not None:
@@ -103,7 +103,7 @@ class SparseInReach:
         logger.warning("this engine attends densely: %s", why)
 
     def _use_backend(self, config: Any) -> str | None:
-        """Have vLLM's attention be the backend of the device; or why the engine attends densely."""
+        """Install the device's attention backend; or return why the engine attends densely."""
         if runs_on_cuda():
             from headrace_decode.sparse.engine.device.card import Card
 
@@ -115,7 +115,8 @@ class SparseInReach:
         return why
 
     def determine_available_memory(self) -> int:
-        """As vLLM's, less what sparse attention takes of a card."""
+        """Return the bytes for the KV cache like vLLM, less the part that sparse attention takes on
+        a GPU."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
         if self._card is None:
             return available
@@ -123,8 +124,8 @@ class SparseInReach:
         return self._card.cache_bytes(available, next(iter(specs.values())))
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """As vLLM's; of layers whose blocks may leave the cache or be dropped, where that is
-        told."""
+        """Return vLLM's specs, or specs of layers whose blocks may leave the cache or be dropped if
+        the settings ask for that and the engine supports it."""
         specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         bounds = bounded.settings_of(config.additional_config) is not None
@@ -153,7 +154,7 @@ class SparseInReach:
         return {name: replace_as(spec, kind) for name, spec in specs.items()}
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """As vLLM's; then binds the layers to their caches."""
+        """Initialise the KV cache like vLLM, then bind the layers to their caches."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         if not self._sparse:
             return
@@ -226,7 +227,12 @@ class SparseInReach:
         )
 
     def _gate(self, unit_tokens: int) -> Gate | None:
-        """Of bounded contexts. The scheduler counts on it, so an engine cannot go on without."""
+        """Read the gate of bounded contexts, if the settings name one.
+
+        Raises:
+            RuntimeError: the file cannot be used. The scheduler relies on the gate, so the engine
+                cannot run without it.
+        """
         told = bounded.settings_of(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         if told is None or told.calibration is None:
             return None
@@ -245,7 +251,7 @@ class SparseInReach:
         return bases_for(Path(self._settings.calibration), config, BOUND.unit_tokens)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's."""
+        """Run a step like vLLM, with its sparse, offloaded and bounded rows."""
         if not self._sparse:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         BOUND.step_begins(requests_moved(scheduler_output))
@@ -270,7 +276,8 @@ class SparseInReach:
         return with_lost(found, BOUND.take_lost()) if self._sparse else found
 
     def _offload_begins(self, step: Any) -> dict[str, int]:
-        """Follow a step's offloaded requests; how many tokens of each are final behind it."""
+        """Follow a step's offloaded requests. Return the number of each request's tokens whose KV
+        is final after the step."""
         offloading = BOUND.offloading
         if offloading is None:
             return {}
@@ -285,19 +292,19 @@ class SparseInReach:
 
 
 class SparseTakingUpWorker(SparseInReach, TakingUpWorker):
-    """Of engines that do not draft."""
+    """Worker of engines that do not draft."""
 
 
 class SparseSpeculatingWorker(SparseInReach, SpeculatingWorker):
-    """Of engines that draft."""
+    """Worker of engines that draft."""
 
 
 def why_all_stays(specs: dict[str, Any], config: Any) -> str | None:
-    """Why no block may leave an engine's cache; None if blocks may.
+    """Return why no block may leave an engine's cache; None if blocks may.
 
     Args:
-        specs: vLLM's, by layer.
-        config: of the engine.
+        specs: vLLM's specs, by layer.
+        config: the engine's configuration.
     """
     if runs_on_cuda():
         return "this engine does not run on a CPU"
@@ -313,10 +320,11 @@ def why_all_stays(specs: dict[str, Any], config: Any) -> str | None:
 
 
 def why_scheduler_unable(config: Any, ability: str) -> str | None:
-    """Why an engine's scheduler cannot give blocks of running requests to others; None if it can.
+    """Return why an engine's scheduler cannot give blocks of running requests to others; None if it
+    can.
 
     Args:
-        config: of the engine. ability: attribute of a scheduler class that can.
+        config: the engine's configuration. ability: attribute of scheduler classes that can.
     """
     scheduler = config.scheduler_config.get_scheduler_cls()
     if getattr(scheduler, ability, False):
@@ -327,7 +335,8 @@ def why_scheduler_unable(config: Any, ability: str) -> str | None:
 def host_blocks(
     specs: dict[str, Any], settings: SparseSettings, config: Any
 ) -> tuple[int, str | None]:
-    """Blocks that host memory holds; or why they are too few. Arguments as `why_all_stays`."""
+    """Return the number of blocks that host memory holds; or 0, and why it holds too few. Arguments
+    as for `why_all_stays`."""
     blocks = settings.host_blocks(sum(spec.page_size_bytes for spec in specs.values()))
     longest = config.model_config.max_model_len
     if blocks * config.cache_config.block_size < longest:
@@ -336,10 +345,10 @@ def host_blocks(
 
 
 def rope_of(config: Any, specs: Mapping[str, Any], model: Any) -> tuple[Rope | None, str | None]:
-    """The rotary embedding of an engine's model; or why queries cannot be turned by it.
+    """Return the rotary embedding of an engine's model; or why queries cannot be turned by it.
 
     Args:
-        config: of the engine. specs: by attention layer. model: as it was loaded.
+        config: the engine's configuration. specs: by attention layer. model: the loaded model.
     """
     try:
         layers = attention_modules(config, specs)
@@ -349,10 +358,10 @@ def rope_of(config: Any, specs: Mapping[str, Any], model: Any) -> tuple[Rope | N
 
 
 def bases_for(file: Path, config: Mapping[str, Any], unit_tokens: int) -> list[Basis] | None:
-    """The bases of a calibration; None, with the reason in the log, if it cannot be used.
+    """Read the bases of a calibration; None, with the reason in the log, if it cannot be used.
 
     Args:
-        config: of the engine's model, as `Shape.of` takes it.
+        config: configuration of the engine's model, as `Shape.of` takes it.
     """
     try:
         return read_bases(file, Shape.of(config), unit_tokens)

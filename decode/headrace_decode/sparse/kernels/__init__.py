@@ -1,5 +1,5 @@
-"""The rule as Triton kernels, for summaries in a basis that lie beside the KV cache on a GPU.
+"""Triton kernels that choose units, for summaries in a basis that lie beside the KV cache on a GPU.
 
-Nothing of vLLM or of an engine is in here. Without a GPU the kernels run in Triton's interpreter
+Only `_vllm_compat` uses vLLM. Without a GPU the kernels run in Triton's interpreter
 (`TRITON_INTERPRET=1`, set before Triton is imported) on tensors in host memory.
 """

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 SEGMENTS = 64
-"""Parts of a request's KV that vLLM's Triton kernel attends to side by side; a power of 2."""
+"""Parts of a request's KV that vLLM's Triton kernel attends to in parallel; a power of 2."""
 
 
 def triton_attention(query: Tensor, *rest: Any) -> None:
-    """vLLM's Triton kernel."""
+    """Run vLLM's Triton kernel."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
     requests, heads, dim = query.shape
@@ -37,7 +37,7 @@ def triton_attention(query: Tensor, *rest: Any) -> None:
 
 
 def flash_attention(*given: Any) -> None:
-    """FlashAttention as vLLM ships it, of the version that it picks for the card."""
+    """Run FlashAttention as vLLM ships it, in the version that vLLM picks for the GPU."""
     from vllm.v1.attention.backends.fa_utils import (
         flash_attn_varlen_func,
         get_flash_attn_version,
@@ -57,7 +57,7 @@ def _named(
     longest: int,
     scale: float,
 ) -> dict[str, Any]:
-    """What an `attention.Kernel` is given, by vLLM's names."""
+    """Return the arguments of an `attention.Kernel` under vLLM's names."""
     return {
         "q": query,
         "k": keys,

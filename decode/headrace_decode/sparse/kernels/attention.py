@@ -1,7 +1,7 @@
 """Decode attention of rows to the units that each KV head chooses, on a device.
 
 As on a CPU, each (row, KV head) is a request of its own to vLLM's paged kernel, with one KV head,
-the query heads of its group and a table of the chosen units. The newest unit stands last, so only
+the query heads of its group and a table of the chosen units. The newest unit comes last, so only
 the last is partly filled. No size is read back from the device, so a step can be a CUDA graph.
 """
 
@@ -28,11 +28,11 @@ class DecodeRows:
 
     Attributes:
         units: int32 [rows, n], blocks of each row's full units before its newest, in order.
-        counts: int32 [rows], how many these are.
+        counts: int32 [rows], number of these units.
         chosen: int32 [rows], units that each attends to, the newest included.
         newest: int32 [rows], block of the newest unit.
         fill: int32 [rows], tokens in it.
-        most: of `chosen`, or more.
+        most: maximum of `chosen`, or more.
     """
 
     units: Tensor
@@ -51,12 +51,12 @@ def attend(
     scale: float,
     kernel: Kernel,
 ) -> Tensor:
-    """The rows' attention in one layer: [rows, heads, head_dim].
+    """Compute the rows' attention in one layer: [rows, heads, head_dim].
 
     Args:
-        summaries: right for the rows' full units.
+        summaries: summaries that are up to date for the rows' full units.
         query: [rows, heads, head_dim], rotated, contiguous.
-        scale: of the logits.
+        scale: scale of the logits.
     """
     count, heads, dim = query.shape
     kv_heads, unit_tokens = cache.kv_heads, cache.unit_tokens

@@ -1,12 +1,12 @@
-"""A paged KV cache as one whose blocks have one KV head each, so that each head has its own table.
+"""View of a paged KV cache whose blocks have one KV head each, so that each head has its own table.
 
 vLLM 0.29 keeps a layer's KV as `[blocks, kv_heads, unit_tokens, 2 head_dim]`, K before V, with the
 tokens (HND) or the heads (NHD) outside in memory. The same memory is read as
 
     [places, unit_tokens, 1, head_dim]        head h of block b is place  b * heads_apart + h
 
-with a place every `stride(kv_heads)` elements. Places overlap under NHD, where most of them are
-never named by a table. Nothing is copied.
+with a place every `stride(kv_heads)` elements. Under NHD places overlap, and tables never name most
+of them. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class HeadCache:
 
     Attributes:
         keys, values: [places, unit_tokens, 1, head_dim], views.
-        heads_apart: places from a block to the next.
-        kv_heads: of the cache.
+        heads_apart: number of places from a block to the next.
+        kv_heads: number of the cache's KV heads.
     """
 
     keys: Tensor
@@ -33,12 +33,14 @@ class HeadCache:
 
     @classmethod
     def of(cls, cache: Tensor) -> HeadCache:
-        """
+        """Return the view of a cache.
+
         Args:
             cache: [blocks, kv_heads, unit_tokens, 2 head_dim], in HND or NHD order.
 
         Raises:
-            ValueError: a cache whose blocks are no whole number of heads apart.
+            ValueError: the cache has another form, or its blocks are not a whole number of heads
+                apart.
         """
         if cache.dim() != 4 or cache.shape[3] % 2 or cache.stride(3) != 1:
             raise ValueError(f"a KV cache of shape {tuple(cache.shape)} is not of K and V by head")

@@ -2,8 +2,8 @@
 
 `scores` writes, for each query head and unit, the logarithm of the attention that `scoring`
 describes. `choose` takes the softmax over units, sums it over the query heads of a KV head, and
-finds the k highest as `sparse.choosing` does: it builds the k-th highest score bit by bit (positive
-floats are ordered as their bits are), and counts.
+finds the k highest like `sparse.choosing`: it builds the k-th highest score bit by bit (positive
+floats are ordered like their bits), and counts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from headrace_decode.sparse.kernels.summaries import LEAST, SCALES, DeviceSummar
 from headrace_decode.sparse.lanes import LOG2E
 
 AT_ONCE = 16
-"""Units that one program scores."""
+"""Number of units that one program scores."""
 MOST_UNITS = 32768
-"""Of a row: all its scores lie in one program's registers."""
+"""Maximum units of a row, since all its scores lie in one program's registers."""
 
 
 def tables(
@@ -34,26 +34,26 @@ def tables(
     scale: float,
     most: int,
 ) -> Tensor:
-    """The block tables of rows, by KV head.
+    """Return the block tables of rows, by KV head.
 
     Args:
-        summaries: of the layer; right for all units that rows name.
+        summaries: summaries of the layer; up to date for all units that rows name.
         query: [rows, heads, head_dim], rotated.
         units: int [rows, n], blocks of each row's full units before its newest, in order.
-        counts: int32 [rows], how many of these there are.
+        counts: int32 [rows], number of these units.
         chosen: int32 [rows], units that a row attends to, the newest included: at least `SINKS` +
             `RECENT`, at most counts + 1.
         newest: int [rows], block of the newest unit.
-        heads_apart: as `HeadCache`.
-        scale: of the logits.
-        most: of `chosen`.
+        heads_apart: as for `HeadCache`.
+        scale: scale of the logits.
+        most: maximum of `chosen`, or more.
 
     Returns:
         int32 [rows, kv_heads, most], places of the cache: the chosen ones in order, then the
         newest.
 
     Raises:
-        ValueError: more than `MOST_UNITS` units.
+        ValueError: rows have more than `MOST_UNITS` units.
     """
     rows, heads, _ = query.shape
     kv_heads, n = summaries.codes.shape[0], units.shape[1]
@@ -85,10 +85,10 @@ def tables(
 def scores(
     summaries: DeviceSummaries, query: Tensor, units: Tensor, counts: Tensor, scale: float
 ) -> Tensor:
-    """Logarithms to base 2 of the attention to units, but for the softmax's sum.
+    """Return logarithms to base 2 of the attention to units, before the softmax divides by its sum.
 
     Args:
-        query, units, counts, scale: as `tables`.
+        query, units, counts, scale: as for `tables`.
 
     Returns:
         float32 [rows, kv_heads, group, n]; not written where a row has no unit.
@@ -149,8 +149,8 @@ def _score(
     PADDED: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Some units of one row and KV head. Queries are rounded to 8 bits and codes are whole numbers,
-    so products in the query's own precision lose nothing."""
+    """Score some units of one row and KV head. Queries are rounded to 8 bits and codes are
+    integers, so products in the query's own precision are exact."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.program_id(2) * UNITS
     count = tl.load(counts + row)
@@ -184,7 +184,8 @@ def _score(
     inside = here < count
     of_column = tl.load(units + row * units_row + here, inside, 0).to(tl.int64)
     bytes_ = codes + (head * capacity.to(tl.int64) + of_column) * code_bytes + DIM
-    # Of eight coordinates a byte holds one of each four, of a last four two tokens'.
+    # A byte holds coordinates j and j + 4 of a group of eight; in a last group of four, it holds
+    # coordinate j of two tokens.
     eight = (j // 8 * 4 * TOKENS + j % 4)[:, None]
     alone = (j // 8 * 8 + 4 >= COORDINATES)[:, None]
     at = eight + 4 * tl.where(alone, (token % (TOKENS // 2))[None, :], token[None, :])
@@ -212,7 +213,7 @@ def _rounded(
     rows,
     largest,
 ):
-    """Whole numbers from -127 to 127."""
+    """Return integers from -127 to 127."""
     inverse = 127 / tl.maximum(largest, 1e-30)
     return tl.floor(rows.to(tl.float32) * inverse[:, None] + 0.5).to(rows.dtype)
 
@@ -224,7 +225,7 @@ def _along(
     bytes_,
     there,
 ):
-    """Products of queries with packed rows, whose bytes hold a number of each half."""
+    """Return products of queries with packed rows, whose bytes hold a number of each half."""
     both = tl.load(bytes_, there, 0x88).to(tl.int32)
     found = tl.dot(low, ((both & 15) - 8).to(low.dtype), input_precision="ieee")
     return tl.dot(high, ((both >> 4) - 8).to(low.dtype), found, input_precision="ieee")
@@ -247,7 +248,7 @@ def _choose(
     LAST: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """All units of one row and KV head."""
+    """Choose from all units of one row and KV head, and write their table."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count, wanted = tl.load(counts + row), tl.load(chosen + row) - 1
     at = tl.arange(0, SIZE)

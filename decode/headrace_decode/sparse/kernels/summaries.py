@@ -1,9 +1,9 @@
 """Summaries of all units of a layer on a device, in the bytes that `sparse.layout` describes.
 
-A unit's summary is made again only where the sum of its keys' bytes differs from the one it was
-made of, so a caller may name units again and again: whoever wrote the KV need not say so. The sum
-is a multilinear hash, modulo 2^64, of the keys' 16-bit halves with a factor of each position
-(Lemire and Kaser, arXiv 1008.1715).
+A unit's summary is made again only if the sum of its keys' bytes differs from the sum that it was
+made from. A caller may therefore name units repeatedly, and writers of KV need not report a write.
+The sum is a multilinear hash, modulo 2^64, of the bits of the keys' elements (16 or 32), with a
+factor for each position (Lemire and Kaser, arXiv 1008.1715).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from headrace_decode.sparse.summaries import RANK_BESIDE
 from headrace_decode.sparse.summarising import PRODUCTS, STEPS
 
 LEAST = 16
-"""Of each side of `tl.dot`."""
+"""Minimum size of each side of `tl.dot`."""
 TINY = tl.constexpr(1e-30)
 SCALES = tl.constexpr(3)
-"""Of a summary: of the mean, of coordinates, of the one own direction."""
+"""Scales of a summary: of the mean, of coordinates, and of the one own direction."""
 
 
 class DeviceSummaries:
-    """Of one layer, in memory of a size that is fixed at the start.
+    """Summaries of one layer's units, in memory of a size that is fixed at the start.
 
     Attributes:
-        layout: of one unit's summary for one head.
+        layout: layout of one unit's summary for one head.
         codes: uint8 [kv_heads, capacity, layout.code_bytes].
         scales: float32 [kv_heads, capacity, 3].
-        sums: int64 [kv_heads, capacity], of the keys that a summary is of; 0 of none.
+        sums: int64 [kv_heads, capacity], sum of the keys that a summary was made from; 0: none.
         back: float32 [kv_heads, rank, head_dim], as `Basis.back`.
     """
 
     def __init__(self, capacity: int, unit_tokens: int, basis: Basis, device: str) -> None:
         """
         Args:
-            capacity: units that can be stored; they are numbered from 0, as the cache's blocks.
+            capacity: number of units that can be stored; they are numbered like the cache's blocks.
 
         Raises:
-            ValueError: units or heads that are not a power of 2 of at least 16 and 32.
+            ValueError: the sizes of units and heads are not powers of 2 of at least 16 and 32.
         """
         kv_heads, dim, rank = basis.into.shape
         if unit_tokens & (unit_tokens - 1) or dim & (dim - 1) or unit_tokens < 16 or dim < 32:
@@ -63,10 +63,10 @@ class DeviceSummaries:
         return sum(one.nbytes for one in (self.codes, self.scales, self.sums))
 
     def bring_up(self, cache: HeadCache, units: Tensor) -> None:
-        """Make the summaries of units right.
+        """Bring the summaries of units up to date.
 
         Args:
-            cache: of the layer; its keys are finite.
+            cache: cache of the layer; its keys are finite.
             units: int64 [n], each below the capacity; a negative one is left out.
         """
         if not len(units):
@@ -119,8 +119,9 @@ def _bring_up(
     ROUNDS: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """One unit of one head. A byte holds elements i and i + n / 2 of those packed together: of
-    eight coordinates the fours, of a last four the tokens' halves. PADDED: one four of each."""
+    """Summarise one unit of one head. A byte holds elements i and i + n / 2 of those packed
+    together: coordinates j and j + 4 of a group of eight, or in a last group of four, tokens i and
+    i + TOKENS / 2. PADDED: padded number of coordinates in the first fours of all groups."""
     unit, head = tl.load(units + tl.program_id(0)).to(tl.int64), tl.program_id(1)
     if unit < 0:
         return
@@ -204,7 +205,8 @@ def _leading(
     ROUNDS: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """The leading eigenvector of the Gram matrix of rows in two halves, as `summarising` has it."""
+    """Return the leading eigenvector of the Gram matrix of rows in two halves, like
+    `summarising`."""
     gram = tl.dot(low, tl.trans(low), input_precision="ieee")
     gram = tl.dot(high, tl.trans(high), gram, input_precision="ieee")
     at = tl.arange(0, gram.shape[0])
@@ -223,7 +225,7 @@ def _leading(
 def _inverse(
     x,
 ):
-    """0 of what is nearly 0."""
+    """Return 1 / x; 0 if x is nearly 0."""
     return tl.where(x > TINY, 1.0 / tl.maximum(x, TINY), 0.0)
 
 
@@ -232,7 +234,7 @@ def _packed(
     low,
     high,
 ):
-    """Codes of numbers between -7 and 7."""
+    """Return codes of numbers between -7 and 7, two in a byte."""
     return (_code(low) | (_code(high) << 4)).to(tl.uint8)
 
 
@@ -249,7 +251,7 @@ def _sum(
     number,
     WIDE: tl.constexpr,
 ):
-    """Of a part of a unit, by the numbers of its elements."""
+    """Return the sum of a part of a unit's keys, whose elements have these numbers in the unit."""
     if WIDE:
         bits = part.to(tl.int32, bitcast=True).to(tl.int64)
     else:

@@ -1,4 +1,4 @@
-"""Which units of a request lie in the engine's memory, while the rest lie in the host's.
+"""Decides which units of a request are in the engine's memory. The others are in host memory.
 
 Pure: NumPy and numba, no vLLM, no clocks, no I/O. `engine/` moves the bytes.
 """

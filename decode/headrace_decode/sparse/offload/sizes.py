@@ -1,8 +1,8 @@
-"""How much of the engine's memory an offloaded request takes, which does not grow with its context.
+"""Size of an offloaded request in the engine's memory, which does not grow with its context.
 
-slots     SLOTS times the units that a step chooses at the request's longest
-window    the newest blocks: those that steps under way write, the one before, which may still
-          be attended to in place, and the one that is being filled
+slots     SLOTS times the units that a step chooses at the request's maximum length
+window    the newest blocks: those that steps in flight write, the one before, which rows may still
+          attend to in place, and the one that is being filled
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import math
 from dataclasses import dataclass
 
 SLOTS = 1.5
-"""Over the units that a step chooses (`python -m benchmarks.sparse.prefetch`)."""
+"""Slots over units that a step chooses (`python -m benchmarks.sparse.prefetch`)."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Blocks of one offloaded request.
+    """Blocks that one offloaded request takes.
 
     Attributes:
-        slots: for its working set; 0 for one that attends densely.
-        window: most for its newest tokens.
-        host: most in host memory.
+        slots: blocks for its working set; 0 if it attends densely.
+        window: maximum blocks for its newest tokens.
+        host: maximum blocks in host memory.
     """
 
     slots: int
@@ -30,19 +30,19 @@ class Footprint:
 
     @property
     def blocks(self) -> int:
-        """Of the engine's."""
+        """Maximum blocks in the engine's memory."""
         return self.slots + self.window
 
 
 def footprint(
     most_tokens: int, chosen: int | None, unit_tokens: int, block_tokens: int, step_tokens: int
 ) -> Footprint:
-    """What a request takes.
+    """Return the footprint of a request.
 
     Args:
-        most_tokens: of prompt and answer.
-        chosen: units that a step chooses of them; None for a request that attends densely.
-        step_tokens: most tokens of the request in all steps that may be under way at once.
+        most_tokens: maximum tokens of prompt and answer.
+        chosen: units that a step chooses of them; None if the request attends densely.
+        step_tokens: maximum tokens of the request in all steps that may be in flight at once.
     """
     whole = math.ceil(most_tokens / block_tokens)
     slots = 0

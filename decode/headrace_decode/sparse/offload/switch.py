@@ -1,19 +1,20 @@
-"""Whether a request's KV stays in the cache or is offloaded: what adds the fewest seconds to all.
+"""Decides whether a request's KV stays in the cache or is offloaded: the way that adds the fewest
+seconds to all requests.
 
-A request takes blocks, and makes each step of its answer longer. In a way w it adds
+A request takes blocks, and makes each step of its answer longer. Served in a way w, it adds
 
-    wait(w)                 until that many blocks are free, by what runs and how long it still will
+    wait(w)                 seconds until that many blocks are free, predicted from running requests
     steps step_s(w) rows    all rows of a step wait for its longest part
-    displaced(w) held(w)    requests of the queue that w leaves no blocks for wait until it ends
+    displaced(w) held(w)    queued requests that w leaves no blocks for wait until it ends
 
-In the cache steps are shorter; offloaded, more requests run at once. No threshold decides: with
-nobody waiting a request stays in the cache, in a crowd it is offloaded, in between by the seconds
-that this engine's steps took (`StepCosts`).
+Steps are shorter with KV in the cache. More requests run at once with KV offloaded. There is no
+threshold: if no request waits, a request stays in the cache; if many wait, it is offloaded; in
+between, the measured seconds of this engine's steps decide (`StepCosts`).
 
-Requests that run in the cache may be offloaded, too, so that others get in. That saves and costs
+Requests that run in the cache may also be offloaded, to admit others. That saves and costs
 
-    wait(first of the queue) admitted    all who get in would have waited for as long at least
-    sum of steps step_s rows             by which steps of those that leave are longer
+    wait(first of the queue) admitted    all admitted requests would have waited at least as long
+    sum of steps step_s rows             steps of the offloaded requests are longer by this
 
 Pure: no clocks.
 """
@@ -29,7 +30,7 @@ from headrace_kvstore.fitting import RecursiveLeastSquares
 
 
 class Mode(IntEnum):
-    """How a row of an answer attends."""
+    """Way in which a row of an answer attends."""
 
     DENSE = 0
     SPARSE = 1
@@ -40,21 +41,22 @@ class Mode(IntEnum):
 
 
 PRIOR_S = 0.02, 1e-3, 2e-6, 4e-7, 6e-7, 4e-6
-"""Of a step, a row in it, and a token of a row's context in each mode: a small model on one CPU
-thread. A few steps overrule it."""
+"""Initial seconds of a step, of a row in it, and of a token of a row's context in each mode. They
+are those of a small model on one CPU thread. A few measured steps outweigh them."""
 
 
 class StepCosts:
-    """Seconds of steps that compute answers alone, fitted to those that were."""
+    """Seconds of steps that compute answers alone, fitted to measured steps."""
 
     def __init__(self) -> None:
         self._fit = RecursiveLeastSquares(PRIOR_S, PRIOR_S, error=0.2)
 
     def observe(self, rows: int, context: Sequence[float], seconds: float) -> bool:
-        """Learn a step.
+        """Learn from a step; return whether it was used.
 
         Args:
-            context: tokens of its rows' contexts, by `Mode`.
+            rows: number of its rows. context: tokens of its rows' contexts, by `Mode`.
+            seconds: its duration.
         """
         if not (rows > 0 and seconds > 0):
             return False
@@ -63,12 +65,12 @@ class StepCosts:
         return self._fit.update(features, weight * seconds)
 
     def seconds(self, rows: int, context: Sequence[float]) -> float:
-        """Predicted seconds of a step."""
+        """Predict the seconds of a step."""
         costs = self._fit.nonnegative()
         return sum(a * b for a, b in zip(costs, (1.0, rows, *context), strict=True))
 
     def added_s(self, mode: Mode, context: float) -> float:
-        """Predicted seconds by which a row makes a step longer."""
+        """Predict the seconds by which a row makes a step longer."""
         costs = self._fit.nonnegative()
         return costs[1] + costs[2 + mode] * context
 
@@ -78,8 +80,8 @@ class Way:
     """One way to serve a request.
 
     Attributes:
-        blocks: of the cache that it takes.
-        step_s: by which it makes a step longer.
+        blocks: blocks of the cache that it takes.
+        step_s: seconds by which it makes a step longer.
     """
 
     blocks: int
@@ -88,10 +90,10 @@ class Way:
 
 @dataclass(frozen=True)
 class Busy:
-    """A request that runs.
+    """A running request.
 
     Attributes:
-        blocks: that become free when it ends. left_s: until then.
+        blocks: blocks that become free when it ends. left_s: seconds until then.
     """
 
     blocks: int
@@ -106,14 +108,15 @@ def cheapest(
     running: Sequence[Busy],
     queue: Sequence[int],
 ) -> int:
-    """The way that adds the fewest seconds; the first of equals.
+    """Return the index of the way that adds the fewest seconds; the first of equals.
 
     Args:
         ways: at least one.
-        steps: of the request's answer.
-        step_s: of a step without it.
-        free: blocks.
-        queue: least blocks of each request that waits behind it.
+        steps: number of steps of the request's answer.
+        step_s: seconds of a step without it.
+        free: number of free blocks.
+        running: requests that run.
+        queue: minimum blocks of each request that waits after it.
     """
 
     def added_s(way: Way) -> float:
@@ -134,7 +137,7 @@ class Leaver:
 
     Attributes:
         freed: blocks that this frees, more than 0.
-        longer_s: by which the steps that its answer still has would be longer, all of them.
+        longer_s: seconds by which the remaining steps of its answer would be longer, in total.
     """
 
     freed: int
@@ -144,11 +147,11 @@ class Leaver:
 def leaving(
     leavers: Sequence[Leaver], free: int, running: Sequence[Busy], queue: Sequence[int]
 ) -> list[int]:
-    """Which of them are offloaded: nobody, or as few as let the first of the queue in, those first
-    that cost least for a block.
+    """Return which requests to offload: none, or as few as admit the first of the queue. Requests
+    with the lowest cost for a block come first.
 
     Args:
-        free, running, queue: as of `cheapest`.
+        free, running, queue: as for `cheapest`.
     """
     if not queue or queue[0] <= free:
         return []
@@ -166,7 +169,7 @@ def leaving(
 
 
 def wait_s(blocks: int, free: int, running: Sequence[Busy]) -> float:
-    """Seconds until so many blocks are free; infinite if there never are."""
+    """Predict the seconds until so many blocks are free; infinite if they never are."""
     if blocks <= free:
         return 0.0
     for one in sorted(running, key=lambda each: each.left_s):
@@ -177,7 +180,7 @@ def wait_s(blocks: int, free: int, running: Sequence[Busy]) -> float:
 
 
 def fitting(queue: Sequence[int], free: int) -> int:
-    """How many of the queue's first requests the free blocks hold."""
+    """Return how many of the queue's first requests the free blocks hold."""
     for number, blocks in enumerate(queue):
         free -= blocks
         if free < 0:

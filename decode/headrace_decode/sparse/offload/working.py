@@ -1,19 +1,20 @@
 """The working set of one request: which units have a slot in the engine's memory.
 
-Each layer and KV head has slots of its own. A step's scores (`scoring`) say how much attention each
-unit draws, and the next step's will be much like them. So
+Each layer and KV head has slots of its own. A step's scores (`scoring`) estimate how much attention
+each unit draws. The next step's scores will be similar, so the worth of a unit is
 
     worth(u) = max(score(u), FADING * worth(u) before)
 
-Units that a step chose and that have no slot are fetched before it attends (`demand`). They take
-the slots of the units of least worth that it did not choose. Units that every step chooses keep
-theirs. Units of high worth may come ahead of the next step (`ahead`). In both, only the difference
-to what is there moves.
+If a step chooses units without a slot, they are fetched before it attends (`demand`). They take the
+slots of the units of least worth that it did not choose. Units that every step chooses keep theirs.
+Units of high worth may also be fetched before a step chooses them (`ahead`). Both copy only units
+that have no slot.
 
-Empty slots are filled ahead: an answer's first step chooses fewer units than there are slots.
-Coming ahead in later steps, too, finds 0.6 to 1.5 % more of the chosen units there, and moves three
-times as many units. That pays where copies run beside the computation. On a CPU they take the time
-of the core that computes, so the engine there fetches on demand alone once slots are full.
+Empty slots are filled ahead, since an answer's first step chooses fewer units than there are slots.
+If units are fetched ahead in later steps as well, 0.6 to 1.5 % more of the chosen units have a slot
+already, and three times as many units are copied. That pays if copies run beside the computation.
+On a CPU, copies take time of the core that computes. The engine there fetches only on demand once
+slots are full.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from numpy.typing import NDArray
 from headrace_decode.sparse.layout import jit
 
 FADING = 0.8
-"""What a step leaves of the worth from before (`python -m benchmarks.sparse.prefetch`)."""
+"""Factor by which a step reduces earlier worth (`python -m benchmarks.sparse.prefetch`)."""
 Ints = NDArray[np.int32]
 
 
 class Moves(NamedTuple):
-    """Units that go into slots, over what was there: int32 [n] each."""
+    """Units that go into slots, in place of those there: int32 [n] each."""
 
     heads: Ints
     units: Ints
@@ -42,10 +43,10 @@ class WorkingSet:
     """Slots of one request's units.
 
     Args:
-        layers, kv_heads: of the model.
-        slots: of each layer and KV head.
-        units: most that the request can have.
-        sinks: first units, which every step chooses.
+        layers, kv_heads: numbers of the model's layers and KV heads.
+        slots: number of slots of each layer and KV head.
+        units: maximum number of units that the request can have.
+        sinks: number of first units, which every step chooses.
     """
 
     def __init__(self, layers: int, kv_heads: int, slots: int, units: int, sinks: int = 0) -> None:
@@ -57,7 +58,7 @@ class WorkingSet:
         self._sinks = sinks
 
     def slots_of(self, layer: int, units: NDArray[np.integer]) -> Ints:
-        """Slots of units, int32 [kv_heads, n]; -1 where one has none.
+        """Return the slots of units, int32 [kv_heads, n]; -1 for a unit without one.
 
         Args:
             units: int [kv_heads, n].
@@ -66,15 +67,15 @@ class WorkingSet:
         return found
 
     def units_in(self, layer: int) -> Ints:
-        """The unit in each slot, int32 [kv_heads, slots]; -1 where there is none."""
+        """Return the unit in each slot, int32 [kv_heads, slots]; -1 for an empty slot."""
         return self._unit_in[layer].copy()
 
     def has_room(self, layer: int) -> bool:
-        """Whether a slot is empty."""
+        """Return whether a slot is empty."""
         return bool((self._unit_in[layer] < 0).any())
 
     def see(self, layer: int, scores: NDArray[np.float32]) -> None:
-        """Count a step's scores: float32 [kv_heads, n] of the first n units."""
+        """Update the worth of units with a step's scores: float32 [kv_heads, n] of the first n."""
         worth = self._worth[layer, :, self._sinks : scores.shape[1]]
         np.maximum(scores[:, self._sinks :], worth * np.float32(FADING), out=worth)
 
@@ -83,10 +84,10 @@ class WorkingSet:
 
         Args:
             chosen: int64 [kv_heads, c].
-            n: first units that need slots; others are left out.
+            n: number of first units that need slots; others are left out.
 
         Raises:
-            ValueError: more are chosen than there are slots.
+            ValueError: more units are chosen than there are slots.
         """
         if (chosen < n).sum(1).max(initial=0) > self.slots:
             raise ValueError(f"more units are chosen than there are slots, {self.slots}")
@@ -99,8 +100,8 @@ class WorkingSet:
         """Give slots to the units of most worth, before a step chooses them.
 
         Args:
-            n: units that the request has.
-            most: units that may move, of each KV head; those of most worth come first.
+            n: number of units that the request has.
+            most: maximum number of units to move for each KV head; the highest worth comes first.
         """
         kv_heads = self._slot_of.shape[1]
         moved = np.empty((3, kv_heads * min(most, self.slots)), np.int32)
@@ -111,7 +112,7 @@ class WorkingSet:
         return Moves(*moved[:, :count])
 
     def forget(self, layer: int, moves: Moves) -> None:
-        """Take moves back that did not happen: their slots are empty."""
+        """Undo moves: their slots are empty."""
         self._slot_of[layer, moves.heads, moves.units] = -1
         self._unit_in[layer, moves.heads, moves.slots] = -1
 
@@ -144,7 +145,7 @@ def _demand(slot_of: Any, unit_in: Any, worth: Any, chosen: Any, n: int, moved: 
 
 @jit
 def _ahead(slot_of: Any, unit_in: Any, best: Any, n: int, most: int, moved: Any) -> int:
-    """The units of most worth change places with others."""
+    """Put the units of most worth into slots, in place of others."""
     count = 0
     for head in range(best.shape[0]):
         wanted = np.zeros(n, np.bool_)

@@ -1,1 +1,1 @@
-"""How many draft tokens an engine step verifies."""
+"""The decision how many draft tokens an engine step verifies."""

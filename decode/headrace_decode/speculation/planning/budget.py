@@ -1,7 +1,7 @@
-"""How many draft tokens of which rows one engine step should verify. Pure arithmetic.
+"""Computes how many draft tokens of each row one engine step should verify. Pure arithmetic.
 
-Each row of the batch emits one token for certain, and each draft token that survives is one more. A
-step is worth its expected tokens per second; the budget is where that is greatest.
+Each row of the batch emits one certain token, and one more for each accepted draft token. The
+budget is the number of draft tokens that maximises the step's expected tokens per second.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from headrace_decode.speculation.jit import jit
 
 @dataclass(frozen=True)
 class Budget:
-    """What one step verifies.
+    """The draft tokens that one step verifies.
 
     Attributes:
-        take: int32 [n], draft tokens of each row, from its first on.
-        expected_tokens: of the whole batch, those that are certain included.
-        seconds: predicted, of the step.
-        price: survival that one token more would have had to offer to be worth its time.
+        take: int32 [n], number of draft tokens of each row, from its first on.
+        expected_tokens: expected tokens of the whole batch, with the certain ones.
+        seconds: predicted seconds of the step.
+        price: survival that one more token would have needed to be worth its time.
     """
 
     take: NDArray[np.int32]
@@ -37,20 +37,20 @@ def best_budget(
     seconds: NDArray[np.float64],
     sure_tokens: float | None = None,
 ) -> Budget:
-    """The global maximum over m of ``(sure + s_1 + ... + s_m) / T(m)``.
+    """Return the global maximum over m of ``(sure + s_1 + ... + s_m) / T(m)``.
 
     ``s`` are all survivals of the batch, merged in descending order. A row's survivals do not
     increase, so the m greatest are a prefix of each row's draft, and no other choice of m tokens
-    expects more: the maximum over m is the maximum over all choices of lengths. Since T may be
-    stepped, the quotient may have several local maxima; all m are looked at. Of equals the fewest
-    tokens win.
+    has a greater expectation: the maximum over m is the maximum over all choices of lengths. Since
+    T may have steps, the quotient may have several local maxima, so all m are compared. Among equal
+    maxima the one with the fewest tokens wins.
 
     Args:
         survival: float32 [n, K], not increasing along a row.
-        lengths: int32 [n], tokens on offer in each row, at most K.
+        lengths: int32 [n], number of draft tokens in each row, at most K.
         seconds: float64 [M + 1], predicted seconds of the step with 0 to M draft tokens in it; M is
-            at the same time the most that may be taken.
-        sure_tokens: what the step emits without drafts; one a row if not told.
+            also the maximum number of draft tokens.
+        sure_tokens: number of tokens that the step emits without drafts; None: one a row.
     """
     rows = len(lengths)
     sure = float(rows if sure_tokens is None else sure_tokens)
@@ -72,10 +72,10 @@ def best_budget(
 def _merged(
     survival: NDArray[np.float32], lengths: NDArray[np.int32]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """All survivals in descending order, and the row of each. Stable: a row's stay in their order.
+    """Return all survivals in descending order, and the row of each; a row's keep their order.
 
-    What is not above 0 is left out, with what follows it in its row; what rises along a row counts
-    as its predecessor.
+    A survival that is not above 0 is left out, with those after it in its row. A survival above its
+    predecessor in the row counts as equal to it.
     """
     total = 0
     for row in range(len(lengths)):

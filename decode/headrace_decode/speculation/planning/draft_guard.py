@@ -1,8 +1,8 @@
-"""Guard: whether drafting pays at one load, judged by what happened and not by what was predicted.
+"""Decides whether drafting pays at one load, from measurements and not from predictions.
 
 The budget is only as good as the acceptance probabilities and step times that it is computed from.
-So some of the steps that are to verify drafts, chosen at random, run without drafts. These steps
-are the controls, and they are compared with the others. Of each step the guard knows
+Therefore, some of the steps that should verify drafts, chosen at random, run without drafts. These
+steps are the controls, and they are compared with the others. For each step the guard knows
 
     t     its seconds, divided by the seconds predicted for it without drafts
     e     the tokens that it emitted for each row; 1 without drafts
@@ -11,19 +11,20 @@ are the controls, and they are compared with the others. Of each step the guard 
 
 and computes one sample of what drafting saves:
 
-    x =  (m e - t) / (1 - q)      a step with drafts: what they saved
-    x = -(m - t) / q              a control: by how much m is wrong
+    x =  (m e - t) / (1 - q)      a step with drafts: the saved time
+    x = -(m - t) / q              a control: the error of m
 
-The mean of x is what drafting saves in a step. It does not depend on the models or on the machine's
-speed, because the choice of the controls is random (inverse propensity weighting, with m as control
-variate: Waudby-Smith, Wu, Ramdas, Karampatziakis and Mineiro, Anytime-valid off-policy inference
-for contextual bandits, 2022). A confidence sequence over x holds at all steps at once: with n
-samples and V the sum of their squared deviations, the true mean lies within this distance of theirs
+The mean of x is the time that drafting saves in a step. It does not depend on the models or on the
+machine's speed, because the choice of the controls is random (inverse propensity weighting, with m
+as control variate: Waudby-Smith, Wu, Ramdas, Karampatziakis and Mineiro, Anytime-valid off-policy
+inference for contextual bandits, 2022). A confidence sequence over x holds at all steps at once:
+with n samples and V the sum of their squared deviations, the true mean differs from the mean of the
+samples by at most
 
     sqrt((V + r) log((V + r) / (r alpha^2))) / n
 
 (two-sided normal mixture: Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon, Time-uniform,
-nonparametric, nonasymptotic confidence sequences, 2021). Drafting is off while its upper bound is
+nonparametric, nonasymptotic confidence sequences, 2021). Drafting is off while the upper bound is
 below 0. While it is off, some steps are still tried, and old steps lose weight, so that the guard
 notices when drafting begins to pay.
 """
@@ -34,36 +35,36 @@ import math
 from dataclasses import dataclass
 
 ALPHA = 0.1
-"""Probability that the confidence sequence ever excludes the true mean, were that constant."""
+"""Probability that the confidence sequence ever excludes the true mean, if that is constant."""
 MIXTURE = 10.0
 """r: about a sixth of the V at which the sequence is tightest."""
 MEMORY = 0.998
-"""What is left of a step's weight after the next: 500 steps are remembered."""
+"""Factor by which a step's weight decays with each further step: about 500 steps are remembered."""
 UNDECIDED, DECIDED, OFF = 1 / 8, 1 / 64, 1 / 2
-"""Share of controls while nobody knows whether drafting pays, while it surely does, and among the
-few steps that are tried while it surely does not."""
+"""Share of controls while it is unknown whether drafting pays, while it surely pays, and among the
+few steps that are tried while it surely does not pay."""
 PRIOR_CONTROLS = 16.0
-"""The guard starts as if it had seen so many controls that took exactly the predicted time. This
-steadies m at first, since an error of m is in every x."""
+"""Number of controls with exactly the predicted time that the guard assumes at its start. They
+steady m at first, since an error of m is in every x."""
 LONGEST = 4.0
-"""t is cut off at this many times the tokens a row, so that one hiccup of the machine does not
-decide."""
+"""Limit of t as a multiple of the tokens a row, so that one hiccup of the machine does not decide.
+"""
 
 
 @dataclass(frozen=True)
 class Toss:
-    """Whether a step that was to verify drafts runs without; `share` of them do."""
+    """The random choice whether a step runs without its drafts; a share of `share` does."""
 
     control: bool
     share: float
 
 
 class Guard:
-    """Of one load."""
+    """The guard of one load."""
 
     def __init__(self) -> None:
         self.switched_off = 0
-        """How often drafting was switched off."""
+        """Number of times that drafting was switched off."""
         self._steps = self._sum = self._square = self._seconds = 0.0
         self._controls = self._ratios = PRIOR_CONTROLS
         self._on = True
@@ -75,17 +76,19 @@ class Guard:
 
     @property
     def share(self) -> float:
-        """Share of the steps that are to verify drafts that shall be controls."""
+        """Share of controls among the steps that should verify drafts."""
         if not self._on:
             return OFF
         return DECIDED if self.bounds[0] > 0.0 else UNDECIDED
 
     def observe(self, toss: Toss, tokens_a_row: float, seconds: float, undrafted_s: float) -> None:
-        """A step for which `toss` was thrown was run.
+        """Learn from a step for which the random choice `toss` was made.
 
         Args:
-            tokens_a_row: that it emitted. seconds: that it took.
-            undrafted_s: predicted for it without drafts.
+            toss: the random choice.
+            tokens_a_row: number of tokens that the step emitted for each row.
+            seconds: seconds that the step took.
+            undrafted_s: seconds predicted for the step without drafts.
         """
         ratio = min(seconds / undrafted_s, LONGEST * tokens_a_row)
         mean = self._ratios / self._controls
@@ -106,22 +109,25 @@ class Guard:
 
     @property
     def saved(self) -> float:
-        """What drafting saves in a step, in steps without drafts; below 0: what it loses."""
+        """Time that drafting saves in a step, as a multiple of a step without drafts.
+
+        Below 0, drafting loses time.
+        """
         return self._sum / self._steps if self._steps else 0.0
 
     @property
     def saved_s(self) -> float:
-        """Seconds that drafting saved of late; below 0: lost."""
+        """Seconds that drafting saved recently; below 0, it lost them."""
         return self.saved * self._seconds
 
     @property
     def lost_s(self) -> float:
-        """Seconds that it lost of late at most."""
+        """Maximum seconds that drafting lost recently, by the lower confidence bound."""
         return max(0.0, -self.bounds[0]) * self._seconds if self._seconds else 0.0
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Of `saved`, the confidence sequence."""
+        """Confidence bounds of `saved`."""
         if not self._steps:
             return -math.inf, math.inf
         spread = self._square + MIXTURE

@@ -1,8 +1,9 @@
-"""The planner: before each engine step, how many draft tokens of each row to verify, if any.
+"""The planner, which decides before each engine step how many draft tokens of each row to verify.
 
-It joins three parts: the seconds of a step (`headrace_engine.steptime`), the budget that earns most
-(`budget`), and whether drafting pays at this load (`draft_guard`). It knows no engine. A proposer,
-a simulator or a test tells it what is in the batch, and afterwards what the step brought.
+It combines three parts: the seconds of a step (`headrace_engine.steptime`), the budget that
+maximises tokens per second (`budget`), and the decision whether drafting pays at this load
+(`draft_guard`). It does not depend on an engine: a proposer, a simulator or a test passes the
+contents of the batch, and afterwards the result of the step.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from headrace_decode.speculation.planning.draft_guard import Guard, Toss
 from headrace_engine.steptime import StepTime, pairs_of
 
 LOOK_EVERY = 16
-"""Where no draft could pay, one step in so many looks drafts up and compares them with what comes,
-so that a change for the better is seen. Where the guard is off, one step in so many is tried."""
+"""Interval of trials. While no draft could pay, one step in so many looks up drafts and compares
+them with the next tokens, to notice when drafts get better. While the guard is off, one step in so
+many verifies drafts."""
 _BEST_MEMORY = 0.98
 DRAFT_TOKENS_MAX = 4096
-"""Of one step; bounds the arithmetic."""
+"""Maximum number of draft tokens in one step, which bounds the arithmetic."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Who decides. `auto` is for production; the others serve measurements and the kill switch.
+    """The way in which the number of draft tokens is decided.
+
+    `auto` is for production; the others are for measurements and as a kill switch.
 
     Attributes:
         kind: "auto", "off" (no look-up, no drafts) or "static" (as many as there are).
-        tokens: of "static", at most so many a row.
+        tokens: maximum number of tokens a row with "static".
     """
 
     kind: str = "auto"
@@ -42,10 +46,10 @@ class Mode:
 
     @staticmethod
     def parse(text: str) -> Mode:
-        """From "auto", "off" or "static:K".
+        """Parse "auto", "off" or "static:K".
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: the text is none of these.
         """
         kind, _, tokens = text.partition(":")
         if text in ("auto", "off"):
@@ -57,12 +61,12 @@ class Mode:
 
 @dataclass(frozen=True)
 class Load:
-    """What the next step holds besides drafts.
+    """The work of the next step apart from drafts.
 
     Attributes:
-        rows: sequences that decode; each emits one token for certain.
-        context_tokens: of all of them together.
-        prefill_tokens: prompt tokens that still wait to be computed, begun or not.
+        rows: number of sequences that decode; each emits one certain token.
+        context_tokens: total length of all these sequences.
+        prefill_tokens: number of prompt tokens still to be computed, of prompts begun or not.
     """
 
     rows: int
@@ -72,13 +76,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step must keep to.
+    """The limits of a step.
 
     Attributes:
-        step_tokens: the engine's token budget; prompts go first, drafts take what they leave.
-        itl_s: tightest inter-token latency target in the batch. A step is not made longer than that
-            by drafts; one that is longer without any gets none.
-        draft_tokens: cap for the step from outside (cluster, operator); None for none.
+        step_tokens: the engine's token budget; prompts take precedence over drafts.
+        itl_s: tightest inter-token latency target in the batch. Drafts do not make a step longer
+            than that; a step that is longer without drafts gets none.
+        draft_tokens: cap for the step from outside (cluster, operator); None for no cap.
     """
 
     step_tokens: int = 8192
@@ -91,12 +95,13 @@ class Step:
     """A step that was run.
 
     Attributes:
-        tokens: that it computed, prompts and drafts included.
-        drafted: draft tokens among them.
-        rows: that decoded. emitted: tokens that they emitted.
-        context_tokens: of all rows.
-        seconds: from its start to the next one's.
-        toss: what chance said of it, if it was to verify drafts.
+        tokens: number of tokens that it computed, with prompts and drafts.
+        drafted: number of draft tokens among them.
+        rows: number of rows that decoded.
+        emitted: number of tokens that these rows emitted.
+        context_tokens: total length of all rows.
+        seconds: seconds from its start to the next step's start.
+        toss: the random choice made for the step, if it should verify drafts.
     """
 
     tokens: int
@@ -109,13 +114,13 @@ class Step:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """What `StepTime` prices. A prompt is taken to have begun in the step."""
+        """Arguments of `StepTime` for the step. A prompt is assumed to have begun in the step."""
         prompt = max(self.tokens - self.drafted - self.rows, 0)
         return prompt, self.rows, self.drafted, self.context_tokens, pairs_of(0, prompt)
 
 
 class DraftPlanner:
-    """Draft budgets of one engine. Used from one thread; deterministic for a seed."""
+    """The draft budgets of one engine, for use by one thread; deterministic for a seed."""
 
     def __init__(
         self,
@@ -125,14 +130,19 @@ class DraftPlanner:
         controls: bool = True,
         times: StepTime | None = None,
     ) -> None:
-        """`controls`: whether to run random steps without drafts and heed the guard."""
+        """Args:
+        padded_sizes: batch sizes to which the engine pads.
+        seed: seed of the random choices.
+        controls: whether to run random steps without drafts and apply the guard.
+        times: the engine's step times; new ones if None.
+        """
         self.mode = Mode()
         self.times = times or StepTime(padded_sizes)
         self.counts: Counter[str] = Counter()
         self.price = 0.0
         """Survival that one more token had to offer in the last budget."""
         self.toss: Toss | None = None
-        """What chance said of the next step, if it was to verify drafts."""
+        """Random choice made for the next step, if it should verify drafts."""
         self.last = Step(tokens=0, drafted=0, rows=0, emitted=0, context_tokens=0, seconds=0.0)
         """The last step that was observed."""
         self._controls = controls
@@ -142,14 +152,17 @@ class DraftPlanner:
         self._since_look = 0
 
     def guard(self, rows: int) -> Guard:
-        """The guard of loads like this: one for each power of two of rows."""
+        """Return the guard of this load; there is one for each power of two of rows."""
         return self._guards.setdefault(max(rows, 1).bit_length(), Guard())
 
     def looks(self, load: Load, limits: Limits, tokens_max: int) -> str:
-        """What to look drafts up for: "verify", "compare" (look, do not verify) or "nothing".
+        """Return the purpose of a look-up of drafts, before the next step.
 
         Args:
-            tokens_max: draft tokens that all rows together could take.
+            tokens_max: maximum number of draft tokens of all rows together.
+
+        Returns:
+            "verify", "compare" (look drafts up without verifying them) or "nothing" (no look-up).
         """
         self.toss = None
         if self.mode.kind == "off" or load.rows == 0 or tokens_max <= 0:
@@ -160,7 +173,7 @@ class DraftPlanner:
         on, pays = self.guard(load.rows).on or not self._controls, False
         if room:
             seconds = self._seconds(load, room)
-            # An upper bound: one draft of that length of which each token survives so likely.
+            # An upper bound: one draft of that length whose tokens all have the best survival.
             bound = np.full((1, room), self._best_survival, np.float32)
             pays = bool(best_budget(bound, np.array([room], np.int32), seconds, load.rows).take[0])
             self.counts["cannot_pay"] += not pays
@@ -179,11 +192,11 @@ class DraftPlanner:
         survival: NDArray[np.float32],
         lengths: NDArray[np.int32],
     ) -> NDArray[np.int32]:
-        """Draft tokens to verify of each row.
+        """Return the number of draft tokens to verify of each row.
 
         Args:
             survival: float32 [n, K], probability that a row's first i + 1 tokens are all accepted.
-            lengths: int32 [n], tokens on offer in each row.
+            lengths: int32 [n], number of draft tokens in each row.
 
         Returns:
             int32 [n].
@@ -204,7 +217,7 @@ class DraftPlanner:
         return budget.take
 
     def saw(self, survival: NDArray[np.float32], lengths: NDArray[np.int32]) -> None:
-        """Note how good drafts are at present, verified or not."""
+        """Record the best survival of present drafts, verified or not."""
         if len(lengths) and survival.shape[1]:
             first = float(np.where(lengths > 0, survival[:, 0], 0.0).max())
             self._best_survival = max(first, _BEST_MEMORY * self._best_survival)
@@ -224,15 +237,22 @@ class DraftPlanner:
         self.counts["emitted_tokens"] += step.emitted
         self.last = step
         toss = step.toss
-        # Only steps without prompts compare with and without drafts.
+        # Only steps without prompts are comparable with and without drafts.
         pure = step.rows > 0 and step.tokens - step.drafted == step.rows
         if toss is not None and pure and drafted is not toss.control:
             each = step.emitted / step.rows
             self.guard(step.rows).observe(toss, each, step.seconds, undrafted_s)
 
     def depth(self, rows: int, draft_tokens: int) -> int:
-        """Most tokens that a request may draft at such a load, of `draft_tokens`; 0 while drafting
-        is off there."""
+        """Return the maximum number of tokens that a request may draft at a load.
+
+        Args:
+            rows: the load.
+            draft_tokens: upper limit of the result.
+
+        Returns:
+            The number; 0 while drafting is off at the load.
+        """
         if self.mode.kind == "static":
             return min(draft_tokens, self.mode.tokens)
         guard = self._guards.get(max(rows, 1).bit_length())
@@ -241,16 +261,16 @@ class DraftPlanner:
 
     @property
     def saved_s(self) -> float:
-        """Seconds that drafting saved of late, at all loads together."""
+        """Seconds that drafting saved recently, at all loads together."""
         return sum(guard.saved_s for guard in self._guards.values())
 
     @property
     def regret_bound_s(self) -> float:
-        """Seconds that drafting lost of late at most, with confidence, summed over the loads."""
+        """Maximum seconds that drafting lost recently, with confidence, summed over the loads."""
         return sum(guard.lost_s for guard in self._guards.values())
 
     def snapshot(self) -> dict[str, object]:
-        """JSON-able view for metrics and status pages."""
+        """Return a JSON-able view for metrics and status pages."""
         return {
             "mode": self.mode.kind,
             "price": self.price,
@@ -269,7 +289,7 @@ class DraftPlanner:
         }
 
     def _room(self, load: Load, limits: Limits, tokens: int) -> int:
-        """Draft tokens that the limits leave room for, of `tokens`."""
+        """Return how many of `tokens` draft tokens the limits permit."""
         room = min(tokens, limits.step_tokens - load.rows - load.prefill_tokens, DRAFT_TOKENS_MAX)
         if limits.draft_tokens is not None:
             room = min(room, limits.draft_tokens)
@@ -280,7 +300,7 @@ class DraftPlanner:
         return max(room, 0)
 
     def _seconds(self, load: Load, room: int) -> NDArray[np.float64]:
-        """Predicted, of the step with 0 to `room` draft tokens; not decreasing."""
+        """Return the predicted seconds of a step with 0 to `room` draft tokens, not decreasing."""
         prompt = load.prefill_tokens
         return self.times.seconds_each(
             np.arange(room + 1), prompt, load.rows, load.context_tokens, pairs_of(0, prompt)

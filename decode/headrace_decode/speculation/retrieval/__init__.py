@@ -1,1 +1,1 @@
-"""The drafting memory: token sequences, searched by suffix, and with which chance they go on."""
+"""The drafting memory: token sequences searched by suffix, and acceptance of continuations."""

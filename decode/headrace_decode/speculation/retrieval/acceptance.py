@@ -1,23 +1,23 @@
-"""Acceptance: with which probability a draft token is accepted, given that those before it were.
+"""Predicts the probability that a draft token is accepted if all tokens before it are accepted.
 
-An online Bayesian logistic regression. A token has the log-odds
+The model is an online Bayesian logistic regression. A token has the log-odds
 
     z = w[source, match, agreement] + w[source, agreement, refusals] + w[agreement, position]
         + effect(request)                                  each w and the effect a Gaussian
 
 - source: the text that weighed most in the vote on this token (`draft.Source`)
-- match: how many of the last tokens stood before that text, too, in buckets
-- agreement: how many candidates there were, and what share of their weight this token had
-- refusals: what was refused and accepted at this place before (`refusals`)
-- position: in the draft, in buckets
-- effect: what this request differs by. It begins as the population's mean and variance, which are
-  learned from the requests that end.
+- match: how many of the last tokens also stood before that text, in buckets
+- agreement: the number of candidates, and this token's share of their weight
+- refusals: earlier refusals and acceptances at this place (`refusals`)
+- position: position in the draft, in buckets
+- effect: the request's difference from others. It begins as the population's mean and variance,
+  which are learned from the requests that end.
 
-Before anything is learned, the odds of a token are n to 1 after a match of n tokens, as they are
-after n successes and no failure under Haldane's prior.
+Before the first learning step, the odds of a token are n to 1 after a match of n tokens, as they
+are after n successes and no failure under Haldane's prior.
 
 A request that samples at temperature t has ``a t + (1 + c t) z`` instead, with ``a`` and ``c``
-learned like the rest: a token that was nearly certain is less so where tokens are drawn.
+learned like the weights: a nearly certain token is less certain if tokens are sampled.
 
 Each tested token is one step of an extended Kalman filter with a diagonal covariance (as in
 Graepel et al., Web-Scale Bayesian Click-Through Rate Prediction, ICML 2010): with gradient ``g`` of
@@ -25,7 +25,7 @@ z, variances ``v``, outcome y, ``p = sigmoid(z)``, ``r = p (1 - p)`` and ``S = s
 
     w += v g (y - p) / (1 + r S)         v -= (v g)^2 r / (1 + r S)
 
-Variances grow back slowly, so that what is learned follows a workload that changes.
+Variances grow back slowly, so that the model follows a workload that changes.
 """
 
 from __future__ import annotations
@@ -45,45 +45,48 @@ MATCH_FROM = (1, 2, 3, 4, 6, 9, 13, 20, 32)
 """Smallest match length, in tokens, of each bucket."""
 POSITION_FROM = (0, 1, 2, 3, 5, 8, 12, 20)
 SHARE_FROM = (0.745, 0.495, 0.345, 0.195, 0.0)
-"""Below round shares: of two candidates that differ in age alone, each has half."""
+"""Minimum share of the weight of each bucket. They are slightly below round shares: of two
+candidates that differ only in age, each has half."""
 AGREEMENTS = 3 + len(SHARE_FROM)
-"""Alone; 2 or 3 agree; more agree; some agree, with at least such a share of the weight."""
+"""Number of agreement buckets: one candidate alone; 2 or 3 agree; more agree; only some agree, with
+at least a share of `SHARE_FROM` of the weight."""
 KNOWN = 5
-"""Buckets of the refusals feature: 0 nothing known; 1 accepted more often than refused; 2 accepted
-before, but no more often than refused; 3 refused once, never accepted; 4 refused more than once,
-never accepted."""
+"""Number of buckets of the refusals feature: 0 no counts; 1 accepted more often than refused; 2
+accepted before, but no more often than refused; 3 refused once, never accepted; 4 refused more than
+once, never accepted."""
 MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
 
 WEIGHT_VARIANCE = 0.3
 FORGET = 1e-3
-"""A variance grows by this share with each token that it is used for, up to its prior."""
+"""Share by which a variance grows with each token that it is used for, up to its prior."""
 EFFECT_VARIANCE, EFFECT_FORGET = 0.4, 0.01
-"""Of the population at first; a request's own grows like a weight's, but faster."""
+"""Initial variance of the population, and the growth of a request's variance for each token, which
+is faster than that of a weight."""
 POPULATION_RATE = 0.05
-"""How far the population moves towards each request that ends."""
+"""Share by which the population moves towards each request that ends."""
 SAMPLING_STD = 0.5, 0.3
-"""Of `a` and `c`; both have mean 0."""
+"""Prior standard deviations of `a` and `c`; both have mean 0."""
 FLATTEST = 0.1
-"""Least ``1 + c t``."""
+"""Minimum of ``1 + c t``."""
 
-# Rows of the weights, after which those of each feature lie.
+# First rows of the second and third group of weights.
 _BY_REFUSALS = SOURCES * MATCHES * AGREEMENTS
 _BY_PLACE = _BY_REFUSALS + SOURCES * AGREEMENTS * KNOWN
 WEIGHTS = _BY_PLACE + AGREEMENTS * POSITIONS
 EFFECT = 4
-"""Columns of a request's effect: mean, variance, temperature, and the variance that it began with,
-above which it does not grow."""
+"""Number of columns of a request's effect: mean, variance, temperature, and the initial variance,
+which is the maximum."""
 MEAN, VARIANCE = 0, 1
 
 
 class Learned(NamedTuple):
-    """What one memory has learned, for the compiled functions below.
+    """The parameters that one memory has learned, for the compiled functions below.
 
     Attributes:
         weights: float64 [WEIGHTS, 2]: mean and variance of each weight.
         sampling: float64 [2, 2]: mean and variance of `a` and `c`.
-        votes: float32 [SOURCES, MATCHES]: odds that a candidate's next token is accepted, its
-            weight in the vote on the next token.
+        votes: float32 [SOURCES, MATCHES]: odds that a candidate's next token is accepted, which are
+            its weight in the vote on the next token.
     """
 
     weights: NDArray[np.float64]
@@ -100,8 +103,12 @@ POSITION_BUCKET = _buckets(POSITION_FROM, POSITION_FROM[-1] + 1)
 
 
 class Acceptance:
-    """What one memory has learned: `known`, and of requests the `population`, float64 [2]: mean and
-    variance of their effects."""
+    """The acceptance model of one memory.
+
+    Attributes:
+        known: the learned parameters.
+        population: float64 [2], mean and variance of the requests' effects.
+    """
 
     def __init__(self) -> None:
         self.known = Learned(
@@ -115,19 +122,19 @@ class Acceptance:
         self.learned()
 
     def effect(self, temperature: float = 0.0) -> NDArray[np.float64]:
-        """A request's effect as it begins, float64 [EFFECT]."""
+        """Return the initial effect of a request, float64 [EFFECT]."""
         mean, variance = self.population
         return np.array([mean, variance, temperature, variance])
 
     def ended(self, effect: NDArray[np.float64]) -> None:
-        """A request ended with this effect."""
+        """Learn from the effect of a request that ended."""
         away = effect[MEAN] - self.population[MEAN]
         self.population[MEAN] += POPULATION_RATE * away
         spread = away**2 + effect[VARIANCE]
         self.population[VARIANCE] += POPULATION_RATE * (spread - self.population[VARIANCE])
 
     def learned(self) -> None:
-        """Compute the votes anew after the weights have changed: odds of a lone candidate."""
+        """Compute the votes again after the weights changed: odds of a lone candidate."""
         means = self.known.weights[:, MEAN]
         alone = means[:_BY_REFUSALS].reshape(SOURCES, MATCHES, AGREEMENTS)[..., 0]
         by_source = means[_BY_REFUSALS:_BY_PLACE].reshape(SOURCES, -1)[:, :1]
@@ -136,14 +143,17 @@ class Acceptance:
 
 @jit
 def cell_of(source: int, match: int, agreement: int, known: int, position: int) -> int:
-    """What a token is known by, in one number; all but `source` and `known` are buckets."""
+    """Return the cell of a token's features, which encodes all of them in one number.
+
+    All features are numbers of buckets, except for `source`.
+    """
     cell = ((source * MATCHES + match) * AGREEMENTS + agreement) * KNOWN + known
     return cell * POSITIONS + position
 
 
 @jit
 def rows_of(cell: int) -> tuple[int, int, int]:
-    """Rows of the three weights of a token."""
+    """Return the rows of the three weights of a cell."""
     position, rest = cell % POSITIONS, cell // POSITIONS
     known, rest = rest % KNOWN, rest // KNOWN
     agreement = rest % AGREEMENTS
@@ -154,7 +164,7 @@ def rows_of(cell: int) -> tuple[int, int, int]:
 
 @jit
 def _score(known: Any, effect: Any, cell: int) -> tuple[float, float]:
-    """The mean of z, and the sum of the variances in it."""
+    """Return the mean of z, and the sum of the variances in it."""
     a, b, c = rows_of(cell)
     weights = known.weights
     return (
@@ -165,13 +175,13 @@ def _score(known: Any, effect: Any, cell: int) -> tuple[float, float]:
 
 @jit
 def _slope(known: Any, heat: float) -> float:
-    """``1 + c t``, by which a request of temperature `heat` multiplies z."""
+    """Return ``1 + c t``, the factor of z for a request with temperature `heat`."""
     return max(1.0 + heat * known.sampling[1, 0], FLATTEST)
 
 
 @jit
 def chance(known: Any, effect: Any, cell: int) -> float:
-    """Probability that a token is accepted if all before it were."""
+    """Return the probability that a token is accepted if all before it were accepted."""
     z, _ = _score(known, effect, cell)
     heat = effect[2]
     return 1.0 / (1.0 + exp(-heat * known.sampling[0, 0] - _slope(known, heat) * z))

@@ -1,12 +1,13 @@
-"""Which positions end in the same k-gram: hashed postings of several lengths, newest first.
+"""An index of the positions that end in the same k-gram, for several lengths, newest first.
 
-For every length L in ANCHORS a table has, by the hash of the L tokens that end there, the newest
-position; each position links to the one before it in the same bucket. A chain is therefore a list
-of candidates from the newest to the oldest, among them positions whose hash is only by chance the
-same: whoever reads it compares tokens. One posting costs two stores a length, and nothing is ever
-removed: a position below the ring's tail ends its chain, because all that follow are older.
+For every length L in ANCHORS, a table maps the hash of L tokens to the newest position that ends in
+them; each position links to the one before it in the same bucket. A chain is therefore a list of
+candidates from the newest to the oldest. Some of them have the same hash only by chance, so readers
+compare the tokens. One posting costs two stores for each length. No posting is ever removed: a
+position below the ring's tail ends its chain, because all positions after it in the chain are
+older.
 
-Each length is twice the one before it, so the hash of a k-gram is that of its two halves, joined.
+Each length is twice the one before it, so the hash of a k-gram joins those of its two halves.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ assert tuple(1 << level for level in range(LENGTHS)) == ANCHORS
 
 @jit
 def place(part: Any, position: int) -> int:
-    """Where in the ring a position within one capacity of the head lies."""
+    """Return the index in the ring of a position within one capacity of the head."""
     ahead, capacity = position - part.lap, part.capacity
     if ahead < 0:
         return ahead + capacity
@@ -47,20 +48,20 @@ def read(words: Any, part: Any, position: int, tokens: Any) -> None:
 
 @jit
 def write(words: Any, part: Any, position: int, tokens: Any) -> None:
-    """Put `tokens` [n] into the ring, from a position on."""
+    """Write `tokens` [n] into the ring, from a position on."""
     for ahead in range(len(tokens)):
         words[part.tokens + place(part, position + ahead)] = tokens[ahead]
 
 
 @jit
 def add_token(state: int, token: int) -> int:
-    """The hash of a sequence, token by token; it begins as 0."""
+    """Return the hash of a sequence with one more token; the hash of an empty sequence is 0."""
     return (state ^ (token + 1)) * _MULTIPLIER
 
 
 @jit
 def _join(newer: int, older: int) -> int:
-    """The hash of a k-gram, of those of its two halves."""
+    """Return the hash of a k-gram from the hashes of its two halves."""
     return (newer ^ (newer >> 32)) * _MULTIPLIER + older
 
 
@@ -73,9 +74,10 @@ def bucket_of(state: int, length_index: int, bits: int) -> int:
 
 @jit
 def post(words: Any, part: Any, first: int, last: int, begin: int) -> None:
-    """Index the positions [first, last); k-grams reach back to `begin` at most.
+    """Index the positions [first, last); k-grams begin at `begin` at the earliest.
 
-    One length after the other, so that only one table is in the processor's caches at a time.
+    The lengths are indexed one after the other, so that only one table is in the processor's caches
+    at a time.
     """
     capacity, links, heads, bits = part.capacity, part.links, part.heads, part.head_bits
     start = max(begin, first - _LONGEST + 1)
@@ -104,11 +106,12 @@ def post(words: Any, part: Any, first: int, last: int, begin: int) -> None:
 
 @jit
 def hash_context(context: Any, length: int, scratch: Any, hashes: Any) -> None:
-    """Hashes of the last k-grams of `context`, which runs from the newest token backwards.
+    """Compute the hashes of the last k-grams of `context`, whose newest token is the first.
 
     Args:
-        scratch, hashes: i8 [ANCHORS[-1]] and, the output, [LENGTHS]; those of k-grams longer than
-            `length` mean nothing.
+        context, length: the tokens and their number.
+        scratch: i8 [ANCHORS[-1]], working array.
+        hashes: i8 [LENGTHS], output; hashes of k-grams longer than `length` have no meaning.
     """
     most = min(length, _LONGEST)
     for back in range(most):
@@ -123,19 +126,19 @@ def hash_context(context: Any, length: int, scratch: Any, hashes: Any) -> None:
 
 @jit
 def first_of(words: Any, part: Any, hashes: Any, length_index: int) -> int:
-    """Newest position that may end in the k-gram of this hash (`hash_context`)."""
+    """Return the newest position that may end in the k-gram of this hash (`hash_context`)."""
     return words[part.heads + bucket_of(hashes[length_index], length_index, part.head_bits)]
 
 
 @jit
 def next_of(words: Any, part: Any, position: int, length_index: int) -> int:
-    """The position before a live one in its chain."""
+    """Return the next older position in the chain of a live position."""
     return words[part.links + place(part, position) * LENGTHS + length_index]
 
 
 @jit
 def match_length(words: Any, part: Any, position: int, context: Any, length: int) -> int:
-    """How many tokens, going backwards from `position`, are those of `context` [length]."""
+    """Return how many tokens backwards from `position` equal those of `context` [length]."""
     tokens, capacity = part.tokens, part.capacity
     at = place(part, position)
     most = min(length, position - part.tail + 1)
@@ -148,7 +151,10 @@ def match_length(words: Any, part: Any, position: int, context: Any, length: int
 
 @jit
 def read_context(words: Any, part: Any, context: Any) -> int:
-    """Write the partition's last tokens, newest first, to `context` [CONTEXT]; how many."""
+    """Write the partition's last tokens, newest first, to `context` [CONTEXT].
+
+    Return their number.
+    """
     base, capacity = part.tokens, part.capacity
     most = min(part.head - part.tail, CONTEXT)
     at = place(part, part.head - 1)

@@ -1,14 +1,15 @@
-"""Which windows of tokens several tenants' answers have in common.
+"""Finds windows of tokens that the answers of several tenants have in common.
 
-k-anonymity (Sweeney 2002) for n-grams: a window that the answers of at least k tenants contain may
-be drafted for everybody, since it identifies none of them; nothing longer may, as two windows
-that overlap can come from different tenants. What is published is the k-th tenant's own copy.
+This is k-anonymity (Sweeney 2002) for n-grams. A window that the answers of at least k tenants
+contain may be drafted for all tenants, since it identifies none of them. A longer text may not,
+since two overlapping windows can come from different tenants. The published window is the k-th
+tenant's own copy.
 
 Windows begin at places chosen by their first two tokens, one in four, so that all tenants' copies
-of a text are cut alike wherever they stand (Schleimer, Wilkerson and Aiken, Winnowing, SIGMOD
-2003, choose places by content, too).
-Of a window and of a tenant only a keyed digest is kept. When there are too many, those that nobody
-has used for the longest time are forgotten: that can only count too few tenants.
+of a text are cut in the same way wherever they stand (Schleimer, Wilkerson and Aiken, Winnowing,
+SIGMOD 2003, choose places by content, too). Only keyed digests of windows and tenants are kept.
+When there are too many, the least recently used windows are removed; then fewer tenants may be
+counted, but never more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from headrace_kvstore.salts import tenant_of
 
 WINDOW_TOKENS = 15
-"""With a separator behind it, two granules of the ring."""
+"""Length of a window; with a separator after it, it takes two granules of the ring."""
 ONE_IN = 4
 ENTRIES = 65536
 _FACTORS = np.array([0x9E3779B1, 0x85EBCA77], np.uint32)
@@ -32,9 +33,9 @@ Window = NDArray[np.int32]
 
 
 class SharedWindows:
-    """Counts tenants by window.
+    """The tenants of each window.
 
-    Takes about 200 + 50 (k - 1) bytes an entry.
+    An entry takes about 200 + 50 (k - 1) bytes.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class SharedWindows:
         entries: int = ENTRIES,
     ) -> None:
         """Args:
-        k: tenants that must have a window, 2 or more.
+        k: number of tenants that must have a window, 2 or more.
         window_tokens: length of windows, 2 or more.
-        one_in: about so many places have one window that begins there.
-        entries: most windows that are counted at a time.
+        one_in: about one place in so many is the begin of a window.
+        entries: maximum number of windows that are counted at the same time.
         """
         if k < 2 or window_tokens < 2:
             raise ValueError(f"windows of {window_tokens} tokens of {k} tenants: both must be >= 2")
@@ -61,12 +62,12 @@ class SharedWindows:
         return len(self._seen)
 
     def observe(self, tenant: str, answer: NDArray[np.int32]) -> list[Window]:
-        """The windows of this answer for which this tenant is the k-th; each is returned once.
+        """Return the windows of this answer for which this tenant is the k-th, each only once.
 
         Args:
-            tenant: a cache salt. Salts that name the same tenant count once, so that nobody poses
-                as k tenants by sending k salts.
-            answer: int32 [n], what one request of the tenant was answered.
+            tenant: a cache salt. Salts that name the same tenant count once, so that no tenant can
+                pose as k tenants by sending k salts.
+            answer: int32 [n], the answer to one request of the tenant.
         """
         who, found = self._digest(tenant_of(tenant).encode()), []
         for start in picked(answer, self._tokens, self._one_in).tolist():
@@ -88,7 +89,10 @@ class SharedWindows:
 
 
 def picked(tokens: NDArray[np.int32], window_tokens: int, one_in: int) -> NDArray[np.intp]:
-    """Where windows begin, ascending; the same wherever in a text a window stands."""
+    """Return the positions at which windows begin, ascending.
+
+    Whether a window begins depends only on its tokens, and not on its place in a text.
+    """
     places = len(tokens) - window_tokens + 1
     if places <= 0:
         return np.empty(0, np.intp)

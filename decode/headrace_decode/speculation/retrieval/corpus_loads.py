@@ -1,10 +1,10 @@
-"""Operator corpora in a memory, in portions small enough to come between an engine's steps.
+"""Loads operator corpora into a memory, in portions small enough to fit between engine steps.
 
-A version is begun, loaded portion by portion beside the one in force, and takes over at its flip,
-if all of it is there by then: no request sees half a corpus. Versions only grow. Dropping a corpus
-is a flip to a version that has nothing.
+A version is begun, loaded portion by portion beside the one in force, and takes over at its flip if
+it is complete by then: no request uses half a corpus. Versions only grow. Dropping a corpus is a
+flip to a version without segments.
 
-Commands and answers are JSON-able; what is wrong with a command is answered as `error`.
+Commands and answers are JSON-able; an invalid command is answered with `error`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from headrace_decode.speculation.retrieval.draft_memory import Memory, corpus_ke
 from headrace_decode.speculation.retrieval.segments import NONE
 
 CALL_S = 0.005
-"""A portion takes about so long at most; what is left of it is for the next call."""
+"""Approximate maximum time of a call, in seconds; the rest of a portion is for the next call."""
 
 
 class Corpora:
-    """The corpora of one memory. Of each, at most one version is being loaded."""
+    """The corpora of one memory; at most one version of each is being loaded."""
 
     def __init__(self, memory: Memory, timer: Callable[[], float] = time.perf_counter) -> None:
         self.memory, self._timer = memory, timer
@@ -40,8 +40,10 @@ class Corpora:
         }
 
     def command(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out `command["do"]`, the name of a method here, with the rest as its arguments.
-        An answer with `error` means that nothing was changed but what the text says."""
+        """Carry out `command["do"]`, the name of a command, with the other entries as arguments.
+
+        After an answer with `error`, nothing was changed except as the text says.
+        """
         arguments = dict(command)
         wanted = self._commands.get(str(arguments.pop("do", None)))
         if wanted is None:
@@ -53,7 +55,7 @@ class Corpora:
             return {"error": str(error)}
 
     def listing(self) -> dict[str, Any]:
-        """`corpora`, each with its version in force and what is held of it, and `stats`."""
+        """Return `corpora`, each with its version in force and the held tokens, and `stats`."""
         headers, found = self.memory.pool.headers, []
         rows = np.flatnonzero((headers["partition"] != NONE) & (headers["corpus"] != 0))
         for number in np.unique(headers["corpus"][rows]).tolist():
@@ -66,14 +68,17 @@ class Corpora:
     def begin(
         self, corpus: str, version: int, tenant: str | None = None, tokens: int = 0
     ) -> dict[str, Any]:
-        """A version is going to be loaded; one that was begun and never flipped is given up.
+        """Begin to load a version; discard one that was begun and never flipped.
 
         Args:
-            tenant: whose it is; None for all.
-            tokens: how many are expected; room for them is made at once.
+            corpus: name of the corpus.
+            version: the new version.
+            tenant: the tenant that it is for; None for all tenants.
+            tokens: expected number of tokens; room for them is made at once.
 
         Raises:
-            ValueError: it is for all and that is not allowed, or not newer than what is there.
+            ValueError: corpora for all tenants are not allowed, or the version is not newer than
+                the latest one.
         """
         key = corpus_key(tenant)
         if not self.memory.may_hold(key, Source.OPERATOR):
@@ -102,10 +107,11 @@ class Corpora:
         tenant: str | None = None,
         ttl_s: float | None = None,
     ) -> dict[str, Any]:
-        """Put in as many of these documents as the time allows, at least one.
+        """Insert as many of these documents as `CALL_S` allows, at least one.
 
         Returns:
-            `taken`, how many; the caller sends the others again. `tokens`, how many were kept.
+            `taken`, the number of documents; the caller sends the others again. `tokens`, the
+            number of tokens that were kept.
 
         Raises:
             ValueError: this version was not begun.
@@ -130,11 +136,14 @@ class Corpora:
         """Put a loaded version in force.
 
         Args:
-            tokens: how many were loaded; with fewer left of them the version is given up.
-            tell: whether this replica shares it with those that start later.
+            corpus: name of the corpus.
+            version: the version.
+            tokens: number of tokens that were loaded; if fewer are left, the version is discarded.
+            tenant: the tenant that it is for; None for all tenants.
+            tell: whether this replica shares it with replicas that start later.
 
         Raises:
-            ValueError: this version was not begun, or is not whole.
+            ValueError: this version was not begun, or is not complete.
         """
         number = self._check_loading(corpus, version, tenant)
         rows = self._rows(number, version)
@@ -151,10 +160,12 @@ class Corpora:
         return {"tokens": held}
 
     def drop(self, corpus: str, version: int, tenant: str | None = None) -> dict[str, Any]:
-        """Draft from a corpus no more, whichever version; its room is free for others from now on.
+        """Stop drafting from all versions of a corpus, and free its room.
 
         Args:
-            version: above all that were loaded.
+            corpus: name of the corpus.
+            version: a version above all loaded ones.
+            tenant: the tenant that it is for; None for all tenants.
         """
         key = corpus_key(tenant)
         number = self.memory.corpora.find((key.scope, key.tenant, corpus))
@@ -183,7 +194,7 @@ class Corpora:
         return np.flatnonzero(mine if version is None else mine & (headers["version"] == version))
 
     def _forget(self, rows: NDArray[np.intp]) -> None:
-        """Void segments: they count as expired."""
+        """Mark segments as expired."""
         self.memory.pool.headers["expires_s"][rows] = 0.0
 
     def _described(self, number: int, rows: NDArray[np.intp]) -> dict[str, Any]:

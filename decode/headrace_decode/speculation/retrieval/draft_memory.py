@@ -1,12 +1,12 @@
-"""The drafting memory of one replica: open requests, what was kept of past ones, operator corpora.
+"""The drafting memory of one replica: open requests, answers of past ones, and operator corpora.
 
-Who may be drafted for whom is decided by where a text lies: a request is looked up in its own
-partition, in its tenant's and in the public one, and there is no way from one tenant's partition to
-another's. The public one holds only what the operator loaded for everybody and, if that is switched
-on, what several tenants were answered alike (`anonymity`).
+The partition of a text decides for which requests it may be drafted. A request is looked up in its
+own partition, in its tenant's and in the public one, and never in another tenant's. The public one
+holds only corpora that the operator loaded for all tenants and, if that is switched on, text that
+the answers of several tenants have in common (`anonymity`).
 
-What tenants do share: the capacity (`pool` says who gives way), and what `acceptance` learns, which
-is a few hundred numbers and no text.
+Tenants share the capacity (`pool` decides which partition shrinks) and the parameters that
+`acceptance` learns, which are a few hundred numbers and no text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ OWN_TEXT = frozenset({Source.PROMPT, Source.OUTPUT})
 
 @dataclass(frozen=True)
 class Key:
-    """A kept partition: `tenant`'s, or with scope PUBLIC and tenant "" the public one."""
+    """The key of a kept partition: that of `tenant`, or with scope PUBLIC and tenant "" the public
+    one."""
 
     scope: str
     tenant: str
@@ -63,37 +64,37 @@ PUBLIC_KEY = Key(PUBLIC, "")
 
 
 def tenant_key(tenant: str) -> Key:
-    """The partition of one tenant; "" is a tenant as any other."""
+    """Return the key of one tenant's partition; "" is a tenant like any other."""
     return Key("tenant", tenant)
 
 
 def corpus_key(tenant: str | None) -> Key:
-    """Where a corpus for one tenant, or with None for all, lies."""
+    """Return the key of the partition for corpora of one tenant, or of all tenants with None."""
     return PUBLIC_KEY if tenant is None else tenant_key(tenant)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a memory may take and use.
+    """The limits and settings of a memory.
 
     Attributes:
-        capacity_bytes: for tokens, indexes and headers of everything, open requests included.
-        model, tokenizer: digests, empty where all that is kept is of one kind. A segment is drafted
-            only for the tokenizer that it was written with, and a response only for the model that
-            gave it.
-        response_ttl_s: how long an answer is kept at most.
-        run_tokens: how many of its own last tokens a request is searched for.
-        lead_tokens: how many tokens of its prompt an answer is kept with, so that its beginning
+        capacity_bytes: capacity for all tokens, indexes and headers, including open requests.
+        model, tokenizer: digests; empty if all text is of one model and tokenizer. A segment is
+            drafted only for the tokenizer that it was written with, and a response only for the
+            model that gave it.
+        response_ttl_s: maximum time for which an answer is kept.
+        run_tokens: number of a request's own last tokens that are searched.
+        lead_tokens: number of prompt tokens that are kept before an answer, so that its beginning
             can be found.
-        floor: least survival that is drafted.
-        failures, learns: whether refusals are remembered, and chances learned.
-        sources: which texts are drafted from.
-        for_all: whose texts may lie in the public partition: operator corpora, and of answers what
-            several tenants have in common.
-        shared_k: a window of tokens that so many tenants' answers contain is put there; None:
-            nothing of answers is. Needs RESPONSE in `for_all`.
-        replica: marks this replica's segments among those of others; random if 0, whatever seed
-            the engine gave NumPy.
+        floor: minimum survival of a drafted token.
+        failures, learns: whether refusals are remembered, and acceptance is learned.
+        sources: the sources that are drafted from.
+        for_all: the sources whose texts may be in the public partition: operator corpora, and text
+            that the answers of several tenants have in common.
+        shared_k: number of tenants whose answers must contain a window of tokens before it is put
+            into the public partition; None: no text of answers is. Needs RESPONSE in `for_all`.
+        replica: id of this replica in its segments; random if 0, regardless of the engine's seed
+            for NumPy.
     """
 
     capacity_bytes: int = 256 << 20
@@ -112,14 +113,14 @@ class Settings:
 
 
 class Interner:
-    """Small numbers for names, for tables that hold numbers only; 0 stands for none."""
+    """Small numbers for names, for tables that hold only numbers; 0 is for no name."""
 
     def __init__(self) -> None:
         self.names: list[Hashable] = [None]
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, name: Hashable) -> int:
-        """The name's number, new if need be; 0 when all 65535 are taken."""
+        """Return the name's number, a new one for a new name; 0 when all 65535 are taken."""
         number = self._numbers.get(name)
         if number is None:
             if len(self.names) == 2**16:
@@ -129,14 +130,15 @@ class Interner:
         return number
 
     def find(self, name: Hashable) -> int:
-        """The name's number, or 0."""
+        """Return the name's number, or 0."""
         return self._numbers.get(name, 0)
 
 
 class Memory:
-    """See the module's head; `draft.Drafter` has what the drafting methods mean.
+    """The drafting memory of one replica.
 
-    All methods may be called from any thread; each holds one lock for as long as it runs.
+    All methods may be called from any thread; those that read or change the memory's content hold
+    one lock.
     """
 
     def __init__(
@@ -151,9 +153,11 @@ class Memory:
         self.clock = clock
         self.lock = threading.RLock()
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
-        """Called with each segment of no corpus that this replica put in, under the lock."""
+        """Function called under the lock with each segment that this replica inserted, except
+        segments of corpora."""
         self.flipped: Callable[[Key, str, int], None] = lambda key, name, version: None
-        """Called with each version of a corpus that this replica shares, when it takes over."""
+        """Function called with each version of a corpus that this replica shares, when the version
+        takes over."""
         self._uids = 0
         self._model = self.digest_number(settings.model)
         self._tokenizer = self.digest_number(settings.tokenizer)
@@ -198,14 +202,20 @@ class Memory:
     def extend_many(
         self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
     ) -> None:
-        """Append accepted tokens: `tokens` of all rows in a line, `counts` [n] of each."""
+        """Append accepted tokens.
+
+        Args:
+            handles: the requests.
+            tokens: the tokens of all requests, one after the other.
+            counts: [n], number of tokens of each request.
+        """
         rows, sizes = np.asarray(handles, np.int64), np.asarray(counts, np.int64)
         with self.lock:
             self._grow(rows, sizes)
             extend_rows(self.pool.store, self._requests, rows, np.asarray(tokens, np.int32), sizes)
 
     def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
-        """At most `max_tokens` tokens for each request, in the order of `handles`."""
+        """Draft at most `max_tokens` tokens for each request, in the order of `handles`."""
         asked = np.asarray(handles, np.int64)
         most = np.empty(len(asked), np.int64)
         most[:] = max_tokens
@@ -226,8 +236,13 @@ class Memory:
     def feedback_many(
         self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
     ) -> None:
-        """The engine verified the first `offered_k` tokens of each draft and accepted `accepted_k`
-        of those."""
+        """Learn from the tests of drafts.
+
+        Args:
+            batch: the drafts.
+            offered_k: number of tokens of each draft that were tested, from the first on.
+            accepted_k: number of accepted tokens among them.
+        """
         with self.lock:
             verified = feedback_rows(
                 self.pool.store,
@@ -276,7 +291,7 @@ class Memory:
                     self.insert(PUBLIC_KEY, window, info)
 
     def insert(self, key: Key, tokens: NDArray[np.int32], info: SegmentInfo) -> int:
-        """Keep a sequence, in several segments if it is long; how many of its tokens were kept."""
+        """Keep a sequence, in several segments if it is long; return the number of kept tokens."""
         kept = 0
         with self.lock:
             for start in range(0, len(tokens), LONGEST_SEGMENT_TOKENS):
@@ -304,15 +319,23 @@ class Memory:
         tenant: str | None = None,
         ttl_s: float = float("inf"),
     ) -> int:
-        """Keep documents of a version of an operator's corpus, for one tenant or, with None, for
-        all. They are drafted once `flip` has put that version in force.
+        """Keep documents of a version of an operator's corpus.
+
+        The documents are drafted from after `flip` has put that version in force.
+
+        Args:
+            name: name of the corpus.
+            version: the version.
+            sequences: the documents.
+            tenant: the tenant that they are for; None for all tenants.
+            ttl_s: seconds until they expire.
 
         Returns:
-            How many tokens were kept.
+            The number of tokens that were kept.
 
         Raises:
-            ValueError: a version below 1, more than 65535 corpora, or for all where
-                `Settings.for_all` has no corpora.
+            ValueError: the version is not from 1 to 2^32 - 1, there are more than 65535 corpora, or
+                `Settings.for_all` does not allow corpora for all tenants.
         """
         if not 1 <= version < 2**32:
             raise ValueError(f"corpus {name!r} has version {version}; versions count from 1")
@@ -334,8 +357,14 @@ class Memory:
     def flip(
         self, name: str, version: int, *, tenant: str | None = None, tell: bool = True
     ) -> None:
-        """Put a corpus's version in force; at once no other is drafted. 0: none is. With `tell`,
-        it is shared with other replicas."""
+        """Put a corpus's version in force; from now on, no other version is drafted from.
+
+        Args:
+            name: name of the corpus.
+            version: the version; 0 for none.
+            tenant: the tenant that it is for; None for all tenants.
+            tell: whether the version is shared with other replicas.
+        """
         key = corpus_key(tenant)
         with self.lock:
             self.pool.versions[self.corpus_number(key, name)] = version
@@ -343,11 +372,11 @@ class Memory:
                 self.flipped(key, name, version)
 
     def may_hold(self, key: Key, source: int) -> bool:
-        """Whether texts of this source may lie in a partition."""
+        """Return whether a partition may hold texts of this source."""
         return key != PUBLIC_KEY or source in self.settings.for_all
 
     def stats(self) -> dict[str, float]:
-        """Sizes now, and segments evicted since the start."""
+        """Return the present sizes, and the number of segments evicted since the start."""
         with self.lock:
             keys = dict(self.pool.kept())
             held = sum(
@@ -365,7 +394,7 @@ class Memory:
             }
 
     def _unlink(self, kept: int) -> None:
-        """No open request reads this partition any more."""
+        """Remove this partition from all open requests."""
         self._requests[self._requests[:, TENANT] == kept, TENANT] = NONE
 
     def _row(self, handle: int) -> int | None:
@@ -380,7 +409,7 @@ class Memory:
         self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
 
     def _grow(self, handles: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Let the own partitions of these requests have room for so many more tokens."""
+        """Enlarge the requests' own partitions for so many more tokens."""
         rows = handles & ROW_MASK
         rows = np.where(rows < len(self._requests), rows, 0)
         own = self._requests[rows, OWN]
@@ -393,7 +422,10 @@ class Memory:
                 self.pool.widen(int(own[index]), min(room, self.settings.run_tokens))
 
     def _answer(self, own: int, prompt_end: int) -> tuple[NDArray[np.int32], int] | None:
-        """What is kept of a request, and how many tokens of its prompt that begins with."""
+        """Return the tokens to keep of a request, and the number of prompt tokens at their start.
+
+        Return None if the answer has fewer than 2 tokens.
+        """
         part = self.pool.parts[own]
         if part["head"] - prompt_end < 2:
             return None
@@ -401,14 +433,14 @@ class Memory:
         return self.pool.run_tokens(own, start), max(prompt_end - start, 0)
 
     def digest_number(self, digest: bytes) -> int:
-        """A digest's number; 0, which fits every request, for the empty one."""
+        """Return a digest's number; 0 for the empty digest."""
         return self.digests.number(digest) if digest else 0
 
     def corpus_number(self, key: Key, name: str) -> int:
-        """A corpus's number.
+        """Return a corpus's number.
 
         Raises:
-            ValueError: there are 65535 others.
+            ValueError: there are 65535 other corpora.
         """
         number = self.corpora.number((key.scope, key.tenant, name))
         if number == 0:
@@ -420,7 +452,7 @@ class Memory:
         return _uid(self.replica.to_bytes(8, "little"), self._uids.to_bytes(8, "little"))
 
     def _content_uid(self, key: Key, info: SegmentInfo, tokens: NDArray[np.int32]) -> int:
-        """The same on every replica that puts in the same text."""
+        """Return the id of a segment that is the same on every replica that inserts its text."""
         names = (key, self.corpora.names[info.corpus], info.version, self.settings.model)
         return _uid(repr(names).encode(), tokens.astype("<i4").tobytes())
 

@@ -1,13 +1,13 @@
-"""Who has which part of the arena: partitions that grow while there is room, and shrink for others.
+"""Divides the arena among partitions, which grow while there is room and shrink for others.
 
 A partition grows by half when a segment does not fit. If the arena has no room for that, the
-largest kept partition is halved, as long as it is larger than the one that wants to grow would be;
-otherwise the one that wants to grow makes do with what it has and gives up its own oldest. So
-whoever stores little is never displaced by whoever stores much.
+largest kept partition is halved, as long as it is larger than the growing one would be. Otherwise
+the partition keeps its size and evicts its own oldest segments. A tenant that stores little is
+therefore never displaced by one that stores much.
 
-Partitions are a cache. Those of the least size are the crowd: once they take more than the largest
-partition does, the one of them that was used longest ago is dropped for a new one. So tenants that
-come only once displace each other.
+Partitions are a cache. The partitions of the smallest size are the crowd: once they take more than
+the largest partition does, the least recently used one of them is dropped for a new one. Tenants
+with a single request therefore displace each other.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from headrace_decode.speculation.retrieval.segments import (
 
 SMALLEST_TOKENS = 512
 LONGEST_SEGMENT_TOKENS = 8192
-"""A longer sequence becomes several segments."""
+"""Length above which a sequence becomes several segments."""
 RESERVE_SHARE = 8
-"""Kept partitions leave the arena's length over this to open requests."""
+"""Divisor of the arena's length that gives the words reserved for open requests."""
 BYTES_PER_HEADER = 2048
-"""One header for so many bytes of capacity: short answers take about as much of the arena."""
+"""Capacity in bytes for each header: short answers take about as much of the arena."""
 _OFFSETS = ("tokens", "links", "granules", "heads", "failures")
 
 
 class CapacityError(ValueError):
-    """A capacity in which no memory can be laid out."""
+    """Error: the capacity is too small for a memory."""
 
 
 class Arena:
-    """Which words of the one int32 array belong to whom: best fit, freed neighbours joined.
+    """Allocator of the words of one int32 array: best fit, freed neighbours are joined.
 
-    The array is the memory's whole capacity, so that keeping within it is not a matter of counting.
-    Physical pages are touched only where something is written.
+    The array is the memory's whole capacity, so the capacity cannot be exceeded. Physical pages are
+    used only where data is written.
     """
 
     def __init__(self, words: int) -> None:
@@ -58,7 +58,7 @@ class Arena:
         self._free = [(0, words)]  # (offset, length), by offset, no two of them adjacent
 
     def longest_around(self, offset: int, words: int) -> int:
-        """Length of the longest free run that there would be if this one were given back."""
+        """Return the length of the longest free run if this run were given back."""
         start, end = offset, offset + words
         for run, length in self._free:
             if run + length == offset:
@@ -68,7 +68,10 @@ class Arena:
         return max([end - start, *(length for _, length in self._free)])
 
     def take(self, words: int) -> int | None:
-        """Offset of a run, its content arbitrary; None if no free run is that long."""
+        """Allocate a run, whose content is arbitrary.
+
+        Return its offset; None if no free run is that long.
+        """
         fitting = [(length, offset) for offset, length in self._free if length >= words]
         if not fitting:
             return None
@@ -79,7 +82,7 @@ class Arena:
         return offset
 
     def give(self, offset: int, words: int) -> None:
-        """Free a run that was taken, whole."""
+        """Free a whole run that was taken."""
         self.free_words += words
         at = bisect_left(self._free, (offset, 0))
         first, last = at, at
@@ -93,8 +96,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """What `Pool.insert` writes to a segment's header. Times are of time.time(); the rest is
-    interned."""
+    """The fields that `Pool.insert` writes to a segment's header.
+
+    Times are of time.time(); names and digests are interned.
+    """
 
     source: int
     created_s: float
@@ -115,13 +120,16 @@ class Pool:
         parts: PART [rows]; replaced when it grows.
         headers: HEADER [rows]; row 0 stays unused.
         versions: u4 [65536]: each corpus's version in force.
-        evicted_segments: since the start.
+        evicted_segments: number of segments evicted since the start.
     """
 
     def __init__(
         self, capacity_bytes: int, dropped: Callable[[int], None] = lambda row: None
     ) -> None:
-        """`dropped` is called with the row of each kept partition just before it is dropped."""
+        """Args:
+        capacity_bytes: the memory's capacity.
+        dropped: called with the row of each kept partition just before it is dropped.
+        """
         rows = max(capacity_bytes // BYTES_PER_HEADER, 16)
         words = (capacity_bytes - rows * (HEADER.itemsize + 4)) // 4
         if words < 2 * _LEAST_WORDS:
@@ -141,12 +149,12 @@ class Pool:
         self._free_headers[: rows - 1] = np.arange(rows - 1, 0, -1)
         self._free_headers[-1] = rows - 1
         self._free_parts = list(range(63, -1, -1))
-        self._kept: dict[Hashable, int] = {}  # the one used longest ago first
+        self._kept: dict[Hashable, int] = {}  # least recently used first
         self._dropped = dropped
 
     @property
     def store(self) -> Store:
-        """What compiled functions read, as it is now."""
+        """The memory's present arrays, for compiled functions."""
         return Store(self.arena.words, self.parts, self.headers, self.versions)
 
     @property
@@ -157,16 +165,18 @@ class Pool:
         return 4 * arena + headers * HEADER.itemsize
 
     def find(self, key: Hashable) -> int | None:
-        """Row of a kept partition."""
+        """Return the row of a kept partition, or None."""
         return self._kept.get(key)
 
     def kept(self) -> Iterator[tuple[Hashable, int]]:
-        """All kept partitions with their rows."""
+        """Iterate over all kept partitions with their rows."""
         return iter(list(self._kept.items()))
 
     def keep(self, key: Hashable) -> int | None:
-        """Row of the kept partition of this key, new if need be; it is the last to be dropped now.
-        None if there is no room."""
+        """Return the row of this key's kept partition, which is made if there is none.
+
+        The partition becomes the most recently used. Return None if there is no room.
+        """
         row = self._kept.pop(key, None)
         if row is None:
             spare = len(self.arena.words) // RESERVE_SHARE
@@ -178,12 +188,12 @@ class Pool:
         return row
 
     def use(self, key: Hashable) -> None:
-        """Have a kept partition, if there is one, dropped after all that were used before."""
+        """Make this key's kept partition, if there is one, the most recently used."""
         if key in self._kept:
             self._kept[key] = self._kept.pop(key)
 
     def open_run(self, tokens: int) -> int | None:
-        """Row of a new partition without segments, for a request; None if there is no room."""
+        """Make a partition without segments for a request; return its row, or None without room."""
         return self._add(_rounded(tokens), kept=False, now_s=0.0)
 
     def close_run(self, row: int) -> None:
@@ -193,7 +203,7 @@ class Pool:
         self._free_parts.append(row)
 
     def drop(self, key: Hashable) -> bool:
-        """Forget a kept partition with all that is in it; whether there was one."""
+        """Remove a kept partition with its content; return whether there was one."""
         row = self._kept.pop(key, None)
         if row is None:
             return False
@@ -204,7 +214,7 @@ class Pool:
         return True
 
     def segments(self, row: int) -> list[int]:
-        """Header rows of a kept partition's segments, oldest first, dead ones included."""
+        """Return the header rows of a kept partition's segments, oldest first, with dead ones."""
         part, found = self.parts[row], []
         position = int(part["tail"])
         while position < part["head"]:
@@ -215,19 +225,19 @@ class Pool:
         return found
 
     def tokens_of(self, header: int) -> NDArray[np.int32]:
-        """A segment's tokens, int32 [n], copied."""
+        """Return a copy of a segment's tokens, int32 [n]."""
         part = self.parts[self.headers[header]["partition"]]
         start, count = self.headers[header]["start"], self.headers[header]["tokens"]
         at = (start - part["lap"] + np.arange(count)) % part["capacity"]
         return self.arena.words[part["tokens"] + at]
 
     def widen(self, row: int, tokens: int, now_s: float = 0.0) -> None:
-        """Let a partition hold so many tokens, if the arena has room."""
+        """Enlarge a partition to hold so many tokens, if the arena has room."""
         if tokens > self.parts[row]["capacity"]:
             self._resize(row, _rounded(tokens), now_s)
 
     def run_tokens(self, row: int, start: int) -> NDArray[np.int32]:
-        """A request's tokens from a position that it still holds, int32 [n], copied."""
+        """Return a copy of a request's tokens, int32 [n], from a position that it still holds."""
         part = self.parts[row]
         at = (np.arange(start, part["head"]) - part["lap"]) % part["capacity"]
         return self.arena.words[part["tokens"] + at]
@@ -236,7 +246,7 @@ class Pool:
         """Put a segment of 2 to LONGEST_SEGMENT_TOKENS tokens into a kept partition.
 
         Returns:
-            Its header row; None if there is no room for such a partition at all.
+            Its header row; None if there is no room.
         """
         row = self.keep(key)
         if row is None:
@@ -270,8 +280,11 @@ class Pool:
             self._resize(row, _rounded(max(int(part["capacity"]) * 3 // 2, held + need)), now_s)
 
     def _take_header(self, row: int) -> int | None:
-        """A free header row, if need be that of the partition's own oldest segment, or while it has
-        none that of the largest partition's."""
+        """Take a free header row; return None if there is none.
+
+        If all are taken, the partition's own oldest segment is evicted, or that of the largest
+        partition if the partition has no segment.
+        """
         if self._free_headers[-1] == 0:
             if self.parts[row]["head"] == self.parts[row]["tail"]:
                 held = self.parts["head"] - self.parts["tail"]
@@ -302,7 +315,7 @@ class Pool:
         return row
 
     def _laid_out(self, offset: int, tokens: int, *, kept: bool) -> Any:
-        """A row for an empty ring at this offset, its tables cleared."""
+        """Return a row for an empty ring at this offset, and clear its tables."""
         part = np.zeros((), PART)
         bits, failure_bits = _table_bits(tokens)
         failure_bits = failure_bits if kept else NONE
@@ -318,8 +331,11 @@ class Pool:
         return part
 
     def _give_way(self, words: int, now_s: float) -> bool:
-        """Drop the partition of the crowd that was used longest ago, or halve the largest one if
-        that takes more than the crowd does; whether there was such a one."""
+        """Drop the least recently used partition of the crowd to make room.
+
+        If the largest partition takes more than the crowd does, halve that one instead. Return
+        whether there was such a partition.
+        """
         sizes = self._sizes(NONE)
         crowd = sizes < 2 * _LEAST_WORDS
         if sizes[crowd].sum() < sizes.max():
@@ -331,15 +347,18 @@ class Pool:
         return self.drop(oldest)
 
     def _sizes(self, asking: int) -> NDArray[np.int64]:
-        """Words of each kept partition but the one that asks, 0 for all other rows."""
+        """Return the words of each kept partition except `asking`, and 0 for all other rows."""
         sizes = np.where(self.parts["failure_bits"] != NONE, self.parts["words"], 0)
         if asking != NONE:
             sizes[asking] = 0
         return sizes
 
     def _resize(self, row: int, tokens: int, now_s: float) -> None:
-        """Let a partition hold more tokens, if the arena grants at least an eighth more. Larger
-        kept ones are halved for it; a kept one leaves the reserve to open requests."""
+        """Enlarge a partition if the arena has room for more than an eighth more tokens.
+
+        Larger kept partitions are halved for it. A kept partition leaves the reserve to open
+        requests.
+        """
         part, words = self.parts[row], _words_of(tokens, kept=True)
         own, kept = int(part["words"]), part["failure_bits"] != NONE
         spare = len(self.arena.words) // RESERVE_SHARE if kept else 0
@@ -353,8 +372,10 @@ class Pool:
             self._relay(row, tokens, now_s)
 
     def _halve_largest(self, asking: int, words: int, now_s: float) -> bool:
-        """Halve the largest kept partition but the one that asks, if it is larger than what is
-        asked for; whether there was such a one."""
+        """Halve the largest kept partition except `asking`, if it has more than `words` words.
+
+        Return whether one was halved.
+        """
         sizes = self._sizes(asking)
         largest = int(sizes.argmax())
         if sizes[largest] <= words:
@@ -366,7 +387,10 @@ class Pool:
         return True
 
     def _relay(self, row: int, tokens: int, now_s: float) -> None:
-        """Lay a partition out anew, its content meanwhile aside; there must be room."""
+        """Move a partition into a new run for `tokens` tokens; there must be room.
+
+        Its content is copied out in the meantime.
+        """
         old = self.parts[row].copy()
         offset, kept = int(old["tokens"]), bool(old["failure_bits"] != NONE)
         aside = self.arena.words[offset : offset + old["words"]].copy()
@@ -401,20 +425,23 @@ def _rounded(tokens: int) -> int:
 
 
 def _words_of(tokens: int, *, kept: bool) -> int:
-    """Arena words of a ring of so many tokens with its indexes."""
+    """Return the arena words of a ring of so many tokens with its indexes."""
     bits, failure_bits = _table_bits(tokens)
     words = tokens * (1 + LENGTHS) + (LENGTHS << bits)
     return words + (tokens // GRANULE + (2 << failure_bits) if kept else 0)
 
 
 def _table_bits(tokens: int) -> tuple[int, int]:
-    """Binary logarithms of the buckets of an anchor length, and of the entries of the failure
-    memory, of a ring of so many tokens: one for 2 to 4 tokens, and for 16 to 32."""
+    """Return the sizes of a ring's tables, as binary logarithms.
+
+    The first is the number of buckets of an anchor length, one for 2 to 4 tokens of the ring. The
+    second is the number of entries of the failure memory, one for 16 to 32 tokens.
+    """
     return tokens.bit_length() - 2, max(tokens.bit_length() - 5, 4)
 
 
 def _fitting(words: int) -> int:
-    """Most tokens that a kept ring in so many arena words holds."""
+    """Return the maximum number of tokens that a kept ring in so many arena words holds."""
     low, high = SMALLEST_TOKENS // 64, max(words // (1 + LENGTHS) // 64, SMALLEST_TOKENS // 64)
     while low < high:
         middle = (low + high + 1) // 2

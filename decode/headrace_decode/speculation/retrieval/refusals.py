@@ -1,13 +1,13 @@
-"""Which continuations were refused, and how often lately: no draft should fail the same way twice.
+"""Counts recent refusals of continuations, so that no draft fails in the same way twice.
 
-A partition's table is direct mapped: by the hash of the last KEY_TOKENS tokens and of the token
-drafted behind them it holds a tag and two counts, how often that was refused and how often accepted
-after all. Both are worth half as much for each HALF_LIFE_S that has passed since they last changed,
-and an entry worth little gives way to another. Two continuations with one slot and tag look alike
-(1 in 2^31 of those in a slot); that costs a draft, never an answer.
+A partition's table is direct mapped. Under the hash of the last KEY_TOKENS tokens and of the token
+drafted after them it has a tag and two counts: how often the token was refused, and how often it
+was accepted. Both counts are halved for each HALF_LIFE_S since they last changed, and an entry with
+low counts is replaced by another. Two continuations with the same slot and tag are confused (1 in
+2^31 of those in a slot); that costs a draft, never an answer.
 
 The counts are evidence, not a verdict: `retrieve` weighs a token's votes by (1 + accepted) /
-(1 + refused), and the calibration learns, in cells of their own, how often such tokens are right.
+(1 + refused), and `acceptance` learns with separate weights how often such tokens are right.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ _EPOCHS = 1 << 22
 
 @jit
 def epoch_of(now_s: float) -> int:
-    """Half-lives since the clock's zero."""
+    """Return the number of half-lives since the clock's zero."""
     return int(now_s / HALF_LIFE_S) % _EPOCHS
 
 
 @jit
 def key_of(recent: Any, token: int) -> int:
-    """Hash of `recent` [KEY_TOKENS], the tokens before it, newest first, and a token."""
+    """Return the hash of a token and of the tokens before it, `recent` [KEY_TOKENS], newest first.
+
+    The result is the key of `evidence` and `witness`.
+    """
     state = add_token(0, token)
     for back in range(KEY_TOKENS):
         state = add_token(state, recent[back])
@@ -40,7 +43,7 @@ def key_of(recent: Any, token: int) -> int:
 
 @jit
 def evidence(words: Any, part: Any, key: int, epoch: int) -> tuple[int, int]:
-    """How often the continuation of this key was refused and accepted, as far as it counts now."""
+    """Return the present counts of refusals and acceptances of this key's continuation."""
     at = _slot(part, key)
     if words[at] != _tag(key):
         return 0, 0
@@ -49,8 +52,11 @@ def evidence(words: Any, part: Any, key: int, epoch: int) -> tuple[int, int]:
 
 @jit
 def witness(words: Any, part: Any, key: int, accepted: bool, epoch: int) -> None:
-    """Count one more outcome under this key. A slot that another holds is worth half as much
-    afterwards, and taken once it is worth next to nothing."""
+    """Count one more outcome under this key.
+
+    If another key has the slot, its counts are halved; it is replaced once they are at most 1 in
+    all.
+    """
     at = _slot(part, key)
     refusals, successes = _worth(words[at + 1], epoch)
     if words[at] != _tag(key) and refusals + successes > 1:

@@ -1,17 +1,18 @@
-"""What to draft behind a context: where it may go on (`find`), and along which way (`walk`).
+"""Drafts the continuation of a context: finds candidates (`find`), and lets them vote (`walk`).
 
-Coarse stage, by partition: from the longest anchor to the shortest, walk the chain of the k-gram in
-which the context ends, newest first. Compare tokens, since a hash proves nothing; that extends the
-match backwards. Drop what is expired, of a superseded version or for another model. Stop as soon as
-an anchor has given anything, or a few have survived. The work is bounded by constants, not by what
-the partition holds.
+Coarse stage, for each partition: from the longest anchor to the shortest, walk the chain of the
+k-gram in which the context ends, newest first. Compare tokens, since a hash proves nothing; that
+extends the match backwards. Drop segments that are expired, of a superseded version or for another
+model. Stop after the first anchor with survivors, or once enough have survived. The work is bounded
+by constants, and not by the content of the partition.
 
 Fine stage: the continuations of the few survivors share prefixes, so they form a trie, which is
 never built. At each depth the candidates that agreed so far vote on the next token. A candidate's
-vote weighs what the odds of a lone candidate of its source and match length are
-(`acceptance.Acceptance.votes`). A token's votes count by what is known of it at this place
-(`refusals`), times (1 + accepted) / (1 + refused). The heaviest token is drafted, with its chance
-(`acceptance`). The draft ends when no candidate goes on or survival falls below a floor.
+vote has the odds of a lone candidate of its source and match length as its weight
+(`acceptance.Learned.votes`). A token's votes are multiplied by (1 + accepted) / (1 + refused), by
+its counts at this place (`refusals`). The token with the greatest weight is drafted, with its
+probability (`acceptance`). The draft ends when no candidate continues, or survival falls below a
+floor.
 """
 
 from __future__ import annotations
@@ -42,20 +43,21 @@ from headrace_decode.speculation.retrieval.segments import (
 )
 
 SURVIVORS = 8
-"""Per partition."""
+"""Maximum number of survivors in a partition."""
 ENOUGH = (8, 8, 4, 3)
-"""Survivors that suffice, by anchor length: places that share more with the context agree more."""
+"""Number of survivors that suffice, by anchor length: places that share more with the context agree
+more."""
 HOPS = 2
-"""Chain links followed per survivor that is wanted."""
+"""Number of chain links followed for each wanted survivor."""
 CANDIDATES = 3 * SURVIVORS
-"""Of the request's own partition, its tenant's and the public one together."""
+"""Maximum number of candidates in the request's own, its tenant's and the public partition."""
 
 # Columns of a candidate, int64 [CANDIDATES, COLUMNS].
 POSITION, PARTITION, MATCH, SOURCE, ROW, COLUMNS = range(6)
 
 # Columns of the request table, int64 [requests, REQUEST_COLUMNS].
 (
-    HANDLE,  # the handle that is good now; 0 while the row is free
+    HANDLE,  # the valid handle; 0 while the row is free
     OWN,  # its own partition
     TENANT,  # its tenant's partition, or NONE
     MODEL,
@@ -70,15 +72,17 @@ _LAST_POSITION = len(POSITION_BUCKET) - 1
 
 @jit
 def move(found: Any, which: int, to: int) -> None:
-    """Copy a candidate to another row. By hand: assigning slices costs more than all else here."""
+    """Copy a candidate to another row, by columns: assigning slices costs more than all else."""
     for column in range(COLUMNS):
         found[to, column] = found[which, column]
 
 
 @jit
 def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float) -> bool:
-    """Whether a segment may be read for a request of this model and tokenizer: not expired, and of
-    its corpus's version in force."""
+    """Return whether a segment may be read for a request of this model and tokenizer.
+
+    The segment must not be expired, and must be of its corpus's version in force.
+    """
     if header.tokenizer != tokenizer or (header.model != 0 and header.model != model):
         return False
     current = header.corpus == 0 or header.version == versions[header.corpus]
@@ -96,15 +100,22 @@ def find(
     now_s: float,
     found: Any,
 ) -> int:
-    """Survivors in a partition: in the request's own one, whose last tokens are the context
-    itself, or among the segments of its tenant's or of the public one.
+    """Find the survivors in the request's own partition, its tenant's or the public one.
 
-    The request's own partition needs no hash: its last position links to the one before it in each
-    of its chains.
+    In the request's own partition, the last tokens are the context itself. It needs no hash: its
+    last position links to the one before it in each of its chains.
 
     Args:
-        hashes: of the context (`anchors.hash_context`).
+        store: `segments.Store`.
+        partition: row of the partition.
+        context, length: the last tokens of the request, newest first, and their number.
+        hashes: hashes of the context (`anchors.hash_context`).
         request: row of the request table.
+        now_s: time of time.time().
+        found: i8 [survivors, COLUMNS], output.
+
+    Returns:
+        The number of survivors.
     """
     words, part, headers = store.words, store.parts[partition], store.headers
     own = partition == request[OWN]
@@ -143,11 +154,13 @@ def find(
 
 
 class Scratch(NamedTuple):
-    """Arrays that a look-up works in.
+    """The working arrays of a look-up.
 
     Attributes:
-        found: i8 [CANDIDATES, COLUMNS], the candidates. weights: f8 [CANDIDATES], of their votes.
-        upcoming, choices, votes: i8, i8 and f8 [CANDIDATES].
+        found: i8 [CANDIDATES, COLUMNS], the candidates.
+        weights: f8 [CANDIDATES], weights of their votes.
+        upcoming, choices, votes: i8, i8 and f8 [CANDIDATES], next token of each candidate, the
+            distinct next tokens, and their votes.
         recent: i8 [KEY_TOKENS], last tokens of the context, newest first.
         lead: i8 [COLUMNS], output: the candidate that the first token was mostly read from.
     """
@@ -175,13 +188,21 @@ def walk(
     drafts: Any,
     row: int,
 ) -> int:
-    """Draft along the heaviest way; how many tokens.
+    """Draft the tokens with the greatest weight; return their number.
 
     Args:
-        scratch: its first `count` candidates and their weights; order is lost: those that disagree
-            drop out. `recent` is overwritten.
-        failing: partition whose failure memory is asked, or -1 for none.
+        store: `segments.Store`.
+        scratch: working arrays with `count` candidates and their weights. They are overwritten:
+            candidates that disagree are removed. `recent` is overwritten, too.
+        count: number of candidates.
+        known: `acceptance.Learned`.
+        effect: the request's effect (`acceptance`).
+        failing: partition whose failure memory is used, or -1 for none.
+        epoch: present epoch (`refusals.epoch_of`).
+        floor: minimum survival of a drafted token.
+        most: maximum number of tokens.
         drafts: `draft.DraftBatch`; tokens, survival, cells and keys of this `row` are the output.
+        row: row of `drafts`.
     """
     words, parts = store.words, store.parts
     found, weights, recent = scratch.found, scratch.weights, scratch.recent

@@ -1,4 +1,4 @@
-"""A partition's ring: appending segments, and giving up the oldest when it is full."""
+"""A partition's ring: appending segments, and evicting the oldest when it is full."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from headrace_decode.speculation.retrieval.segments import GRANULE, NONE, SEPARA
 
 @jit
 def padded(tokens: int) -> int:
-    """Ring positions that a segment takes, its separator included."""
+    """Return the number of ring positions that a segment takes with its separator."""
     return (tokens // GRANULE + 1) * GRANULE
 
 
 @jit
 def is_over(header: Any, versions: Any, now_s: float) -> bool:
-    """Never to be read again: expired, or of a version that another has superseded. A version
-    above the one in force still waits for its turn."""
+    """Return whether a segment will never be read again: expired, or of a superseded version.
+
+    A version above the one in force is not over, since it is still being loaded.
+    """
     if header.expires_s <= now_s:
         return True
     return header.corpus != 0 and header.version < versions[header.corpus]
@@ -28,7 +30,13 @@ def is_over(header: Any, versions: Any, now_s: float) -> bool:
 
 @jit
 def free_row(headers: Any, free: Any, row: int) -> None:
-    """`free` i4 [rows + 1]: a stack of free rows under its own height, which is the last entry."""
+    """Free a header row.
+
+    Args:
+        headers: HEADER [rows].
+        free: i4 [rows + 1], a stack of free rows; its last entry is the stack's height.
+        row: the row.
+    """
     headers[row].partition = NONE
     free[free[-1]] = row
     free[-1] += 1
@@ -43,7 +51,7 @@ def _advance(part: Any, positions: int) -> None:
 
 @jit
 def append_run(words: Any, part: Any, tokens: Any) -> None:
-    """Append to a ring without segments; the oldest positions fall out."""
+    """Append to a ring without segments; the oldest positions are overwritten."""
     begin = part.head
     for token in tokens:
         words[part.tokens + begin - part.lap] = token
@@ -56,7 +64,7 @@ def append_run(words: Any, part: Any, tokens: Any) -> None:
 
 @jit
 def append_segment(words: Any, part: Any, headers: Any, row: int, run: Any) -> None:
-    """Put a segment in, for which `make_room` has made room."""
+    """Append a segment for which `make_room` has made room."""
     start, tokens = part.head, len(run)
     size = padded(tokens)
     write(words, part, start, run)
@@ -67,13 +75,13 @@ def append_segment(words: Any, part: Any, headers: Any, row: int, run: Any) -> N
         words[part.granules + place(part, position) // GRANULE] = row
     headers[row].start = start
     _advance(part, size)
-    # The last token is no anchor: nothing follows it.
+    # The last token is not an anchor, since no token follows it.
     post(words, part, start, start + tokens - 1, start)
 
 
 @jit
 def evict_oldest(words: Any, part: Any, headers: Any, free: Any) -> None:
-    """Give up the oldest segment, whatever it is worth."""
+    """Evict the oldest segment."""
     row = words[part.granules + place(part, part.tail) // GRANULE]
     part.tail += padded(headers[row].tokens)
     free_row(headers, free, row)
@@ -81,8 +89,10 @@ def evict_oldest(words: Any, part: Any, headers: Any, free: Any) -> None:
 
 @jit
 def make_room(words: Any, part: Any, headers: Any, free: Any, tokens: int) -> int:
-    """Evict until a segment of so many tokens, which an empty ring must hold, fits; how many
-    segments went."""
+    """Evict segments until one of so many tokens fits; return the number of evicted segments.
+
+    An empty ring must be able to hold the segment.
+    """
     evicted = 0
     while part.head + padded(tokens) - part.tail > part.capacity:
         evict_oldest(words, part, headers, free)
@@ -101,11 +111,14 @@ def rebuild(
     versions: Any,
     now_s: float,
 ) -> None:
-    """Move those segments of a ring that are not over, the newest that fit, into an empty one.
+    """Move the newest segments that fit and are not over from a ring into an empty one.
 
     Args:
-        source, old: arena and row of the ring as it is.
+        source, old: arena and row of the present ring.
         words, new: arena and row of the empty ring; it may be smaller.
+        headers, free: the segments' headers and the free rows (`free_row`).
+        versions: each corpus's version in force.
+        now_s: time of time.time().
     """
     while old.head - old.tail > new.capacity:
         evict_oldest(source, old, headers, free)

@@ -1,17 +1,17 @@
-"""What the bytes of the memory are: the columns of a partition, the fields of a segment's header.
+"""The memory's data layout: the columns of a partition, and the fields of a segment's header.
 
-All tokens and indexes lie in one int32 array, the arena, whose length is the memory's capacity. A
-*partition* is a run of it: a ring of tokens with the index over them. Each tenant has one, so has
-the public, and each open request has a small one of its own. No structure is shared between two
-partitions, so that neither the result nor the work of a look-up in one depends on another.
+All tokens and indexes are in one int32 array, the arena, whose length is the memory's capacity. A
+*partition* is a run of it: a ring of tokens with the index over them. There is one for each tenant,
+one public partition, and a small one for each open request. Partitions share no structure, so that
+neither the result nor the work of a look-up in one depends on another.
 
-A *segment* is a sequence that was put in at once: an answer, a document. It starts at a multiple
-of GRANULE tokens and is followed by at least one SEPARATOR, so that comparing backwards or reading
-forwards stops at its ends without looking at its header.
+A *segment* is a sequence that was inserted as a whole: an answer, a document. It starts at a
+multiple of GRANULE tokens and is followed by at least one SEPARATOR, so that comparing backwards or
+reading forwards stops at its ends without reading its header.
 
-*Positions* are logical: they only grow. A ring of C tokens holds the positions [tail, head) with
-head - tail <= C. Whatever an index says about a position below the tail is void, so that nothing
-needs to be taken out of an index when a segment is evicted.
+*Positions* are logical: they only grow. A ring of C tokens has the positions [tail, head) with
+head - tail <= C. Index entries of positions below the tail are invalid, so that no index needs to
+be changed when a segment is evicted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 ANCHORS = (1, 2, 4, 8)
-"""Lengths of the k-grams that are posted, ascending."""
+"""Lengths of the indexed k-grams, ascending."""
 LENGTHS = len(ANCHORS)
 CONTEXT = 32
-"""How many of the last tokens are compared; longer matches count as this long."""
+"""Number of last tokens that are compared; longer matches count as this long."""
 GRANULE = 8
 SEPARATOR = -1
 NONE = -1
@@ -41,15 +41,15 @@ PART = np.dtype(
         ("failures", "i8"),  # offset of int32 [2^failure_bits, 2]
         ("failure_bits", "i8"),  # NONE in a request's own partition, which has no failures
         ("head", "i8"),  # position of the next token
-        ("tail", "i8"),  # oldest position that is there
-        ("lap", "i8"),  # position whose token lies first in the ring
+        ("tail", "i8"),  # oldest position that the ring holds
+        ("lap", "i8"),  # position whose token is the first in the ring's array
         ("words", "i8"),  # length of the whole run in the arena
     ]
 )
 """A row of the partition table."""
 
 MAX_POSITION = 2**31 - 2**26
-"""A ring is numbered anew before its positions leave int32."""
+"""Position before which a ring is numbered again, so that its positions fit into int32."""
 
 HEADER = np.dtype(
     [
@@ -58,12 +58,12 @@ HEADER = np.dtype(
         ("expires_s", "f8"),
         ("start", "i8"),  # position of its first token
         ("tokens", "i4"),
-        ("partition", "i4"),  # says whose it is; NONE while the row is free
+        ("partition", "i4"),  # row of its partition, which has a tenant; NONE while the row is free
         ("accepted", "u4"),  # drafts read from it of which at least one token was accepted
         ("refused", "u4"),  # drafts read from it of which none was
-        ("generation", "u4"),  # one more for each segment that the row has held
+        ("generation", "u4"),  # incremented for each segment that the row holds
         ("version", "u4"),
-        ("corpus", "u2"),  # interned; 0: of no corpus, then the version means nothing
+        ("corpus", "u2"),  # interned; 0: of no corpus, then the version has no meaning
         ("model", "u2"),  # interned digest; 0: text for any model
         ("tokenizer", "u2"),  # interned digest
         ("source", "u1"),  # draft.Source
@@ -75,7 +75,7 @@ HEADER = np.dtype(
 
 
 class Store(NamedTuple):
-    """All bytes of a memory, for compiled functions.
+    """The arrays of a memory, for compiled functions.
 
     Attributes:
         words: int32, the arena.

@@ -1,7 +1,7 @@
 """One engine step over many requests: drafts for all rows, or feedback on all rows, in one call.
 
-Everything here is a compiled loop over rows, so that a step pays Python once, not once a request.
-Handles that are not open are skipped: they draft nothing and count for nothing.
+All functions here are compiled loops over rows, so that a step pays the cost of Python once, and
+not once a request. Handles that are not open are skipped: nothing is drafted or counted for them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _SURVIVORS, _LONGEST = SURVIVORS, ANCHORS[-1]
 
 
 class Look(NamedTuple):
-    """What holds for all rows of a look-up.
+    """The settings of a look-up for all its rows.
 
     Attributes:
         public: row of the public partition, or NONE.
-        allowed: bool [sources], which may be read.
-        failing: whether failure memories are asked.
-        floor: least survival that is drafted.
-        now_s: of time.time().
+        allowed: bool [sources], whether each source may be read.
+        failing: whether failure memories are used.
+        floor: minimum survival of a drafted token.
+        now_s: time of time.time().
     """
 
     public: int
@@ -58,7 +58,7 @@ class Look(NamedTuple):
 
 
 def no_drafts(handles: NDArray[np.int64], width: int) -> DraftBatch:
-    """Empty drafts of these requests, with room for `width` tokens each."""
+    """Return empty drafts of these requests, with room for `width` tokens each."""
     n = len(handles)
     lengths, source, match_tokens = np.zeros((3, n), np.int32)
     return DraftBatch(
@@ -77,7 +77,7 @@ def no_drafts(handles: NDArray[np.int64], width: int) -> DraftBatch:
 
 @jit
 def request_row(requests: Any, handle: int) -> int:
-    """Row of an open request, or -1."""
+    """Return the row of an open request, or -1."""
     row = handle & ROW_MASK
     if handle <= 0 or row >= len(requests) or requests[row, HANDLE] != handle:
         return NONE
@@ -86,7 +86,7 @@ def request_row(requests: Any, handle: int) -> int:
 
 @jit
 def extend_rows(store: Any, requests: Any, handles: Any, tokens: Any, counts: Any) -> None:
-    """Append to each request its tokens; `tokens` of all rows lie one after the other."""
+    """Append its tokens to each request; `tokens` has those of all rows one after the other."""
     start = 0
     for index in range(len(handles)):
         row = request_row(requests, handles[index])
@@ -103,8 +103,13 @@ def draft_rows(
     """Draft at most `most` [n] tokens for each row of `drafts`.
 
     Args:
-        store: `segments.Store`. known: `acceptance.Learned`. drafts: `draft.DraftBatch`.
+        store: `segments.Store`.
+        requests: the request table (`retrieve`).
         effects: f8 [requests, EFFECT].
+        known: `acceptance.Learned`.
+        look: `Look`.
+        most: int [n], maximum number of tokens of each row.
+        drafts: `draft.DraftBatch`, which is filled in.
     """
     context = np.empty(CONTEXT, np.int64)
     anchors, hashes = np.empty(_LONGEST, np.int64), np.empty(LENGTHS, np.int64)
@@ -177,10 +182,10 @@ def feedback_rows(
     offered: Any,
     accepted: Any,
 ) -> int:
-    """Learn from what the engine did with each row's draft; how many rows were verified.
+    """Learn from the engine's verdict on each row's draft; return the number of rows with one.
 
     The accepted tokens and the first refused one go into the failure memory of the request's
-    tenant; those behind it were not tried.
+    tenant; the tokens after it were not tested.
     """
     epoch, verified, headers = epoch_of(now_s), 0, store.headers
     for index in range(len(drafts.handles)):

@@ -1,1 +1,1 @@
-"""How replicas share their drafting memories."""
+"""Sharing of drafting memories between replicas."""

@@ -1,10 +1,11 @@
-"""Carries what a memory learned to the other replicas and theirs to it, over the node's board.
+"""Exchanges the contents of drafting memories between replicas, over the node's board.
 
-A thread beside the engine. No look-up waits for it and it asks nobody while drafts are made; it
-holds the memory's lock for one segment at a time (`exchange`), and never while it talks. Turns move
-TURN_BYTES at most and are spaced so that no more than `bytes_per_s` move; partitions with something
-to send take turns, so that loading a corpus does not hold up anybody's answers. A node that is away
-costs freshness: the thread tries again, and posts what it still has once a node is there.
+The carrier is a thread beside the engine, and no look-up waits for it. It holds the memory's lock
+for one segment at a time (`exchange`), and never while it communicates. A turn moves at most
+TURN_BYTES, and turns are spaced so that at most `bytes_per_s` are moved. Partitions with data to
+send take turns, so that loading a corpus does not delay the answers of other partitions. While no
+node answers, the memories become less fresh: the thread tries again, and posts its unsent data when
+a node is back.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ TURN_BYTES = 128 * 1024
 NOTE_BYTES = 32 * 1024
 IDLE_S = 30.0
 IDLE_LOOKS = 3
-"""Where nothing has moved for so long, the board is read at each third look only."""
+"""Number of turns for one reading of the board, if no data was moved for `IDLE_S`."""
 
 
 class Carrier:
-    """Carries from `start` to `close`, or as long as the process lives. Never raises."""
+    """A thread that exchanges data from `start` to `close` or the process's end. Never raises."""
 
     def __init__(self, exchange: Exchange, settings: CarrierSettings) -> None:
         self.exchange, self.settings = exchange, settings
@@ -59,23 +60,26 @@ class Carrier:
         self._thread = threading.Thread(target=self._run, name="draft-carrier", daemon=True)
 
     def start(self) -> None:
-        """Begin; at once with all that is on the board. Once."""
+        """Start the thread, once. It begins with all notes on the board."""
         if self._state == "not started":
             self._state = "looking"
             self._thread.start()
 
     def close(self) -> None:
-        """Carry no more."""
+        """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
         self._client.close()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able: the node's state; notes posted and absorbed, refused as damaged, failed for
-        another reason; records and bytes in them, and records of another model or tokenizer, which
-        are passed over (`of_others`); segments not posted yet (`untold`) and places on
-        the board not read yet (`behind`); the thread's CPU seconds."""
+        """Return JSON-able statistics.
+
+        These are the node's state; notes posted and absorbed, refused as damaged, and failed for
+        another reason; records and bytes in them, and refused records of another model or tokenizer
+        (`of_others`); entries not posted yet (`untold`) and places on the board not read yet
+        (`behind`); the longest time for which the memory's lock was held; the thread's CPU seconds.
+        """
         counted = ("posted", "posted_bytes", "absorbed", "absorbed_bytes", "records")
         return {
             "state": self._state,
@@ -126,7 +130,7 @@ class Carrier:
             key, data = self._unposted
             note = Note(self._writer, _stream(key), self._notes + 1, data)
             if self._ask(PostNote(self._generation, note)).generation != self._generation:
-                return  # restarted since it was read from: the next turn begins anew
+                return  # the node restarted since the last reading: the next turn starts over
             self._unposted = None
             self._notes += 1
             self._counts["posted"] += 1
@@ -162,6 +166,6 @@ class Carrier:
 
 
 def _stream(key: Key) -> bytes:
-    """A name for a partition that does not reveal the tenant's."""
+    """Return a name for a partition that does not reveal the tenant's name."""
     name = f"{len(key.scope)} {key.scope} {key.tenant}".encode()
     return hashlib.blake2b(name, digest_size=16).digest()

@@ -1,17 +1,17 @@
-"""What a memory sends to other replicas, and takes in from them.
+"""Decides which segments a memory sends to other replicas, and which it takes in from them.
 
-The memory is its own log. A replica sends each segment that it put in itself, once; a queue names
-the header rows that are still to be sent, and a segment that was evicted meanwhile is passed over.
-After a restart of the board all segments of this replica are queued again. Segments have ids that
-are the same everywhere, so taking one in twice changes nothing, and what came from others is not
-sent on. Nothing of another tokenizer is taken in, and no answer of another model: a backup may
-bring them, they would never be drafted, and they would take room.
+The memory is its own log. A replica sends each segment that it inserted itself, once. A queue has
+the header rows that are still to be sent; a segment that was evicted in the meantime is skipped.
+After a restart of the board all segments of this replica are queued again. Segments have the same
+ids on all replicas, so taking one in twice changes nothing. Segments of other replicas are not sent
+on. Text of another tokenizer and answers of another model are refused: a backup may contain them,
+but they would never be drafted and would only take room.
 
-A corpus reaches the replicas that run by itself; one of them sends it whole when its version takes
-over, for those that start later.
+Running replicas receive a corpus directly. One of them also sends the whole corpus when its version
+takes over, for replicas that start later.
 
-The engine's step needs the memory's lock, so it is held for one segment at a time, and whoever
-waits gets it in between.
+The engine's step needs the memory's lock, so the lock is held for one segment at a time, and a
+waiting thread gets it in between.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from headrace_decode.speculation.sharing.record import (
 logger = logging.getLogger("headrace.speculation")
 
 MOST_ENTRIES = 65536
-"""Unsent entries of a partition, and partitions with unsent entries; the oldest are given up."""
+"""Maximum number of unsent entries of a partition, and of partitions with unsent entries; the
+oldest are discarded."""
 BREATH_S = 1e-4
-"""Between two segments: releasing a lock alone does not let a waiting thread run."""
+"""Pause between two segments: releasing a lock alone does not let a waiting thread run."""
 
 Entry = tuple[int, int] | FlippedRecord
-"""A segment's header row and its generation, or what else is sent."""
+"""A segment's header row and its generation, or a record that is sent as it is."""
 
 
 class Exchange:
-    """Between one memory and the batches of all replicas.
+    """The exchange of one memory's segments with the batches of other replicas.
 
     Attributes:
-        longest_hold_s: longest time for which the memory's lock was held here.
-        of_others: records that were refused since they are of another model or tokenizer.
+        longest_hold_s: longest time for which the exchange held the memory's lock.
+        of_others: number of records refused because of another model or tokenizer.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -61,7 +62,7 @@ class Exchange:
         self.longest_hold_s = 0.0
         self.of_others = 0
         self._queue: dict[Key, deque[Entry]] = {}
-        """By partition, the one that has waited longest first."""
+        """Unsent entries of each partition, the partition that has waited longest first."""
         self._in_hand = 0
         self._told_versions: dict[tuple[Key, str], int] = {}
         memory.inserted = self._inserted
@@ -69,14 +70,14 @@ class Exchange:
 
     @property
     def untold(self) -> int:
-        """Entries that wait to be sent, those of the last batch until the next one is asked for."""
+        """Number of unsent entries. Those of the last batch count until the next `tell`."""
         with self.memory.lock:
             return sum(map(len, self._queue.values())) + self._in_hand
 
     def tell(self, most_bytes: int) -> tuple[Key, bytes] | None:
-        """The next batch and its partition, about `most_bytes` at most; None if all is sent.
+        """Return the next batch, about `most_bytes` at most, and its partition.
 
-        Partitions take turns.
+        Partitions take turns. Return None if all entries are sent.
         """
         records: list[SegmentRecord | FlippedRecord] = []
         while not records:
@@ -101,7 +102,7 @@ class Exchange:
         return key, pack(Batch(self.memory.replica, key.scope, key.tenant, records))  # type: ignore[arg-type]
 
     def tell_again(self) -> None:
-        """Queue all that this replica has put in and still has."""
+        """Queue all segments that this replica inserted itself and still has."""
         with self._held():
             self._queue.clear()
             self._in_hand = 0
@@ -123,13 +124,14 @@ class Exchange:
                 self._flipped(key, name, version)
 
     def absorb(self, data: bytes, name: str) -> int:
-        """Take in another replica's batch; how many records were new.
+        """Insert another replica's batch; return the number of new records.
 
         Args:
-            name: what the batch is called in errors.
+            data: the batch.
+            name: name of the batch in errors.
 
         Raises:
-            DamagedError: nothing of it was taken in.
+            DamagedError: the batch is damaged; none of it was inserted.
         """
         batch = unpack(data, name)
         if batch.replica == self.memory.replica:
@@ -170,7 +172,7 @@ class Exchange:
         self._told_versions[key, name] = version
 
     def _record(self, entry: Entry) -> SegmentRecord | FlippedRecord | None:
-        """None for a segment that is gone or will not be read again."""
+        """Return the record of an entry; None if its segment was evicted or is over."""
         if isinstance(entry, FlippedRecord):
             return entry
         memory, (row, generation) = self.memory, entry
@@ -202,9 +204,12 @@ class Exchange:
         return bool(new)
 
     def _put_in(self, key: Key, record: SegmentRecord) -> bool:
-        """Insert a record's segment; False if it is unfit, expired or there already, or there is no
-        room. Unfit is what no memory writes: negative tokens, other sources than corpora and
-        answers, lengths out of bounds."""
+        """Insert a record's segment; return whether it was inserted.
+
+        A segment is not inserted if it is invalid, not allowed here, expired or there already, or
+        if there is no room. Invalid segments are those that no memory writes: with negative tokens,
+        with other sources than corpora and answers, or with lengths out of bounds.
+        """
         memory = self.memory
         count, rest = divmod(len(record.tokens), 4)
         tokens = np.frombuffer(record.tokens, "<i4", count).astype(np.int32)
@@ -235,7 +240,7 @@ class Exchange:
         return memory.pool.insert(key, tokens, info) is not None
 
     def _is_of_ours(self, record: SegmentRecord) -> bool:
-        """Whether a request here could be drafted for from it, as `retrieve.usable` says."""
+        """Return whether a request here could use the record for drafts (`retrieve.usable`)."""
         ours = self.memory.settings
         for what, theirs, own in (
             ("tokenizer", record.tokenizer, ours.tokenizer),

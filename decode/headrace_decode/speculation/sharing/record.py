@@ -1,11 +1,11 @@
-"""What replicas send each other: segments and versions of corpora, in names instead of numbers.
+"""The format of the batches that replicas send each other: segments and versions of corpora.
 
-Interned numbers mean nothing to another process, so tenant, corpus and digests are written out. A
-batch is of one partition:
+Interned numbers mean nothing to another process, so names of tenants and corpora, and digests, are
+written out. A batch belongs to one partition:
 
-    magic | first 8 bytes of blake2b over all behind them | msgpack of `Batch`
+    magic | first 8 bytes of blake2b over the rest | msgpack of `Batch`
 
-A batch is taken whole or not at all. Nothing is pickled.
+A batch is decoded whole or not at all. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ Version = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class DamagedError(ValueError):
-    """Bytes that are not what was written."""
+    """Error: the bytes differ from the bytes that were written."""
 
 
 class SegmentRecord(msgspec.Struct, array_like=True, frozen=True, tag="segment"):
-    """A segment with its header. Fields as in `segments.HEADER`, names for numbers; `tokens` is
-    int32, little-endian."""
+    """A segment with its header.
+
+    The fields are those of `segments.HEADER`, with names instead of interned numbers; `tokens` is
+    int32, little-endian.
+    """
 
     uid: Annotated[int, Meta(ge=0)]
     created_s: float
@@ -42,15 +45,18 @@ class SegmentRecord(msgspec.Struct, array_like=True, frozen=True, tag="segment")
 
 
 class FlippedRecord(msgspec.Struct, array_like=True, frozen=True, tag="flipped"):
-    """A version of a corpus took over; one of which nothing was put in means that it was dropped.
-    Versions in force only grow, so that it does not matter in which order such records come."""
+    """A version of a corpus that took over.
+
+    A version without segments means that the corpus was dropped. Versions in force only grow, so
+    that the order of such records does not matter.
+    """
 
     corpus: str
     version: Version
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True):
-    """What one replica sends of one partition, in the order in which it happened."""
+    """Records of one replica for one partition, in the order of the events."""
 
     replica: int
     scope: Literal["tenant", "public"]
@@ -59,19 +65,20 @@ class Batch(msgspec.Struct, array_like=True, frozen=True):
 
 
 def pack(batch: Batch) -> bytes:
-    """The bytes of a batch."""
+    """Return the bytes of a batch."""
     body = msgspec.msgpack.encode(batch)
     return MAGIC + _sum(body) + body
 
 
 def unpack(data: bytes, name: str) -> Batch:
-    """The batch that `pack` wrote.
+    """Return the batch that `pack` wrote.
 
     Args:
-        name: what the data is called in an error.
+        data: the bytes.
+        name: name of the data in errors.
 
     Raises:
-        DamagedError: no batch, or not what was written.
+        DamagedError: the data is not a batch, or differs from the bytes that were written.
     """
     if data[: len(MAGIC)] != MAGIC:
         raise DamagedError(f"{name} is no batch: it begins with {data[:8]!r}, not {MAGIC!r}")

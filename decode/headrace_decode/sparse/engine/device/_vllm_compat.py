@@ -1,5 +1,6 @@
-"""All that sparse attention on a CUDA GPU takes from vLLM beyond its documented API; an upgrade
-breaks this file first. `tests/unit/test_contracts_sparse_device.py` pins what is used here.
+"""Every use that sparse attention on a CUDA GPU makes of vLLM beyond its documented API; an upgrade
+breaks this file first. `tests/unit/test_contracts_sparse_device.py` pins the parts that are used
+here.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ LEAST_HEAD_DIM = 32
 
 
 def use_backend(config: VllmConfig, path: str) -> None:
-    """Have vLLM's attention be a backend of ours, in this process. Before the model is loaded."""
+    """Make the backend at this path vLLM's attention, in this process. Must be called before the
+    model is loaded."""
     register_backend(AttentionBackendEnum.CUSTOM, path)
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
 
 
 def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
-    """Why an engine on a CUDA GPU cannot attend sparsely, as far as its configuration tells; None
-    if it can."""
+    """Return why an engine on a CUDA GPU cannot attend sparsely, according to its configuration;
+    None if it can."""
     if (why := why_model_dense(config)) is not None:
         return why
     if not current_platform.has_device_capability(LEAST_CAPABILITY):

@@ -1,11 +1,11 @@
 """vLLM's Triton attention with blocks of a unit, whose chosen decode rows attend to chosen units.
 
-The scheduler's block is a unit, too. In a step without sparse rows all is vLLM's own. In a step
-with some, the dense kernel computes the others: sparse rows stand in it with a length of one token,
-which costs nothing, and are written over. The kernel takes no size from a row's length, so the
-others' results are the same to the bit.
+The scheduler's block is a unit, too. A step without sparse rows is computed by vLLM alone. In other
+steps, vLLM's dense kernel computes the dense rows. Sparse rows are in its batch with a length of
+one token, which costs nothing, and their results are overwritten. The kernel derives no size from a
+row's length, so the results of dense rows are bit-identical.
 
-Registered as `CUSTOM` by `card`, in engines whose configuration has sparse attention only.
+`card` registers the backend as `CUSTOM`, only in engines whose configuration has sparse attention.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from headrace_decode.sparse.kernels._vllm_compat import triton_attention
 
 @dataclass
 class SparseMetadata(TritonAttentionMetadata):
-    """vLLM's of a step, with the step's sparse rows.
+    """vLLM's metadata of a step, with the step's sparse rows.
 
     Attributes:
-        sparse: None where nothing is to be done.
+        sparse: the step's sparse rows and due summaries; None if there are none.
         vllms: whether the step has other rows.
     """
 
@@ -42,7 +42,10 @@ class SparseMetadata(TritonAttentionMetadata):
 
 
 class SparseBackend(TritonAttentionBackend):
-    """Its name is its place in vLLM's registry, and goes into connectors' handshake."""
+    """Backend with sparse rows.
+
+    Its name is its key in vLLM's registry, and part of connectors' handshake.
+    """
 
     @staticmethod
     def get_name() -> str:
@@ -68,8 +71,8 @@ class SparseBackend(TritonAttentionBackend):
 class SparseBuilder(TritonAttentionMetadataBuilder):
     """Finds a step's sparse rows, once for all layers.
 
-    Which rows are sparse changes from step to step, so attention stays outside of CUDA graphs, and
-    vLLM records the pieces of the model between.
+    The sparse rows change from step to step. Attention therefore stays outside of CUDA graphs, and
+    vLLM records the pieces of the model in between.
     """
 
     _cudagraph_support = AttentionCGSupport.NEVER
@@ -80,7 +83,8 @@ class SparseBuilder(TritonAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonAttentionMetadata:
-        """As vLLM's. Metadata that others make for rows of their own (`fast_build`) is dense."""
+        """Build a step's metadata like vLLM. With `fast_build` (metadata that drafters make for
+        their rows) it is dense."""
         common = common_attn_metadata
         step = None if fast_build else _step(common)
         if step is None:
@@ -92,8 +96,9 @@ class SparseBuilder(TritonAttentionMetadataBuilder):
 
 
 def _step(common: CommonAttentionMetadata) -> DeviceStep | None:
-    """What a step has to do for sparse rows; None if nothing."""
-    lengths = common.seq_lens_cpu_upper_bound  # exact: `why_dense` refuses what makes it a bound
+    """Return a step's work for sparse rows; None if there is none."""
+    # Exact, since `why_dense` refuses the settings under which it is only a bound.
+    lengths = common.seq_lens_cpu_upper_bound
     if lengths is None:
         return None
     due, starts = Due(), common.query_start_loc_cpu.numpy()
@@ -104,16 +109,16 @@ def _step(common: CommonAttentionMetadata) -> DeviceStep | None:
 
 
 class SparseImpl(TritonAttentionImpl):
-    """Of one layer.
+    """Attention of one layer.
 
     Attributes:
-        sparse: what sparse rows attend over; None until the cache is there.
+        sparse: cache and summaries that sparse rows attend over; None until the cache exists.
     """
 
     sparse: DeviceLayer | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No: sparse rows are written in the model's own numbers."""
+        """Return False, since sparse rows are written in the model's own dtype."""
         return False
 
     def forward(
@@ -128,7 +133,7 @@ class SparseImpl(TritonAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """As vLLM's."""
+        """Compute attention like vLLM, then the sparse rows."""
         ours = attn_metadata if isinstance(attn_metadata, SparseMetadata) else None
         if ours is None or ours.vllms:
             super().forward(

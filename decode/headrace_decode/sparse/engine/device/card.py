@@ -1,9 +1,9 @@
-"""What sparse attention of an engine takes of a CUDA GPU: a file, memory, and kernels to compile.
+"""Resources that sparse attention needs on a CUDA GPU: a calibration, memory, compiled kernels.
 
-Its memory is a part of what vLLM found for the KV cache:
+Its memory is a part of the memory that vLLM found for the KV cache:
 
-    summaries   of all units of the cache, used or not
-    scratch     of the rows that are computed together, with the longest KV
+    summaries   for all units of the cache, used or not
+    scratch     for the rows that are computed together, with the longest KV
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from headrace_decode.sparse.summaries import RANK_BESIDE
 
 BACKEND = "headrace_decode.sparse.engine.device.backend.SparseBackend"
 STEP_UNITS = 4096
-"""Units that a step summarises in all layers, beside those that its own tokens make."""
+"""Number of units that a step summarises in all layers, beside those that its own tokens fill."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """Of one engine.
+    """Sparse attention of one engine on a CUDA GPU.
 
     Attributes:
-        bases: of each layer.
-        unit_tokens: of a unit.
-        heads: of the queries.
-        most_units: of a request.
+        bases: basis of each layer.
+        unit_tokens: tokens of a unit.
+        heads: number of query heads.
+        most_units: maximum units of a request.
     """
 
     bases: list[Basis]
@@ -53,7 +53,8 @@ class Card:
 
     @classmethod
     def of(cls, config: Any, settings: SparseSettings) -> tuple[Card | None, str | None]:
-        """For an engine whose model is not loaded yet; or why it attends densely."""
+        """Install the backend in an engine whose model is not loaded yet, and return its card; or
+        return why the engine attends densely."""
         if (why := why_dense(config, settings.unit_tokens)) is not None:
             return None, why
         if settings.calibration is None:
@@ -71,20 +72,21 @@ class Card:
         return cls(bases, settings.unit_tokens, shape.heads, most), None
 
     def rows(self) -> SparseRows:
-        """The decision which rows are sparse, for a budget of units."""
+        """Return the object that decides which rows are sparse; its work is counted in units."""
         return SparseRows(1, self.unit_tokens, STEP_UNITS)
 
     @property
     def scratch_bytes(self) -> int:
-        """Of scores, and of parts of attention that are put together at the end, in fp32."""
+        """Bytes of scores, and of parts of attention that are combined at the end, in fp32."""
         dim = self.bases[0].into.shape[1]
         return 4 * ROWS_AT_ONCE * self.heads * (padded(self.most_units) + SEGMENTS * (dim + 2))
 
     def cache_bytes(self, available: int, spec: Any) -> int:
-        """What is left to the KV cache of the memory that vLLM found for it.
+        """Return the bytes that are left to the KV cache.
 
         Args:
-            spec: vLLM's of a layer's cache.
+            available: bytes that vLLM found for it.
+            spec: vLLM's spec of a layer's cache.
         """
         kv_heads, dim, rank = self.bases[0].into.shape
         summary = Layout(self.unit_tokens, dim, RANK_BESIDE, rank).nbytes + 8
@@ -93,13 +95,14 @@ class Card:
         return max(available - self.scratch_bytes, 0) * page // (page + ours)
 
     def bind(self, modules: list[Any]) -> int:
-        """Give each layer's attention its summaries, and compile the kernels; bytes of summaries.
+        """Give each layer's attention its summaries, and compile the kernels. Return the bytes of
+        the summaries.
 
         Args:
-            modules: vLLM's attention of each layer, with its KV cache.
+            modules: vLLM's attention module of each layer, with its KV cache.
 
         Raises:
-            ValueError: a KV cache in an order that the kernels do not read.
+            ValueError: the kernels cannot read a KV cache of this form.
         """
         taken = 0
         for module, basis in zip(modules, self.bases, strict=True):
@@ -114,9 +117,9 @@ class Card:
         return taken
 
     def _compile(self, layer: DeviceLayer, kv: torch.Tensor) -> None:
-        """Run each kernel once, the choice with each size that a request may have.
+        """Run each kernel once, and the choice with each size that a request may have.
 
-        Block 0 is vLLM's null block, which is no request's.
+        Block 0 is vLLM's null block, which belongs to no request.
         """
         ints = {"dtype": torch.int32, "device": kv.device}
         layer.summaries.bring_up(layer.cache, torch.zeros(1, dtype=torch.int64, device=kv.device))

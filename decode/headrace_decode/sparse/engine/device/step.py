@@ -1,10 +1,10 @@
 """A step's sparse rows on a device, and the units whose summaries it makes.
 
-Which rows these are is decided on the host, by counts (`engine.rows`). Block tables stay on the
-device: all that goes there is a few numbers of each row, once a step. Nothing is read back.
+The host decides by counts which rows are sparse (`engine.rows`). Block tables stay on the device.
+Only a few numbers for each row are copied there, once a step. Nothing is read back.
 
-Triton compiles a kernel again for numbers and addresses that are no multiples of 16. So sizes and
-places are padded to such.
+Triton compiles a kernel again for numbers and addresses that are not multiples of 16. Sizes and
+places are therefore padded to multiples of 16.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from headrace_decode.sparse.kernels.cache import HeadCache
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
 
 ROWS_AT_ONCE = 64
-"""That bounds the memory of scores and of parts of attention."""
+"""Maximum rows that are computed together. It bounds the memory of scores and of parts of
+attention."""
 
 
 @dataclass(frozen=True)
 class DeviceLayer:
-    """What one layer attends over."""
+    """Summaries and cache that one layer attends over."""
 
     summaries: DeviceSummaries
     cache: HeadCache
 
 
 class Due:
-    """Units whose summaries a step makes right."""
+    """Units whose summaries a step brings up to date."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.units: list[int] = []
 
     def bring_up(self, row: int, first: int, last: int, budget: int) -> tuple[int, int]:
-        """As `rows.BringUp`. A unit costs 1, in all layers together."""
+        """Add units, as a `rows.BringUp`. A unit costs 1, for all layers together."""
         last = min(last, first + budget)
         self.rows += [row] * (last - first)
         self.units += range(first, last)
@@ -50,16 +51,16 @@ class Due:
 
 
 class DeviceStep:
-    """For all layers.
+    """A step's sparse rows and due summaries, for all layers.
 
     Args:
-        plans, due: of the step.
+        plans, due: the step's sparse rows, and units to summarise.
         starts: int [rows + 1], first token of each row, on the host.
         table: int32 [rows, most units], blocks of each row, on the device.
-        kernel: as `Kernel`.
+        kernel: a `Kernel`.
 
     Attributes:
-        count: of sparse rows.
+        count: number of sparse rows.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class DeviceStep:
         ]
 
     def lengths_of_others(self, lengths: Tensor) -> Tensor:
-        """KV of each row for the dense kernel, in which sparse rows cost nothing: int32 [rows]."""
+        """Return each row's tokens of KV for the dense kernel: int32 [rows]. Sparse rows have one,
+        so that they cost nothing."""
         return lengths.index_fill(0, self._rows, 1)
 
     def attend(self, layer: DeviceLayer, query: Tensor, output: Tensor, scale: float) -> None:
@@ -88,7 +90,7 @@ class DeviceStep:
 
         Args:
             query, output: [tokens, heads, head_dim], of all rows of the step.
-            scale: of the logits.
+            scale: scale of the logits.
         """
         layer.summaries.bring_up(layer.cache, self._due)
         for tokens, rows in self._parts:
@@ -98,14 +100,14 @@ class DeviceStep:
 
 
 def padded(count: int) -> int:
-    """The next multiple of 16."""
+    """Return the next multiple of 16."""
     return -(-count // 16) * 16
 
 
 def _part(
     plans: Sequence[RowPlan], starts: NDArray[np.integer], table: Tensor
 ) -> tuple[Tensor, DecodeRows]:
-    """The rows' tokens in the step's, and the rows."""
+    """Return the indices of the rows' tokens among the step's, and the rows."""
     told = np.zeros((5, ROWS_AT_ONCE), np.int32)
     told[:, : len(plans)] = np.array(
         [(plan.row, starts[plan.row], plan.full, plan.fill, plan.chosen) for plan in plans]
@@ -124,7 +126,7 @@ def _part(
 
 
 def _put(numbers: NDArray[np.integer], device: torch.device) -> Tensor:
-    """Copied to a device, and not waited for."""
+    """Copy numbers to a device, without waiting for the copy."""
     here = torch.from_numpy(numbers)
     if device.type == "cuda":
         here = here.pin_memory()

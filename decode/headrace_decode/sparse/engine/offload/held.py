@@ -1,11 +1,12 @@
-"""One offloaded request in the worker: where its KV lies, and how it gets to where it is needed.
+"""KV of one offloaded request in the worker: where it lies, and how it is moved.
 
-    units [0, gone)         in host memory; those with a slot in the cache, too
+    units [0, gone)         in host memory; those with a slot are in the cache, too
     units [gone, copied)    the last full block: in host memory and in the request's own block
     units [copied, n)       in the request's own blocks
 
-A block is copied at the end of the step that fills it. The scheduler takes it back no earlier than
-in the next step but one block (`ledger`), which is why the last full one counts as there.
+A block is copied at the end of the step that fills it. The scheduler takes blocks back in the next
+step at the earliest, and never the last full one (`ledger`). The last full block therefore counts
+as in the cache.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from headrace_decode.sparse.offload.working import Moves, WorkingSet
 
 
 class Memory:
-    """Both memories, all layers.
+    """Cache and host memory, with all layers.
 
     Args:
-        layers: of the cache. host: of host memory.
-        book: of summaries, with room for the units of both: host unit `u` is `first_host + u`.
-        most_units: of a request.
+        layers: layers of the cache. host: host memory.
+        book: summaries, with room for the units of both: host unit `u` is `first_host + u`.
+        most_units: maximum units of a request.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Memory:
 
     @property
     def staging_bytes(self) -> int:
-        """Of the buffer that a request's units of one layer are lined up in."""
+        """Bytes of the buffer that holds a request's units of one layer in order."""
         return self._staged.nbytes
 
     def save(self, units: Ids, host_units: Ids) -> None:
@@ -55,11 +56,12 @@ class Memory:
             copy_rows(cache, units, host, host_units)
 
     def fetch(self, layer: int, from_: Ids, to: Ids) -> None:
-        """Copy single heads' units, numbered `unit * kv_heads + head`, into the cache."""
+        """Copy units of single heads, numbered `unit * kv_heads + head`, into the cache."""
         copy_rows(self._host_by_head[layer], from_, self._cache_by_head[layer], to)
 
     def stage(self, layer: int, host_units: Ids, units: Ids) -> None:
-        """Line up a request's units of one layer: those of host memory, then those of the cache."""
+        """Copy a request's units of one layer to the buffer: units in host memory, then units in
+        the cache."""
         order = np.arange(len(host_units) + len(units))
         copy_rows(self._host[layer], host_units, self._staged, order[: len(host_units)])
         copy_rows(self._cache[layer], units, self._staged, order[len(host_units) :])
@@ -74,12 +76,12 @@ class Held:
     """An offloaded request.
 
     Args:
-        memory: of the engine.
-        slots: the scheduler's blocks of its working set; none for one that attends densely.
+        memory: the engine's memory.
+        slots: the scheduler's blocks of its working set; none if it attends densely.
 
     Attributes:
         units: int64, its units in host memory, from the first; whole blocks.
-        summarised: first units of them that have summaries.
+        summarised: number of the first of these units that have summaries.
     """
 
     def __init__(self, memory: Memory, slots: Sequence[int]) -> None:
@@ -92,37 +94,37 @@ class Held:
         shape = len(memory.layers), memory.kv_heads, len(self._slots), memory.most_units
         self._working = WorkingSet(*shape, SINKS) if len(self._slots) else None
         self.seen = False
-        """Whether a step with it has been."""
+        """Whether a step with it has been seen."""
         self.asked = self.missed = self.cold = 0
-        """Units of single heads in single layers that had left the cache when steps chose them,
-        those of them that had no slot, and those of these while slots were empty still."""
+        """Numbers of units, each of one head in one layer, that steps chose: units that had left
+        the cache; such units without a slot; and the latter while there were empty slots."""
 
     @property
     def copied(self) -> int:
-        """Units in host memory."""
+        """Number of units in host memory."""
         return len(self.units)
 
     @property
     def gone(self) -> int:
-        """Units that lie in host memory only."""
+        """Number of units that lie in host memory only."""
         return max(0, self.copied - self._memory.host.block_units)
 
     @property
     def slots(self) -> int:
-        """Units that its working set has room for, in each layer and KV head."""
+        """Number of units that its working set has room for, in each layer and KV head."""
         return len(self._slots)
 
     def save_up_to(self, tokens: int, blocks: Sequence[int]) -> None:
-        """Copy the blocks that are full with so many tokens and are not in host memory.
+        """Copy the blocks that are full with so many tokens and are not in host memory yet.
 
         Args:
-            tokens: whose KV is final.
-            blocks: the scheduler's, of the request.
+            tokens: number of tokens whose KV is final.
+            blocks: the request's blocks of the scheduler.
         """
         memory, self.seen = self._memory, True
         per, unit_tokens = memory.host.block_units, memory.layers[0].unit_tokens
         have, full = self.copied // per, tokens // (per * unit_tokens)
-        if full < have:  # KV that did not come is computed again
+        if full < have:  # KV that could not be loaded is computed again
             memory.host.give_back(self.units[full * per :])
             self.units = self.units[: full * per]
             self.summarised = min(self.summarised, self.copied)
@@ -137,7 +139,7 @@ class Held:
             self.units = np.concatenate([self.units, mine])
 
     def _lose(self, first: int) -> None:
-        """Forget slots of units from the first one on."""
+        """Empty the slots of units from `first` on."""
         if self._working is None:
             return
         for layer in range(len(self._memory.layers)):
@@ -148,7 +150,7 @@ class Held:
             self._working.forget(layer, Moves(*moves))
 
     def summarise(self, most: int) -> int:
-        """Make at most so many summaries, of a unit in all layers each; how many it made."""
+        """Make at most so many summaries, each of a unit in all layers; return their number."""
         left = self.units[self.summarised : self.summarised + most]
         if len(left):
             self._memory.summarise(left)
@@ -156,18 +158,19 @@ class Held:
         return len(left)
 
     def scored(self) -> Ids:
-        """Summaries of its units in host memory."""
+        """Return the indices of the summaries of its units in host memory."""
         return self._memory.first_host + self.units
 
     def place(
         self, layer: int, scores: NDArray[np.float32], chosen: Ids, table: Ids
     ) -> NDArray[np.int64]:
-        """Have chosen units in the cache; where each lies, `unit * kv_heads + head`.
+        """Bring chosen units into the cache; return the place of each, `unit * kv_heads + head`.
 
         Args:
             scores: float32 [kv_heads, n], of all units before the newest.
-            chosen: int64 [kv_heads, c] of them, ascending.
-            table: int64 [n], the request's own units of the cache; those that are gone are stale.
+            chosen: int64 [kv_heads, c], units among them, ascending.
+            table: int64 [n], the request's own units of the cache; entries of units that left the
+                cache are stale.
         """
         assert self._working is not None
         heads, gone = np.arange(self._memory.kv_heads)[:, None], self.gone
@@ -189,10 +192,10 @@ class Held:
         self._memory.fetch(layer, from_, self._slots[moves.slots] * kv_heads + heads)
 
     def stage(self, layer: int, table: Ids) -> None:
-        """Line up all its units of one layer.
+        """Copy all its units of one layer to the buffer, in order.
 
         Args:
-            table: int64 [n], as in `place`, the newest included.
+            table: int64 [n], as for `place`, the newest included.
         """
         gone = self.gone
         self._memory.stage(layer, self.units[:gone], table[gone:])

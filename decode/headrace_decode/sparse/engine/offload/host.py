@@ -1,4 +1,4 @@
-"""Host memory for KV that left the engine's, in units, and the copies between the two.
+"""Host memory for KV that left the engine's cache, in units, and the copies between the two.
 
 All layers have the same units. A unit lies in host memory byte for byte as in the cache, so a copy
 moves whole rows: a unit of one KV head, or of all.
@@ -20,16 +20,16 @@ Words = NDArray[np.int64]
 
 
 class HostPool:
-    """Units of all layers.
+    """Units of all layers in host memory.
 
     Args:
-        layers: of the engine's cache, in order.
-        blocks: of the scheduler, to be held at most.
-        block_units: units in one.
+        layers: layers of the engine's cache, in order.
+        blocks: maximum number of the scheduler's blocks that it holds.
+        block_units: number of units in a block.
 
     Attributes:
-        layers: as those of the cache, over host memory.
-        free_blocks: that no request holds.
+        layers: layers over host memory, like those of the cache.
+        free_blocks: number of blocks that no request holds.
     """
 
     def __init__(self, layers: list[LayerKeys], blocks: int, block_units: int) -> None:
@@ -49,10 +49,10 @@ class HostPool:
         return sum(layer.cache.numel() * layer.cache.element_size() for layer in self.layers)
 
     def take(self, blocks: int) -> Ids:
-        """Units of so many free blocks, int64 [blocks * block_units].
+        """Take so many free blocks; return their units, int64 [blocks * block_units].
 
         Raises:
-            MemoryError: fewer are free.
+            MemoryError: fewer blocks are free.
         """
         if blocks > len(self._free):
             raise MemoryError(f"{blocks} blocks of host memory, and {len(self._free)} are free")
@@ -60,12 +60,12 @@ class HostPool:
         return (taken[:, None] * self.block_units + np.arange(self.block_units)).reshape(-1)
 
     def give_back(self, units: Ids) -> None:
-        """Units that `take` gave."""
+        """Give back units that `take` returned."""
         self._free += (units[:: self.block_units] // self.block_units).tolist()
 
 
 def words(cache: Tensor, by_head: bool) -> Words:
-    """A cache's bytes, int64 [units, words], or [units * kv_heads, words] by head; shared.
+    """Return a view of a cache's bytes: int64 [units, words], or [units * kv_heads, words] by head.
 
     Args:
         cache: [units, kv_heads, unit_tokens, 2 head_dim].
@@ -78,7 +78,7 @@ def words(cache: Tensor, by_head: bool) -> Words:
 
 @jit
 def copy_rows(source: Any, from_: Any, into: Any, to: Any) -> None:
-    """into[to[n]] = source[from_[n]] for all n."""
+    """Copy rows: into[to[n]] = source[from_[n]] for all n."""
     for n in range(from_.size):
         row, other = source[from_[n]], into[to[n]]
         for word in range(row.size):

@@ -1,11 +1,11 @@
-"""vLLM's manager of KV blocks, which takes cold blocks of offloaded requests, and those of contexts
-that are dropped, back into the pool.
+"""Manager of KV blocks that takes cold blocks of offloaded requests, and blocks of dropped
+contexts, back into vLLM's pool.
 
-It stands where vLLM's registry of KV cache kinds puts it (`OffloadSpec`, `DropSpec`), and works as
-vLLM's own for sliding windows do: a block that is not needed any more is replaced by the null block
-in the request's table. Blocks that hold a request's working set, or what is kept of its context,
-stand beside its table, not in it. So what the table holds is KV as it was computed, and may be
-cached as a prefix like any other.
+It is registered for its kinds of KV cache with vLLM (`OffloadSpec`, `DropSpec`). It works like
+vLLM's manager for sliding windows: a block that is not needed any more is replaced by the null
+block in the request's table. Blocks that hold a request's working set, or the kept KV of its
+context, are not in the table but in a list of slots. The table therefore holds only KV as it was
+computed, which may be cached as a prefix like any other.
 
 Other requests are managed by vLLM's code for full attention.
 """
@@ -28,12 +28,12 @@ from headrace_decode.sparse.offload.sizes import Footprint, footprint
 
 
 class OffloadManager(FullAttentionManager):  # type: ignore[misc]
-    """Of the only cache group.
+    """Manager of the only cache group.
 
     Attributes:
-        ledger: of offloaded requests; the scheduler keeps it.
-        windows: by request that drops blocks while its prompt is computed: most blocks that it
-            holds until then; the scheduler keeps it.
+        ledger: record of offloaded requests; the scheduler sets it.
+        windows: by request that drops blocks while its prompt is computed: maximum blocks that it
+            holds until then; the scheduler updates it.
     """
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
@@ -43,12 +43,12 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         self._slots: dict[str, list[Any]] = {}
 
     def slots(self, request_id: str) -> list[int]:
-        """Blocks beside a request's table: of an admitted request's working set, or those that
+        """Return a request's slots: the blocks of an admitted request's working set, or those that
         a dropped context is kept in."""
         return [block.block_id for block in self._slots[request_id]]
 
     def held(self, request_id: str) -> int:
-        """Blocks of the pool that a request holds."""
+        """Return the number of blocks of the pool that a request holds."""
         table = self.req_to_blocks.get(request_id, ())
         slots = self._slots.get(request_id, ())
         return len(slots) + sum(not block.is_null for block in table)
@@ -63,7 +63,10 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         num_tokens_main_model: int,
         apply_admission_cap: bool = False,
     ) -> int:
-        """As vLLM's. The whole of an offloaded request needs its footprint."""
+        """Return the number of blocks to allocate like vLLM.
+
+        In total, an offloaded request needs its footprint, and one that drops blocks its window.
+        """
         needed: int = super().get_num_blocks_to_allocate(
             *(request_id, num_tokens, new_computed_blocks, total_computed_tokens),
             *(num_local_computed_tokens, num_tokens_main_model, apply_admission_cap),
@@ -85,7 +88,7 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[Any]:
-        """As vLLM's, with the working set of a request that is admitted."""
+        """Allocate blocks like vLLM, and the slots of an offloaded request that is admitted."""
         planned = self.ledger.planned(request_id)
         if planned is not None and not self.ledger.is_admitted(request_id):
             self.ledger.admit(request_id)
@@ -101,21 +104,23 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Give cold blocks back."""
+        """Give cold blocks back to the pool."""
         last = self.ledger.cold_blocks(request_id, processed_computed_tokens, self.block_size)
         self._remove_blocks_in_range(request_id, 0, last)
 
     def may_offload(self, request_id: str, planned: Footprint, processed_tokens: int) -> bool:
-        """Whether there is room for a request that has all of its KV in the cache; arguments as of
-        `offload`."""
+        """Return whether there is room to offload a request that has all of its KV in the cache;
+        arguments as for `offload`."""
         last = cold_blocks(processed_tokens, self.block_size)
         return self.ledger.has_room(planned) and self.may_drop(request_id, planned.slots, last)
 
     def offload(self, request_id: str, planned: Footprint, processed_tokens: int) -> None:
-        """Give the cold blocks of a request back that was served from the cache so far.
+        """Offload a request that was served from the cache so far, and give its cold blocks back.
 
         Args:
-            processed_tokens: whose KV the worker copies before anything is written over.
+            planned: its footprint.
+            processed_tokens: number of its tokens whose KV the worker copies before anything is
+                overwritten.
         """
         self.ledger.plan(request_id, planned)
         self.ledger.admit(request_id)
@@ -124,11 +129,11 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         self.drop(request_id, planned.slots, last)
 
     def drop(self, request_id: str, kept: int, last: int) -> list[int]:
-        """Give the first blocks of a request back, and those that stood in for some of them; those
-        that do now, which may be some of the same.
+        """Give the first blocks of a request back, and its slots; allocate and return new slots,
+        which may be some of these blocks.
 
         Args:
-            kept: blocks that stand in. last: behind the blocks that go.
+            kept: number of new slots. last: number of first blocks to give back.
         """
         self._remove_blocks_in_range(request_id, 0, last)
         self.block_pool.free_blocks(self._slots.pop(request_id, []))
@@ -136,24 +141,30 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         return self.slots(request_id)
 
     def remember(self, request_id: str, number: int) -> None:
-        """Have the blocks that a request's context is kept in be found by this number, until others
-        need them."""
+        """Make a request's slots findable under this number, until other requests take them."""
         slots = self._slots[request_id]
         for name, block in zip(self._names(number, len(slots)), slots, strict=True):
             self.block_pool._insert_block_hash(name, block, num_tokens=self.block_size)
 
     def is_there(self, number: int, held: int) -> bool:
-        """Whether all of so many blocks can be found."""
+        """Return whether all slots under this number, `held` of them, can still be found."""
         return all(block is not None for block in self._found(number, held))
 
     def stand_in(self, request_id: str, held: int, blocks: int) -> None:
-        """Have a request that waits hold so many blocks, which others fill, in place of its first
-        ones."""
+        """Give a waiting request slots in place of its first blocks. The connector fills them.
+
+        Args:
+            held: number of slots. blocks: number of first blocks that they replace.
+        """
         self._slots[request_id] = self.block_pool.get_new_blocks(held)
         self.req_to_blocks[request_id] = [self._null_block] * blocks
 
     def recall(self, request_id: str, number: int, held: int, blocks: int) -> None:
-        """Have a request that waits hold these blocks in place of its first ones."""
+        """Give a waiting request the slots under this number in place of its first blocks.
+
+        Args:
+            held: number of slots. blocks: number of first blocks that they replace.
+        """
         found = list(self._found(number, held))
         self.block_pool.touch(found)
         self._slots[request_id] = found
@@ -170,18 +181,19 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
             yield make_block_hash_with_group_id(name, self.kv_cache_group_id)
 
     def may_drop(self, request_id: str, kept: int, last: int) -> bool:
-        """Whether there are so many blocks, with those that nobody else has of the ones that go."""
+        """Return whether `drop` would find enough free blocks. Blocks that it gives back count if
+        no other request holds them."""
         go = [*self.req_to_blocks[request_id][:last], *self._slots.get(request_id, ())]
         alone = sum(block.ref_cnt == 1 and not block.is_null for block in go)
         return kept <= int(self.block_pool.get_num_free_blocks()) + alone
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's; of no request that has fewer hashes than full blocks."""
+        """Cache blocks like vLLM, unless the request has fewer hashes than full blocks."""
         if len(request.block_hashes) >= num_tokens // self.block_size:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        """As vLLM's, with the working set."""
+        """Remove and return a request's blocks like vLLM, with its slots."""
         self.ledger.leave(request_id)
         return [*self._slots.pop(request_id, []), *super().pop_blocks_for_free(request_id)]
 
@@ -198,7 +210,8 @@ class OffloadSpec(FullAttentionSpec):  # type: ignore[misc]
     """Full attention whose cold blocks may leave the cache."""
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """As vLLM's, but a request of any length needs no more than its footprint."""
+        """Return the bytes that a request needs at most, like vLLM; no more than its footprint,
+        which suffices for any length."""
         whole: int = super().max_memory_usage_bytes(vllm_config)
         longest, in_flight = (
             vllm_config.model_config.max_model_len,

@@ -1,12 +1,12 @@
-"""How offloaded rows attend in a step.
+"""Attention of offloaded rows in a step.
 
-    sparse    as `rows` says of any row; its units are scored by their summaries, wherever they
-              lie, and those chosen are brought into the working set
-    staged    every other row of which something has left the cache: a prompt's, one with drafts,
-              one that attends densely. All its units of a layer are lined up in a buffer of one
+    sparse    rows that are sparse by the rules of `rows`. Units are scored by their summaries,
+              wherever they lie, and chosen units are brought into the working set
+    staged    all other rows with KV that left the cache: rows of prompts, rows with drafts, rows
+              that attend densely. All units of a layer are copied in order to a buffer of one
               layer, and vLLM's kernel attends to them there: its result is the dense one
 
-Rows of which everything is in the cache still are left to vLLM.
+vLLM computes the rows whose KV is still all in the cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class OffloadedRow:
     """A sparse row.
 
     Attributes:
-        row, newest, fill, chosen: as of `SparseRow`.
+        row, newest, fill, chosen: as for `SparseRow`.
         held: the request.
-        table: int64 [n], blocks of its full units before the newest; those that are gone are stale.
+        table: int64 [n], blocks of its full units before the newest; entries of units that left
+            the cache are stale.
     """
 
     row: int
@@ -47,7 +48,7 @@ class OffloadedRow:
     def pick(
         self, layer: Any, queries: NDArray[np.float32], scale: float
     ) -> NDArray[np.integer[Any]]:
-        """As of `SparseRow`; what is chosen is in the cache now."""
+        """Choose units like `SparseRow.pick`, and bring them into the cache."""
         held = self.held
         summaries = np.concatenate([held.scored(), self.table[held.copied :]])
         scores = score(layer.summaries, summaries, queries, scale)
@@ -60,9 +61,9 @@ class StagedRow:
     """A row that attends to all its units.
 
     Attributes:
-        row: in the batch.
-        tokens: its tokens in the step's.
-        kv_tokens: its KV, this step's included.
+        row: index in the batch.
+        tokens: slice of the step's tokens.
+        kv_tokens: number of tokens of its KV, this step's included.
         held: the request.
         table: int64 [n], blocks of its units, the newest included.
     """
@@ -75,12 +76,13 @@ class StagedRow:
 
 
 class StagedStep:
-    """A step's staged rows, one after another.
+    """A step's staged rows, which are computed one after another.
 
     Args:
         rows: at least one.
+        memory: memory with the buffer.
         schedule: (starts, lengths) -> the kernel's schedule of these requests.
-        kernel: as `attention.Kernel`.
+        kernel: an `attention.Kernel`.
     """
 
     def __init__(
@@ -112,11 +114,11 @@ class StagedStep:
 
 
 class Offloading:
-    """Follows the offloaded requests of an engine.
+    """Offloaded requests of an engine.
 
     Args:
-        memory: of the engine.
-        block_tokens: of the scheduler's blocks.
+        memory: the engine's memory.
+        block_tokens: tokens of a block of the scheduler.
     """
 
     def __init__(self, memory: Memory, block_tokens: int) -> None:
@@ -124,7 +126,8 @@ class Offloading:
         self._unit_tokens = memory.layers[0].unit_tokens
         self._held: dict[str, Held] = {}
         self.sparse = self.staged = self.asked = self.missed = self.cold = 0
-        """Rows of all steps so far; the last three are `Held`'s, of requests that ended."""
+        """Numbers of sparse and staged rows so far; then the counts of `Held`, over requests that
+        ended."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
@@ -133,15 +136,16 @@ class Offloading:
         return len(self._held)
 
     def follows(self, request_id: str) -> bool:
-        """Whether it has seen a step of an offloaded request."""
+        """Return whether a step with this offloaded request has been seen."""
         return request_id in self._held and self._held[request_id].seen
 
     def step_begins(self, left: Collection[str], new: Mapping[str, Sequence[int]]) -> None:
-        """A step of the scheduler begins.
+        """Begin a step of the scheduler.
 
         Args:
-            left: requests that ended or are preempted. new: the scheduler's blocks of the working
-                set, by request that is offloaded from this step on.
+            left: requests that ended or are preempted.
+            new: the scheduler's blocks of the working set, by request that is offloaded from this
+                step on.
         """
         for name in (*left, *new):
             held = self._held.pop(name, None)
@@ -154,11 +158,11 @@ class Offloading:
             self._held[name] = Held(self.memory, slots)
 
     def save(self, final: Mapping[str, int], blocks: Callable[[str], Sequence[int]]) -> None:
-        """Copy what is full and has not been copied.
+        """Copy full blocks that have not been copied.
 
         Args:
-            final: by request of the step, tokens whose KV is final.
-            blocks: tells a request's blocks of the scheduler.
+            final: by request of the step: number of tokens whose KV is final.
+            blocks: returns a request's blocks of the scheduler.
         """
         for name, tokens in final.items():
             if (held := self._held.get(name)) is not None:
@@ -171,12 +175,12 @@ class Offloading:
         kv_tokens: NDArray[np.integer],
         tables: NDArray[np.integer],
     ) -> tuple[list[OffloadedRow], list[StagedRow]]:
-        """A step's offloaded rows; makes summaries within the step's work.
+        """Return a step's sparse and staged rows, and make summaries within the step's work.
 
         Args:
             rows: the batch.
-            starts: int [rows + 1], first token of each.
-            kv_tokens: as of `SparseRows.of_step`.
+            starts: int [rows + 1], first token of each row.
+            kv_tokens: as for `SparseRows.of_step`.
             tables: int [rows, most units], blocks of the kernel.
         """
         sparse, staged = [], []

@@ -1,10 +1,10 @@
-"""Schedulers that offload requests: they say which, and tell the worker.
+"""Schedulers that decide which requests are offloaded, and tell the worker.
 
-Offloaded is every request whose longest does not fit into the KV cache, exact ones too, and every
-sparse one that costs everybody fewer seconds so (`switch`). That is asked anew in each step that
-somebody waits: of requests that wait, and of those that answer from the cache. The KV of a request
-that came from a prefill engine arrives there as a whole, and may leave then. Who is offloaded stays
-so until it ends or is preempted.
+A request is offloaded if its maximum length does not fit in the KV cache, or if it is sparse and
+offloading lowers the total latency (`switch`). The first rule holds for exact requests as well. In
+each step in which requests wait, the scheduler decides again, for waiting requests and for those
+that answer from the cache. KV from a prefill engine arrives in the cache as a whole, and may leave
+it afterwards. An offloaded request stays offloaded until it ends or is preempted.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ OFFLOADED = "headrace_offloaded"
 """Attribute of a step's `SchedulerOutput`: the blocks of the working set, by request that is
 offloaded from this step on."""
 LEFT = "headrace_left"
-"""Attribute of the same: by request of these that was in the cache, tokens to copy first."""
+"""Attribute of the same: number of tokens to copy first, by request of these that was in the
+cache."""
 STEP = "headrace_step"
-"""Attribute of the same: rows and contexts of a step that computes answers alone, and its begin."""
+"""Attribute of the same: rows and contexts of a step that computes answers alone (None for another
+step), and when it began."""
 CONSIDERED = 16
-"""Waiting requests that a step asks about; no step admits many more."""
+"""Maximum number of waiting requests that a step considers; no step admits many more."""
 
 
 class _Offloads:
-    """Mixed into a scheduler of vLLM's."""
+    """Mixin for a vLLM scheduler."""
 
     offloads_blocks = True
-    """As of `worker.why_scheduler_unable`."""
+    """Ability that `worker.why_scheduler_unable` looks for."""
     _clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +72,7 @@ class _Offloads:
         self._returned_s = 0.0
 
     def add_request(self, request: Any) -> None:
-        """As vLLM's. A request that is too long for the cache is planned to be offloaded."""
+        """Add a request like vLLM. Plan to offload it if it is too long for the cache."""
         manager = self._offloads
         if manager is not None and self._too_long(request) and not self._stays(request):
             needed = self._smallest(request)
@@ -81,13 +83,13 @@ class _Offloads:
         super().add_request(request)  # type: ignore[misc]
 
     def _too_long(self, request: Any) -> bool:
-        """Whether the cache cannot hold a request as a whole."""
+        """Return whether the cache cannot hold a request as a whole."""
         assert self._offloads is not None
         usable = self._offloads.block_pool.num_gpu_blocks - 1
         return self._most_tokens(request) > usable * self._offloads.block_size
 
     def _stays(self, request: Any) -> bool:
-        """Whether one that is too long is served without being offloaded."""
+        """Return whether a request that is too long is served without being offloaded."""
         return False
 
     def _most_tokens(self, request: Any) -> int:
@@ -95,12 +97,12 @@ class _Offloads:
         return min(request.num_prompt_tokens + request.max_tokens, longest)
 
     def _smallest(self, request: Any) -> Footprint:
-        """Of a request that is offloaded."""
+        """Return the footprint of a request if it is offloaded."""
         return self._footprint(self._most_tokens(request), _share(request))
 
     def _switch(self, manager: OffloadManager) -> dict[str, int]:
-        """Plan how each sparse request is served that may be admitted now, and offload some that
-        run, so that others are; as `LEFT`."""
+        """Decide how to serve each sparse request that may be admitted now. Offload running
+        requests if that admits others and pays; return these, as `LEFT`."""
         running: list[Any] = self.running  # type: ignore[attr-defined]
         most: int = self.max_num_running_reqs  # type: ignore[attr-defined]
         waiting = list(itertools.islice(self.waiting, most))  # type: ignore[attr-defined]
@@ -134,7 +136,7 @@ class _Offloads:
         return left
 
     def _busy(self, manager: OffloadManager) -> tuple[float, list[Busy]]:
-        """Predicted seconds of a step of all that run, and when these end."""
+        """Predict the seconds of a step of all running requests, and when each of them ends."""
         running: list[Any] = self.running  # type: ignore[attr-defined]
         context = [0.0] * len(Mode)
         for each in running:
@@ -148,7 +150,7 @@ class _Offloads:
     def _make_room(
         self, manager: OffloadManager, busy: Sequence[Busy], queue: Sequence[int]
     ) -> dict[str, int]:
-        """Offload requests that answer from the cache; as `LEFT`."""
+        """Offload requests that answer from the cache, if that pays; return these, as `LEFT`."""
         free, ledger = manager.block_pool.get_num_free_blocks(), manager.ledger
         if queue[0] <= free:
             return {}
@@ -174,20 +176,21 @@ class _Offloads:
         return left
 
     def _least_blocks(self, request: Any, usable: int) -> int:
-        """Of all ways to serve it."""
+        """Return the minimum number of blocks over all ways to serve a request."""
         whole = -(-self._most_tokens(request) // self._block_tokens)
         stays = _share(request) is None or request.kv_transfer_params
         return whole if stays and whole <= usable else min(whole, self._smallest(request).blocks)
 
     def _mode(self, manager: OffloadManager, request: Any) -> Mode:
-        """How a row of its answer attends."""
+        """Return how a row of the request's answer attends."""
         sparse, planned = _share(request) is not None, manager.ledger.planned(request.request_id)
         if planned is None:
             return Mode.SPARSE if sparse else Mode.DENSE
         return Mode.OFFLOADED if sparse and planned.slots else Mode.STAGED
 
     def _attended(self, request: Any) -> int:
-        """Tokens that a row of its answer attends to, or chooses from."""
+        """Return the number of tokens that a row of the request's answer attends to, or chooses
+        from."""
         return int(request.num_computed_tokens)
 
     def _footprint(self, most_tokens: int, share: float | None) -> Footprint:
@@ -205,13 +208,13 @@ class _Offloads:
 
     @property
     def _step_tokens(self) -> int:
-        """Most tokens of one prompt in a step."""
+        """Maximum tokens of one prompt in a step."""
         config: Any = self.vllm_config.scheduler_config  # type: ignore[attr-defined]
         limit, batch = config.long_prefill_token_threshold, config.max_num_batched_tokens
         return int(min(limit, batch) if limit > 0 else batch)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's."""
+        """Schedule a step like vLLM, and tell the worker which requests are offloaded."""
         manager = self._offloads
         if manager is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -222,7 +225,7 @@ class _Offloads:
         return output
 
     def _answers(self, manager: OffloadManager, output: Any) -> tuple[int, list[float]] | None:
-        """Rows and contexts of a step that computes answers alone."""
+        """Return the rows and contexts of a step that computes answers alone; None for another."""
         context = [0.0] * len(Mode)
         for name, count in output.num_scheduled_tokens.items():
             request = self.requests[name]  # type: ignore[attr-defined]
@@ -234,7 +237,7 @@ class _Offloads:
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """As vLLM's; learns what the step took."""
+        """Process a step's output like vLLM, and learn from its duration."""
         now_s = self._clock()
         end_lost(self, model_runner_output)
         step: Any = getattr(scheduler_output, STEP, None)
@@ -249,11 +252,11 @@ class _Offloads:
 
 
 def keep_to_itself(request: Any) -> None:
-    """Have no connector load or save a request's KV.
+    """Keep connectors from loading or saving a request's KV.
 
-    A connector loads a prompt as a whole, which the cache does not hold, and saves blocks a step
-    after they are full, when others may have them. The block hashes are made already, so the salt
-    only says so to the store.
+    A connector loads a prompt as a whole, which the cache cannot hold. It saves blocks a step after
+    they are full, when other requests may have them. The block hashes have been computed already,
+    so the changed salt has one effect only: it marks the request for the store.
     """
     request.kv_transfer_params, salt = None, request.cache_salt or ""
     request.cache_salt = salt if is_marked(salt) else marked(salt, "offload")
@@ -264,17 +267,17 @@ def _share(request: Any) -> float | None:
 
 
 def _final(request: Any) -> int:
-    """Tokens whose KV is final before the next step."""
+    """Return the number of tokens whose KV is final before the next step."""
     return int(request.num_computed_tokens - request.num_in_flight_tokens)
 
 
 def _steps(request: Any) -> int:
-    """That its answer still has, at most."""
+    """Return the maximum number of steps that the request's answer still has."""
     return max(0, int(request.max_tokens - request.num_output_tokens))
 
 
 def _tell(manager: OffloadManager, output: Any, left: Mapping[str, int]) -> None:
-    """Let the worker know which requests are newly offloaded in this step."""
+    """Tell the worker which requests are newly offloaded in this step."""
     ledger = manager.ledger
     for request_id in output.finished_req_ids:
         ledger.forget(request_id)
@@ -295,8 +298,8 @@ def _manager_of(scheduler: Any) -> OffloadManager | None:
 
 
 class OffloadingTakingUp(_Offloads, TakingUp):
-    """Where a step waits for the one before."""
+    """Scheduler in which a step waits for the one before."""
 
 
 class OffloadingTakingUpAsync(_Offloads, TakingUpAsync):
-    """Where steps are scheduled ahead."""
+    """Scheduler that schedules steps ahead."""
