@@ -1,11 +1,11 @@
-"""How many prefill and decode replicas there should be.
+"""Autoscaling: computes how many prefill and decode replicas an app should have.
 
-- `forecast`: how many requests will come, and how wrong that may be
-- `capacity`: what share of them so many replicas answer in time
+- `forecast`: forecast of the request rate, and its error
+- `capacity`: share of the requests that a number of replicas answers in time
 - `decide`: the counts to have now, since a replica takes time to start
 - `traffic`: means of the last requests
-- `published`, `board`: what decode replicas publish, and what is known of an app
-- `policy`: what Ray Serve's controller asks
+- `published`, `board`: the decode replicas' metrics, and the state of an app
+- `policy`: the policy that Ray Serve's controller calls
 
-Pure but for `policy`: no Ray, no vLLM, no I/O, no clock.
+Pure except for `policy`: no Ray, no vLLM, no I/O, no clock.
 """

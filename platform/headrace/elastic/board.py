@@ -1,13 +1,12 @@
-"""What the policies of both roles know together, one board for each app, in Serve's controller.
+"""Shared state of the policies of both roles, one board for each app, in Serve's controller.
 
-Serve asks each deployment's policy by itself, about ten times a second. The decode role's policy
-tells the board what its replicas publish; both read the counts that it decided. The board counts
-the requests of each minute, measures how long replicas take to start, and decides once a minute, or
-when a replica has come or gone.
+Serve calls each deployment's policy separately, about ten times a second. The decode role's policy
+passes its replicas' metrics to the board; both policies read the counts that the board decided. The
+board counts the requests of each minute, measures how long replicas take to start, and decides once
+a minute, or when a replica was added or removed.
 
-A board that is new, since Serve's controller was started again, knows no traffic. It decides
-nothing before its first minute is over, and stops no replica before it has observed the load for as
-long as a stopped replica must not be needed (`Prices.stop_s`).
+A new board, after a restart of Serve's controller, knows no traffic. It decides nothing in its
+first minute, and stops no replica before it has observed the load for `Prices.stop_s`.
 
 Pure: no Ray, no clock. Serve's controller calls it from one thread.
 """
@@ -30,28 +29,29 @@ from headrace.elastic.traffic import averaged
 
 ROLES = ("prefill", "decode")
 LOOK_S = 5.0
-"""Between two looks at what replicas publish."""
+"""Seconds between two reads of the replicas' metrics."""
 AVERAGED_S = 3600.0
-"""Over so long, means of requests are averaged: of fewer, they waver with the longest prompts."""
+"""Seconds over which means of requests are averaged. Over less time, single long prompts would
+change the means."""
 STARTS = 9
-"""The expected start is the median of so many: a single one that waited for a machine or for a
-quota changes nothing."""
+"""Number of recent starts whose median is the expected start time. A single start that waited for a
+machine or for a quota does not change the median."""
 MOST_STARTS = 256
 RETURNS_S = 3600.0
-"""A replica that Serve leaves out of the running ones may return within this time."""
+"""Seconds within which a replica that Serve does not list as running may return."""
 MAX_REPLICAS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One role, as Serve sees it: replicas that run, and that it wants."""
+    """Serve's counts of one role: replicas that run, and replicas that Serve wants."""
 
     running: int
     wanted: int
 
 
 class _Total(NamedTuple):
-    """The requests of a replica's life, as it last told them."""
+    """A replica's last count of its requests since its start, and when it was read."""
 
     requests: float
     at_s: float
@@ -59,10 +59,10 @@ class _Total(NamedTuple):
 
 @dataclass(slots=True)
 class Board:
-    """One app's.
+    """State of one app.
 
     Attributes:
-        counts: as decided last; None while too little is known.
+        counts: the last decision; None while too little is known.
     """
 
     slo: Slo
@@ -86,8 +86,10 @@ class Board:
     )
 
     def saw(self, role: str, seen: Seen, now_s: float) -> None:
-        """What Serve says of a role. A replica that runs since the last look was ordered at the
-        oldest order that is open."""
+        """Record Serve's counts of a role.
+
+        Each replica that started to run since the last call closes the oldest open order.
+        """
         before, orders = self._seen.get(role), self._orders[role]
         self._seen[role] = seen
         if before is None:
@@ -100,8 +102,11 @@ class Board:
             orders.pop()
 
     def _learn_start(self, ordered_s: float, now_s: float) -> None:
-        """Learn from a start of either role, unless it was under way when the last one ended: then
-        both waited for the same thing."""
+        """Learn the duration of a start of either role.
+
+        A start that was under way when the last counted start ended is skipped, since both waited
+        for the same cause.
+        """
         if ordered_s < self._started_s:
             return
         self._started_s = now_s
@@ -111,18 +116,18 @@ class Board:
         self.prices = replace(self.prices, start_s=median_low(self._starts))
 
     def due(self, now_s: float) -> bool:
-        """Whether what decode replicas publish should be read again."""
+        """Return whether the decode replicas' metrics should be read again."""
         return now_s - self._looked_s >= LOOK_S
 
     def learn(self, told: Mapping[str, Mapping[str, float]], now_s: float) -> None:
-        """What each decode replica publishes now.
+        """Learn from the current metrics of all decode replicas.
 
         Args:
             told: numbers by name, by replica.
         """
         self._looked_s = now_s
         if self._bin_end_s is None or now_s - self._bin_end_s > 60 * BIN_S:
-            self._bin_end_s = now_s + BIN_S  # the first look, or nobody asked for long
+            self._bin_end_s = now_s + BIN_S  # the first read, or the first after a long pause
             self._count = 0.0
         if self._since_s is None:
             self._since_s = now_s
@@ -138,28 +143,28 @@ class Board:
             self._load = averaged(self._load, load, part)
 
     def _new(self, name: str, told: Mapping[str, float], now_s: float) -> float:
-        """Return the number of requests that a replica got since it was last seen.
+        """Return the number of requests that a replica got since its last read.
 
-        One that is seen for the first time counts from its first request if it is younger than the
-        board. An older one served before the board was there, and counts from now on.
+        At its first read, all requests of a replica count if the replica is younger than the board.
+        An older replica served requests before the board existed, so it counts from now on.
         """
         assert self._since_s is not None
         total, before = float(told.get(CAME, 0.0)), self._came.pop(name, None)
-        self._came[name] = _Total(total, now_s)  # the one that was seen last stands last
+        self._came[name] = _Total(total, now_s)  # moves it to the end: ordered by time of read
         while len(self._came) > MAX_REPLICAS or self._oldest_s() < now_s - RETURNS_S:
             del self._came[next(iter(self._came))]
         if before is None:
             return total if told.get(AGE_S, math.inf) <= now_s - self._since_s else 0.0
         if total < before.requests:
             return 0.0
-        # What came while it was out of sight for long did not come in this minute.
+        # After a pause longer than a bin, count only the part of the requests for one bin.
         return (total - before.requests) * min(1.0, BIN_S / max(BIN_S, now_s - before.at_s))
 
     def _oldest_s(self) -> float:
         return next(iter(self._came.values())).at_s
 
     def decide(self) -> Counts | None:
-        """The counts to have; None while too little is known."""
+        """Return the counts to have; None while too little is known."""
         known_s = self._forecast.known_s
         if self._load is None or self._bin_end_s is None or len(self._seen) < len(ROLES):
             return None
@@ -196,12 +201,12 @@ _BOARDS: dict[str, Board] = {}
 
 
 def board_of(app: str, slo: Slo, prices: Prices, bounds: Bounds) -> Board:
-    """The board of an app. Other bounds or targets take effect; what was learned stays."""
+    """Return the board of an app, with these bounds and targets; its learned state stays."""
     board = _BOARDS.setdefault(app, Board(slo, prices, bounds))
     board.slo, board.bounds = slo, bounds
     return board
 
 
 def forget(app: str) -> None:
-    """Drop what is known of an app."""
+    """Remove the board of an app."""
     _BOARDS.pop(app, None)

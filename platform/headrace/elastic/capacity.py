@@ -1,7 +1,8 @@
-"""What share of the requests so many replicas would answer in time.
+"""Share of the requests that a number of replicas would answer in time.
 
-Prefill replicas compute a part `1 - x` of the prompts, decode replicas the rest, and `x` is what
-answers most in time; the router's prices come near it. With the symbols of `headrace.advice`::
+Prefill replicas compute a part `1 - x` of the prompts, and decode replicas compute the rest. `x` is
+the part with which most requests are answered in time; the router's prices lead close to it. With
+the symbols of `headrace.advice`::
 
     in time = (1 - full) (1 - slow) [(1 - x) (1 - late(p, C_p)) + x (1 - late(d, C_d))]
     late(n, C) = ErlangC(n, a) exp(-slack / wait),   wait = E[C^2] / (2 E[C] (n - a))
@@ -10,13 +11,14 @@ answers most in time; the router's prices come near it. With the symbols of `hea
     slow = P(T(r) + X / o > target),   X of mean busy S, variance lambda x / d S E[C_d^2]
     S = o token
 
-`late` is the share of prompts that wait longer than their target leaves: of the M/G/n queue, those
-that wait at all do so for about an exponential time (Kingman 1961). `full` is the share of requests
-that find all places in the decode engines' KV caches taken. Without step times that grow, the
-number of requests that run would be Poisson (M/G/infinity); since more of them make each slower, it
-varies by T(r) / T(1) more. `slow` is the share of answers whose mean token takes longer than its
-target: `X` is the time that the engine spends on prompts during an answer, a compound Poisson sum,
-taken as normal. A split that is overloaded, as in `advice`, answers nothing in time.
+`late` is the share of prompts that wait longer than their target allows: in the M/G/n queue, the
+prompts that wait at all have an approximately exponential waiting time (Kingman 1961). `full` is
+the share of requests that find no place in the decode engines' KV caches. With constant step times,
+the number of running requests would be Poisson distributed (M/G/infinity). As more of them slow
+each other down, its variance is larger by the factor T(r) / T(1). `slow` is the share of answers
+whose mean time per token exceeds its target. `X` is the time that the engine spends on prompts
+during an answer: a compound Poisson sum, approximated as normal. An overloaded split, as in
+`advice`, answers no request in time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from headrace.advice import Load, pace, queue_of, step_s
 from headrace.elastic.forecast import Ahead
 
 PARTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
-"""Parts of the prompts that decode engines compute, which are tried."""
+"""Values that are tried for the part of the prompts that decode engines compute."""
 CHANCES = ((-1.732, 1 / 6), (0.0, 2 / 3), (1.732, 1 / 6))
 """Deviations of the rate and their weights: Gauss-Hermite quadrature of three points."""
 MOST_SPLITS = 32
@@ -38,12 +40,13 @@ _STALLED = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What requests must keep, and the share of them that must.
+    """Targets for requests, and the share of the requests that must keep them.
 
     Attributes:
-        ttft_s, ttft_token_s: most seconds to the first token, and more for each token of a prompt.
-        itl_s: most seconds a token after it.
-        share: of the requests that keep both, at least.
+        ttft_s, ttft_token_s: target for the time to first token, in seconds, and the seconds that
+            are added to it for each token of the prompt.
+        itl_s: target for the seconds of each later token.
+        share: minimum share of the requests that keep both targets.
     """
 
     ttft_s: float = 2.0
@@ -59,7 +62,7 @@ class Slo:
 
 
 def in_time(load: Load, slo: Slo, prefill: int, decode: int) -> float:
-    """The share of the requests that so many replicas answer in time."""
+    """Return the share of the requests that these replicas answer in time."""
     if decode < 1:
         return 0.0
     if load.rate <= 0.0:
@@ -107,8 +110,11 @@ def _prompt_in_time(
 
 
 def _slow(load: Load, slo: Slo, token_s: float, taken: float, here: float) -> float:
-    """The share of answers that are slower than the target, on an engine which computes so many
-    prompts a second beside them."""
+    """Return the share of answers that are slower than the target.
+
+    Args:
+        here: prompts a second that the engine computes beside the answers.
+    """
     answer_s = max(load.answer_tokens, 1.0) * token_s
     spread = math.sqrt(here * answer_s * load.local_square) / max(load.answer_tokens, 1.0)
     if spread <= 0.0:
@@ -117,14 +123,14 @@ def _slow(load: Load, slo: Slo, token_s: float, taken: float, here: float) -> fl
 
 
 def _full(mean: float, places: float, steeper: float) -> float:
-    """P(N > places) for a normal N of this mean, and of variance `steeper` times it."""
+    """Return P(N > places) for a normal N with this mean and `steeper` times it as variance."""
     if mean <= 0.0:
         return 0.0
     return 0.5 * math.erfc((places + 0.5 - mean) / math.sqrt(2.0 * mean * steeper))
 
 
 def expected_in_time(load: Load, ahead: Ahead, slo: Slo, prefill: int, decode: int) -> float:
-    """`in_time` over the rates that the forecast holds possible."""
+    """Return the expected `in_time` over the forecast's distribution of rates."""
     return sum(
         weight * in_time(replace(load, rate=ahead.at(chance)), slo, prefill, decode)
         for chance, weight in CHANCES
@@ -133,7 +139,7 @@ def expected_in_time(load: Load, ahead: Ahead, slo: Slo, prefill: int, decode: i
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Fewest and most replicas of each role."""
+    """Minimum and maximum number of replicas of each role."""
 
     prefill: tuple[int, int]
     decode: tuple[int, int]
@@ -147,7 +153,7 @@ class Bounds:
             raise ValueError("decode: there must be room for one replica")
 
     def splits(self, total: int) -> Iterator[tuple[int, int]]:
-        """Counts of both roles that make a total, evenly apart where there are many."""
+        """Yield counts of both roles with this total, evenly spaced if there are many."""
         first = max(self.prefill[0], total - self.decode[1])
         last = min(self.prefill[1], total - max(self.decode[0], 1))
         each = max(1, -(-(last - first + 1) // MOST_SPLITS))
@@ -157,8 +163,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The fewest replicas that keep the targets, and the share of requests that they answer in
-    time; where none of the bounds' counts does, those that answer most."""
+    """The smallest number of replicas that keeps the targets, and its share answered in time.
+
+    If no counts within the bounds keep the targets, the counts with the highest share.
+    """
 
     prefill: int
     decode: int
@@ -176,10 +184,13 @@ def need(
     bounds: Bounds,
     prefer: tuple[int, int] | None = None,
 ) -> Need:
-    """The fewest replicas for a forecast, by bisection over their total: more answer more in time.
+    """Return the smallest number of replicas that keeps the targets under a forecast.
+
+    The search is a bisection over the total, as more replicas answer more requests in time.
 
     Args:
-        prefer: the counts that there are; of splits that do, the nearest to them is taken.
+        prefer: the current counts; of the splits that keep the targets, the closest one to them is
+            chosen.
     """
     least = bounds.prefill[0] + max(1, bounds.decode[0])
     most = bounds.prefill[1] + bounds.decode[1]
@@ -209,7 +220,7 @@ def _best(
     if prefer is None or best.in_time < slo.share:
         return best
     good = [one for one in found if one.in_time >= slo.share]
-    # Of splits that keep the targets, that which starts and stops fewest; then the better one.
+    # Of the splits that keep the targets, choose the fewest starts and stops, then the best share.
     return min(good, key=lambda one: (_moves(one, prefer), -one.in_time))
 
 

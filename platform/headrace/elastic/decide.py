@@ -1,16 +1,16 @@
-"""The counts of replicas to have now, since a replica takes time to start and costs while it idles.
+"""Decision on the numbers of replicas to have now, as a replica takes time to start and costs idle.
 
-A replica ordered now serves after `start_s`. So what must be there is what the forecast for then
-needs (`capacity.need`), and never less than what is needed now. A replica that could go is worth
+A replica that is ordered now serves after `start_s`. Therefore the counts must meet the forecast
+for that time (`capacity.need`), and the need from now until then. An unneeded replica is worth
 keeping if it is needed again soon: stopping it saves its time from now until it would have to start
-again, and costs that start, the drain, and what its cache would have saved::
+again, and costs that start, the drain, and the time that its cache would have saved::
 
     keep, if the forecast needs it within   start + (start + drain + cache)
 
-all in seconds of a replica's time. That is all the hysteresis there is: it follows from the price.
+all in seconds of a replica's time. There is no other hysteresis.
 
-The last replica goes when the next request is not expected within the time that a start costs, its
-own wait counted: `rate (start + start + drain + cache) < 1`.
+The last replica is stopped when no request is expected within the cost of a start plus its wait:
+`rate (start + start + drain + cache) < 1`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from headrace.elastic.capacity import Bounds, Need, Slo, expected_in_time, need
 from headrace.elastic.forecast import AHEAD_S, Ahead
 
 Forecaster = Callable[[float], Ahead]
-"""The forecast for so many seconds from now."""
+"""Function that returns the forecast for a number of seconds from now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What it costs to start and to stop a replica.
+    """Cost of starting and stopping a replica, in seconds of a replica's time.
 
     Attributes:
-        start_s: from the order until it serves.
-        drain_s: from the order to stop until its engine is free.
-        cache_s: seconds that the engines compute again because its KV cache is gone; what the
-            store keeps costs nothing.
+        start_s: seconds from the order until it serves.
+        drain_s: seconds from the order to stop until its engine is free.
+        cache_s: seconds of computation that the loss of its KV cache causes; blocks in the store
+            cost nothing.
     """
 
     start_s: float
@@ -48,13 +48,13 @@ class Prices:
 
     @property
     def stop_s(self) -> float:
-        """Seconds that a replica must not be needed for, so that stopping it pays."""
+        """Seconds without need for a replica from which on stopping it saves more than it costs."""
         return self.start_s + self.drain_s + self.cache_s
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many replicas there should be, and why."""
+    """Numbers of replicas to have, and the reason."""
 
     prefill: int
     decode: int
@@ -73,10 +73,10 @@ def decide(
     prices: Prices,
     bounds: Bounds,
 ) -> Counts:
-    """The counts to have now.
+    """Return the counts to have now.
 
     Args:
-        now: prefill and decode replicas that there are, those that start included.
+        now: current prefill and decode replicas, including starting ones.
         load: means of a request; its rate is not used.
     """
     prefill, decode = _bounded(now, bounds)
@@ -106,6 +106,6 @@ def _bounded(now: tuple[int, int], bounds: Bounds) -> tuple[int, int]:
 
 
 def _most(forecast: Forecaster, until_s: float) -> Ahead:
-    """The forecast with the highest rate from now until then."""
+    """Return the forecast with the highest rate between now and `until_s`."""
     times = [0.0, *(one for one in AHEAD_S if one < until_s), until_s]
     return max((forecast(one) for one in times), key=lambda one: one.rate)

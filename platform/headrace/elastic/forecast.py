@@ -1,18 +1,24 @@
-"""Forecasts how many requests come a second, minutes to an hour ahead, from counts a minute.
+"""Forecasts the request rate, minutes to an hour ahead, from the counts of each minute.
 
-Four simple forecasts are averaged: the level of the last minutes (Holt's: a tenth of each new
-minute, or more where many come, and the trend goes on); the mean of the last half hour; the level
-and its trend; the level times the change that this time of the day had on the days before. Which is
-best depends on the traffic and on how far ahead one looks. So for each of `AHEAD_S` the squared
-error of each is measured, and weighs it::
+It averages four simple forecasts:
+
+- the level of the last minutes: Holt's method with a weight of a tenth for each new minute, more at
+  high rates, and with the trend added each minute;
+- the mean of the last half hour;
+- the level plus its trend;
+- the level times the change at this time of day on the days before.
+
+Which one is best depends on the traffic and on the time ahead. Therefore the squared error of each
+forecast is measured for each of `AHEAD_S`, and sets its weight::
 
     weight = 1 / error^8,   error = mean of (forecast - count)^2 over about the last three hours
 
-Errors are kept of the square roots of counts. There the noise of independent arrivals is 1/2 at any
-load, so what was learned at night holds by day. `Forecast.ahead` answers the rate that is expected,
-and a factor for a rate that is not exceeded with a given probability.
+Errors are computed with the square roots of the counts. Their noise is 1/2 for independent arrivals
+at any load, so errors that were learned at night also hold by day. `Forecast.ahead` returns the
+expected rate and the standard deviation of the square root of a count.
 
-Memory is bounded: five minutes of the day a number, and an hour of forecasts not yet compared.
+Memory is bounded: one number for each five minutes of the day, and an hour of forecasts that are
+not yet compared.
 """
 
 from __future__ import annotations
@@ -28,22 +34,23 @@ BIN_S = 60.0
 AHEAD_S = (60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0)
 DAY_S = 86_400.0
 SEASONS = 288
-"""Parts of a day whose traffic is remembered."""
+"""Number of parts of a day with their own mean count."""
 _LEAST_LEVEL, _MOST_LEVEL, _DRIFT = 0.1, 0.5, 0.005
-"""Part of a new minute in the level: as much as a level that drifts by this part of itself a minute
-deserves, whose counts' square roots have a noise of 1/2 (the steady gain of a Kalman filter)."""
+"""Minimum and maximum weight of a new minute in the level, and the drift that sets the weight. The
+weight is the steady gain of a Kalman filter for a level that drifts by this fraction of itself each
+minute, and whose counts' square roots have a noise of 1/2."""
 _MEAN, _TREND = 1 / 30, 0.2
 _DAMP = 0.97
-"""What is left of a trend after a minute: none has gone on for an hour."""
+"""Factor of a trend for each minute ahead: no trend has continued for an hour."""
 _LEARN, _LEARN_DAY = 1 / 180, 0.5
 _SMOOTH = np.array([1, 2, 3, 4, 3, 2, 1]) / 16
 _AHEAD_S = np.array(AHEAD_S)
 _MOST_RATIO = 10.0
 _SHARP = 8
-"""Power of the errors in the weights. Most of an error is the noise of the counts, which all have;
-so the error of a forecast that is clearly worse is only a tenth larger."""
+"""Power of the errors in the weights. Most of an error is the noise of the counts, which all
+forecasts share, so the error of a clearly worse forecast is only a tenth larger."""
 _LEAST = 0.05
-"""Of a squared error of square roots, in place of less: independent arrivals have 0.25."""
+"""Minimum squared error of square roots in the weights: independent arrivals have 0.25."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Ahead:
     """A forecast.
 
     Attributes:
-        rate: requests a second that are expected.
+        rate: expected requests a second.
         root_sd: standard deviation of the square root of a bin's count.
         bin_s: seconds of a bin.
     """
@@ -61,17 +68,17 @@ class Ahead:
     bin_s: float = BIN_S
 
     def at(self, deviations: float) -> float:
-        """The rate so many standard deviations above what is expected; at least 0."""
+        """Return the rate `deviations` standard deviations above the expected one; at least 0."""
         root = math.sqrt(self.rate * self.bin_s) + deviations * self.root_sd
         return max(0.0, root) ** 2 / self.bin_s
 
 
 @dataclass(slots=True)
 class Forecast:
-    """Learns from counts of bins, in order, and forecasts from the end of the last one.
+    """Forecaster that learns the counts of bins, in order, and forecasts from the last bin's end.
 
     Attributes:
-        seasonal: whether the days before count.
+        seasonal: whether the days before are used.
     """
 
     seasonal: bool = True
@@ -89,11 +96,15 @@ class Forecast:
 
     @property
     def known_s(self) -> float:
-        """Seconds of traffic that were observed."""
+        """Seconds of observed traffic."""
         return self._bins * BIN_S
 
     def observe(self, count: float, at_s: float) -> None:
-        """The requests that came in the bin which ended at `at_s`, on a clock whose days are days.
+        """Learn the number of requests in the bin that ended at `at_s`.
+
+        Args:
+            count: requests in the bin.
+            at_s: time on a clock whose days have 86,400 s, such as Unix time.
 
         Raises:
             ValueError: the count is below 0 or no number.
@@ -117,7 +128,7 @@ class Forecast:
             open_.append((self._bins + round(ahead_s / BIN_S), row))
 
     def ahead(self, ahead_s: float, now_s: float) -> Ahead:
-        """What comes so many seconds after the last bin's end."""
+        """Return the forecast for `ahead_s` seconds after the last bin's end."""
         if self._bins == 0:
             return Ahead(0.0, 0.5)
         at = int(np.argmin(np.abs(_AHEAD_S - ahead_s)))
@@ -126,7 +137,7 @@ class Forecast:
         return Ahead(count / BIN_S, math.sqrt(float(self._errors[at, 4])))
 
     def _each(self, ahead_s: NDArray[np.float64], now_s: float) -> NDArray[np.float64]:
-        """The four forecasts of a bin's count; [times, 4]."""
+        """Return the four forecasts of a bin's count, [times, 4]."""
         steps = ahead_s / BIN_S
         trend = self._trend * _DAMP * (1.0 - _DAMP**steps) / (1.0 - _DAMP)
         ratio = np.ones(len(ahead_s))
@@ -141,7 +152,7 @@ class Forecast:
         return found
 
     def _weights(self) -> NDArray[np.float64]:
-        """Of the four forecasts, for each of `AHEAD_S`; each row's sum is 1."""
+        """Return the weights of the four forecasts for each of `AHEAD_S`; each row's sum is 1."""
         weights = 1.0 / np.maximum(self._errors[:, :4], _LEAST) ** _SHARP
         normed: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
         return normed
@@ -155,13 +166,13 @@ class Forecast:
                 self._errors[at] += _LEARN * (wrong - self._errors[at])
 
     def _season(self, at_s: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        """What the days before had around these times; nan where nothing is known."""
+        """Return the mean counts of the days before around these times; nan if unknown."""
         part = (np.asarray(at_s) % DAY_S / DAY_S * SEASONS).astype(int)
         profile: NDArray[np.float64] = self._profile[part]
         return profile
 
     def _learn_day(self, count: float, at_s: float) -> None:
-        """The part of the day that this bin ends goes into the profile when it is over."""
+        """Add a bin to its part of the day; at the end of the part, update the daily profile."""
         self._part.append(count)
         size_s = DAY_S / SEASONS
         if int(at_s // size_s) == int((at_s - BIN_S) // size_s):

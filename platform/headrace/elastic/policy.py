@@ -1,13 +1,13 @@
-"""The policy that Ray Serve's controller asks how many replicas a role should have.
+"""Autoscaling policy that Ray Serve's controller calls for the number of replicas of a role.
 
-Named in a deployment's `autoscaling_config`::
+It is named in a deployment's `autoscaling_config`::
 
     policy:
       policy_function: headrace.elastic.policy:ElasticPolicy
       policy_kwargs: {role: decode, prefill: [1, 4], decode: [1, 8], ttft_s: 2.0, ...}
 
-Both roles name it with the same arguments but for `role`. While too little is known, and whenever
-the policy fails, it answers what Serve's queue-length policy would, but stops nothing.
+Both roles name it with the same arguments except `role`. While too little is known, and whenever
+the policy fails, it returns the result of Serve's queue-length policy, but stops no replica.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger("ray.serve")
 
 
 class ElasticPolicy:
-    """The replicas of one role.
+    """Policy for the replicas of one role.
 
     Args:
         role: `prefill` or `decode`.
-        prefill, decode: fewest and most replicas of each role.
+        prefill, decode: minimum and maximum number of replicas of each role.
         ttft_s, ttft_token_s, itl_s, share: `capacity.Slo`.
-        start_s: that a replica takes to start, until it has been measured.
-        drain_s: that one which stops takes, on average.
+        start_s: seconds that a replica takes to start, used until they are measured.
+        drain_s: mean seconds that a replica takes to stop.
 
     Raises:
         ValueError: an argument is out of bounds.
@@ -62,7 +62,7 @@ class ElasticPolicy:
         self._told = ""
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int | float, dict[str, Any]]:
-        """The replicas that there should be, and the state to hand in next time."""
+        """Return the number of replicas to have, and the state for the next call."""
         try:
             wanted = self._wanted(ctx)
         except Exception:
@@ -91,7 +91,7 @@ class ElasticPolicy:
 
 
 def _last(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> dict[str, dict[str, float]]:
-    """The newest value of each metric, by replica."""
+    """Return the newest value of each metric, by replica."""
     found: dict[str, dict[str, float]] = {}
     for name, replicas in metrics.items():
         for replica, series in replicas.items():

@@ -1,8 +1,8 @@
-"""What decode replicas publish for the policy, as Serve's custom metrics: numbers by name.
+"""Metrics that decode replicas publish for the policy, as Serve's custom metrics: numbers by name.
 
-A replica says how many requests have come to it, what its last requests cost, and how long its
-engine's steps take: the part of its router's snapshot that `advice.load_of` reads. Serve carries
-nothing but numbers, so lists are numbered. Metrics come from a peer and are checked like any input.
+A replica publishes the number of its requests, the cost of its last requests, and its engine's step
+times: the part of its router's snapshot that `advice.load_of` reads. Serve transfers only numbers,
+so the entries of lists get numbered names. Metrics are input from a peer, and are checked.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from headrace_engine.steptime import StepTime
 
 CAME = "headrace.came"
-"""Requests that have come to the replica since its start."""
+"""Name of the metric: requests that the replica received since its start."""
 AGE_S = "headrace.age_s"
-"""Seconds since the replica's start."""
+"""Name of the metric: seconds since the replica's start."""
 _TRAFFIC, _STEPS = "headrace.traffic.", "headrace.steps."
 _MOST = 1e15
 
 
 def published(router: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a router's snapshot with `outcomes`; none while it has seen no traffic."""
+    """Return the metrics for a router's snapshot with `outcomes`; empty without traffic."""
     traffic = router["outcomes"]["traffic"]
     if not traffic.get("rate", 0.0) > 0.0:
         return {}
@@ -38,7 +38,7 @@ def published(router: Mapping[str, Any]) -> dict[str, float]:
 
 
 def router_of(told: Mapping[str, float]) -> dict[str, Any] | None:
-    """The snapshot's part again; None where the numbers are none that a replica publishes."""
+    """Return the part of the snapshot in a replica's metrics; None if they are invalid."""
     if not all(isinstance(one, int | float) and abs(one) < _MOST for one in told.values()):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Averages of the requests' costs, with forgetting, for `advice.Load`."""
+"""Exponentially decaying averages of the requests' costs, for `advice.Load`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ _MEANS = (
 
 
 def averaged(before: Load | None, now: Load, part: float) -> Load:
-    """Means with forgetting, of means over the last few requests.
+    """Return exponentially decaying means of means over the last few requests.
 
     Args:
-        before: as they were averaged so far. part: of `now` in the answer.
+        before: the averages so far; None for none.
+        now: means over the last few requests.
+        part: weight of `now` in the result.
     """
     if before is None:
         return now

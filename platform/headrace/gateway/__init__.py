@@ -1,8 +1,9 @@
-"""The front door: an HTTP relay between OpenAI clients and the decode replicas' own servers.
+"""The gateway: an HTTP relay between OpenAI clients and the decode replicas' own servers.
 
-It decides which replica answers a request, when a lost request is tried again, and what a client
-may ask for (key, size, time). It never looks inside an answer: the bytes of the replica's HTTP
-response are the bytes that the client gets.
+It chooses the replica that answers a request, decides when a lost request is tried again, and
+limits the requests of clients (key, size, time). The client gets the bytes of the replica's answer.
+Only in streams the gateway may change them: it removes the lines for resuming from another replica,
+and after a resume it replaces ids.
 """
 
 from headrace.gateway.app import GatewayApp, build_gateway_app

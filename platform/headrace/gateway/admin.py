@@ -27,7 +27,7 @@ logger = logging.getLogger("headrace.gateway")
 BACKEND_TIMEOUT_S = 10.0
 CONSOLE_STATE = "/headrace/v1/console"
 RECENT_S = 1.0
-"""Documents for which all replicas or nodes are asked are at most so old."""
+"""Maximum age of documents for which all replicas or nodes are asked."""
 
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -37,7 +37,7 @@ Document = Callable[[ReplicaPool], Awaitable[Answer]]
 
 
 def headrace_version() -> str:
-    """The installed version, or `0+unknown` in a bare source tree."""
+    """Return the installed version, or `0+unknown` in a bare source tree."""
     try:
         return version("headrace")
     except PackageNotFoundError:
@@ -49,28 +49,28 @@ def _json(value: Any) -> bytes:
 
 
 class _Recent:
-    """A document that is made at most once in `RECENT_S`, however many clients ask for it."""
+    """A document that is made at most once in `RECENT_S`, for any number of clients."""
 
     def __init__(self, make: Document) -> None:
         self._make = make
         self._made: tuple[float, asyncio.Future[Answer]] | None = None
 
     async def __call__(self, pool: ReplicaPool) -> Answer:
-        """Return the document, `RECENT_S` old at most."""
+        """Return the document, which is at most `RECENT_S` old."""
         if self._made is None or monotonic() - self._made[0] > RECENT_S:
             self._made = monotonic(), asyncio.ensure_future(self._make(pool))
         return await asyncio.shield(self._made[1])
 
 
 class Admin:
-    """Makes the documents.
+    """The gateway's own documents.
 
     Args:
         backend: the cluster.
         model_id: the model's name.
         options: the limits that the schema states.
         keys_on: whether the schema asks for an API key.
-        state: how the gateway that answers is, for the status.
+        state: returns this gateway's state, for the status.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class Admin:
         }
 
     def find(self, path: str) -> Document | None:
-        """The document at a path, or None."""
+        """Return the document at a path, or None."""
         if path.startswith(PLANS) and len(path) > len(PLANS):
             request_id = path[len(PLANS) :]
             return lambda pool: self._plan(request_id)
         return self._documents.get(path)
 
     async def answer(self, document: Document, pool: ReplicaPool) -> Answer:
-        """Status, body and content type of a document.
+        """Return the status, body and content type of a document.
 
         Raises:
-            ApiError: 504 when the cluster does not tell in time.
+            ApiError: 504 when the cluster does not answer in time.
         """
         try:
             async with asyncio.timeout(BACKEND_TIMEOUT_S):
@@ -117,7 +117,7 @@ class Admin:
             raise errors.request_timeout(BACKEND_TIMEOUT_S) from None
 
     async def set_policy(self, wanted: Mapping[str, Any]) -> bytes:
-        """Have every decode replica plan by the wanted policy; the answer says how many do.
+        """Set every decode replica's plan policy; return how many replicas answered.
 
         Raises:
             ApiError: 400 when the document is not a `RouterPolicy`.
@@ -126,7 +126,7 @@ class Admin:
         return _json({"policy": policy, "replicas": await self._backend.set_policy(policy)})
 
     async def set_speculation(self, wanted: Mapping[str, Any]) -> bytes:
-        """Change how decode replicas draft; the answer says how each stands.
+        """Change how decode replicas draft; return the state of each.
 
         Raises:
             ApiError: 400 when the document is not a `Speculation`.
@@ -135,7 +135,7 @@ class Admin:
         return _json({"replicas": await self._backend.set_speculation(command)})
 
     async def store(self, wanted: Mapping[str, Any] | None) -> bytes:
-        """Have every machine's store list its pins or carry out an order; what each answers.
+        """Have every machine's store list its pins or carry out an order; return the answers.
 
         Args:
             wanted: a `StoreOrder`; None for the pins.
@@ -155,14 +155,14 @@ class Admin:
         tenant: str | None,
         admitted: Callable[[int], AbstractAsyncContextManager[object]],
     ) -> bytes:
-        """Have every decode replica make prompts' KV; the answer says what each has of each.
+        """Have every decode replica make prompts' KV; return the outcome by prompt and replica.
 
-        The prompts are made one after the other, so that warming has at most one request at each
-        replica, and none any more soon after the client hung up.
+        The prompts are computed one after another. Warming therefore has at most one request at
+        each replica, and soon none after the client hung up.
 
         Args:
-            tenant: of the request's key; None where no keys are configured.
-            admitted: holds a request of so many bytes, once admission lets it go to a replica.
+            tenant: tenant of the request's key; None if no keys are configured.
+            admitted: passes a request with this number of bytes through the admission queue.
 
         Raises:
             ApiError: 400 when the document is not a `WarmRequest`.
@@ -179,10 +179,10 @@ class Admin:
         return _json({"prompts": prompts})
 
     def model(self, listing: bytes, model_id: str) -> bytes:
-        """One model of a replica's list of models.
+        """Return one model of a replica's list of models.
 
         Raises:
-            ApiError: 404 when it is not there.
+            ApiError: 404 when the list does not have it.
         """
         try:
             models = msgspec.json.decode(listing)["data"]
@@ -222,7 +222,7 @@ class Admin:
         return 200, await self._backend.metrics(), _PROMETHEUS
 
     async def _openapi(self, pool: ReplicaPool) -> Answer:
-        """Made anew when the replicas offer something else."""
+        """Return the OpenAPI schema, which is made again when the replicas' routes change."""
         table = pool.routes
         if self._schema is None or self._schema[0] is not table:
             replica = await self._backend.openapi()
@@ -239,7 +239,7 @@ class Admin:
         return 200, self._schema[1], _JSON
 
     async def _status(self, pool: ReplicaPool) -> Answer:
-        """The status; a part that fails is left out, and named in `incomplete`."""
+        """Return the status; a part that fails is left out, and named in `incomplete`."""
         told: dict[str, Any] = {}
         incomplete: list[str] = []
 

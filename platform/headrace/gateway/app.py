@@ -1,11 +1,11 @@
 """The gateway as one ASGI callable: routes, refusals, and the life of a request.
 
-It is plain ASGI, without a framework, since all that a router and its middleware would do costs
-time on each request. It runs under any ASGI server, also mounted below a root path.
+It is plain ASGI, without a framework, since a router and its middleware would cost time on each
+request. It runs under any ASGI server, also mounted below a root path.
 
-The gateway's own routes come first. Any other path means what the replicas' applications offer
-there, which they tell with their load: the gateway has no list of vLLM's routes. Until a replica
-has told, a request for such a path waits.
+The gateway's own routes come first. Requests for all other paths go to the replicas. The gateway
+has no list of vLLM's routes: the replicas report their routes with their load. Until a replica has
+reported, a request for such a path waits.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from headrace_engine.stall import LoopStall
 logger = logging.getLogger("headrace.gateway")
 
 WANTED_S = 10.0
-"""Requests of so long ago still wake a decode deployment that is scaled to zero: a prefill replica
-may have answered them."""
+"""Time after a request during which it still wakes a decode deployment that is scaled to zero: a
+prefill replica may have answered it."""
 
 MakePlacer = Callable[[ReplicaPool, Upstream], Placer]
 
 _NO_CLASSES = AdmissionOptions()
-CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
+CLIENT_GONE_STATUS = 499  # as in nginx; only in logs and metrics
 
 
 def build_gateway_app(
@@ -80,15 +80,15 @@ def build_gateway_app(
     tenants: Tenants = ALL_ALIKE,
     make_placer: MakePlacer | None = None,
 ) -> GatewayApp:
-    """The gateway for `backend`'s replicas.
+    """Return the gateway for `backend`'s replicas.
 
     Args:
         settings: the `gateway` section of the configuration; see `GatewayOptions`.
         backend: the cluster.
         model_id: the model's name, for documents; the replicas decide what they serve.
-        metrics: where to report.
-        tenants: which are drafted for.
-        make_placer: makes what plans where requests go; None leaves that to each replica's load.
+        metrics: receives the gateway's metrics.
+        tenants: permissions of the tenants, such as for drafts.
+        make_placer: makes the `Placer` that plans requests; None to let the pool choose replicas.
 
     Raises:
         ValueError: the key file cannot be used.
@@ -99,7 +99,7 @@ def build_gateway_app(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What belongs to one event loop."""
+    """The objects that belong to one event loop."""
 
     pool: ReplicaPool
     upstream: Upstream
@@ -136,7 +136,7 @@ class GatewayApp:
         self._intake = Intake(options, keys_on=keys_on)
         self._relaying = 0
         self._relayed_s = -WANTED_S
-        self._calls: dict[int, Call] = {}  # in order of their begin, at most `max_concurrent`
+        self._calls: dict[int, Call] = {}  # in order of their start, at most `max_concurrent`
         self._stall = LoopStall()
         self._across_sites = cors(options, self._http)
         self._hosts = AllowedHosts([options.host, *options.allowed_hosts])
@@ -155,7 +155,7 @@ class GatewayApp:
             await send({"type": "websocket.close", "code": 1003})
 
     def _state(self) -> dict[str, Any]:
-        """Of this gateway, for the status."""
+        """Return this gateway's state, for the status."""
         placer = None if self._parts is None else self._parts.placer
         door = None if self._parts is None else self._parts.door
         return {
@@ -170,7 +170,7 @@ class GatewayApp:
         }
 
     async def start(self) -> None:
-        """Bind to the running event loop and begin to poll for replicas."""
+        """Bind to the running event loop and start to poll for replicas."""
         if self._parts is None:
             pool = ReplicaPool(self._backend, self._tell)
             upstream = Upstream(self.options.connect_timeout_s)
@@ -197,7 +197,7 @@ class GatewayApp:
                 door.start()
 
     def _door(self, pool: ReplicaPool, placer: Placer | None) -> Door | None:
-        """The queue, where one is configured."""
+        """Return the queue, or None if none is configured."""
         options = self.options.admission
         if options is None:
             return None
@@ -212,7 +212,7 @@ class GatewayApp:
         return door
 
     def _tell(self) -> None:
-        """Export how this gateway stands."""
+        """Export this gateway's state as metrics."""
         if self._parts is not None:
             placer = self._parts.placer
             oldest_s = 0.0 if placer is None else placer.oldest_report_s
@@ -224,16 +224,16 @@ class GatewayApp:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is work for a replica, or was a moment ago."""
+        """Whether there is work for a replica, or was within `WANTED_S`."""
         return self._relaying > 0 or perf_counter() - self._relayed_s < WANTED_S
 
     @property
     def relaying(self) -> int:
-        """Requests that replicas work on, or that wait for one."""
+        """Number of requests that replicas work on, or that wait for one."""
         return self._relaying
 
     def members(self, replica_ids: frozenset[str]) -> None:
-        """These replicas run, says Ray Serve; others get no more requests."""
+        """Set the replicas that run, as Ray Serve reports them; others get no more requests."""
         if self._parts is not None:
             self._parts.pool.members(replica_ids)
 
@@ -261,7 +261,10 @@ class GatewayApp:
                 return
 
     def _choose(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
-        """Pages of allowed sites may call what is relayed, never the administration."""
+        """Return the handler of a request, with CORS for relayed routes if it is configured.
+
+        Pages of allowed sites may call relayed routes, but never the administration.
+        """
         if self._across_sites is not None and not path_of(scope).startswith(OURS):
             return self._across_sites
         return self._http
@@ -350,7 +353,7 @@ class GatewayApp:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """One of the places for requests that replicas work on.
+        """Take one of the `max_concurrent` places for requests that replicas work on.
 
         Raises:
             ApiError: 429, all are taken.
@@ -366,10 +369,10 @@ class GatewayApp:
 
     @contextlib.asynccontextmanager
     async def _admitted(self, caller: Caller, body_bytes: int) -> AsyncIterator[None]:
-        """Hold a request that no client sent, once the queue lets it go.
+        """Pass a request of the gateway's own through the queue, and count it until it ends.
 
         Raises:
-            ApiError: 429, it would come too late, or the queue is full.
+            ApiError: 429, the request would be late, it waited too long, or the queue is full.
         """
         door = None if self._parts is None else self._parts.door
         if door is None:
@@ -419,13 +422,14 @@ class GatewayApp:
 
     @property
     def had(self) -> dict[str, float]:
-        """What each tenant has had from this gateway (`Backend.admitted`)."""
+        """Seconds of engine time that each tenant has had from this gateway."""
         door = None if self._parts is None else self._parts.door
         return {} if door is None else dict(door.admission.had)
 
     async def _read(self, asked: Asked) -> SloClass:
-        """What placing a request needs, and its class. The parsed body, several times as large,
-        ends here.
+        """Set the call's fields that placing needs, and return the request's class.
+
+        The parsed body, several times as large as its bytes, is freed when this returns.
 
         Raises:
             ApiError: 400, the body is wrong, or names a class that the request cannot have.
@@ -448,10 +452,11 @@ class GatewayApp:
             raise errors.unknown_class(str(error), error.param) from None
 
     async def _find(self, asked: Asked, pool: ReplicaPool) -> Route:
-        """The route, as soon as a replica has told what it offers.
+        """Return the route, as soon as a replica has reported its routes.
 
         Raises:
-            ApiError: 404 there is no such path, 405 it takes other methods, 503 nobody has told.
+            ApiError: 404 there is no such path, 405 it takes other methods, 503 no replica has
+                reported its routes in time.
         """
         call, began = asked.call, perf_counter()
         table = await pool.known_routes(self.options.queue_timeout_s)
@@ -472,7 +477,10 @@ class GatewayApp:
                 self._metrics.own_seconds(call.own_s)
 
     def _report(self, call: Call, path: str) -> None:
-        """One log line and one count per request; documents of the gateway's own only at DEBUG."""
+        """Log a request, and count it if it has a replica's route.
+
+        Requests for the gateway's own documents are logged at DEBUG.
+        """
         total_s = perf_counter() - call.started
         level = logging.INFO if path.startswith("/v1/") or call.route else logging.DEBUG
         if call.route is not None:

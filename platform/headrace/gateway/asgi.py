@@ -1,4 +1,4 @@
-"""ASGI's types, our extensions of it, and a way to interrupt a request from outside it."""
+"""ASGI's types, our extensions of ASGI, and a way to interrupt a request's task from outside."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 WRITE_AT_ONCE = "headrace.write_at_once"
 """Name of our extension of ASGI, a `Write`. Only our own server has it (`listen`)."""
 Write = Callable[[bytes], bool]
-"""Writes a piece of a stream's body whose head was sent, also from outside a task. Returns False if
-the client is slow: nothing is written then, and `send` waits for it."""
+"""Function that writes a piece of a stream's body after its head, also from outside a task. If the
+client is slow it writes nothing and returns False; the caller then uses `send`, which waits."""
 
 HANG_UP = "headrace.hang_up"
-"""Name of another one: a function that ends the connection, at once where the client does not read
-the answer under way."""
+"""Name of another extension: a function that ends the connection, at once if the client does not
+read the answer under way."""
 
 JSON_TYPE = (b"content-type", b"application/json")
 
 
 class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
+    """The error of a request whose client hung up, so that no answer is needed."""
 
 
 def path_of(scope: Scope) -> str:
-    """The request's path, below the root at which the app is mounted."""
+    """Return the request's path, below the root at which the app is mounted."""
     path: str = scope["path"]
     root = scope.get("root_path", "")
     if root and path.startswith(root):
@@ -39,24 +39,24 @@ def path_of(scope: Scope) -> str:
 
 
 def write_at_once(scope: Scope) -> Write:
-    """The function of the extension; where there is none, one that writes nothing."""
+    """Return the function of the extension; without it, one that writes nothing."""
     write: Write = scope.get("extensions", {}).get(WRITE_AT_ONCE, lambda piece: False)
     return write
 
 
 def hang_up(scope: Scope) -> Callable[[], None]:
-    """The function of the extension; where there is none, one that leaves it to the server."""
+    """Return the function of the extension; without it, one that leaves this to the server."""
     found: Callable[[], None] = scope.get("extensions", {}).get(HANG_UP, lambda: None)
     return found
 
 
 class Interrupts:
-    """Cancels the task that made it, once, and remembers why.
+    """An interrupter of the task that created it: it cancels the task once, and keeps the reason.
 
-    One timer and one listener for the client's hanging up serve the whole request, so that the
+    One timer and one listener for the client's disconnection serve the whole request, so that the
     streaming loop itself needs neither a time-out nor a second task to wait for.
-    The task catches `asyncio.CancelledError`, asks `taken()` for the reason and goes on; None
-    means that somebody else cancelled it.
+    The task catches `asyncio.CancelledError`, calls `taken()` for the reason and continues. If the
+    reason is None, other code cancelled the task.
     """
 
     CLIENT_GONE = "client gone"
@@ -82,13 +82,13 @@ class Interrupts:
         self._listener = self._loop.create_task(self._wait_for_disconnect(receive))
 
     def taken(self) -> str | None:
-        """The reason of the interruption, which is thereby handled."""
+        """Return the reason of the interruption, and clear the task's cancellation."""
         if self._reason is not None:
             self._task.uncancel()
         return self._reason
 
     def close(self) -> None:
-        """Interrupt no more."""
+        """Stop interrupting: end the timer and the listener."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""A request in its handler: who asks, its body, until when it is answered, and the answer."""
+"""A request in its handler: its caller, its body, its deadlines, and its answer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Asked:
     """A request in its handler.
 
     Attributes:
-        path: without the app's root, and without its query.
+        path: the request's path without the app's root, and without its query.
         seen: the client's headers.
-        client: its address and port, as ASGI has them; None if nobody knows.
-        caller: who the request's key proves it comes from.
-        interrupts: what ends the handler early.
-        hang_up: ends the connection, as of `asgi`.
+        client: address and port of the client, as in ASGI; None if unknown.
+        caller: the tenant and role that the request's key proves.
+        interrupts: the interrupter that ends the handler early.
+        hang_up: ends the connection; see `asgi.HANG_UP`.
         is_over_tls: whether the client's own connection is encrypted.
     """
 
@@ -55,10 +55,10 @@ class Asked:
         return may_administer(self.caller, self.client, self.seen)
 
     def only(self, *methods: str) -> None:
-        """Refuse other methods.
+        """Refuse all methods but these.
 
         Raises:
-            ApiError: 405.
+            ApiError: 405, the request has another method.
         """
         if self.call.method not in methods:
             raise errors.method_not_allowed(self.call.method, methods)
@@ -76,8 +76,8 @@ class Asked:
     async def refuse(self, error: ApiError) -> None:
         """Send an error: as the answer, or as the last event of a stream that has begun.
 
-        The connection ends if the client does not take it in time, if a stream ends by it, and if
-        an answer that is no stream has begun.
+        The connection is ended if the client does not read the error in time, if the error ends a
+        stream, and if an answer that is no stream has begun.
         """
         call = self.call
         try:
@@ -95,7 +95,7 @@ class Asked:
 
 
 class Intake:
-    """Takes requests' bodies, and sets the times by which they come and are answered.
+    """The reader of requests' bodies; it also sets the deadlines of bodies and answers.
 
     Args:
         options: the limits.
@@ -109,7 +109,7 @@ class Intake:
 
     @property
     def held_bytes(self) -> int:
-        """Of all bodies."""
+        """Number of bytes held by all bodies."""
         return self._budget.held_bytes
 
     def hold(self, tenant: str | None) -> Held:
@@ -117,10 +117,10 @@ class Intake:
         return self._budget.hold(tenant)
 
     def check_admin(self, asked: Asked) -> None:
-        """Refuse what concerns every tenant to everybody but an administrator.
+        """Refuse an operation that concerns all tenants, unless an administrator asks for it.
 
         Raises:
-            ApiError: 403.
+            ApiError: 403, the caller is no administrator.
         """
         if not asked.may_administer:
             raise errors.not_an_admin(asked.path, keys_on=self._keys_on)
@@ -137,13 +137,13 @@ class Intake:
         call.waited_s += perf_counter() - began
 
     async def json(self, asked: Asked, most_bytes: int | None = None) -> Mapping[str, Any]:
-        """The request's body, an object.
+        """Read the request's body and return it as an object.
 
         Args:
-            most_bytes: its limit, where that is another than for all.
+            most_bytes: maximum size of this body; None for the limit of all bodies.
 
         Raises:
-            ApiError: as `take`, and when it is no JSON object.
+            ApiError: as `take`, and when the body is no JSON object.
             ClientGone: the client hung up first.
         """
         most_bytes = most_bytes or self._options.max_body_bytes
@@ -154,7 +154,7 @@ class Intake:
         """Convert the call's body to UTF-8 without a byte order mark.
 
         Raises:
-            ApiError: 400, it is in no encoding of JSON; 413, it is too large in UTF-8.
+            ApiError: 400, the body is in no encoding of JSON; 413, it is too large in UTF-8.
         """
         body = encodings.as_utf8(call.body, self._options.max_body_bytes)
         if call.held is not None and len(body) > len(call.body):
@@ -162,15 +162,15 @@ class Intake:
         call.body = body
 
     async def parsed(self, body: bytes) -> Mapping[str, Any]:
-        """A request's body as an object, its fields checked.
+        """Return a request's body as an object, with its fields checked.
 
-        Each pass over a body of megabytes holds the loop for some milliseconds. Such bodies are
-        parsed one after the other, with a rest after each pass, so that streams wait for one pass
+        Each pass over a body of megabytes blocks the loop for some milliseconds. Such bodies are
+        parsed one after another, with a pause after each pass. Streams therefore wait for one pass
         and not for all passes over all bodies.
 
         Raises:
-            ApiError: it is no JSON object, its bulk is not where a request may have bulk, or a
-                field is one that no replica should get.
+            ApiError: the body is no JSON object, a field is too large, or no replica may get one
+                of the fields.
         """
         if len(body) <= limits.MOST_OTHER_BYTES:
             return _checked(limits.parse_object(body), body)
@@ -181,7 +181,7 @@ class Intake:
             return await then_rest(_checked, request, body)
 
     async def _read(self, asked: Asked, most_bytes: int) -> bytes:
-        """The body, which has to come in time from here on."""
+        """Read the body, which has to arrive within `body_timeout_s` from now."""
         limits.check_content_type(asked.seen.get(b"content-type"))
         limits.check_length(asked.seen.get(b"content-length"), most_bytes)
         decoder = encodings.decoder_of(asked.call.encodings)
@@ -195,11 +195,11 @@ class Intake:
     def answer_in_time(
         self, asked: Asked, *, spent_s: float = 0.0, may_leave: bool = False
     ) -> None:
-        """From here on the answer has to come in time, and the client to stay.
+        """Set the answer's deadline, and end the handler when the client hangs up.
 
         Args:
-            spent_s: how much of the time has gone by.
-            may_leave: go on also when the client hangs up.
+            spent_s: the part of the time limit that is already over.
+            may_leave: continue even when the client hangs up.
         """
         asked.interrupts.set_deadline(self._options.request_timeout_s - spent_s, TIME_UP)
         if not may_leave:

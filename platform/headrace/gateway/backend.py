@@ -1,6 +1,6 @@
-"""What the gateway needs from the world outside: replicas, metrics, settings.
+"""The gateway's interfaces to its environment: replicas, metrics, settings.
 
-Three seams, so that the gateway runs the same on Ray, in a test and in a benchmark.
+They let the gateway run the same on Ray, in a test and in a benchmark.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Known = TypeVar("Known")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """One decode replica that is ready, and its load when it last reported.
+    """A replica that can answer requests, and its load when it last reported.
 
     Attributes:
         replica_id: unique among live replicas; a restarted replica has a new one.
         url: `http://ip:port` of the replica's own OpenAI server, without a trailing slash.
-        running: requests in its engine's batch.
-        waiting: requests in its engine's queue.
+        running: number of requests in its engine's batch.
+        waiting: number of requests in its engine's queue.
         kv_usage: share of its KV blocks in use, 0 to 1.
-        prices: what tokens cost there; None where it does not draft, or has not told lately.
-        routes: what clients may ask of it.
-        in_flight: requests on its port, from all gateways.
-        token: what its port asks of a gateway.
-        stands_in: whether it is a prefill replica, for when no decode replica is ready.
-        techniques: what makes its KV approximate; empty where it is exact.
+        prices: costs of tokens there; None if it does not draft, or has not reported them lately.
+        routes: the routes that clients may use.
+        in_flight: number of requests on its port, from all gateways.
+        token: secret that its port demands of a gateway.
+        stands_in: whether it is a prefill replica, which answers if no decode replica is ready.
+        techniques: the techniques that make its KV approximate; empty if the KV is exact.
     """
 
     replica_id: str
@@ -48,12 +48,15 @@ class ReplicaInfo:
 
     @property
     def reported(self) -> int:
-        """Requests that it had: on its port, or in its engine where one request is many."""
+        """Number of requests that it had: on its port or in its engine, whichever is larger.
+
+        The engine may have more, since one request may become several there.
+        """
         return max(self.in_flight, self.running + self.waiting)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> ReplicaInfo:
-        """From what a decode replica answers to `headrace_replica`; unknown fields are ignored."""
+        """Return the info from a replica's answer to `headrace_replica`, without unknown fields."""
         prices = answer.get("prices")
         told = {
             **answer,
@@ -64,25 +67,29 @@ class ReplicaInfo:
 
 
 def _known(cls: type[Known], answer: Mapping[str, Any]) -> Known:
-    """The dataclass from those fields of the answer that it has."""
+    """Make the dataclass from the answer, without the answer's unknown fields."""
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: value for name, value in answer.items() if name in names})
 
 
 class Backend(Protocol):
-    """The cluster as the gateway sees it. After an exception the gateway keeps what it had."""
+    """The cluster as the gateway sees it."""
 
     async def replicas(self) -> list[ReplicaInfo]:
-        """The replicas that are ready now; asked about once a second and after each failure."""
+        """Return the replicas that are ready now.
+
+        The gateway calls it about once a second and after each failure. If it raises an exception,
+        the gateway keeps the last list.
+        """
 
     async def status(self) -> dict[str, Any]:
-        """The JSON document of `GET /headrace/v1/status`."""
+        """Return the JSON document of `GET /headrace/v1/status`."""
 
     async def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document of a replica's own application; empty when none can be asked."""
+        """Return the OpenAPI document of a replica's own application; empty without a replica."""
 
     async def plan(self, request_id: str) -> dict[str, Any] | None:
-        """The plan made for a request, or None when it is unknown or forgotten."""
+        """Return the plan made for a request, or None when it is unknown or was dropped."""
 
     async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
         """Make a prompt's KV and have it stored; return the answer of each decode replica."""
@@ -90,90 +97,108 @@ class Backend(Protocol):
     async def store(
         self, action: str, namespace: str | None = None, hash: str | None = None
     ) -> list[dict[str, Any]]:
-        """Have each machine's StoreNode do what an operator wants; the answers by machine. Empty
-        without a store."""
+        """Have each machine's StoreNode carry out an operator's action.
+
+        Returns:
+            The answer of each machine; empty without a store.
+        """
         return []
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Change how decode replicas draft; how each that drafts stands now."""
+        """Change how decode replicas draft; return the state of each that drafts."""
 
     async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell the drafting memory of every decode replica that has one. Each answers with its
-        `replica_id`; one that failed with `error`."""
+        """Send a command to the drafting memory of every decode replica that has one.
+
+        Returns:
+            The answer of each with its `replica_id`; that of a failed replica has `error`.
+        """
 
     async def set_policy(self, policy: str) -> int:
-        """Force all plans `local` or `remote`, or let them follow the `cost`; replicas reached."""
+        """Force all plans `local` or `remote`, or let them follow the `cost`.
+
+        Returns:
+            The number of replicas reached.
+        """
 
     async def metrics(self) -> bytes:
-        """Prometheus' text format, for `GET /metrics`."""
+        """Return the metrics in Prometheus' text format, for `GET /metrics`."""
 
     async def admitted(self) -> dict[str, dict[str, float]]:
-        """What each other gateway has sent for each tenant since it started, in predicted seconds
-        of engine time; asked about once a second where admission is on."""
+        """Return the engine time that each other gateway has given each tenant since it started.
+
+        With admission, the gateway calls it about once a second.
+
+        Returns:
+            Predicted seconds of engine time, by gateway, then by tenant.
+        """
         return {}
 
 
 class GatewayMetrics(Protocol):
-    """Where the gateway reports; called once per relayed request, so keep it cheap."""
+    """The receiver of the gateway's metrics. Its methods must be cheap: each request calls some."""
 
     def request_done(
         self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
     ) -> None:
-        """A relayed request ended.
+        """Record that a relayed request ended.
 
         Args:
             path: the route's template, such as `/v1/responses/{response_id}`.
             status: the HTTP status; 499 when the client hung up before one was sent.
             ttft_s: seconds to the first body byte, None when none was sent.
-            seconds: from the request's head to the response's end.
+            seconds: time from the request's head to the response's end.
             streamed: whether the answer was an event stream.
         """
 
     def own_seconds(self, seconds: float) -> None:
-        """Seconds of gateway code before the request went to a replica, waits left out."""
+        """Record the seconds of gateway code, without waits, before a request went to a replica."""
 
     def refused(self, status: int, code: str) -> None:
-        """The gateway itself refused a request, or ended its stream with an error.
+        """Record that the gateway refused a request, or ended its stream with an error.
 
         Args:
-            code: of `headrace.gateway.errors`, which has some thirty.
+            code: one of the some thirty codes of `headrace.gateway.errors`.
         """
 
     def techniques(self, applied: str) -> None:
-        """An answer began whose KV these techniques could touch; `exact` for none."""
+        """Record that an answer began whose KV these techniques could change; `exact` for none."""
 
     def replica_lost(self, when: str) -> None:
-        """A replica was lost: `before` it got the request, while it `worked` on it, or when its
-        stream had begun: another one took it up (`taken_up`), or it ended with an error (`stream`).
+        """Record the loss of a replica.
+
+        Args:
+            when: `before` it got the request, or while it `worked` on it. After its stream had
+                begun: `taken_up` if another replica resumed it, `stream` if it ended with an error.
         """
 
     def queued(self, slo: str, seconds: float) -> None:
-        """A request of a class waited so long before it was sent to a replica."""
+        """Record how long a request of a class waited in the queue before it was sent."""
 
     def queue(self, waiting: int, predicted_wait_s: float) -> None:
-        """How the queue stands, where admission is on; told about once a second.
+        """Record the queue's state, if admission is on; called about once a second.
 
         Args:
-            waiting: requests in it.
-            predicted_wait_s: that the last one of them will wait.
+            waiting: number of requests in the queue.
+            predicted_wait_s: predicted wait of the last one of them.
         """
 
     def keys_stale(self, stale: bool) -> None:
-        """Whether the key file has changed and cannot be read; called about once a second."""
+        """Record whether the key file changed and cannot be read; called about once a second."""
 
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
-        """How this gateway stands; told about once a second.
+        """Record the state of this gateway; called about once a second.
 
         Args:
-            ready: decode replicas that can be asked.
-            relaying: requests that replicas work on, or that wait for one.
-            oldest_report_s: age of the oldest report that plans are made from; 0 if nothing is
-                planned here.
+            ready: number of available decode replicas.
+            relaying: number of requests that replicas work on, or that wait for one.
+            oldest_report_s: age of the oldest report that plans are made from; 0 if this gateway
+                makes no plans.
         """
 
 
 class NoMetrics:
-    """Counts nothing: the default."""
+    """A receiver that ignores the metrics: the default."""
 
     def request_done(
         self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
@@ -207,22 +232,23 @@ class NoMetrics:
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The settings that the gateway reads; `of` takes them from anything with such names.
+    """The settings that the gateway reads; `of` takes them from any object with such names.
 
     Attributes:
         api_keys: keys with the role user, each a tenant of its own.
-        api_keys_file: a key file (`headrace.config.keyfile`). Without any keys all may enter.
+        api_keys_file: a key file (`headrace.config.keyfile`). Without any keys, all clients may
+            enter.
         admin_key_hash: hash of one more key, with the role admin.
-        operator_key_hash: the same, of the key that `headrace up` made for its own commands.
-        trusted_proxies: addresses whose X-Forwarded-For is believed.
+        operator_key_hash: hash of the key that `headrace up` made for its own commands.
+        trusted_proxies: addresses whose X-Forwarded-For is trusted.
         max_body_bytes: a longer request body is refused with 413.
-        body_budget_bytes: held by all request bodies at once; more are refused with 429. A tenant's
-            hold at most as many as are free.
+        body_budget_bytes: maximum size of all request bodies together; more are refused with 429. A
+            tenant's bodies hold at most as many bytes as are free.
         tls_cert_file, tls_key_file: serve HTTPS with these; plain HTTP without.
         tls_client_ca_file: clients must show a certificate of one of these authorities.
         request_timeout_s: limit for the whole request, body and answer included.
         connect_timeout_s: limit for connecting to a replica.
-        max_concurrent: relayed requests at once; more are refused with 429.
+        max_concurrent: maximum number of relayed requests at once; more are refused with 429.
         queue_timeout_s: how long a request waits for a replica to be ready before its 503.
         body_timeout_s: how long a client may take to send its body before its 408.
         host: name or address that the endpoint listens on.
@@ -258,7 +284,7 @@ class GatewayOptions:
 
     @classmethod
     def of(cls, settings: object) -> GatewayOptions:
-        """Options from `settings`; a name that it lacks keeps the default here."""
+        """Return the options from `settings`; a name that it lacks has the default."""
         if isinstance(settings, cls):
             return settings
         given: dict[str, Any] = {}

@@ -1,8 +1,7 @@
 """The gateway as a Ray Serve deployment, and its view of the cluster.
 
-It is the app's Serve ingress, so Serve's own HTTP port leads to it wherever a proxy runs, and it
-listens on a port of its own as well: that way no Python proxy stands between the client and the
-relay.
+It is the app's Serve ingress, so Serve's own HTTP port leads to it wherever a proxy runs. It also
+listens on a port of its own, where no Python proxy is between the client and the relay.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ logger = logging.getLogger("headrace.gateway")
 BROADCAST_TIMEOUT_S = 5.0
 METRICS_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 35.0
-"""More than the store's keeper gives its nodes (`keeper.CLEAR_S`)."""
+"""Time limit of store operations, longer than the one of the store's keeper (`keeper.CLEAR_S`)."""
 
 
 class ServeBackend:
-    """What the gateway asks of the cluster, over Serve's handles (`headrace.gateway.Backend`)."""
+    """The gateway's requests to the cluster, over Serve's handles (`headrace.gateway.Backend`)."""
 
     def __init__(
         self,
@@ -70,10 +69,10 @@ class ServeBackend:
         self._notes = Notes(self._app_name, read_note, write_note)
 
     async def replicas(self) -> list[ReplicaInfo]:
-        """The decode replicas that answer now; one that is dead is left out.
+        """Return the replicas that answer now; a dead one is left out.
 
         Raises:
-            Exception: nobody could be asked; the gateway then keeps what it knows.
+            Exception: no decode replica could be asked; the gateway then keeps the last list.
         """
         try:
             answers = await _ask_all(self._decode, "headrace_replica")
@@ -85,7 +84,7 @@ class ServeBackend:
         return [ReplicaInfo.of(answer) for answer in answers if answer.get("url")]
 
     async def lines(self) -> dict[str, LineInfo]:
-        """Where each replica tells of itself, those of both roles, by its id."""
+        """Return the address of each replica's line, for both roles, by replica id."""
         answers = [
             answer
             for handle in (self._decode, self._prefill)
@@ -95,8 +94,10 @@ class ServeBackend:
         return {name: line for name, line in told.items() if line is not None}
 
     def _ask_for_one(self) -> None:
-        """Queue a call while requests wait: Serve starts a replica of a deployment that it scaled
-        to zero when a call of a handle waits for one."""
+        """Queue a call while requests wait.
+
+        If Serve scaled a deployment to zero, it starts a replica when a handle's call waits for it.
+        """
         if not self.wanted():
             if self._knock is not None:
                 self._knock.cancel()
@@ -105,7 +106,7 @@ class ServeBackend:
             self._knock = self._decode.headrace_replica.remote()
 
     async def status(self) -> dict[str, Any]:
-        """State of every replica, and the app's totals."""
+        """Return the state of every replica, and the app's totals."""
         decode, prefill, store = await asyncio.gather(
             _broadcast(self._decode, "headrace_status"),
             _broadcast(self._prefill, "headrace_status"),
@@ -124,28 +125,28 @@ class ServeBackend:
         }
 
     async def _store_status(self) -> list[dict[str, Any]]:
-        """What each machine's StoreNode says; none without a store."""
+        """Return the status of each machine's StoreNode; empty without a store."""
         if self._store is None:
             return []
         nodes = await _broadcast(self._store, "status")
         return [dict(node) for answer in nodes for node in answer]
 
     async def openapi(self) -> dict[str, Any]:
-        """What the application of one decode replica says of itself."""
+        """Return the OpenAPI document of one decode replica; empty if no replica runs."""
         try:
             return dict(await self._decode.headrace_openapi.remote())
         except DeploymentUnavailableError:
             return {}
 
     async def plan(self, request_id: str) -> dict[str, Any] | None:
-        """The plan of a request, from whichever replica made it."""
+        """Return the plan of a request, from the replica that has it; None if there is none."""
         for found in await _broadcast(self._decode, "headrace_plan", request_id):
             if found is not None:
                 return dict(found)
         return None
 
     async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
-        """Have every decode replica make the prompt's KV; those of one machine share it."""
+        """Have every decode replica make the prompt's KV; replicas of one machine share it."""
         answers = await _ask_all(self._decode, "headrace_warm", [body], salt, pin, timeout_s=None)
         return [outcome for answer in answers for outcome in answer]
 
@@ -161,13 +162,13 @@ class ServeBackend:
         return [dict(machine) for answer in answers for machine in answer]
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Have every decode replica draft as the command says; how each that drafts stands."""
+        """Change how decode replicas draft; return the state of each that drafts."""
         await self._note(command)
         answers = await _broadcast(self._decode, "headrace_speculation", command)
         return [dict(answer) for answer in answers if answer]
 
     async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell every decode replica's drafting memory; what those that have one answer."""
+        """Send a command to all drafting memories; return the answers of replicas that have one."""
         try:
             asked = self._decode.broadcast("headrace_memory", command)
             answers = await asked.results_async(timeout_s=None, return_exceptions=True)
@@ -182,19 +183,19 @@ class ServeBackend:
         ]
 
     async def set_policy(self, policy: str) -> int:
-        """Force every decode replica's plans, or set them free; returns how many obeyed."""
+        """Set every decode replica's plan policy; return how many replicas answered."""
         await self._note({"policy": policy})
         return len(await _broadcast(self._decode, "headrace_set_policy", policy))
 
     async def _note(self, order: dict[str, Any]) -> None:
-        """Keep an order for the replicas that start later; those that run are told anyway."""
+        """Store an order for replicas that start later; the caller sends it to those that run."""
         try:
             await asyncio.to_thread(self._notes.give, order, time.time())
         except Exception as error:
             logger.error("an order is not kept for replicas that start later: %r", error)
 
     async def admitted(self) -> dict[str, dict[str, float]]:
-        """What tenants have had from the app's other gateways."""
+        """Return the engine time that tenants have had from the app's other gateways."""
         me = serve.get_replica_context()
         if self._gateways is None:
             self._gateways = serve.get_deployment_handle(me.deployment, self._app_name)
@@ -202,14 +203,14 @@ class ServeBackend:
         return {name: had for name, had in answers if name != me.replica_id.unique_id}
 
     async def metrics(self) -> bytes:
-        """Prometheus text of the whole cluster."""
+        """Return the metrics of the whole cluster in Prometheus' text format."""
         if self._nodes is None:
             self._nodes = Upstream(METRICS_TIMEOUT_S)
         return await node_metrics(partial(metrics_page, self._nodes))
 
 
 async def metrics_page(nodes: Upstream, url: str) -> bytes:
-    """What a node exports; `b""` if it does not in time."""
+    """Return the metrics of a node; `b""` if the node does not answer in time."""
     try:
         async with asyncio.timeout(METRICS_TIMEOUT_S):
             reply = await nodes.send(url, "GET", "/metrics", [], b"")
@@ -225,14 +226,17 @@ async def metrics_page(nodes: Upstream, url: str) -> bytes:
 
 
 class ThroughServe:
-    """ASGI: what Serve says of lifespans changes nothing. It ends its own before `__del__`, when
-    requests of the gateway's own port still need the gateway's connections."""
+    """An ASGI app for Serve that does not pass on Serve's lifespan events.
+
+    Serve ends its lifespan before `__del__`, when requests on the gateway's own port still need the
+    gateway's connections.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on, or acknowledge a lifespan event."""
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
@@ -245,13 +249,13 @@ class GatewayServer:
     """The ingress deployment.
 
     Args:
-        decode, prefill: handles of the two deployments behind.
-        store: of the one that keeps the KV store's nodes; None without a store.
+        decode, prefill: handles of the deployments of decode and prefill replicas.
+        store: handle of the deployment that runs the KV store's nodes; None without a store.
         settings: the `gateway` section of the configuration.
         model_id: the served model's name.
         setup: prepares the process (logs, traces).
-        tenants: which are drafted for.
-        router: how prices are weighed where there are several decode replicas.
+        tenants: permissions of the tenants, such as for drafts.
+        router: settings of the router, such as the placement policy.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -296,26 +300,26 @@ class GatewayServer:
             )
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """The gateway as Serve's proxy reaches it."""
+        """Return the ASGI app that Serve's proxy calls."""
         return ThroughServe(self._requests)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's count of this gateway's requests, of which Serve sees only those of its proxy."""
+        """Return the number of this gateway's requests; Serve itself counts only its proxy's."""
         return ongoing_requests(self._requests.count)
 
     async def headrace_admitted(self) -> tuple[str, dict[str, float]]:
-        """This gateway's id, and what each tenant has had from it."""
+        """Return this gateway's id, and the engine time that it has given each tenant."""
         return serve.get_replica_context().replica_id.unique_id, self._app.had
 
     async def headrace_gateway(self) -> dict[str, Any]:
-        """Where this gateway listens."""
+        """Return this gateway's id, and the port on which it listens."""
         return {
             "replica_id": serve.get_replica_context().replica_id.unique_id,
             "port": self._listener.port if self._listener else None,
         }
 
     async def __del__(self) -> None:
-        """Finish the requests of the own port, then end; see `serving.draining`."""
+        """Finish the requests on the gateway's own port, then close; see `serving.draining`."""
         listener = getattr(self, "_listener", None)
         if listener is not None:
             with contextlib.suppress(Exception):
@@ -327,7 +331,7 @@ class GatewayServer:
 
 
 def _forget_orders() -> None:
-    """Orders end with the app. Blocks."""
+    """Delete the app's orders if the app is being deleted. Blocks."""
     app = serve.get_replica_context().app_name
     status = serve.status().applications.get(app)
     if status is not None and status.status == ApplicationStatus.DELETING:
@@ -335,15 +339,15 @@ def _forget_orders() -> None:
 
 
 def dashboard_address() -> str:
-    """Where the dashboard of this process's cluster is, `host:port`, or what Ray's
-    RAY_OVERRIDE_DASHBOARD_URL says; empty without one."""
+    """Return the address of the cluster's Ray dashboard, as `host:port` or the value of Ray's
+    RAY_OVERRIDE_DASHBOARD_URL; empty without one."""
     if not ray.is_initialized():
         return ""
-    return ray.init(ignore_reinit_error=True).dashboard_url or ""  # it only tells, here
+    return ray.init(ignore_reinit_error=True).dashboard_url or ""  # it starts nothing here
 
 
 async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
-    """As `_ask_all`, but nobody is left to answer where nobody can be asked."""
+    """Call `_ask_all`, but return no answers if that fails."""
     try:
         return await _ask_all(handle, method, *args)
     except Exception as error:
@@ -357,7 +361,7 @@ async def _ask_all(
     *args: Any,
     timeout_s: float | None = BROADCAST_TIMEOUT_S,
 ) -> list[Any]:
-    """Answers of the replicas that gave one."""
+    """Call a method on all replicas; return the answers of those that gave one."""
     answers = await handle.broadcast(method, *args).results_async(
         timeout_s=timeout_s, return_exceptions=True
     )

@@ -1,4 +1,4 @@
-"""docs/rest.md, written from the OpenAPI document so that the two cannot differ.
+"""The page docs/rest.md, written from the OpenAPI document so that the two cannot differ.
 
 `python -m headrace.gateway.docs` prints it.
 """
@@ -105,11 +105,11 @@ What differs from vLLM's own server:
 
 
 def render(document: Mapping[str, Any], vllm: str) -> str:
-    """The whole page, Markdown.
+    """Return the whole page in Markdown.
 
     Args:
-        document: of `openapi_document`.
-        vllm: the version of vLLM whose routes it holds.
+        document: the result of `openapi_document`.
+        vllm: the version of vLLM whose routes the document holds.
     """
     own = {(operation.method.lower(), operation.path) for operation in OPERATIONS}
     sections: dict[str, list[str]] = {"Relayed to vLLM": [], "The gateway's own": []}
@@ -151,7 +151,7 @@ def _operation(
 
 
 def _alternatives(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Any]:
-    """The objects that a body may be."""
+    """Yield the schemas of all objects that a body may be."""
     schema = _resolved(document, schema)
     for branch in schema.get("anyOf", schema.get("oneOf", ())):
         yield from _alternatives(document, branch)
@@ -206,7 +206,7 @@ def _line(text: str) -> str:
 
 
 def page() -> str:
-    """The page for the installed vLLM."""
+    """Return the page for the installed vLLM."""
     from headrace_decode._vllm_compat import vllm_version
     from headrace_decode.rendering._vllm_compat import application_without_engine
     from headrace_decode.routes import public_routes

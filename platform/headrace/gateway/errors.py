@@ -2,7 +2,7 @@
 
 Each refusal that the gateway itself makes is built here, so that a client's `except` clauses see
 the same statuses and codes as with OpenAI's service. `dialect.py` writes them for the other APIs.
-Errors of the replica pass through unchanged.
+Errors of replicas pass through unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ApiError(Exception):
-    """A refusal that is answered to the client.
+    """A refusal that is sent to the client.
 
     Args:
         status: the HTTP status.
@@ -49,7 +49,7 @@ class ApiError(Exception):
         self.headers: Headers = list(headers)
 
     def document(self) -> dict[str, Any]:
-        """The error as OpenAI writes it."""
+        """Return the error in OpenAI's shape."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -59,7 +59,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def body(self) -> bytes:
-        """The document as JSON."""
+        """Return the document as JSON."""
         return msgspec.json.encode(self.document())
 
 
@@ -74,7 +74,7 @@ def invalid_api_key() -> ApiError:
 
 
 def key_is_busy(name: str, most: int) -> ApiError:
-    """429: the key has as many requests under way as it may have."""
+    """429: the key has its maximum number of requests under way."""
     return ApiError(
         429,
         f"The key '{name}' has {most} requests under way, which is its limit.",
@@ -85,7 +85,7 @@ def key_is_busy(name: str, most: int) -> ApiError:
 
 
 def key_is_too_fast(name: str, most: int, wait_s: float) -> ApiError:
-    """429: the key has sent as many requests as it may in a minute."""
+    """429: the key has sent its maximum number of requests a minute."""
     return ApiError(
         429,
         f"The key '{name}' may send {most} requests a minute.",
@@ -99,7 +99,7 @@ def not_an_admin(path: str, *, keys_on: bool) -> ApiError:
     """403: only an administrator may do this.
 
     Args:
-        keys_on: whether API keys are configured; without them this machine administers.
+        keys_on: whether API keys are configured; without them, clients on this machine administer.
     """
     who = "a key with the role admin" if keys_on else "a client on the gateway's own machine"
     return ApiError(403, f"{path} needs {who}.", code="admin_only")
@@ -118,7 +118,7 @@ def model_not_found(model: str) -> ApiError:
 
 
 def plan_not_found(request_id: str) -> ApiError:
-    """404: no plan is remembered under this request id."""
+    """404: no plan is stored under this request id."""
     return ApiError(
         404,
         f"No plan is known for request '{request_id[:128]}': only the last ones are kept.",
@@ -128,7 +128,7 @@ def plan_not_found(request_id: str) -> ApiError:
 
 
 def method_not_allowed(method: str, allowed: Sequence[str]) -> ApiError:
-    """405, with the methods that would do."""
+    """405, with the methods that are allowed."""
     allow = ", ".join(allowed)
     return ApiError(
         405,
@@ -191,12 +191,12 @@ def unknown_class(why: str, param: str) -> ApiError:
 
 
 def wrong_technique(why: str, param: str) -> ApiError:
-    """400: the request says of lossy techniques what there is not."""
+    """400: the request's fields for lossy techniques are wrong."""
     return ApiError(400, why, code="invalid_technique", param=param)
 
 
 def too_late(slo: str, target_s: float, wait_s: float, retry_after_s: float) -> ApiError:
-    """429: the first token would come after the class's target, whatever is done."""
+    """429: the first token is predicted to come after the class's target."""
     return _overloaded(
         f"The queue is about {wait_s:.1f} s long, so a request of the class '{slo}' would have no "
         f"first token within {target_s:g} s. Try again later.",
@@ -205,12 +205,13 @@ def too_late(slo: str, target_s: float, wait_s: float, retry_after_s: float) -> 
 
 
 def queue_full(retry_after_s: float) -> ApiError:
-    """429: as many requests wait as may."""
+    """429: the queue has its maximum number of requests."""
     return _overloaded("The queue is full. Try again later.", retry_after_s)
 
 
 def waited_too_long(slo: str, waited_s: float) -> ApiError:
-    """429: an admitted request waited past its deadline; the replicas got slower meanwhile."""
+    """429: an admitted request waited past its deadline, because replicas were slower than
+    predicted."""
     return _overloaded(
         f"The request waited {waited_s:.1f} s, which is more than the class '{slo}' may.", 1.0
     )
@@ -227,12 +228,12 @@ def _overloaded(message: str, retry_after_s: float) -> ApiError:
 
 
 def bodies_full(limit_bytes: int) -> ApiError:
-    """429: the request bodies that are held take all the room there is for them."""
+    """429: the request bodies in progress fill their budget."""
     return _no_room(f"The request bodies in progress hold {limit_bytes} bytes, which is the limit.")
 
 
 def tenants_bodies_full(held_bytes: int) -> ApiError:
-    """429: what is still free for request bodies is kept for other tenants."""
+    """429: the remaining budget for request bodies is reserved for other tenants."""
     return _no_room(
         f"Your request bodies in progress hold {held_bytes} bytes. What is left of the room for "
         "request bodies is kept for others."
@@ -257,7 +258,8 @@ def internal_error() -> ApiError:
 
 
 def error_too_long(status: int, limit_bytes: int) -> ApiError:
-    """The replica's own status, without its explanation."""
+    """Return an error with the replica's own status, in place of its explanation, which is too
+    long."""
     return ApiError(
         status,
         f"The replica explained its error with more than {limit_bytes} bytes, which are left out. "
@@ -319,7 +321,7 @@ def bad_resume(body_bytes: int) -> ApiError:
 
 
 def cannot_resume(why: str) -> ApiError:
-    """409: a stream cannot go on behind what the client has of it."""
+    """409: the stream cannot be resumed after the part that the client has."""
     return ApiError(
         409, f"This stream cannot be resumed: {why}. Send a new request.", code="cannot_resume"
     )
@@ -337,7 +339,8 @@ def quarantined(left_s: float) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """503, or the last event of a stream: this gateway ends, and its time to drain is over."""
+    """503, or the last event of a stream: the gateway is shutting down and the drain period is
+    over."""
     return ApiError(
         503,
         "This gateway stops, and the request took longer than it may wait. Send it again.",

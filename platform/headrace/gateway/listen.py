@@ -1,8 +1,8 @@
-"""Serving an ASGI app on a socket of our own, inside an event loop that already runs.
+"""A server for an ASGI app on a socket of our own, inside an event loop that already runs.
 
-uvicorn does the work. Added here: a clear error for a port that is taken, ports shared between
-processes, and no touching of the process's signals. `door.connection` bounds each connection and
-answers faults of HTTP in OpenAI's shape.
+uvicorn does the work. This module adds a clear error for a port that is taken, and ports shared
+between processes, and it leaves the process's signals alone. `door.connection` limits each
+connection and answers faults of HTTP in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from headrace.gateway.door.turns import InTurns
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
 HSTS = (b"strict-transport-security", b"max-age=31536000")
-"""On each answer over TLS: a browser that has seen it speaks no plain HTTP here for a year."""
+"""Header of each answer over TLS: a browser that has seen it uses no plain HTTP here for a year."""
 GATEWAY_READS_S = 3600.0
 """Seconds for a gateway to read an answer of a replica. A gateway stops reading while its own
-client does, and ends that connection by itself."""
+client does, and ends such a client's connection itself."""
 UNSENT_BYTES = 128 * 1024
-"""Bytes of an unread answer in the kernel (TCP_NOTSENT_LOWAT). By default these are megabytes, and
-it takes long until a server sees whether the client reads."""
+"""Maximum bytes of an unread answer in the kernel (TCP_NOTSENT_LOWAT). By default these are
+megabytes, and it takes long until a server notices that the client does not read."""
 
 
 class PortTakenError(OSError):
-    """The address is in use, or not ours to use; the message says what to do, in one line."""
+    """The error of an address that is in use or cannot be used; its message is one line, and says
+    what to do."""
 
 
 class Server:
-    """A server that runs as a task of the current loop; made by `serve_gateway`."""
+    """A server that runs as a task of the current loop; `serve_gateway` makes it."""
 
     def __init__(self, server: uvicorn.Server, sock: socket.socket) -> None:
         self._server = server
@@ -59,22 +60,24 @@ class Server:
             await asyncio.sleep(0.005)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Accept no more, let requests end for `grace_s` seconds, then cancel them."""
+        """Stop accepting connections, let requests end for `grace_s` seconds, then cancel them."""
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._server.should_exit = True
         await self._task
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its hold on the process's signals; its end resets no connection."""
+    """uvicorn's server without signal handlers; its shutdown resets no connection."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but clients that wait to be accepted are accepted before the sockets
-        close, which would reset their connections. On a busy loop they are many."""
+        """Run uvicorn's `shutdown`, but accept waiting clients before the sockets close.
+
+        Closing the sockets would reset their connections. On a busy loop there are many.
+        """
         waiting = [conn for sock in sockets or () for conn in _waiting_at(sock)]
         taken = [asyncio.ensure_future(self._take(conn)) for conn in waiting]
         await super().shutdown(sockets)
@@ -92,7 +95,7 @@ class _Server(uvicorn.Server):
 
 
 def _waiting_at(sock: socket.socket) -> Iterator[socket.socket]:
-    """The connections that nobody has accepted."""
+    """Accept and yield the waiting connections of a socket."""
     while True:
         try:
             yield sock.accept()[0]
@@ -101,12 +104,13 @@ def _waiting_at(sock: socket.socket) -> Iterator[socket.socket]:
 
 
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """A listening TCP socket.
+    """Return a listening TCP socket.
 
     Args:
-        host: `::` is all addresses, those of IPv4 included; where IPv6 is switched off, these.
-        port: 0 takes a free one.
-        reuse_port: let other processes that ask for it too listen on the same port; the kernel
+        host: name or address; `::` is all addresses of IPv6 and IPv4, or of IPv4 alone if IPv6 is
+            switched off.
+        port: number of the port; 0 takes a free one.
+        reuse_port: let other processes that also set this listen on the same port; the kernel
             spreads the connections.
 
     Raises:
@@ -143,7 +147,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 def _has_ipv6() -> bool:
-    """Whether this machine has IPv6, and it is not switched off."""
+    """Return whether this machine has IPv6, and it is not switched off."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))
@@ -168,18 +172,20 @@ async def serve_gateway(
 
     Args:
         app: any ASGI callable.
-        port: 0 takes a free one; the server's `port` tells which.
+        host: see `bind`.
+        port: number of the port; 0 takes a free one, which is the server's `port`.
         reuse_port: share the port with other processes that do the same.
-        keepalive_s: how long an idle connection is kept.
-        trusted_proxies: addresses and networks whose X-Forwarded-For names the client. From anybody
-            else the header is the client's own word and changes nothing.
+        keepalive_s: time for which an idle connection is kept.
+        trusted_proxies: addresses and networks whose X-Forwarded-For names the client. From other
+            clients the header is ignored.
         tls: speak HTTPS only, with these files, which are read again when they change.
-        max_body_bytes: of one request; the app itself refuses a larger body better.
-        send_timeout_s: how long a client may leave an answer unread.
+        max_body_bytes: maximum body of one request, for bodies that the app does not refuse first.
+            The app's own refusal is in the shape of its API.
+        send_timeout_s: time for which a client may leave an answer unread.
 
     Raises:
         ValueError: the TLS files cannot be used.
-        PortTakenError: the port cannot be had.
+        PortTakenError: the port is in use or not allowed.
         RuntimeError: the app's startup failed.
     """
     context = None if tls is None else ReloadingContext(tls)
@@ -197,7 +203,7 @@ async def serve_gateway(
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=max(1, round(keepalive_s)),
-        # Both are given: uvicorn's defaults believe what FORWARDED_ALLOW_IPS says.
+        # Both are set, because uvicorn's default is the environment variable FORWARDED_ALLOW_IPS.
         proxy_headers=bool(trusted_proxies),
         forwarded_allow_ips=list(trusted_proxies),
         headers=[(name.decode(), value.decode()) for name, value in headers],

@@ -1,9 +1,9 @@
 """`/headrace/v1/memory`: operator corpora in the drafting memories of all decode replicas.
 
-A corpus comes in one request or in numbered parts, so that no body is long and every answer says
-how far it is. Each part goes to all replicas; behind the last one, those that have all of them are
-told to let the new version take over, and one of them to tell replicas that start later. The
-gateway remembers nothing between parts: the client carries the version.
+A client sends a corpus in one request or in numbered parts, so that no body is long and every
+answer shows the progress. Each part goes to all replicas. After the last part, the replicas that
+have all parts switch to the new version, and one of them informs replicas that start later. The
+gateway keeps no state between parts: the client sends the version with each part after the first.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class CorpusPart(BaseModel):
 
 
 class MemoryAdmin:
-    """Answers the operations.
+    """The operations on corpora.
 
     Args:
         backend: the cluster.
         clock: seconds since 1970.
-        keys_on: whether a tenant is what API keys prove; else it is a cache salt.
+        keys_on: whether API keys prove tenants; otherwise a tenant is a cache salt.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class MemoryAdmin:
         self._newest = 0
 
     async def listing(self) -> dict[str, Any]:
-        """What each replica holds.
+        """Return the corpora of each replica.
 
         Raises:
-            ApiError: 409, nothing drafts from a memory here.
+            ApiError: 409, no replica drafts from a memory, or each of them refuses.
         """
         return {"replicas": await self._ask({"do": "list"})}
 
     async def load(self, corpus: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Load a part, and flip behind the last one.
+        """Load a part, and switch to the new version after the last part.
 
         Raises:
-            ApiError: 400 the request is wrong, 409 it is refused by every replica.
+            ApiError: 400 the request is wrong, 409 as `listing`.
         """
         _check_name(corpus)
         part = validated(CorpusPart, wanted)
@@ -109,10 +109,10 @@ class MemoryAdmin:
         return {**said, "in_force": not part.more, "replicas": answers}
 
     async def drop(self, corpus: str, tenant: str | None) -> dict[str, Any]:
-        """Have nothing more drafted from a corpus.
+        """Drop a corpus from all replicas, so that they no longer draft from it.
 
         Raises:
-            ApiError: 400 no such name can be, 404 no replica has it, 409 as `listing`.
+            ApiError: 400 the name is invalid, 404 no replica has it, 409 as `listing`.
         """
         _check_name(corpus)
         command = {"do": "drop", "corpus": corpus, "tenant": self._salt(tenant)}
@@ -128,7 +128,7 @@ class MemoryAdmin:
         return {"corpus": corpus, "tenant": tenant, "replicas": answers}
 
     def _salt(self, tenant: str | None) -> str | None:
-        """The salt of the tenant's requests that send none themselves."""
+        """Return the salt of the tenant's requests that send none themselves."""
         if tenant is None or not self._keys_on:
             return tenant
         try:
@@ -137,10 +137,10 @@ class MemoryAdmin:
             raise bad_field("tenant", str(error)) from None
 
     async def _ask(self, command: dict[str, Any]) -> Answers:
-        """Answers of the replicas that draft from a memory.
+        """Return the answers of the replicas that draft from a memory.
 
         Raises:
-            ApiError: 409 there is none, or each of them refuses.
+            ApiError: 409 there is no such replica, or each of them refuses.
         """
         answers = await self._backend.memory(command)
         if not answers:
@@ -155,7 +155,10 @@ class MemoryAdmin:
         return answers
 
     def _next_version(self) -> int:
-        """Above all that gateways gave before, as their clocks go: seconds since 1970."""
+        """Return a version above all earlier versions: seconds since 1970.
+
+        Versions of other gateways are lower as far as the machines' clocks agree.
+        """
         self._newest = max(int(self._clock()), self._newest + 1)
         return self._newest
 
@@ -169,10 +172,10 @@ def _check_name(corpus: str) -> None:
 
 
 def tenant_of(target: str) -> str | None:
-    """The tenant that a request's query names, or None.
+    """Return the tenant that a request's query names, or None.
 
     Raises:
-        ApiError: 400, the query says anything else.
+        ApiError: 400, the query has another field.
     """
     query = parse_qsl(target.partition("?")[2], keep_blank_values=True)
     if any(name != "tenant" for name, _ in query) or len(query) > 1:

@@ -1,7 +1,7 @@
-"""The OpenAPI document: the gateway's own operations, and the replica's for all that is relayed.
+"""The OpenAPI document: the gateway's own operations, and the relayed operations of the replicas.
 
-The bodies of relayed requests go to vLLM as they are, so their schemas are vLLM's own, taken from
-the document of the replica's application. The gateway adds the refusals that it makes itself.
+The bodies of relayed requests go to vLLM unchanged, so their schemas are vLLM's own, taken from the
+document of the replica's application. The gateway adds the refusals that it makes itself.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Operation:
     query: tuple[str, ...] = ()
 
     def document(self) -> Schema:
-        """Its OpenAPI object."""
+        """Return the operation's OpenAPI object."""
         schema = {"type": "string" if self.answer.startswith("text/") else "object"}
         names = [part[1:-1] for part in self.path.split("/") if part.startswith("{")]
         parameters = [_parameter(name, "path") for name in names]
@@ -174,14 +174,14 @@ def openapi_document(
     routes: Iterable[Route] = (),
     replica: Mapping[str, Any] | None = None,
 ) -> Schema:
-    """The OpenAPI 3.1 document.
+    """Return the OpenAPI 3.1 document.
 
     Args:
         version: the API's version.
         options: the limits that the description states.
         keys_on: whether the security scheme applies.
-        routes: what is relayed.
-        replica: the document of the replica's application; None or empty if it is not known.
+        routes: the relayed routes.
+        replica: the document of the replica's application; None or empty if unknown.
     """
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
     _, own = models_json_schema(
@@ -236,7 +236,7 @@ _ERROR: Schema = {
 
 
 def _relayed(known: Mapping[str, Any]) -> Schema:
-    """A replica's operation, with the refusals that are the gateway's own."""
+    """Return a replica's operation, with the gateway's own refusals added."""
     answers = {"200": {"description": "The answer."}, **known.get("responses", {})}
     answers |= {
         str(status): _refusal(status) for status in _RELAYED_ERRORS if str(status) not in answers
@@ -255,7 +255,7 @@ def _parameter(name: str, where: str) -> Schema:
 
 
 def _add_referred(schemas: Schema, theirs: Mapping[str, Any], paths: Schema) -> None:
-    """Add those of `theirs` that the paths refer to, and those that these refer to."""
+    """Add the schemas of `theirs` that the paths refer to, directly or through other schemas."""
     left: list[Any] = [paths]
     while left:
         node = left.pop()

@@ -1,4 +1,4 @@
-"""Bodies of administrative requests: where to prefill, how far to draft, what to warm."""
+"""Bodies of administrative requests: prefill policy, drafting, store orders, prompts to warm."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class WarmRequest(BaseModel):
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """Each `{"prompt": text or token ids}` or `{"messages": [...]}`."""
+        """Request bodies, each `{"prompt": text or token ids}` or `{"messages": [...]}`."""
         prompts: list[dict[str, Any]] = [{"prompt": prompt} for prompt in self.prompts]
         chats = [[message.model_dump() for message in chat] for chat in self.chats]
         return [*prompts, *({"messages": messages} for messages in chats)]

@@ -1,15 +1,16 @@
-"""Which replica answers: the least loaded, and among equals the one that saw this prefix before.
+"""The choice of a replica by load and, if loads are equal, by the prompt's prefix.
 
     load(r) = requests of this gateway in flight to r + requests of others that r has
 
-The second part is what r reported, less what this gateway had there when it asked. So several
-gateways see each other's load, and what each sends counts at once.
+The second part is the number of requests that r reported, less this gateway's own at the time of
+the report. Several gateways therefore see each other's load, and a gateway counts its own requests
+at once.
 
-A request that can be drafted for leaves out those where its tokens are clearly dearer
-(`headrace.router.tokens`). Of the rest the least load wins. Ties go to the replica with the highest
-rendezvous weight for the request's affinity key, so a conversation stays where its prefix is
-cached, and losing one replica moves only the conversations that it held. Prefill replicas that can
-stand in are asked only when no decode replica is ready.
+If a request can be drafted for, replicas where its tokens cost clearly more are left out
+(`headrace.router.tokens`). Of the rest, the one with the lowest load is chosen. Ties go to the
+replica with the highest rendezvous weight for the request's affinity key: a conversation stays
+where its prefix is cached, and losing one replica moves only the conversations that it held.
+Prefill replicas that can stand in are chosen only when no decode replica is ready.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 
 AFFINITY_CHARS = 1024
 TOKENS_MAX = 1 << 20
-"""Of an answer whose length the request does not bound."""
+"""Assumed number of draftable tokens if the request does not limit its answer."""
 _PROMPT_FIELDS = ("system", "instructions", "messages", "input", "prompt")
-"""In the order in which they are rendered; each API has one or two of them."""
+"""Fields of prompts, in the order in which they are rendered; each API has one or two of them."""
 
 
 def pick(
@@ -41,13 +42,13 @@ def pick(
     """Choose a replica.
 
     Args:
-        replicas: those that the cluster calls ready.
+        replicas: the replicas that the cluster lists as ready.
         in_flight: requests of this gateway by replica id; a missing id counts as 0.
-        down: ids that failed a moment ago; they are never chosen.
-        affinity: what is alike for requests that share a prefix; see `affinity_key`.
-        draftable_tokens: see there.
-        others: requests of other gateways by replica id; None where this gateway's part of what
-            was reported is not known.
+        down: ids of replicas that are not available; they are never chosen.
+        affinity: key that is equal for requests that share a prefix; see `affinity_key`.
+        draftable_tokens: see the function `draftable_tokens`.
+        others: requests of other gateways by replica id; None if this gateway's part of the
+            reported requests is unknown.
 
     Returns:
         The choice, or None when every replica is down or there is none.
@@ -76,7 +77,10 @@ def pick(
 def _load(
     replica: ReplicaInfo, in_flight: Mapping[str, int], others: Mapping[str, int] | None
 ) -> int:
-    """Requests at a replica; at least those of this gateway, and those that it reported."""
+    """Return the number of requests at a replica.
+
+    Without `others`, it is the larger of this gateway's own number and the reported one.
+    """
     own = in_flight.get(replica.replica_id, 0)
     if others is None:
         return max(own, replica.reported)
@@ -84,20 +88,23 @@ def _load(
 
 
 def rendezvous_weight(replica_id: str, affinity: bytes) -> bytes:
-    """The replica's weight for this key: 8 bytes, compared as a number (highest random weight)."""
+    """Return the replica's weight for this key: 8 bytes, compared as a number (highest random
+    weight)."""
     return hashlib.blake2b(affinity, key=replica_id.encode()[:64], digest_size=8).digest()
 
 
 def draftable_tokens(
     request: Mapping[str, Any], tenants: Tenants = ALL_ALIKE, tenant: str | None = None
 ) -> int:
-    """Most tokens of the answer to a request that may be drafted for; 0 where none is: it opted
-    out, its tenant is not drafted for, or it wants its sample to repeat.
+    """Return the maximum number of tokens of a request's answer for which drafts are allowed.
+
+    It is 0 if the request opted out, if its tenant has no drafts, or if the request sets a seed.
 
     Args:
-        request: as for `affinity_key`.
-        tenants: what they are allowed.
-        tenant: whom the key proves; None where no keys are configured: the cache salt counts.
+        request: the decoded body, as for `affinity_key`.
+        tenants: permissions of the tenants.
+        tenant: the tenant that the key proves; None if no keys are configured: then the cache salt
+            names the tenant.
     """
     name = (request.get("cache_salt") or "") if tenant is None else tenant
     if isinstance(name, str) and not tenants.of(name).draft:
@@ -112,10 +119,10 @@ def draftable_tokens(
 
 
 def affinity_key(request: Mapping[str, Any]) -> bytes:
-    """The first `AFFINITY_CHARS` characters of a request's prompt, as bytes.
+    """Return the first `AFFINITY_CHARS` characters of a request's prompt, as bytes.
 
     Args:
-        request: the decoded body of a request of any API; of any content.
+        request: the decoded body of a request of any API, not yet checked.
 
     Returns:
         The key; empty when there is no prompt.
@@ -125,7 +132,7 @@ def affinity_key(request: Mapping[str, Any]) -> bytes:
 
 
 def _head(prompt: Any) -> bytes:
-    """The prompt's beginning; of a list, as many items as it takes."""
+    """Return the prompt's beginning; of a list, as many items as are needed."""
     if isinstance(prompt, str):
         return prompt[:AFFINITY_CHARS].encode()
     if not isinstance(prompt, list):

@@ -1,11 +1,13 @@
-"""The gateway's view of the replicas: how each stands, how much is in flight to each, and which
-routes they offer. Replicas of one app run one vLLM, so their routes are the same.
+"""The gateway's view of the replicas: their health, their requests in flight, and their routes.
 
-`headrace.liveness` judges them. A replica that is down or drains gets no request. A suspect one
-gets some only while no other one is healthy: a doubt about all of them should not stop the app.
+All replicas of one app run the same vLLM, so their routes are the same.
 
-The list is polled in the background, so that a request never waits for it unless it is empty. A
-replica that Serve says is gone or drains leaves the list at once (`members`).
+`headrace.liveness` judges their health. A replica that is down or draining gets no request. A
+suspect one gets requests only while no replica is healthy: the app must not stop because all
+replicas are suspect.
+
+The list is polled in the background, and a request waits for it only if it is empty. When Serve
+reports that a replica stopped or drains, the replica leaves the list at once (`members`).
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from headrace_engine.supervise import supervise
 logger = logging.getLogger("headrace.gateway")
 
 POLL_S = 1.0
-# While nobody can answer the list is polled at this pace.
+# The shortest time between two polls, which applies while requests wait for a replica.
 HURRY_S = 0.1
-# How often a request that waits for a replica looks again.
+# How often a request that waits for a replica checks the list again.
 LOOK_AGAIN_S = 0.25
 
 
 class Lease:
-    """A place on a replica: counted as in flight until released."""
+    """A place on a replica, which counts as a request in flight until it is released."""
 
     __slots__ = ("_pool", "replica")
 
@@ -45,7 +47,7 @@ class Lease:
         in_flight[replica.replica_id] = in_flight.get(replica.replica_id, 0) + 1
 
     def release(self) -> None:
-        """Give the place back; twice does no harm."""
+        """Give the place back; a second call does nothing."""
         if self._pool is None:
             return
         in_flight, key = self._pool.in_flight, self.replica.replica_id
@@ -68,11 +70,11 @@ class Lease:
 
 
 class ReplicaPool:
-    """Replicas by readiness and load.
+    """The replicas with their readiness and load.
 
     Args:
-        backend: where the list comes from.
-        on_poll: called after each look at the list.
+        backend: source of the list.
+        on_poll: called after each poll of the list.
 
     Attributes:
         on_doubt: called when a replica failed, so that it is probed.
@@ -91,10 +93,10 @@ class ReplicaPool:
         self._changed = asyncio.Event()
         self.in_flight: dict[str, int] = {}
         self.routes = RouteTable()
-        """What the replicas offer, or offered when one was last there."""
+        """Routes of the replicas; while there is no replica, those of the last ones."""
 
     def start(self) -> None:
-        """Begin to poll; call it in the event loop, as often as you like."""
+        """Start to poll; call it in the event loop, as often as you like."""
         if self._poller is None or self._poller.done():
             self._poller = supervise(self._poll, "ask for the list of replicas")
 
@@ -107,7 +109,7 @@ class ReplicaPool:
             self._poller = None
 
     async def ready(self) -> int:
-        """How many decode replicas can be asked now."""
+        """Return the number of available decode replicas, after the first poll."""
         self.start()
         if not self._polled:
             await self._changed.wait()
@@ -115,12 +117,12 @@ class ReplicaPool:
 
     @property
     def ready_now(self) -> int:
-        """As `ready`, by the list as it is."""
+        """Number of available decode replicas, by the present list."""
         return self._ready(stands_in=False)
 
     @property
     def standing_in(self) -> int:
-        """Prefill replicas that answer if no decode replica can."""
+        """Number of available prefill replicas that answer if no decode replica can."""
         return self._ready(stands_in=True)
 
     def _ready(self, *, stands_in: bool) -> int:
@@ -130,12 +132,12 @@ class ReplicaPool:
         )
 
     def __len__(self) -> int:
-        """Decode replicas."""
+        """Return the number of listed decode replicas."""
         return sum(not each.stands_in for each in self._replicas)
 
     def places(self, most: int) -> tuple[int, int, int]:
-        """Replicas that can be asked, how many requests they can take together until each has
-        `most`, and how many they have."""
+        """Return the number of available replicas, the number of requests that they can take
+        together until each has `most`, and the number that they have."""
         down, ready, free, busy = self.down, 0, 0, 0
         stand_ins_count = not self.ready_now
         for replica in self._replicas:
@@ -147,19 +149,19 @@ class ReplicaPool:
         return ready, free, busy
 
     def try_lease(self, affinity: bytes, draftable_tokens: int = 0) -> Lease | None:
-        """A place on the best replica, or None when none is ready."""
+        """Return a place on the best replica, or None when none is ready."""
         replica = self.suggested(affinity, draftable_tokens)
         return None if replica is None else Lease(self, replica)
 
     def suggested(self, affinity: bytes, draftable_tokens: int = 0) -> ReplicaInfo | None:
-        """The best replica by load and the prompt's beginning, or None when none is ready."""
+        """Return the best replica by load and the prompt's beginning, or None if none is ready."""
         return pick(
             *(self._replicas, self.in_flight, self.down, affinity, draftable_tokens),
             others=self._others,
         )
 
     def lease_of(self, replica_id: str) -> Lease | None:
-        """A place on this replica, or None when it is not ready."""
+        """Return a place on this replica, or None when it is not ready."""
         if replica_id in self.down:
             return None
         named = (each for each in self._replicas if each.replica_id == replica_id)
@@ -169,7 +171,7 @@ class ReplicaPool:
     async def lease(
         self, affinity: bytes, until: float, waited_s: float, draftable_tokens: int = 0
     ) -> Lease:
-        """A place on the best replica, as soon as there is one.
+        """Wait for a ready replica, and return a place on the best one.
 
         Args:
             affinity: see `pick.affinity_key`.
@@ -196,7 +198,10 @@ class ReplicaPool:
                     await self._changed.wait()
 
     def members(self, replica_ids: frozenset[str]) -> None:
-        """Serve's word on who runs: others get no more requests, and new ones are asked at once."""
+        """Set the decode replicas that run, as Serve reports them.
+
+        Other decode replicas get no more requests, and the list is polled again at once.
+        """
         self._members = replica_ids
         listed = [each.replica_id for each in self._replicas if not each.stands_in]
         self.liveness.on_members(listed, replica_ids, asyncio.get_running_loop().time())
@@ -204,13 +209,13 @@ class ReplicaPool:
         self._wake.set()
 
     async def known_routes(self, waited_s: float) -> RouteTable:
-        """What the replicas offer, as soon as one has told.
+        """Return the replicas' routes, as soon as one has reported them.
 
         Args:
             waited_s: the longest wait.
 
         Raises:
-            ApiError: 503 when none told in time.
+            ApiError: 503 when no replica reported its routes in time.
         """
         self.start()
         loop = asyncio.get_running_loop()
@@ -226,10 +231,10 @@ class ReplicaPool:
         return self.routes
 
     def failed(self, replica: ReplicaInfo, error: Exception) -> None:
-        """Take a failed request for evidence, and ask at once who is there.
+        """Use a failed request as evidence about its replica, and poll the list at once.
 
         Args:
-            error: how it failed. One that hangs was given up by what probes said already.
+            error: why it failed. If the replica hangs, the probes have already reported that.
         """
         now_s, name = asyncio.get_running_loop().time(), replica.replica_id
         if isinstance(error, ReplicaLost) and not error.hangs:
@@ -246,7 +251,7 @@ class ReplicaPool:
 
     @property
     def down(self) -> Collection[str]:
-        """Replicas that get no requests now."""
+        """Ids of the replicas that get no requests now."""
         unhealthy = self.liveness.unhealthy
         if not unhealthy:
             return ()
@@ -259,12 +264,16 @@ class ReplicaPool:
         return [name for name in unhealthy if not self.liveness.may_be_tried(name, now_s)]
 
     def doubtful(self) -> list[ReplicaInfo]:
-        """Listed replicas that failed and that no later probe has cleared."""
+        """Return the listed replicas that failed and that no later probe has cleared."""
         liveness = self.liveness
         return [each for each in self._replicas if liveness.needs_probe(each.replica_id)]
 
     def healthy_beside(self, replica_id: str) -> dict[str, int]:
-        """Healthy replicas that could take over what another one has, with the requests of each."""
+        """Return the healthy replicas that could take over the requests of another one.
+
+        Returns:
+            The number of requests that each has, by replica id.
+        """
         unhealthy = self.liveness.unhealthy
         healthy = [
             each
@@ -302,7 +311,7 @@ class ReplicaPool:
             self._changed = asyncio.Event()
             try:
                 self._on_poll()
-            except Exception:  # the list matters more
+            except Exception:  # a failed export must not end the polling
                 logger.exception("the gateway's state is not exported any more")
                 self._on_poll = lambda: None
             await asyncio.sleep(HURRY_S)
@@ -312,5 +321,5 @@ class ReplicaPool:
 
 
 def _of(replicas: list[ReplicaInfo], members: frozenset[str]) -> list[ReplicaInfo]:
-    """The decode replicas among these members, and all that can stand in."""
+    """Return the decode replicas among these members, and all prefill replicas that stand in."""
     return [each for each in replicas if each.stands_in or each.replica_id in members]

@@ -1,13 +1,13 @@
-"""A response as it comes in: its head, and the body in the pieces that arrive.
+"""A response while it arrives: its head, and the body in pieces.
 
-Its connection feeds it bytes; one task reads it. The task may leave a function that is called with
-each piece at once, from the event loop's callback (`Reply.pour`). Under uvloop that saves a switch
-of tasks and a second `epoll_pwait` for each piece.
+The connection feeds it bytes; one task reads it. The task may register a function that is called
+with each piece at once, from the event loop's callback (`Reply.pour`). Under uvloop that saves a
+switch of tasks and a second `epoll_pwait` for each piece.
 
-A replica is not trusted to speak HTTP. Any fault of its ends in `ReplicaLost`, and what is kept of
-it is bounded: the head, the body that waits, and bytes that are neither (chunk extensions,
-trailers, interim responses). Bytes behind the end change nothing in the response, since it may be
-read before they come. They end the connection, so that they never answer the next request.
+A replica is not trusted to speak correct HTTP. Each of its faults ends in `ReplicaLost`. The memory
+for its bytes is limited: for the head, for the unread body, and for bytes that are neither (chunk
+extensions, trailers, interim responses). Bytes after the end do not change the response, since it
+may be read before they arrive. They end the connection, so that they never answer the next request.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ import httptools
 from headrace.gateway.errors import Headers
 
 MOST_HEAD_BYTES = 64 * 1024
-"""Of a head, interim responses before it included; and of bytes in a row that hold no body."""
+"""Maximum size of a head with the interim responses before it, and of consecutive bytes without a
+body."""
 MOST_WAITING_BYTES = 64 * 1024
-"""Of a body that nobody has read, before its connection is read no further."""
+"""Maximum size of the unread body; beyond it, reading from the connection pauses."""
 _SWITCHING_PROTOCOLS = 101
 _FIRST_FINAL, _BEHIND_LAST = 200, 600
 
 
 class ReplicaLost(Exception):
-    """The replica did not answer, or not to the end.
+    """The error of a replica that did not answer, or not to the end.
 
     Args:
-        why: what happened, for the log.
+        why: the cause, for the log.
         sent: whether the replica may have begun to work on the request.
-        dying: whether the replica is there and says that it cannot go on.
-        hangs: whether its health check has failed already.
+        dying: whether the replica answered with an error, and its health check then failed.
+        hangs: whether the replica hangs, by its health check.
     """
 
     def __init__(self, why: str, *, sent: bool, dying: bool = False, hangs: bool = False) -> None:
@@ -46,16 +47,16 @@ class ReplicaLost(Exception):
 
 
 class Line(Protocol):
-    """The connection that a response comes on."""
+    """The connection on which a response arrives."""
 
     def pause_reading(self) -> None:
-        """Read no more from the replica for now."""
+        """Stop reading from the replica for now."""
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Continue to read from the replica."""
 
     def over(self, *, clean: bool) -> None:
-        """Called once: the response has ended, or nobody wants more of it.
+        """End the use of the connection by this response. The response calls it once.
 
         Args:
             clean: whether the connection may carry another request.
@@ -63,16 +64,16 @@ class Line(Protocol):
 
 
 class Reply:
-    """A response. The attributes are there once its head has arrived.
+    """A response. `status` and `headers` are set once its head has arrived.
 
     Args:
-        method: of the request.
+        method: method of the request.
         line: the connection.
 
     Attributes:
-        status: 200 to 599; 0 before that.
-        headers: names in lower case.
-        began: whether a byte of it has come.
+        status: 200 to 599; 0 before the head has arrived.
+        headers: headers with names in lower case.
+        began: whether a byte of it has arrived.
     """
 
     def __init__(self, method: str, line: Line) -> None:
@@ -83,15 +84,15 @@ class Reply:
         self._bodiless = method == "HEAD"
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        self._barren_bytes = 0  # in a row
+        self._barren_bytes = 0  # consecutive bytes without a body
         self._framed = False  # the body's end is marked
         self._keeps = False
         self._parsed: list[bytes] = []
         self._waiting = b""
         self._paused = False
         self._ended = False
-        self._why: str | None = None  # it is lost
-        self._left = False  # by its connection
+        self._why: str | None = None  # why the response is lost
+        self._left = False  # the connection no longer belongs to this response
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[bool] | None = None
 
@@ -101,14 +102,14 @@ class Reply:
         """Wait for the head.
 
         Raises:
-            ReplicaLost: it does not come.
+            ReplicaLost: the connection broke before the head arrived.
         """
         while not self.status:
             self._check()
             await self._arrival()
 
     async def read_some(self) -> bytes:
-        """The bytes that have arrived, at least one; `b""` at the end.
+        """Wait for bytes and return those that have arrived; `b""` at the end.
 
         Raises:
             ReplicaLost: the connection broke before the end.
@@ -119,9 +120,13 @@ class Reply:
         return self._taken()
 
     async def pour(self, take: Callable[[bytes], bool]) -> bool:
-        """Call `take` with each piece of the body as it arrives, often from the event loop's
-        callback, so it must not block. It takes the piece in any case and says whether it wants
-        more at once. Returns False when it does not, True at the end.
+        """Call `take` with each piece of the body as it arrives.
+
+        The calls often come from the event loop's callback, so `take` must not block. It takes the
+        piece in any case, and returns whether it wants more at once.
+
+        Returns:
+            True at the end; False when `take` returned False.
 
         Raises:
             ReplicaLost: the connection broke before the end.
@@ -143,13 +148,13 @@ class Reply:
                     self._take = None
 
     def close(self) -> None:
-        """Give the connection back after the end of the response; break it off before."""
+        """Break the response off if it has not ended; its connection is then closed."""
         self._leave(clean=False)
 
     # For the connection that feeds it.
 
     def feed(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Parse bytes that arrived."""
         self.began = True
         why = None
         try:
@@ -179,7 +184,7 @@ class Reply:
             self._wake()
 
     def eof(self) -> None:
-        """The replica closed its side: the end of a body whose end is not marked."""
+        """Handle that the replica closed its side: the end of a body whose end is not marked."""
         if self.status and not self._framed and not self._left:
             self._ended = True
             self._leave(clean=False)
@@ -188,7 +193,7 @@ class Reply:
             self.lose("the replica hung up")
 
     def lose(self, why: str) -> None:
-        """The connection broke."""
+        """Record that the response is lost, because the connection broke or the HTTP is bad."""
         if not self._left:
             self._why = why
             self._leave(clean=False)
@@ -235,7 +240,7 @@ class Reply:
         if self.status:
             self._ended = True
 
-    # Its own.
+    # Internal.
 
     def _check(self) -> None:
         if self._why is not None:
@@ -252,7 +257,11 @@ class Reply:
         return piece
 
     def _poured(self, piece: bytes) -> bool:
-        """Whether the function that the task left took the piece, and the task may sleep on."""
+        """Call the function given to `pour` with a piece, if the task waits there.
+
+        Returns:
+            Whether the function took the piece.
+        """
         if self._take is None or self._waiting or self._waiter is None or self._waiter.done():
             return False
         try:
@@ -265,13 +274,13 @@ class Reply:
     def _leave(self, *, clean: bool) -> None:
         if not self._left:
             self._left = True
-            del self._parser  # it refers to this
+            del self._parser  # it refers to this object
             if self._paused:
                 self._line.resume_reading()
             self._line.over(clean=clean)
 
     async def _arrival(self) -> bool:
-        """Wait for any change; whether `take` wants no more."""
+        """Wait for any change. Return whether the function given to `pour` wants no more."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             return await self._waiter

@@ -1,7 +1,7 @@
-"""Which replica operation a path and a method mean.
+"""The table of the replicas' routes, by path and method.
 
-The table holds what the replicas last told of themselves (`headrace_decode.routes`). A value in a
-path, such as a response id, must be plain, since the path goes to the replica as it is.
+It holds the routes that the replicas last reported (`headrace_decode.routes`). A value in a path,
+such as a response id, may have plain characters only, since the path goes to the replica unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RouteTable:
     """Routes by path; immutable.
 
     Args:
-        routes: in any order; the same one may come more than once.
+        routes: the routes in any order; duplicates are allowed.
     """
 
     def __init__(self, routes: Iterable[Route] = ()) -> None:
@@ -38,7 +38,7 @@ class RouteTable:
         return bool(self.routes)
 
     def at(self, path: str) -> Mapping[str, Route]:
-        """The routes at a path by their methods; empty if there is none."""
+        """Return the routes at a path by their methods; empty if there is none."""
         if "{" in path:
             return _NOTHING
         found = self._exact.get(path)
@@ -49,8 +49,8 @@ class RouteTable:
         return found
 
     def refusal(self, path: str, method: str) -> errors.ApiError:
-        """Why no replica takes such a request: 405 if it takes other methods at the path, else
-        404."""
+        """Return the error for a request that no replica takes: 405 if the path has other methods,
+        otherwise 404."""
         methods = sorted(self.at(path))
         return errors.method_not_allowed(method, methods) if methods else errors.not_found(path)
 

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry, when the process has configured an SDK; one boolean check otherwise."""
+"""Spans of OpenTelemetry. They are made only if the process has configured an OpenTelemetry SDK."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def tracing_is_configured() -> bool:
-    """Whether somebody set a tracer provider of the SDK in this process."""
+    """Return whether this process has a tracer provider of the SDK."""
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
@@ -23,7 +23,7 @@ def tracing_is_configured() -> bool:
 
 
 def start_span(call: Call, path: str) -> Span:
-    """Begin a server span under the client's context, and put it into the call's headers."""
+    """Start a server span under the client's context, and put it into the call's headers."""
     from opentelemetry import propagate, trace
 
     carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
@@ -49,7 +49,7 @@ def start_span(call: Call, path: str) -> Span:
 
 
 def end_span(span: Span, call: Call) -> None:
-    """End the span with what became of the call."""
+    """End the span with the call's result as its attributes."""
     from opentelemetry.trace import Status, StatusCode
 
     span.set_attribute("http.response.status_code", call.status)

@@ -1,11 +1,11 @@
 """The connections to the replicas' HTTP servers: one request out, one byte stream back.
 
-Written on `httptools`, the parser of the server that the gateway itself runs on, because a stream
-costs the gateway CPU time for every chunk, and a general client costs more for it than all that
-the gateway does with the chunk (docs/benchmarks.md).
+The module uses `httptools`, the parser of the gateway's own server. A stream costs the gateway CPU
+time for every chunk, and a general HTTP client costs more for a chunk than all of the gateway's
+other work on it (docs/benchmarks.md).
 
-A connection carries one request at a time. It is kept for the next one when the response came to
-its marked end, nothing came behind that, and the request was written whole; else it is closed.
+A connection carries one request at a time. It is kept for the next request if the response reached
+its marked end, no bytes followed, and the request was written whole; otherwise it is closed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from headrace.gateway.reply import ReplicaLost, Reply
 __all__ = ["KEEPALIVE_S", "ReplicaLost", "Reply", "Upstream"]
 
 # Far below the 75 s for which a replica keeps an idle connection (`listen.KEEPALIVE_S`), so that
-# the replica is never the one to close it just as a request goes out on it.
+# the replica never closes a connection just as a request is sent on it.
 KEEPALIVE_S = 4.0
 _SILENT_PEER = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-"""A connection notices within about 30 s that the other machine is gone without a word."""
+"""TCP keep-alive options: a connection detects a vanished machine within about 30 s."""
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _PLAIN = re.compile(r'[!$-~"]+')
-"""What a request's target may hold: visible ASCII without `#`."""
+"""Characters that a request's target may have: visible ASCII without `#`."""
 _SAFE = "".join(map(chr, range(0x21, 0x7F))).replace("#", "")
 
 Address = tuple[str, int]
 
 
 class Upstream:
-    """A pool of kept-alive connections to replicas, bound to the event loop that it is made in.
+    """A pool of kept-alive connections to replicas, bound to the event loop in which it is made.
 
     Args:
         connect_timeout_s: limit for each attempt to connect.
@@ -57,14 +57,15 @@ class Upstream:
     ) -> Reply:
         """Send a request and wait for the head of its response.
 
-        A request that may be repeated goes out again when a kept connection turns out to be dead.
+        An idempotent request is sent again when a kept connection turns out to be dead.
 
         Args:
             base_url: `http://ip:port`.
             target: path and query.
 
         Raises:
-            ReplicaLost: no connection, or no response on it.
+            ReplicaLost: there is no connection, or no response on it.
+            RuntimeError: the pool is closed.
             ValueError: a header holds a line break.
         """
         if self._closed:
@@ -90,7 +91,7 @@ class Upstream:
         await asyncio.sleep(0)
 
     def _kept(self, address: Address) -> _Connection | None:
-        """The idle connection that was used last."""
+        """Return the idle connection that was used last, or None if there is none."""
         idle = self._idle.get(address)
         while idle:
             connection, since_s = idle.popitem()
@@ -127,7 +128,7 @@ class Upstream:
         idle.pop(connection, None)
 
     def _sweep(self) -> None:
-        """Close what has been idle for long."""
+        """Close connections that have been idle for `KEEPALIVE_S`."""
         until_s = self._loop.time() - KEEPALIVE_S
         for address, idle in list(self._idle.items()):
             for connection in [one for one, since_s in idle.items() if since_s <= until_s]:
@@ -138,16 +139,16 @@ class Upstream:
 
 
 class _Stale(ReplicaLost):
-    """A kept connection was closed before a byte of the response came."""
+    """The error of a kept connection that was closed before a byte of the response arrived."""
 
 
 class _Connection(asyncio.Protocol):
     """One connection.
 
     Args:
-        address: of the replica.
-        keep: called when it may carry another request.
-        forget: called when it is closed.
+        address: address of the replica.
+        keep: called when the connection may carry another request.
+        forget: called when the connection is closed.
     """
 
     def __init__(
@@ -163,11 +164,11 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def is_open(self) -> bool:
-        """Whether a request can be written."""
+        """Return whether a request can be written."""
         return self._transport is not None and not self._transport.is_closing()
 
     def ask(self, method: str, head: bytes, body: bytes) -> Reply:
-        """Write a request."""
+        """Write a request, and return the reply that will receive the response."""
         assert self._transport is not None
         self.uses += 1
         self._reply = Reply(method, self)
@@ -178,7 +179,7 @@ class _Connection(asyncio.Protocol):
         return self._reply
 
     def close(self) -> None:
-        """At once: what is not written yet never is."""
+        """Close the connection at once; unwritten bytes are dropped."""
         transport, self._transport = self._transport, None
         reply, self._reply = self._reply, None
         if transport is not None:
@@ -187,7 +188,7 @@ class _Connection(asyncio.Protocol):
         if reply is not None:
             reply.lose("the gateway closed the connection")
 
-    # As `reply.Line`.
+    # The methods of `reply.Line`.
 
     def pause_reading(self) -> None:
         if self._transport is not None:
@@ -219,7 +220,7 @@ class _Connection(asyncio.Protocol):
         if self._reply is not None:
             self._reply.feed(data)
         else:
-            self.close()  # nobody has asked
+            self.close()  # bytes without a request
 
     def eof_received(self) -> None:
         if self._reply is not None:
@@ -233,10 +234,10 @@ class _Connection(asyncio.Protocol):
 
 
 async def _ask(connection: _Connection, method: str, head: bytes, body: bytes) -> Reply:
-    """A reply whose head is there.
+    """Send a request on a connection, and return the reply once its head has arrived.
 
     Raises:
-        ReplicaLost: it does not come.
+        ReplicaLost: the connection broke before the head arrived.
     """
     if not connection.is_open():
         raise ReplicaLost("the replica hung up at once", sent=False)
@@ -256,16 +257,16 @@ async def _ask(connection: _Connection, method: str, head: bytes, body: bytes) -
 
 @lru_cache(maxsize=1024)
 def _address(base_url: str) -> tuple[Address, bytes]:
-    """Where to connect to, and the `Host` header."""
+    """Return the address to connect to, and the value of the `Host` header."""
     parts = urlsplit(base_url)
     return (parts.hostname or "", parts.port or 80), parts.netloc.encode()
 
 
 def _head(method: str, target: str, host: bytes, headers: Headers, body: bytes) -> bytes:
-    """The request's head.
+    """Return the request's head.
 
     Raises:
-        ValueError: it would hold more lines than meant.
+        ValueError: a header holds a line break or a null byte.
     """
     if not _PLAIN.fullmatch(target):
         target = quote(target, safe=_SAFE)

@@ -1,4 +1,4 @@
-"""A request between its plan and its end, as a decode replica's router keeps it."""
+"""State of a request between its plan and its end, kept by a decode replica's router."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from headrace_engine.steptime import pairs_of
 
 @dataclass(slots=True)
 class Active:
-    """A request between its plan and its end."""
+    """State of a request between its plan and its end."""
 
     plan: Plan
     hashes: list[bytes]
     seed: bytes
     tail: Sequence[int]
     uncached_decode_tokens: int
-    #: The prefill replica that is asked, or that nobody is.
+    #: The prefill replica that computes the prompt; a placeholder if the prefill is local.
     side: PrefillSide
-    #: Wait at the prefill engine that this router's own requests explain.
+    #: Part of the wait at the prefill engine that is due to this router's own requests.
     own_queue_s: float
-    #: Sent while the prefill side was cold: its overheads hold the handshake, not the rule.
+    #: Sent while the prefill replica was cold: its overheads include a handshake.
     cold: bool
     #: The prefill call's measured seconds, once it returned.
     call_s: float | None = None
@@ -31,11 +31,11 @@ class Active:
 
 
 def computed_tokens(runs: Sequence[Run]) -> int:
-    """Prompt tokens that an engine computes: at least one."""
+    """Return the number of prompt tokens that an engine computes: at least one."""
     return max(1, sum(run.tokens for run in runs if run.source == "compute"))
 
 
 def computed_pairs(plan: Plan, tokens: int) -> int:
-    """What the last so many tokens of the plan's prompt attend to."""
+    """Return the number of attention pairs of the last `tokens` tokens of the plan's prompt."""
     end = max(plan.prompt_tokens, tokens)
     return pairs_of(end - tokens, end)

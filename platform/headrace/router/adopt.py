@@ -1,7 +1,8 @@
 """Decides whether a decode replica carries out the plan that came with a request.
 
-The gateway made it from what it had heard; the replica knows more of itself. A plan that does not
-fit the request, or asks for what cannot be had now, is stale: the replica plans for itself. Pure.
+The gateway made the plan from the reports that it had; the replica knows its own state better. A
+plan is stale if it does not fit the request, or if its prefill replica cannot be used now. The
+replica then makes its own plan. Pure.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ _PARTS = {
 def why_stale(
     plan: Plan, request: PlanRequest, replica: str, policy: str, sides: PrefillSides, now_s: float
 ) -> str | None:
-    """Why a plan that came with a request is not carried out, or None if it is.
+    """Return why a plan that came with a request is not carried out, or None if it is.
 
     Args:
-        replica: the decode replica's id. policy: in force there.
-        sides: the prefill replicas that it knows.
+        replica: the decode replica's id.
+        policy: the decode replica's policy.
+        sides: the prefill replicas that the decode replica knows.
     """
     if policy not in ("cost", plan.kind):
         return f"policy is {policy}"
@@ -48,7 +50,7 @@ def why_stale(
 
 
 def _is_sound(plan: Plan) -> bool:
-    """Whether its runs cover the prompt, and all that is read from it later is there."""
+    """Return whether the plan's runs cover the prompt, and all fields used later are there."""
     tokens = plan.prompt_tokens
     remote = plan.prefill is not None
     covers = (plan.runs, plan.fallback) if remote else (plan.runs,)

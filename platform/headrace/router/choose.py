@@ -1,5 +1,8 @@
-"""Local or remote, once the best of each kind is known; what measuring an engine again may cost;
-how long remote may take; in words."""
+"""Choice between the best local and the best remote prefill.
+
+Also the price limit for measuring an engine again, the timeout of a remote prefill, and the
+comparison as text.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from headrace.router.plan import Kind, RouterSettings
 
 
 def formula(p: Mapping[str, float]) -> str:
-    """The whole comparison with its numbers, for one log line."""
+    """Return the whole comparison with its numbers, for one log line."""
     return "; ".join(
         f"{side} {p[f'{side}.total']:.3f} s = "
         + " + ".join(
@@ -33,26 +36,29 @@ class Choice:
 
 
 def choose(local: float, remote: float) -> Choice:
-    """The kind with the least total, in seconds; ties go local."""
+    """Return the kind with the smaller total in seconds; local if they are equal."""
     cheap: Kind = "remote" if remote < local else "local"
     return Choice(cheap, f"{cheap} saves {abs(local - remote):.3f} s")
 
 
 def most_for_measuring(best_s: float, age_s: float, remeasure_s: float) -> float:
-    """Seconds below which a request goes to an engine that has computed no prompt for `age_s`,
-    although another choice takes `best_s`.
+    """Return the price limit in seconds for measuring an engine again; 0 for not at all.
 
-    A model that is not fed goes stale, and an engine that looks dear is never chosen, so never
-    measured. It may cost ``best_s * (1 + age_s / remeasure_s)`` once `age_s` is `remeasure_s`, that
-    is, twice the price at first, and the longer it waits the more, so no error lasts for ever.
+    The engine has computed no prompt for `age_s`, and the best choice takes `best_s`. Without new
+    measurements a model becomes stale, and an engine that seems expensive is never chosen, so it is
+    never measured. From an age of `remeasure_s` on, the limit is
+    ``best_s * (1 + age_s / remeasure_s)``: twice the best price at first, then growing with age, so
+    that no error lasts for ever.
     """
     return best_s * (1.0 + age_s / remeasure_s) if age_s >= remeasure_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Root mean squares of the models' errors: seconds of call and hand-off, relative of prefill
-    steps and of the transfer."""
+    """Root mean square errors of the models.
+
+    In seconds for the call and the hand-off, relative for prefill steps and the transfer.
+    """
 
     call_s: float
     handoff_s: float
@@ -63,12 +69,12 @@ class Errors:
 def remote_timeout_s(
     p: Mapping[str, float], errors: Errors, settings: RouterSettings, *, cold: bool
 ) -> float:
-    """How long a remote prefill and its KV may take before decode stops waiting.
+    """Return how long a remote prefill and its KV may take before decode stops waiting.
 
-    ``max(floor, factor * t, t + errors * rms)`` with ``t`` the predicted seconds until the KV is
-    there and ``rms`` the models' own errors, added as independent ones (root of the sum of
-    squares). The floor is higher while the prefill side is cold, that is, until a first remote
-    prefill has paid the engines' handshake.
+    This is ``max(floor, factor * t, t + errors * rms)``. ``t`` is the predicted number of seconds
+    until the KV has arrived. ``rms`` adds the models' errors as independent ones (root of the sum
+    of squares). The floor is higher while the prefill replica is cold, that is, until a first
+    remote prefill has done the engines' handshake.
     """
     parts = ("call", "queue", "pull", "compute", "load", "transfer", "handoff")
     t = sum(p[f"remote.{part}"] for part in parts)

@@ -1,13 +1,13 @@
-"""What a gateway knows of all replicas, and the plans that it makes by it.
+"""State of all replicas as a gateway knows it, and the plans that the gateway makes from it.
 
-A replica's report says what is queued and runs there, and what its steps, loads and transfers cost.
-Between two reports, what this gateway has placed there is added: it is *booked* until a report says
-that the replica has heard of the plan. So neither a burst nor a late report makes several requests
-see the same idle replica, and nothing counts twice. A plan that a replica has not heard of within
-`BOOKED_S` is taken off again. Other gateways' requests show in the reports.
+A replica's report contains its queue, its running requests, and the cost of its steps, loads and
+transfers. Between two reports, the gateway adds the requests that it has placed on the replica: a
+plan is *booked* until a report lists it as received. Therefore several requests never see the same
+idle replica, neither in a burst nor after a late report, and no request counts twice. A booking is
+removed if no report lists the plan within `BOOKED_S`. Other gateways' requests are in the reports.
 
-Blocks that replicas hold come from their KV events (`blocks`); those that plans will make count as
-coming (`blocks.Expected`).
+The blocks that replicas hold are known from their KV events (`blocks`). Blocks that plans will make
+count in advance (`blocks.expected`).
 
 Pure: no I/O, no clocks. One thread owns it.
 """
@@ -40,19 +40,20 @@ from headrace_kvstore.supply import Supply
 
 BOOKED_S = 5.0
 COMING_S = 30.0
-"""How long a plan's blocks may take to come, beyond three times what was predicted."""
+"""How long a plan's blocks may take to arrive, beyond three times the predicted time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that is to be placed.
+    """A prompt to place.
 
     Attributes:
-        keys: of its full blocks, [blocks] u64.
+        keys: keys of its full blocks, [blocks] u64.
         tokens: its length.
-        output_tokens_max: most that its answer may have.
+        output_tokens_max: maximum length of its answer.
         local_only: why the replica that answers must prefill it, or None.
-        machine: whose store was asked; empty for none. stored: what that can supply.
+        machine: machine whose store was asked; empty for none.
+        stored: runs that this store can supply.
     """
 
     keys: NDArray[np.uint64]
@@ -64,7 +65,7 @@ class Prompt:
 
 
 class Targets(NamedTuple):
-    """Seconds to a request's first token, and of an engine's longest step; None for no target."""
+    """Targets for a request's time to first token and an engine's longest step; None for none."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -74,14 +75,14 @@ NO_TARGETS = Targets()
 
 
 class _Booked(NamedTuple):
-    """A plan's share of an engine's work, until the engine's reports have it."""
+    """A plan's share of an engine's work, until the engine's reports include it."""
 
     at_s: float
     tokens: int = 0
-    """Prompt tokens that the engine is to compute, and what they attend to."""
+    """Prompt tokens that the engine will compute, and (`pairs`) their attention pairs."""
     pairs: int = 0
     context: int = 0
-    """Tokens of KV that its answer begins with, where it decodes."""
+    """Tokens of KV at the start of the answer, on the engine that decodes."""
     decodes: bool = False
 
 
@@ -89,9 +90,9 @@ class Cluster:
     """The replicas of one app.
 
     Args:
-        settings: how prices are weighed.
-        rng: names plans, and spreads when the dearer kind is measured again.
-        liveness: how the replicas stand, by all that the gateway sees of them.
+        settings: the router's settings.
+        rng: source of plan names, and of the times at which engines are measured again.
+        liveness: state of each replica, from everything that the gateway observes.
     """
 
     def __init__(
@@ -109,19 +110,19 @@ class Cluster:
         self._expected = Expected(self.index)
         self._view: View | None = None
         self._reports: dict[str, Report] = {}
-        self._kinds: Counter[str] = Counter()  # replicas by what their KV depends on
+        self._kinds: Counter[str] = Counter()  # replicas by KV identity
         self._machines: Counter[str] = Counter()  # replicas by machine
         self._booked: dict[str, dict[str, _Booked]] = {}
         self._unhealthy: frozenset[str] = frozenset()
         self._look_s = -math.inf
 
-    # What came
+    # Reports and time
 
     def report(self, report: Report, now_s: float) -> None:
-        """A replica has told how it stands; an earlier report than the last one is skipped.
+        """Apply a replica's report; skip it unless it is newer than the last one.
 
         Raises:
-            ValueError: its blocks are not those of the other replicas.
+            ValueError: its block size or token bytes differ from the other replicas'.
         """
         name, last, view = report.replica, self._reports.get(report.replica), self._view
         kind = report.block_tokens, report.token_bytes
@@ -148,11 +149,11 @@ class Cluster:
         engine = view.engines[row]
         engine["node"] = node
         self._hold(row, name)
-        engine["cold"] = False  # the replica that asks knows whether it has asked before
+        engine["cold"] = False  # only the decode replica knows whether it has called it before
         if report.role == "decode" and report.policy != view.settings.policy:
             view.settings = replace(view.settings, policy=report.policy)
         engine["share"], engine["draft_tokens"] = report.share, report.draft_tokens
-        if last is None:  # never measured counts as just stale
+        if last is None:  # an engine that was never measured counts as just stale
             engine["measured_s"] = now_s - self._settings.remeasure_s
         if report.computed_s is not None:
             engine["measured_s"] = max(now_s - report.computed_s, float(engine["measured_s"]))
@@ -181,7 +182,7 @@ class Cluster:
         self._judge(name)
 
     def gone(self, replica: str) -> None:
-        """A replica is no longer there."""
+        """Remove a replica that no longer exists."""
         if replica not in self._reports:
             return
         view = self._seen
@@ -194,7 +195,7 @@ class Cluster:
         self.liveness.remove_reports(replica)
 
     def tend(self, now_s: float) -> None:
-        """Notice what is over. To be called about once a second."""
+        """Expire bookings, expected blocks and silent replicas. Call it about once a second."""
         self._expected.check(now_s)
         self.index.tend()
         self.liveness.check(now_s)
@@ -205,7 +206,7 @@ class Cluster:
             self._judge(name)
         if self._view is None:
             return
-        # All decode replicas measure these two for everybody.
+        # The means of all replicas' figures hold for every replica.
         self._view.acceptance = acceptance(list(self._reports.values()))
         calls = [report.call for report in self._reports.values() if report.call is not None]
         if calls:
@@ -214,18 +215,18 @@ class Cluster:
 
     @property
     def view(self) -> View | None:
-        """All replicas, for who only reads; None before the first report."""
+        """View of all replicas, read only; None before the first report."""
         return self._view
 
     @property
     def fitted(self) -> bool:
-        """Whether a replica has told what its engine's steps take."""
+        """Whether a replica has reported its engine's step times."""
         return any(report.steps is not None for report in self._reports.values())
 
     # Plans
 
     def choices(self) -> int:
-        """Return how many decode replicas may answer: those that are healthy."""
+        """Return how many decode replicas may answer, that is, are healthy."""
         if self._view is None:
             return 0
         before, self._unhealthy = self._unhealthy, frozenset(self.liveness.unhealthy)
@@ -239,10 +240,10 @@ class Cluster:
         now_s: float,
         targets: Targets = NO_TARGETS,
     ) -> Plan:
-        """Where to send a request; it is booked there.
+        """Decide where to send a request, and book it there.
 
         Args:
-            targets: of the request, in place of the settings'.
+            targets: the request's targets, in place of the settings'.
 
         Raises:
             NobodyAnswersError: no decode replica may be asked.
@@ -253,7 +254,7 @@ class Cluster:
         keys = prompt.keys
         held = np.maximum(self.index.match(keys), self._expected.match(keys))
         request = PlaceRequest(
-            # A name that no other gateway gives, and no client chose.
+            # A random name: unique among gateways, and not chosen by a client.
             f"{self._rng.getrandbits(64):016x}",
             prompt.tokens,
             now_s,
@@ -271,14 +272,14 @@ class Cluster:
         return plan
 
     def withdraw(self, plan: Plan, now_s: float) -> None:
-        """A plan will not be carried out."""
+        """Remove a plan that will not be carried out."""
         self._expected.withdraw(plan.request_id)
         for name in (plan.decode, plan.replica):
             self._take_off(name, plan.request_id, now_s)
         self.counts["withdrawn"] += 1
 
     def oldest_report_s(self, now_s: float) -> float:
-        """Seconds since the replica that has been silent longest was heard; 0 without one."""
+        """Return the age of the oldest replica's last report in seconds; 0 without a replica."""
         view = self._view
         if view is None:
             return 0.0
@@ -286,7 +287,7 @@ class Cluster:
         return now_s - min(heard_s, default=now_s)
 
     def stats(self, now_s: float) -> dict[str, Any]:
-        """JSON-able state."""
+        """Return the state for JSON."""
         return {
             "replicas": len(self._reports),
             "oldest_report_s": round(self.oldest_report_s(now_s), 3),
@@ -341,14 +342,14 @@ class Cluster:
             kind, machine = told
             if kind:
                 self._kinds[kind] += sign
-                self._kinds += Counter()  # only those above 0 stay
+                self._kinds += Counter()  # drops kinds with a count of 0
             self._machines[machine] += sign
             if not self._machines[machine]:
                 del self._machines[machine]
                 self._seen.remove_node(machine)
 
     def _hold(self, row: int, replica: str) -> None:
-        """Follow the feed, which gives a replica that was silent another holder."""
+        """Update an engine's holder from the feed, which may have given the replica a new one."""
         engine = self._seen.engines[row]
         try:
             holder = self.feed.holders(replica)[GPU]
@@ -359,7 +360,7 @@ class Cluster:
         engine["hbm"] = holder
 
     def _judge(self, name: str) -> None:
-        """Plan on a replica only while it is healthy."""
+        """Let plans use a replica only while it is healthy."""
         report, engine = self._reports[name], self._seen.engines[self._seen.row(name)]
         engine[report.role] = name not in self.liveness.unhealthy
 
@@ -377,7 +378,7 @@ class Cluster:
         view = self._seen
         view.engines[view.row(plan.replica or plan.decode)]["measured_s"] = now_s
         if plan.explores:
-            # Not all gateways look at once: the next look comes 1 to 1.5 periods later.
+            # The next exploration is 1 to 1.5 periods later, so gateways do not explore together.
             self.counts["explored"] += 1
             self._look_s = now_s + self._settings.remeasure_s * (1.0 + 0.5 * self._rng.random())
         tokens = plan.compute_tokens
@@ -409,7 +410,7 @@ class Cluster:
             self._answers(row, booked, -1)
 
     def _answers(self, row: int, booked: _Booked, sign: int) -> None:
-        """Count a request among those that an engine decodes, or no more."""
+        """Add a request to the ones that an engine decodes (sign 1), or remove it (-1)."""
         if not booked.decodes:
             return
         view, engine = self._seen, self._seen.engines[row]
@@ -421,8 +422,10 @@ class Cluster:
 
 
 def warm() -> None:
-    """Compile what placing takes, so that no request waits for it: a minute where it is not kept on
-    disk. Blocks."""
+    """Compile the functions that placement uses, so that no request waits for it.
+
+    Blocks the caller, for a minute if the disk cache is empty.
+    """
     warm_index()
     view = View(1, 1.0)
     view.add("decode", "decode", view.node("here"))

@@ -1,7 +1,7 @@
-"""Online models of what things cost, in seconds, fitted from what this cluster measured.
+"""Online cost models, in seconds, fitted to this cluster's measurements.
 
-Each has a weak prior: it answers from the first request on, and after a few dozen samples the prior
-no longer matters. No I/O, no clocks, no locks.
+Each model has a weak prior: it predicts from the first request on, and after a few dozen samples
+the prior no longer matters. No I/O, no clocks, no locks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from headrace_kvstore.fitting import LinearTime, RecursiveLeastSquares
 
 
 class CallModel:
-    """A fixed overhead in seconds: the mean of its samples, with forgetting (about 20 samples).
+    """A fixed overhead in seconds: exponentially decaying mean of about 20 samples.
 
-    Used for what a remote prefill costs beside engine queue and compute: the call
-    (``call_s - queue_s - compute_s``), the hand-over of the KV, and the queue that others make.
-    Samples may be negative (they are differences); the mean is held at 0 or above when used.
+    It models the costs of a remote prefill other than its own queue and computation: the call
+    (``call_s - queue_s - compute_s``), the hand-over of the KV, and the wait that other routers'
+    requests cause. Samples are differences and may be negative; ``seconds`` is never below 0.
     ``rms_error`` is in seconds.
     """
 
@@ -51,11 +51,12 @@ class CallModel:
 
 MB = 1e6
 LOAD_STD_S = 0.5, 1.0 / MB
-"""A medium of the store may be a disk of 1 MB/s: four loads tell (with a transfer's, hundreds)."""
+"""Standard deviations of a load's prior, wide because a medium may be a disk of 1 MB/s. The fit
+then needs four loads; with the prior of a transfer it would need hundreds."""
 
 
 def transfer_time(fixed_std_s: float = 0.05, byte_std_s: float = 0.005 / MB) -> LinearTime:
-    """Seconds to move bytes, by default over NIXL; assumed are 5 ms and 1 GB/s."""
+    """Return a model of the seconds to move bytes, by default over NIXL; prior: 5 ms, 1 GB/s."""
     return LinearTime(0.005, 0.001 / MB, fixed_std_s, byte_std_s, unit=MB, forgetting=0.98)
 
 
@@ -63,18 +64,18 @@ def transfer_time(fixed_std_s: float = 0.05, byte_std_s: float = 0.005 / MB) -> 
 class Costs:
     """The fitted models."""
 
-    #: Step times of the decode engine, and of the prefill engine that told its own last: each is
-    #: fitted where the engine is, once.
+    #: Step times of the decode engine, and of the prefill engine that reported last. Each is
+    #: fitted once, on the engine's own replica.
     decode_step: StepTime = field(default_factory=StepTime)
     prefill_step: StepTime = field(default_factory=StepTime)
     transfer: LinearTime = field(default_factory=transfer_time)
     #: Loading from the machine's KV store, by the medium that the engine reads.
     loads: dict[str, LinearTime] = field(default_factory=dict)
-    #: The remote call beside the prefill engine's queue and compute.
+    #: Overhead of the remote call, without the prefill engine's queue and computation.
     call: CallModel = field(default_factory=lambda: CallModel(0.020, 0.050))
-    #: From the call's return to the first token, beside transfer and the decode step.
+    #: Time from the call's return to the first token, without the transfer and the decode step.
     handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
-    #: What the engines lose to each other where they share a machine.
+    #: Speed that the decode engine loses if it shares a machine with the prefill engine.
     shared: SharedCores = field(default_factory=SharedCores)
 
     def load(self, medium: str) -> LinearTime:

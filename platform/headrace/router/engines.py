@@ -1,9 +1,9 @@
-"""What a prompt costs on each engine and on each pair of engines: the formula, compiled.
+"""Price of a prompt on each engine and on each pair of engines: the formula, compiled.
 
-A choice is a decode engine ``d``, and a prefill engine ``p`` or none. All are priced in seconds
-added to everybody, each second of each user the same: this request's time to its first token, plus
-what the streams beside it lose, plus what the prompts behind it wait, plus the seconds of its
-answer::
+A choice is a decode engine ``d``, and a prefill engine ``p`` or none. Its price is the number of
+seconds that it adds over all requests, each second of each request with the same weight. It is the
+sum of this request's time to first token, the time that running streams lose, the time that the
+later prompts in the queue wait, and the seconds of the answer::
 
     local(d)     = Q_d + pull_d + W_d + r_d max(0, W_d - k z_d) + behind_d(W_d) + answer(d)
     remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d)
@@ -16,38 +16,39 @@ answer::
     z_d          = max(T_d(0, r_d), ITL target)
 
 - ``T(n, r)``: seconds of a step with ``n`` prompt tokens beside ``r`` running requests
-  (`headrace_engine.steptime`); what these attend to counts, too. A prompt above the engine's token
-  budget takes ``k`` steps. A single token costs what a running request's does.
-- ``C``: seconds of the steps that compute the ``u`` tokens that are neither in the engine's prefix
-  cache nor loaded; at least one token.
-- ``L``: seconds to load from the node's store, each medium at its own speed; runs under the
-  computation. ``pull``: the wait for blocks that must come into DRAM first, from another node or
-  from objects. What stands in DRAM at the beginning is always loaded; behind it, a run is taken up
-  to that end of a run where ``pull + max(C, L)`` is least. Within a run both ways grow about
-  linearly, so the best place is an end (as in `headrace_kvstore.connector.load_price`).
-- ``Q``: expected seconds until the engine begins with this prompt. A report of ``q`` seconds that
-  is ``a`` seconds old is off by a normal error of variance ``drift a``, and no queue is below 0:
-  ``Q = q Phi(q / s) + s phi(q / s)``, ``s = sqrt(drift a)``. So an idle engine that has not been
-  heard of for long is no longer taken to be idle.
+  (`headrace_engine.steptime`), attention included. A prompt above the engine's token budget takes
+  ``k`` steps. A single prompt token costs as much as a token of a running request.
+- ``C``: seconds of the steps that compute the tokens that are neither in the engine's prefix cache
+  nor loaded; at least one token.
+- ``L``: seconds to load from the node's store, each medium at its own speed, in parallel with the
+  computation. ``pull``: the wait for blocks that must first be brought into DRAM, from another node
+  or from the object store. Leading runs in DRAM are always loaded. After them, runs are loaded up
+  to the end of the run where ``pull + max(C, L)`` is smallest. Within a run, both times grow about
+  linearly, so the best point is an end of a run (as in `headrace_kvstore.connector.load_price`).
+- ``Q``: expected seconds until the engine begins with this prompt. A reported queue of ``q``
+  seconds that is ``a`` seconds old has a normal error of variance ``drift a``, and no queue is
+  below 0: ``Q = q Phi(q / s) + s phi(q / s)``, ``s = sqrt(drift a)``. Therefore an idle engine
+  without a recent report no longer counts as idle.
 - ``X``: seconds to move the KV of the blocks that ``d`` lacks, fitted per link between nodes.
 - ``call``, ``handoff``: overheads of the prefill call, and from its return to the first token.
 - ``share(p, d)``: part of its speed that ``d`` loses while ``p`` computes; 0 on two nodes. ``C_d``
-  is stretched likewise for as long as a prefill engine of its node has work.
-- ``r``: streams that run when this prompt's turn comes: those that run, and those whose prompts are
-  ahead of it or on their way from a prefill engine, since they will.
-- ``z``: a step that streams do not mind: within the ITL target nobody notices. Without a target
-  they mind each second more than a step without this prompt.
-- ``behind``: what this costs the prompts behind. ``n`` prompts are ahead. They came while the first
-  of them waited, which took about as long as this one will wait; so as many will come while it does
-  (Little's law, with the past for the future), and each then waits for what this one adds to the
-  steps. Prompts share steps, so a step without it would have been made all the same. Without a
-  queue nobody waits. Later ones, up to the end of the queue, are left out.
-- ``o``: expected tokens of the answer; ``e_d``: tokens that a step makes of it, drafts counted
+  is also stretched while a prefill engine of its node has work.
+- ``r``: streams that will run when the engine begins with this prompt: the running ones, the ones
+  whose prompts are ahead of it, and the ones whose KV will arrive from a prefill engine.
+- ``z``: step time that costs the streams nothing. With an ITL target, steps within the target are
+  free. Without one, each second beyond a step without this prompt counts.
+- ``behind``: time that later prompts lose. ``n`` prompts are ahead. They arrived while the first of
+  them waited, which took about as long as this prompt will wait. Therefore as many will arrive
+  while it waits (Little's law, with the past as the estimate of the future), and each of them waits
+  for the time that this prompt adds to the steps. Prompts share steps, so the engine would have
+  made a step without this prompt anyway. Without a queue no prompt waits. The later prompts up to
+  the end of the queue are left out.
+- ``o``: expected tokens of the answer; ``e_d``: tokens of it that a step makes, drafts included
   (`router.tokens`).
 """
 
-# No part of an array is passed on below: each would be counted as a reference to it, which made all
-# of this take half as long again.
+# The functions below never pass on a slice of an array: numba would count a reference for each,
+# which made the whole computation take 1.5 times as long.
 
 from __future__ import annotations
 
@@ -63,36 +64,36 @@ from headrace_kvstore.compiled import jit
 _KNOTS = np.array(KNOTS)
 _LAST = len(KNOTS) - 1
 NO_ROOM, SLOW_STEP, LATE = 1, 2, 4
-"""Constraints that a choice breaks: KV headroom, ITL target, TTFT target."""
+"""Flags of the constraints that a choice breaks: KV headroom, ITL target, TTFT target."""
 
 ENGINE = np.dtype(
     [
         ("key", "u8"),  # hash of its name
         ("prefill", "?"),  # may be asked to prefill for others
         ("decode", "?"),  # may answer
-        ("cold", "?"),  # its first call pays handshakes
+        ("cold", "?"),  # its first call includes handshakes
         ("node", "i8"),
         ("hbm", "i8"),  # holder; -1 if nothing is known of its cache
         ("step_tokens", "i8"),  # token budget of a step
-        ("queued_tokens", "i8"),  # of the prompts ahead, at `at_s`
-        ("queued_pairs", "f8"),
-        ("queue_s", "f8"),  # these take
-        ("behind_s", "f8"),  # part of it that even the end of the first prompt leaves
-        ("at_s", "f8"),  # when that was true, on the caller's clock
-        ("heard_s", "f8"),  # when the engine itself reported last; -inf if it never did
-        ("measured_s", "f8"),  # when it last computed a prompt; inf if that is of no interest
+        ("queued_tokens", "i8"),  # tokens of the prompts ahead, at `at_s`
+        ("queued_pairs", "f8"),  # attention pairs of these tokens
+        ("queue_s", "f8"),  # seconds to compute the prompts ahead
+        ("behind_s", "f8"),  # minimum of the remaining queue_s, however old `at_s` is
+        ("at_s", "f8"),  # time of the queue's values, on the caller's clock
+        ("heard_s", "f8"),  # time of the engine's last own report; -inf if it never reported
+        ("measured_s", "f8"),  # when it last computed a prompt; inf: never measure it again
         ("drift", "f8"),  # growth of the variance of queue_s, s^2 a second
-        ("prompts", "i8"),  # ahead, of which `queued_tokens` are
+        ("prompts", "i8"),  # number of prompts ahead
         ("running", "i8"),  # requests that decode, or will before one more does
-        ("context", "i8"),  # tokens of all of these
+        ("context", "i8"),  # tokens of all these requests
         ("free_blocks", "i8"),  # KV headroom; -1 if unknown
-        ("draft_tokens", "i8"),  # most that one request may draft in a step at its load
+        ("draft_tokens", "i8"),  # maximum that one request may draft in a step at its load
         ("call_s", "f8"),
         ("call_error_s", "f8"),
         ("handoff_s", "f8"),
         ("handoff_error_s", "f8"),
-        ("share", "f8"),  # of its speed that it loses beside a prefill on its node
-        ("context_s", "f8"),  # `Prices` of its step times, beside the curve
+        ("share", "f8"),  # part of its speed that it loses beside a prefill on its node
+        ("context_s", "f8"),  # this and the next two: `Prices` of its step times, beside the curve
         ("pair_s", "f8"),
         ("weight", "f8"),
         ("step_error", "f8"),  # relative
@@ -107,7 +108,7 @@ ASK = np.dtype(
         ("block_tokens", "i8"),
         ("token_bytes", "f8"),
         ("output_tokens", "f8"),
-        ("draft_tokens", "i8"),  # most that may be drafted at once
+        ("draft_tokens", "i8"),  # maximum that may be drafted at once
         ("acceptance", "f8"),
         ("itl_s", "f8"),  # targets; inf for none
         ("ttft_s", "f8"),
@@ -125,10 +126,10 @@ COST = np.dtype(
         ("queue_s", "f8"),  # Q
         ("handoff_s", "f8"),
         ("last_s", "f8"),  # T_d(1, r_d)
-        ("rest_s", "f8"),  # of remote(p, d), all but the maximum, T_d, share and behind_p
-        ("behind_s", "f8"),  # of its prefill engine
+        ("rest_s", "f8"),  # remote(p, d) without the maximum, T_d, share and behind_p
+        ("behind_s", "f8"),  # behind_p(W_p)
         ("slowed", "f8"),  # r_d share_d
-        ("bytes", "f8"),  # to move to d
+        ("bytes", "f8"),  # KV bytes to move to d
         ("local_s", "f8"),
         ("local_ttft_s", "f8"),
         ("broken_local", "i8"),
@@ -143,7 +144,7 @@ COST = np.dtype(
 
 @jit()
 def mixed(key: Any, other: Any) -> Any:
-    """A hash of two u64 (splitmix64's finaliser): the rendezvous weight of a name for a prefix."""
+    """Hash two u64 (splitmix64's finaliser): the rendezvous weight of a name for a prefix."""
     x = np.uint64(key) ^ (np.uint64(other) * np.uint64(0x9E3779B97F4A7C15))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -152,7 +153,7 @@ def mixed(key: Any, other: Any) -> Any:
 
 @jit()
 def size_s(engine: Any, curves: Any, padded: Any, i: int, prompt: float, rows: float) -> Any:
-    """Seconds of a step of engine `i`, by its size alone.
+    """Return the seconds of a step of engine `i`, by its size alone.
 
     Args:
         curves: seconds at each knot, [engines, 29].
@@ -196,14 +197,14 @@ def step_s(
     context: float,
     pairs: float,
 ) -> Any:
-    """As `StepTime.seconds`, without drafts."""
+    """Return the same as `StepTime.seconds` for a step without drafts."""
     seconds = size_s(engine, curves, padded, i, prompt, rows)
     return seconds + engine.context_s * context + engine.pair_s * pairs
 
 
 @jit()
 def full_s(engine: Any, curves: Any, padded: Any, i: int, tokens: int) -> Any:
-    """`size_s` of the engine's full steps, where so many tokens take any."""
+    """Return `size_s` of a full step of the engine; 0 if `tokens` do not fill one."""
     if tokens < engine.step_tokens:
         return 0.0
     return size_s(engine, curves, padded, i, engine.step_tokens, engine.running)
@@ -213,7 +214,11 @@ def full_s(engine: Any, curves: Any, padded: Any, i: int, tokens: int) -> Any:
 def prefill_s(
     engine: Any, curves: Any, padded: Any, i: int, tokens: int, pairs: float, full: float
 ) -> Any:
-    """As `StepTime.prefill_s`, beside all that decodes there; `full`: of `full_s`."""
+    """Return the same as `StepTime.prefill_s`, beside all requests that decode there.
+
+    Args:
+        full: the result of `full_s`.
+    """
     rows, context = engine.running, engine.context
     if tokens == 1:
         return step_s(engine, curves, padded, i, 0.0, rows + 1.0, context + pairs, 0.0)
@@ -231,7 +236,7 @@ def prefill_s(
 
 @jit()
 def queue_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
-    """Seconds of the prompts ahead."""
+    """Return the seconds to compute the prompts ahead."""
     tokens = engine.queued_tokens
     full = full_s(engine, curves, padded, i, tokens)
     return prefill_s(engine, curves, padded, i, tokens, engine.queued_pairs, full)
@@ -239,7 +244,7 @@ def queue_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
 
 @jit()
 def last_pairs(prompt_tokens: int, tokens: int) -> Any:
-    """`steptime.pairs_of` the last so many tokens of a prompt."""
+    """Return `steptime.pairs_of` for the last `tokens` tokens of a prompt."""
     end = max(prompt_tokens, tokens)
     begin = end - tokens
     return (end * (end + 1) - begin * (begin + 1)) // 2
@@ -247,12 +252,12 @@ def last_pairs(prompt_tokens: int, tokens: int) -> Any:
 
 @jit()
 def wait_s(engine: Any, now_s: float) -> Any:
-    """Q: expected seconds until the engine begins with one more prompt."""
+    """Return Q, the expected seconds until the engine begins with one more prompt."""
     queue_s = max(engine.behind_s, engine.queue_s - max(0.0, now_s - engine.at_s))
     if not (engine.drift > 0.0 and engine.heard_s > -np.inf):
         return queue_s
     spread_s = math.sqrt(engine.drift * max(0.0, now_s - engine.heard_s))
-    if not spread_s * 8.0 > queue_s:  # beyond, the two differ by less than rounding
+    if not spread_s * 8.0 > queue_s:  # otherwise Q and q differ by less than rounding
         return queue_s
     z = queue_s / spread_s
     below = 0.5 * math.erfc(-z / math.sqrt(2.0))
@@ -261,7 +266,10 @@ def wait_s(engine: Any, now_s: float) -> Any:
 
 @jit()
 def held_tokens(ask: Any, holder: int, held: Any) -> Any:
-    """Tokens in an engine's own cache that spare computation: it computes at least the last."""
+    """Return the tokens in an engine's own cache that it need not compute.
+
+    The engine always computes at least the last token.
+    """
     if holder < 0 or holder >= len(held):
         return 0
     useful = max(0, ask.prompt_tokens - 1) // ask.block_tokens
@@ -281,7 +289,7 @@ def work(
     media: Any,
     loads: Any,
 ) -> Any:
-    """What an engine computes and loads of a prompt.
+    """Return how much of a prompt an engine computes and loads.
 
     Args:
         cached: tokens in its own cache.
@@ -289,8 +297,8 @@ def work(
         loads: (fixed_s, byte_s) of each node's media, [nodes, 4, 2].
 
     Returns:
-        (tokens to compute, seconds to compute, to load, until what is pulled is there, number of
-        leading runs that are taken)
+        (tokens to compute, seconds to compute, seconds to load, seconds until pulled blocks are in
+        DRAM, number of leading runs that are loaded)
     """
     n, node, held = ask.prompt_tokens, engine.node, 0
     for run in range(lengths.shape[1]):
@@ -335,7 +343,7 @@ def work(
 def tokens_a_step(
     ask: Any, engine: Any, curves: Any, padded: Any, i: int, context: int, last: float
 ) -> Any:
-    """e: tokens of an answer that a step makes, less what its drafts cost the others."""
+    """Return e: an answer's tokens for each step, less the cost of its drafts to others."""
     most = min(engine.draft_tokens, ask.draft_tokens)
     if most <= 0:
         return 1.0
@@ -353,34 +361,40 @@ def tokens_a_step(
 
 @jit()
 def beside_s(work_s: float, share: float, busy_s: float) -> Any:
-    """Seconds of a computation that takes `work_s` alone, beside `busy_s` of prefills that take
-    `share` of its speed (`sharing`)."""
+    """Return the seconds of a computation that takes `work_s` alone.
+
+    Prefills beside it last `busy_s` and take `share` of its speed (`sharing`).
+    """
     return min(work_s / (1.0 - share), work_s + share * busy_s)
 
 
 @jit()
 def kv_bytes(ask: Any, cached: int) -> Any:
-    """Of the blocks that an engine lacks which has so many tokens of the prompt."""
+    """Return the KV bytes of the blocks that an engine with `cached` tokens of the prompt lacks."""
     blocks = -(-ask.prompt_tokens // ask.block_tokens)
     return (blocks * ask.block_tokens - cached) * ask.token_bytes
 
 
 @jit()
 def arrival_parts(engine: Any, found: Any) -> Any:
-    """(call, pull, compute, load) of A_p; `found`: of `work`."""
+    """Return (call, pull, compute, load) of A_p.
+
+    Args:
+        found: the result of `work`.
+    """
     _, compute, load, pull, _ = found
     return engine.call_s, pull, compute, max(0.0, load - compute)
 
 
 @jit()
 def idle_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
-    """T(0, r): seconds of a step that computes no prompt."""
+    """Return T(0, r), the seconds of a step that computes no prompt."""
     return step_s(engine, curves, padded, i, 0.0, engine.running, engine.context, 0.0)
 
 
 @jit()
 def behind_s(engine: Any, work_s: float, idle: float) -> Any:
-    """n (W - T(0, r)): what the prompts behind lose by steps that take `work_s`."""
+    """Return n max(0, W - T(0, r)): seconds that later prompts lose by steps of `work_s`."""
     return engine.prompts * max(0.0, work_s - idle)
 
 
@@ -388,12 +402,15 @@ def behind_s(engine: Any, work_s: float, idle: float) -> Any:
 def local_parts(
     ask: Any, engine: Any, curves: Any, padded: Any, i: int, found: Any, busy_s: float
 ) -> Any:
-    """(pull, compute, load, stall, behind, answer) of local(d), T_d(1, r_d), and what the running
-    streams and the prompts behind lose by that step.
+    """Return the parts of local(d), and the figures of a step with one more request.
 
     Args:
-        found: of `work`.
-        busy_s: that prefill engines of the node have work.
+        found: the result of `work`.
+        busy_s: for how long prefill engines of the node have work.
+
+    Returns:
+        (pull, compute, load, stall, behind, answer) of local(d), T_d(1, r_d), and the seconds that
+        the running streams, and the later prompts, lose by that step.
     """
     tokens, alone_s, load_s, pull, _ = found
     rows = engine.running
@@ -427,7 +444,7 @@ def price(
     media: Any,
     loads: Any,
 ) -> Any:
-    """Each engine's part of every choice (COST), [engines]."""
+    """Return each engine's part of every choice (COST), [engines]."""
     count = len(engines)
     costs = np.zeros(count, COST)
     busy_s = np.zeros(len(loads))

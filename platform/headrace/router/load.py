@@ -1,6 +1,6 @@
-"""What lies ahead of a request on each engine, and whether the prefill side may be asked at all.
+"""Each engine's outstanding work, and the circuit breaker of a prefill replica.
 
-Loads are reserved when a plan is made, not when the work starts, so the next plan sees them.
+Work is reserved when a plan is made, not when the work starts, so the next plan sees it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from headrace_engine.steptime import StepTime
 
 _INTERVALS = 32
-"""Latest times of having prefills that are kept; an engine step overlaps with one or two."""
+"""Number of recent busy intervals that are kept; an engine step overlaps with one or two."""
 
 
 class EngineLoad:
@@ -39,12 +39,14 @@ class EngineLoad:
 
     @property
     def running_context(self) -> int:
-        """Tokens of all running decodes, as far as they are known."""
+        """Known tokens of all running decodes together."""
         return sum(self._running.values())
 
     def reserve(self, request_id: str, tokens: int, now_s: float, pairs: int = 0) -> None:
-        """Book ``tokens`` prompt tokens of computation, which attend to ``pairs`` tokens in all;
-        replaces an earlier booking."""
+        """Book the computation of ``tokens`` prompt tokens with ``pairs`` attention pairs.
+
+        Replaces an earlier booking of this request.
+        """
         self.release(request_id, now_s)
         if not self._waiting:
             self._head_since_s = self._busy_since_s = now_s
@@ -53,7 +55,10 @@ class EngineLoad:
         self._pairs += pairs
 
     def release(self, request_id: str, now_s: float) -> None:
-        """The computation is done, failed or not wanted any more. Unknown ids are fine."""
+        """Remove the booking of a computation that is done, failed or cancelled.
+
+        Unknown ids are ignored.
+        """
         if request_id not in self._waiting:
             return
         was_head = next(iter(self._waiting)) == request_id
@@ -66,17 +71,17 @@ class EngineLoad:
             self._busy.append((self._busy_since_s, now_s))
 
     def start(self, request_id: str, context: int = 0) -> None:
-        """The request decodes from now on, behind so many tokens."""
+        """Record that the request decodes from now on, after ``context`` tokens."""
         self._running[request_id] = context
 
     def stop(self, request_id: str) -> None:
         self._running.pop(request_id, None)
 
     def queue_s(self, model: StepTime, max_step_tokens: int, now_s: float) -> float:
-        """Seconds until the prefills ahead are done: the step times of their tokens.
+        """Return the seconds until the prefills ahead are done, from their tokens' step times.
 
-        What the first of them has already had is taken off, at most its own whole share: an
-        overdue prefill is expected to end now, and those behind it still cost in full.
+        The time since the first prefill began is subtracted, at most that prefill's own share: an
+        overdue prefill is expected to end now, and the later ones still count in full.
         """
         if not self._waiting:
             return 0.0
@@ -85,8 +90,10 @@ class EngineLoad:
         return max(behind, everything - elapsed)
 
     def ahead(self, model: StepTime, max_step_tokens: int, now_s: float) -> tuple[int, float]:
-        """Prompt tokens still to compute, and what these attend to: all, less the part of the first
-        prompt that its time so far makes up (`queue_s`)."""
+        """Return the prompt tokens still to compute, and their attention pairs.
+
+        The part of the first prompt that its elapsed time covers is subtracted, as in `queue_s`.
+        """
         if not self._waiting:
             return 0, 0.0
         everything, behind = self._times(model, max_step_tokens)
@@ -96,7 +103,7 @@ class EngineLoad:
         return self._tokens - int(had * tokens), self._pairs - had * pairs
 
     def _times(self, model: StepTime, max_step_tokens: int) -> tuple[float, float]:
-        """Seconds of all prompts ahead, and of all but the first."""
+        """Return the seconds of all prompts ahead, and of all but the first."""
         tokens, pairs = next(iter(self._waiting.values()))
         rows, context = len(self._running), self.running_context
         everything, behind = (
@@ -109,7 +116,7 @@ class EngineLoad:
         return everything, behind
 
     def busy_share(self, seconds: float, now_s: float) -> float:
-        """Part of the last `seconds` during which prefills were outstanding."""
+        """Return the part of the last `seconds` during which prefills were outstanding, 0 to 1."""
         spans = [*self._busy, *([(self._busy_since_s, now_s)] if self._waiting else [])]
         began_s = now_s - seconds
         busy_s = sum(max(0.0, min(now_s, end) - max(began_s, begin)) for begin, end in spans)
@@ -124,20 +131,21 @@ class EngineLoad:
 
 
 class Breaker:
-    """Whether remote prefill may be planned.
+    """Circuit breaker of one prefill replica: whether plans may use it.
 
-    - closed: yes.
-    - open: no. After a failed request it turns half-open when the wait is over; after ``down()``
-      (the caller knows that nobody is there) it stays open until ``up()``.
-    - half-open: one trial request may go. Its success closes, its failure opens again, its end
-      without either allows another trial.
+    - closed: they may.
+    - open: they may not. After a failed request the breaker becomes half-open when the wait is
+      over. After ``down()`` (the caller knows that the replica does not run) it stays open until
+      ``up()``.
+    - half-open: one trial request may be sent. Its success closes the breaker, its failure opens it
+      again, and its end without either allows another trial.
 
-    The caller probes the prefill side and calls ``up()``, which closes after ``down()`` and after
-    one failure. A side that answers probes and yet failed a second time without a success in
-    between has to earn it back: the wait doubles with each failure, and a trial must succeed.
+    The caller probes the replica and calls ``up()``, which closes the breaker after ``down()`` and
+    after one failure. After a second failure without a success in between, an answered probe is not
+    enough: the wait doubles with each failure, and a trial must succeed.
 
-    Requests that went out before the last closing fail late (time-outs); what they met is over,
-    so their failures do not open.
+    A request that was sent before the breaker last closed may fail late (time-out). Its cause is
+    over, so its failure does not open the breaker.
     """
 
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
@@ -149,7 +157,7 @@ class Breaker:
         self._trial: str | None = None
         self._epoch = 0
         self._sent: dict[str, int] = {}
-        #: Openings since the last success.
+        #: Number of openings since the last success.
         self._openings = 0
         self.reason = ""
         self.since_s = 0.0
@@ -163,7 +171,7 @@ class Breaker:
         return "open"
 
     def refusal(self, now_s: float) -> str | None:
-        """Why a request may not go remote now, or None if it may."""
+        """Return why no request may be sent to the replica now, or None if one may."""
         state = self.state(now_s)
         if state == "closed":
             return None
@@ -174,13 +182,13 @@ class Breaker:
         return f"prefill is unavailable for {now_s - self.since_s:.1f} s: {self.reason}"
 
     def sent(self, request_id: str, now_s: float) -> None:
-        """A request goes remote; in half-open it is the trial."""
+        """Record that a request was sent to the replica; in half-open it is the trial."""
         self._sent[request_id] = self._epoch
         if self.state(now_s) == "half-open":
             self._trial = request_id
 
     def succeeded(self, request_id: str) -> None:
-        """A remote request got its KV. While open, only a trial's success says something."""
+        """Record that a remote request got its KV. While open, only a trial's success counts."""
         if self._trial == request_id:
             self._close()
         if self._sent.get(request_id) == self._epoch and not self._open:
@@ -188,13 +196,13 @@ class Breaker:
         self.ended(request_id)
 
     def ended(self, request_id: str) -> None:
-        """A request is gone, with or without a verdict."""
+        """Drop a request that ended, with or without a success or failure."""
         self._sent.pop(request_id, None)
         if self._trial == request_id:
             self._trial = None
 
     def failed(self, request_id: str, why: str, now_s: float) -> None:
-        """A remote request failed or came too late."""
+        """Record that a remote request failed or timed out."""
         self.failures += 1
         current = self._sent.get(request_id, self._epoch) == self._epoch
         was_trial = self._trial == request_id
@@ -207,13 +215,13 @@ class Breaker:
         self._open, self.reason, self.since_s = True, why, now_s
 
     def down(self, why: str, now_s: float) -> None:
-        """Nobody is there: open until ``up()``."""
+        """Open the breaker until ``up()``, because the replica does not run."""
         if not self._down:
             self.since_s = now_s
         self._open, self._down, self._trial, self.reason = True, True, None, why
 
     def up(self) -> None:
-        """A probe was answered. Harmless to repeat."""
+        """Record an answered probe. Repeated calls are harmless."""
         if self._down:
             self._openings = 0
             self._close()

@@ -1,7 +1,7 @@
-"""The view of a decode replica that plans for itself.
+"""View of a decode replica that makes its own plans.
 
-It holds the replica's own engine, and the prefill replicas as the router knows them from what it
-sent there. It has two nodes, this machine and all others, and one fit for all links.
+It contains the replica's own engine, and the prefill replicas as the replica's router knows them.
+It has two nodes, this machine and all others, and one fit for all links.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class OwnView:
     """Keeps the view of one decode replica current.
 
     Args:
-        replica: the decode replica's id. prefill: name of the prefill deployment, if there is one.
+        replica: the decode replica's id.
+        prefill: name of the prefill deployment, if there is one.
 
     Attributes:
-        view: what `place` reads. The decode engine's cache is holder 0; those of the prefill
-            replicas follow in the order of their names.
+        view: the view that `place` reads. The decode engine's cache is holder 0. The caches of the
+            prefill replicas follow in the order of their names.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class OwnView:
         for node in ("here", "elsewhere"):
             self.view.node(node)
         self.view.add(replica, "decode", _HERE, hbm=0)
-        #: The step times that each engine in the view has.
+        #: Step times last written into the view, by engine.
         self._told: dict[str, Prices] = {}
 
     def refresh(
@@ -55,7 +56,7 @@ class OwnView:
         measured_s: float,
         now: float,
     ) -> None:
-        """Write into the view what has been measured, and who is there.
+        """Write the measurements and the current prefill replicas into the view.
 
         Args:
             coming: requests that will decode here and do not yet, and tokens of their prompts.

@@ -1,18 +1,19 @@
-"""The least dear pairs of a prefill engine and a decode engine, found without pricing all of them.
+"""Search for the cheapest pairs of a prefill and a decode engine, without pricing all pairs.
 
 A pair costs (`router.engines`)
 
     max(A_p + handoff_d + X(p, d), Q_d) + last_d + rest_d + behind_p + slowed(p, d)
 
 where ``slowed`` is 0 on two nodes and ``X`` depends on the two nodes and on the bytes that ``d``
-lacks. So, as nothing is negative,
+lacks. As no term is negative,
 
     max(A_p + behind_p + handoff_d + least X(d), Q_d) + last_d + rest_d
 
-is a lower bound. Pairs within a node are all priced. For the others, decode engines are taken in
-the order of their bound with the least ``A + behind``, prefill engines in the order of this sum,
-and each loop ends when its bound is no less than what has been found: what is left out is no
-better. Equal prices are ordered by rendezvous weight, so callers with equal views choose alike.
+is a lower bound. All pairs within a node are priced. For pairs across nodes, the outer loop visits
+decode engines in the order of their bound with the smallest ``A + behind``, and the inner loop
+visits prefill engines in the order of ``A + behind``. Each loop ends when its bound reaches the
+worst kept price, as no later pair is cheaper. Equal prices are ordered by rendezvous weight, so
+callers with equal views choose alike.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from headrace.router.reach import find_runs
 from headrace_kvstore.compiled import jit
 
 FOUND = np.dtype([("seconds", "f8"), ("prefill", "i8"), ("decode", "i8"), ("broken", "i8")])
-"""One choice; `prefill` is -1 for a local one, `decode` -1 for none. Places among the engines."""
+"""One choice: rows of the engines. `prefill` is -1 for a local prefill, `decode` -1 for none."""
 
 
 LOCAL_PARTS = ("queue", "pull", "compute", "load", "stall", "behind", "answer")
@@ -47,10 +48,10 @@ REMOTE_PARTS = (
     *("call", "queue", "pull", "compute", "load", "transfer", "handoff"),
     *("decode_queue", "decode", "stall", "behind", "answer"),
 )
-"""Of each kind's total; `answer` is 0 where no answer's length is expected."""
+"""Parts of each kind's total; `answer` is 0 if the request gives no expected length."""
 TOTAL, CACHED, TAKEN, CACHED_DECODE, TAKEN_DECODE = range(12, 17)
-"""Columns of a detail behind the parts: their sum; tokens in the cache of the engine that prefills,
-and runs of the store that it takes; both of the decode engine, if it prefills itself."""
+"""Columns of a detail after the parts: their sum; the cached tokens and the number of loaded runs
+of the engine that prefills; the same two of the decode engine, for a prefill of its own."""
 
 
 @jit()
@@ -75,7 +76,7 @@ def _sift(heap: Any, size: int, at: int, keys: Any, ties: Any) -> Any:
 
 @jit()
 def _pop(heap: Any, size: int, keys: Any, ties: Any) -> Any:
-    """The least of a heap of `size`; the caller counts it off."""
+    """Remove and return the first entry of a heap of `size`; the caller lowers `size`."""
     top = heap[0]
     heap[0] = heap[size - 1]
     _sift(heap, size - 1, 0, keys, ties)
@@ -84,7 +85,7 @@ def _pop(heap: Any, size: int, keys: Any, ties: Any) -> Any:
 
 @jit()
 def _keep(found: Any, costs: Any, seconds: float, p: int, d: int, broken: int) -> Any:
-    """Put a choice in its place among the best."""
+    """Insert a choice at its place among the best, if it is one of them."""
     at = len(found)
     while at and (found[at - 1].decode < 0 or seconds <= found[at - 1].seconds):
         other = found[at - 1]
@@ -105,8 +106,7 @@ def _keep(found: Any, costs: Any, seconds: float, p: int, d: int, broken: int) -
 
 @jit()
 def least_local(engines: Any, costs: Any, found: Any, allowed: int) -> Any:
-    """The best `len(found)` decode engines that prefill for themselves and break no constraint
-    beyond those that are `allowed`."""
+    """Find the best `len(found)` local prefills that break only `allowed` constraints."""
     for d in range(len(engines)):
         if engines[d].decode and not costs[d].broken_local & ~allowed:
             _keep(found, costs, costs[d].local_s, -1, d, costs[d].broken_local)
@@ -127,15 +127,15 @@ def least_pairs(
     found: Any,
     allowed: int,
 ) -> Any:
-    """The best pairs.
+    """Find the best pairs.
 
     Args:
-        costs: of `engines.price`.
-        links: which fit holds from node to node, [nodes, nodes].
+        costs: the result of `engines.price`.
+        links: index of the fit for the link from node to node, [nodes, nodes].
         fits: (fixed_s, byte_s, relative error, whether it links two nodes), [fits, 4].
         ttft_s: target; inf for none.
-        found: FOUND [K], filled with the best.
-        allowed: constraints that they may break.
+        found: FOUND [K], filled with the best pairs.
+        allowed: constraints that the pairs may break.
 
     Returns:
         How many pairs were priced.
@@ -143,7 +143,7 @@ def least_pairs(
     count, nodes, last = len(engines), len(links), len(found) - 1
     keys = np.empty(count)
     ties = np.empty(count, np.uint64)
-    order = np.empty(count, np.int64)  # prefill engines, as far as they are sorted
+    order = np.empty(count, np.int64)  # the prefill engines that are sorted already
     heap_p = np.empty(count, np.int64)
     size_p, sorted_p, priced = 0, 0, 0
     least_key = np.inf
@@ -158,7 +158,7 @@ def least_pairs(
     for at in range(size_p // 2 - 1, -1, -1):
         _sift(heap_p, size_p, at, keys, ties)
 
-    # Within a node, and the lower bounds of the decode engines.
+    # Price the pairs within a node, and compute the decode engines' lower bounds.
     first = np.full(nodes, -1)
     after = np.full(count, -1)
     for p in range(count):
@@ -245,7 +245,7 @@ def _detail(
     found: Any,
     out: Any,
 ) -> Any:
-    """One choice by part: `LOCAL_PARTS` or `REMOTE_PARTS`, then the columns above."""
+    """Write one choice to `out` by part: `LOCAL_PARTS` or `REMOTE_PARTS`, then `TOTAL` etc."""
     p, d = found.prefill, found.decode
     engine, node = engines[d], engines[d].node
     busy_s = 0.0
@@ -309,21 +309,23 @@ def decide(
     most: int,
     remote: bool,
 ) -> Any:
-    """The best choices of each kind.
+    """Find the best choices of each kind.
+
+    If every choice of a kind is late, late ones are returned. If every choice breaks another
+    constraint, the cheapest of all are returned.
 
     Args:
         asks: ASK [1].
         engines, curves, padded, dram, store, objects, loads, links, fits: as `View` has them.
         held: leading blocks that each holder has, int32 [holders].
-        supplied: take what stores can supply from `lengths`, `waits` and `media` instead of
-            `held`, [nodes, runs] each.
-        most: of choices.
+        supplied: whether the stores' runs are given by `lengths`, `waits` and `media`,
+            [nodes, runs] each, instead of `held`.
+        most: maximum number of choices of each kind.
         remote: whether pairs are wanted, too.
 
     Returns:
-        (choices FOUND [2, most], local ones and pairs; the first of each by part, [2, 17];
-        lengths and media of what each node's store can supply). Where every choice of a kind is
-        late, late ones; where every one breaks another constraint, the least dear of all.
+        (choices FOUND [2, most]: local ones and pairs; the first of each by part, [2, 17];
+        lengths and media of the runs that each node's store can supply)
     """
     ask = asks[0]
     if not supplied:

@@ -1,11 +1,12 @@
 """Decides which decode engine answers a request, which prefill engine computes its prompt, if any,
 and where the KV of each run of the prompt comes from.
 
-Of all pairs (prefill engine or none, decode engine) it takes the one that adds the fewest predicted
-seconds to everybody (`engines` has the formula, `pairs` the search), of those that leave room for
-the KV and keep the ITL and TTFT targets. Where none is in time, it takes the best of those that
-keep the others; where none keeps these, the best of all. Then the plan says what is broken. Pure:
-no clocks, no I/O; the view is only read.
+The price of a pair (prefill engine or none, decode engine) is the number of predicted seconds that
+it adds over all requests (`engines` has the formula, `pairs` the search). `place` takes the
+cheapest pair that has room for the KV and keeps the ITL and TTFT targets. If no pair keeps the TTFT
+target, it takes the cheapest one that keeps the other constraints; if there is none either, the
+cheapest of all. The plan then names the broken constraints. Pure: no clocks, no I/O; the view is
+only read.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _BROKEN = {
 
 
 class _Found(NamedTuple):
-    """As `pairs.FOUND`."""
+    """One choice with the fields of `pairs.FOUND`."""
 
     seconds: float
     prefill: int
@@ -65,23 +66,23 @@ class NobodyAnswersError(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class PlaceRequest:
-    """One prompt, as far as its place depends on it.
+    """The properties of one prompt that its placement depends on.
 
     Attributes:
-        request_id: of the plan.
+        request_id: id of the plan.
         prompt_tokens: its length.
-        now_s: on the view's clock.
+        now_s: time on the view's clock.
         held: leading blocks that each holder has, int32 [holders] (`BlockIndex.match`).
         supplies: leading runs of tokens that each node's store can supply, [nodes], with the waits
             that the nodes predict; None takes them from `held` and the view's fits.
-        affinity: hash of the prompt's first block: requests that begin alike go to the same one of
-            several engines that cost the same.
+        affinity: hash of the prompt's first block: of several engines with the same price, requests
+            with the same first block go to the same one.
         output_tokens: expected length of the answer; 0 leaves it out of the price.
-        output_tokens_max: most that it may have.
+        output_tokens_max: maximum length of the answer.
         local_only: why the decode engine must prefill it, or None.
-        draft_cap: most tokens that its drafts may have, as its tenant may; None for no cap.
-        itl_target_s, ttft_target_s: in place of the settings'.
-        looks: whether the request may go to an engine that is dearer, in order to measure it again.
+        draft_cap: maximum tokens of its drafts, a limit of its tenant; None for no cap.
+        itl_target_s, ttft_target_s: targets in place of the settings'.
+        looks: whether a more expensive engine may be chosen in order to measure it again.
     """
 
     request_id: str
@@ -100,12 +101,12 @@ class PlaceRequest:
 
 
 class _Best(NamedTuple):
-    """The best choices of each kind, and which of the two it is."""
+    """The best choices of each kind, and the choice between the two kinds."""
 
     local: list[_Found]
     pairs: list[_Found]
     details: list[list[float]]
-    """Of the first of each, as `pairs.decide`."""
+    """The first choice of each kind by part, from `pairs.decide`."""
     lengths: NDArray[np.int64]
     media: NDArray[np.int64]
     choice: Choice
@@ -121,7 +122,7 @@ class _Best(NamedTuple):
 
 
 def place(view: View, request: PlaceRequest) -> Plan:
-    """The plan for one request; nothing is reserved.
+    """Return the plan for one request, without reserving anything.
 
     Raises:
         NobodyAnswersError: no decode engine may be asked.
@@ -132,8 +133,10 @@ def place(view: View, request: PlaceRequest) -> Plan:
 
 
 def where(view: View, request: PlaceRequest) -> tuple[int, int]:
-    """The engines of `place`'s plan alone: rows of the one that prefills, or -1, and of the one
-    that answers.
+    """Return only the engines that `place` would choose, without exploration.
+
+    Returns:
+        (row of the engine that prefills for the other, or -1; row of the engine that answers)
 
     Raises:
         NobodyAnswersError: no decode engine may be asked.
@@ -158,8 +161,10 @@ def _best(view: View, request: PlaceRequest, engines: NDArray[np.void]) -> _Best
 
 
 def _look(view: View, request: PlaceRequest, best: _Best) -> _Best | None:
-    """The best choice that has the engine compute which has not done so for longest, if measuring
-    it again is worth its price."""
+    """Return the best choice that measures the engine with the oldest measurement again.
+
+    None if this costs more than a measurement may cost, or if it breaks more than `best` does.
+    """
     engines, settings = view.engines, view.settings
     may = engines["decode"] & (settings.policy != "remote")
     may |= engines["prefill"] & (settings.policy != "local" and request.local_only is None)
@@ -242,8 +247,10 @@ def _ask(view: View, request: PlaceRequest) -> NDArray[np.void]:
 
 
 def _supplies(view: View, request: PlaceRequest) -> Any:
-    """(lengths, waits, media) of what each node's store can supply, [nodes, runs] each; without
-    runs where the request does not say."""
+    """Return (lengths, waits, media) of the runs that each node's store can supply.
+
+    [nodes, runs] each; without runs if the request has no `supplies`.
+    """
     supplies = request.supplies or ()
     nodes, most = len(view.loads), max(map(len, supplies), default=0)
     lengths, waits = np.zeros((nodes, most), np.int64), np.zeros((nodes, most))
@@ -266,7 +273,7 @@ def _named(
 
 
 def _choice(view: View, request: PlaceRequest, local: _Found, pair: _Found) -> Choice:
-    """What forbids remote first, then what forces a kind, then the constraints, then the price."""
+    """Choose between local and remote: by exclusions and the policy, by constraints, by price."""
     if request.local_only is not None:
         return Choice("local", f"local only: {request.local_only}")
     if view.settings.policy == "local":
@@ -283,7 +290,7 @@ def _choice(view: View, request: PlaceRequest, local: _Found, pair: _Found) -> C
 
 
 def _rank(found: _Found) -> int:
-    """What a choice breaks: nothing, what its own request wants, or what others need."""
+    """Return 0 if a choice breaks no constraint, 1 if only its own TTFT target, 2 otherwise."""
     return 2 if found.broken & (NO_ROOM | SLOW_STEP) else int(found.broken > 0)
 
 
@@ -300,8 +307,7 @@ def _runs(
     cached: int,
     taken: int,
 ) -> tuple[Run, ...]:
-    """The prompt in order, as an engine of this node gets it: what its cache has, the leading runs
-    of the store that it takes, and what it computes."""
+    """Return the prompt's runs in order: cached, loaded from the node's store, and computed."""
     useful = max(0, prompt_tokens - 1) // block_tokens * block_tokens
     runs = [Run("hbm", cached)] if cached else []
     end, at = 0, cached
@@ -316,7 +322,7 @@ def _runs(
 
 
 def _reachable(view: View, request: PlaceRequest, lengths: NDArray[np.int64]) -> int:
-    """Leading tokens that one holder, or the media of one node, could spare an engine."""
+    """Return the maximum of leading tokens that one holder, or one node's store, could save."""
     blocks = max(0, request.prompt_tokens - 1) // view.block_tokens
     held = int(request.held.max(initial=0)) * view.block_tokens
     stored = int(lengths.sum(axis=1).max(initial=0))
@@ -339,7 +345,7 @@ def _timeout_s(view: View, chosen: _Found, predicted: dict[str, float]) -> float
 def _runners_up(
     view: View, local: list[_Found], pairs: list[_Found], chosen: _Found
 ) -> tuple[RunnerUp, ...]:
-    """The next best choices, the best one of the other kind among them."""
+    """Return the next best choices, including the best one of the other kind."""
     others = [found for found in (*local, *pairs) if found.decode >= 0 and found != chosen]
     kept = sorted(others)[:RUNNERS_UP]
     other_kind = pairs[0] if chosen.prefill < 0 else local[0]
@@ -358,10 +364,10 @@ def _runners_up(
 def _refusal(
     view: View, ttft_target_s: float, chosen: _Found, predicted: dict[str, float]
 ) -> Refusal | None:
-    """Why the best choice breaks a target, which then all choices do; and for how long.
+    """Return which targets the chosen one breaks, and for how long; None if it breaks none.
 
-    A queue gets shorter by a second each second. Of `r` running streams one ends every `r`-th part
-    of an answer's time.
+    If the chosen one breaks a target, all permitted choices break one. A queue shrinks by a second
+    each second. Of `r` running streams, one ends in every `r`-th part of an answer's time.
     """
     if not chosen.broken:
         return None

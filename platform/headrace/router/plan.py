@@ -1,7 +1,7 @@
-"""The words of routing: what is asked, what is answered, what is reported back.
+"""Data types of routing: the request, the plan, the report of its prefill, the settings.
 
-Plain frozen dataclasses and no behaviour beyond validation, so that the router, the servers that
-carry plans out, the simulator and the tests share one vocabulary.
+They are frozen dataclasses without behaviour beyond validation. The router, the servers that carry
+out plans, the simulator and the tests share them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUNNERS_UP = 3
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """One prompt that wants its KV made."""
+    """One prompt that needs a plan."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -34,7 +34,7 @@ class PlanRequest:
 
 
 class Run(NamedTuple):
-    """A run of a prompt, and where the engine that prefills it gets its KV."""
+    """A run of a prompt, and the source of its KV for the engine that prefills."""
 
     source: str
     """`hbm` (its own prefix cache), a medium of its node's store, or `compute`."""
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 class RunnerUp(NamedTuple):
-    """A choice that cost more, or that breaks a constraint."""
+    """A choice that costs more, or that breaks a constraint."""
 
     decode: str
     prefill: str
@@ -52,7 +52,7 @@ class RunnerUp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No choice keeps every target. The plan names the best one all the same."""
+    """Sign that no choice keeps every target. The plan names the best choice all the same."""
 
     reasons: tuple[str, ...]
     #: Predicted seconds after which such a request could be served in time.
@@ -61,7 +61,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a prompt's KV is made, at what predicted price, and why."""
+    """Decision where a prompt's KV is made, with its predicted price and its reasons."""
 
     request_id: str
     #: Name of the prefill deployment; None prefills on the decode engine itself.
@@ -69,7 +69,7 @@ class Plan:
     prompt_tokens: int
     cached_decode_tokens: int
     cached_prefill_tokens: int
-    #: Leading tokens that some engine's cache or some node's store held.
+    #: Maximum of leading tokens that one engine's cache, or one node's store, held.
     reachable_tokens: int = 0
     #: The decode replica that answers; empty for the one that made the plan.
     decode: str = ""
@@ -85,12 +85,12 @@ class Plan:
     #: How long to wait for the remote prefill and its KV before going local; 0 when local.
     timeout_s: float = 0.0
     reasons: tuple[str, ...] = ()
-    #: Most tokens that the answer's drafts may have; None sets no cap.
+    #: Maximum tokens of the answer's drafts; None sets no cap.
     draft_cap: int | None = None
     #: The next best choices, at most `RUNNERS_UP`.
     runners_up: tuple[RunnerUp, ...] = ()
     refusal: Refusal | None = None
-    #: The dearer kind was taken in order to measure it.
+    #: Whether a more expensive engine was chosen in order to measure it again.
     explores: bool = False
     #: The id under which a gateway made this plan; empty if the decode replica made it.
     plan_id: str = ""
@@ -105,8 +105,10 @@ class Plan:
 
     @property
     def loaded_from(self) -> dict[str, int]:
-        """Tokens beyond those in its own cache that the engine loads from the store, by the medium
-        that held them when the plan was made: dram, nvme, remote, object."""
+        """Tokens that the engine loads from the store in addition to its own cache, by medium.
+
+        The medium is the one at the time of the plan: dram, nvme, remote, object.
+        """
         loaded: dict[str, int] = {}
         for source, tokens in self.runs:
             if source in MEDIA:
@@ -126,14 +128,13 @@ class Plan:
 
     @property
     def predicted_ttft_s(self) -> float:
-        """What this request itself waits: the total without what others lose by it, and without
-        its answer."""
+        """This request's own wait: the total without the others' losses and without its answer."""
         p, kind = self.predicted, self.kind
         rest = sum(p.get(f"{kind}.{part}", 0.0) for part in ("stall", "behind", "answer"))
         return p.get(f"{kind}.total", 0.0) - rest
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form: the answer of ``GET /headrace/v1/plans/{request_id}``."""
+        """Return the plan for JSON: the answer of ``GET /headrace/v1/plans/{request_id}``."""
         return {
             "request_id": self.request_id,
             "plan_id": self.plan_id,
@@ -162,26 +163,26 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """What a remote prefill cost, as the caller and the prefill engine measured it."""
+    """Measurements of a remote prefill by the caller and the prefill engine."""
 
-    #: Whole call as the decode side saw it.
+    #: Duration of the whole call, measured by the decode replica.
     call_s: float
-    #: Part of it that the request waited in the prefill engine before its first step.
+    #: Part of the call that the request waited in the prefill engine before its first step.
     queue_s: float
-    #: Part of it from the first step to the finished KV.
+    #: Part of the call from the first step to the finished KV.
     compute_s: float
-    #: Prompt tokens that the prefill engine found in its prefix cache, and those it computed.
+    #: Prompt tokens that the prefill engine found in its prefix cache, and tokens that it computed.
     cached_tokens: int
     computed_tokens: int
-    #: The replica that did it; empty if it did not say.
+    #: The replica that computed the prompt; empty if it did not send its id.
     replica: str = ""
-    #: Whether it runs on the decode engine's machine.
+    #: Whether this replica runs on the decode engine's machine.
     shares_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The KV cache as the engines report it; both engines share block and token sizes."""
+    """Sizes of the KV caches, reported by the engines; both have the same block and token sizes."""
 
     block_tokens: int
     kv_bytes_per_token: int
@@ -201,25 +202,27 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """How the router weighs; none of these is a length at which prompts go remote."""
+    """Settings of the router; none of them is a prompt length that decides where to prefill."""
 
-    #: "cost" compares predicted seconds; "local" and "remote" force one side.
+    #: "cost" compares predicted seconds; "local" and "remote" force one kind.
     policy: Policy = "cost"
     #: Longest engine step that running streams should see; None sets no target.
     itl_target_s: float | None = None
     #: Longest predicted time to first token that a plan may have without a refusal.
     ttft_target_s: float | None = None
-    #: Age at which an engine's measurements are stale enough to pay twice the best one's time.
+    #: Age of an engine's measurements from which a new one may cost twice the best choice's time.
     remeasure_s: float = 60.0
-    #: Of one prompt: longer ones take several steps.
+    #: Maximum prompt tokens of one step: longer prompts take several steps.
     max_step_tokens: int = 2048
     #: A remote prefill may take ``max(floor, factor * predicted, predicted + errors * rms)``.
     timeout_floor_s: float = 1.0
     timeout_factor: float = 4.0
     timeout_errors: float = 6.0
-    #: The floor for the first remote prefill, and the first after a failure: handshake, warm-up.
+    #: The floor for the first remote prefill, and for the first after a failure, as these include
+    #: handshake and warm-up.
     timeout_cold_s: float = 15.0
-    #: After a failed remote prefill: first wait before a trial request may go; doubles each time.
+    #: First and maximum wait after a failed remote prefill before a trial request is sent; the wait
+    #: doubles with each failure.
     retry_s: float = 5.0
     retry_max_s: float = 120.0
 

@@ -1,4 +1,4 @@
-"""How much of a prompt each node's store can supply, by what every holder has of it; compiled."""
+"""Computation of the runs of a prompt that each node's store can supply; compiled."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DRAM, NVME, REMOTE, OBJECT = range(4)
 
 @jit()
 def find_runs(ask: Any, held: Any, dram: Any, store: Any, objects: int, loads: Any) -> Any:
-    """What each node's store can supply, by what every holder has of the prompt.
+    """Return the runs of a prompt that each node's store can supply.
 
     Args:
-        held: blocks, i32 [holders].
+        held: leading blocks that each holder has, i32 [holders].
         dram, store: holders of each node's DRAM and of any of its tiers, [nodes]; -1 for none.
         objects: the objects' holder; -1 for none.
         loads: (fixed_s, byte_s), [nodes, media, 2]; inf where a medium cannot be had.

@@ -1,13 +1,13 @@
 """Decides for each request whether its KV is made on the decode engine or on a prefill engine, and
 on which of them.
 
-The router keeps what the decision needs (what each engine holds and has ahead, what steps, calls
-and transfers cost), writes it into a view of itself and all prefill replicas, and asks ``place``
-for the decision itself. Pure: no Ray, no vLLM, no I/O; the clock and the random source are passed
-in.
+The router keeps the data for the decision: each engine's cached blocks and outstanding work, and
+the costs of steps, calls and transfers. It writes them into a view of its own engine and all
+prefill replicas, and ``place`` makes the decision. Pure: no Ray, no vLLM, no I/O; the clock and the
+random source are passed in.
 
-Not thread-safe: all methods must be called from one thread, in practice one asyncio loop. None
-of them waits.
+Not thread-safe: all methods must be called from one thread, in practice one asyncio loop. No method
+waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLANS_KEPT = 1_000
 
 
 class Router:
-    """One decode engine's view: local prefill, or a replica of the deployment named ``prefill``."""
+    """Router of one decode engine: local prefill, or a replica of the deployment ``prefill``."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Router:
         Args:
             rng: spreads measurements and short prompts. The default is seeded by the operating
                 system, so that no two replicas draw the same numbers.
-            decode_step: the decode engine's step times, fitted by whoever sees its steps.
+            decode_step: the decode engine's step times, which the caller fits.
             replica: the decode replica's id.
         """
         self.settings = settings
@@ -84,16 +84,16 @@ class Router:
         )
         self._heard = HeardPlans()
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
-        # Never measured counts as just stale: it is tried below twice the best price.
+        # An engine that was never measured counts as just stale: it may cost twice the best price.
         self._measured_s = now - settings.remeasure_s
         self._look_s = now
-        # What is not kept from an earlier start is compiled now, and not while a request waits.
+        # Compile now what the disk cache lacks, and not while a request waits.
         place(self._own.view, PlaceRequest("", 1))
 
     # ---- deciding -------------------------------------------------------------------------
 
     def plan(self, request: PlanRequest, stale: str | None = None) -> Plan:
-        """Decide, and reserve at once what the decision uses.
+        """Make a plan, and reserve its work at once.
 
         Args:
             stale: why the plan that came with the request is not carried out, if one came.
@@ -115,12 +115,12 @@ class Router:
         return self._start(plan, request, hashes, now)
 
     def why_stale(self, plan: Plan, request: PlanRequest) -> str | None:
-        """Why a gateway's plan for a request is not carried out, or None if it is."""
+        """Return why a gateway's plan for a request is not carried out, or None if it is."""
         now = self._clock()
         return why_stale(plan, request, self._replica, self.settings.policy, self.sides, now)
 
     def adopt(self, plan: Plan, request: PlanRequest) -> Plan:
-        """Take up a gateway's plan in which `why_stale` finds nothing, as if it were made here.
+        """Adopt a gateway's plan that is not stale (`why_stale`), as if it were made here.
 
         Raises:
             ValueError: a token id does not fit 32 bits.
@@ -131,15 +131,17 @@ class Router:
         self._counts["adopted"] += 1
         mine = replace(plan, request_id=request.request_id, plan_id=plan.request_id)
         if plan.prefill is not None:
-            # Only who asks knows whether it has asked there before.
+            # Only this router knows whether it has called the prefill replica before.
             cold_s = self.settings.timeout_cold_s if self.sides[plan.replica].cold else 0.0
             timeout_s = max(plan.timeout_s, cold_s)
             mine = replace(mine, prefill=self._prefill, timeout_s=timeout_s)
         return self._start(mine, request, hashes, now)
 
     def heard(self, plan: Plan) -> None:
-        """A gateway's plan has been taken up or replaced: what became of it is in the next report,
-        so the gateway need not reckon with the plan any more."""
+        """Record that a gateway's plan was adopted or replaced.
+
+        The next report includes its work, so the gateway can remove its booking.
+        """
         self._heard.add(plan.request_id, self._clock())
 
     def _hashes(self, request: PlanRequest) -> list[bytes]:
@@ -147,7 +149,7 @@ class Router:
         return hash_blocks(request.token_ids, self.geometry.block_tokens, seed)
 
     def _start(self, plan: Plan, request: PlanRequest, hashes: list[bytes], now: float) -> Plan:
-        """The request is active from now on, and what its plan uses is reserved."""
+        """Make the request active, and reserve the work of its plan."""
         if plan.explores:
             self._explored(plan, now)
         remote = plan.prefill is not None
@@ -179,7 +181,7 @@ class Router:
         )
 
     def _coming(self) -> tuple[int, int]:
-        """Requests that will decode here and do not yet, and tokens of their prompts."""
+        """Return the number of requests that will decode here and do not yet, and their tokens."""
         tokens = [
             active.plan.prompt_tokens for active in self._active.values() if not active.decoding
         ]
@@ -189,8 +191,10 @@ class Router:
         return load.queue_s(fit, self.settings.max_step_tokens, now)
 
     def _explored(self, plan: Plan, now: float) -> None:
-        """A plan measures an engine again. Not all replicas look at once: the next look comes 1 to
-        1.5 periods later."""
+        """Record that a plan measures an engine again.
+
+        The next exploration is 1 to 1.5 periods later, so that replicas do not explore together.
+        """
         self._counts["explored"] += 1
         self._look_s = now + self.settings.remeasure_s * (1.0 + 0.5 * self._rng.random())
         if plan.prefill is None:
@@ -221,13 +225,13 @@ class Router:
         while len(self._plans) > _PLANS_KEPT:
             self._plans.popitem(last=False)
 
-    # ---- what became of it ----------------------------------------------------------------
+    # ---- outcomes -------------------------------------------------------------------------
 
     def remote_failed(self, request_id: str, why: str) -> Plan:
-        """The remote prefill failed or timed out, or its KV did not come: the plan to do instead.
+        """Record that a remote prefill failed, timed out or lost its KV; return the local plan.
 
-        Opens the breaker of the replica that was asked, unless it has closed since the request went
-        out. A request that is not active any more gets its local plan too, without a reservation.
+        Opens the circuit breaker of the prefill replica, unless it has closed since the request was
+        sent. A request that is no longer active gets its local plan too, without a reservation.
 
         Raises:
             KeyError: no such request among the last 1,000.
@@ -262,10 +266,11 @@ class Router:
         return plan
 
     def prefill_done(self, request_id: str, report: PrefillReport) -> None:
-        """The prefill call came back; teaches the call's overhead and the queue that others make.
+        """Record that the prefill call returned.
 
-        A request that was sent while the prefill side was cold teaches no overhead: one handshake
-        of seconds would make remote prefill look dear for a long time.
+        The models of the call's overhead, and of the wait that other routers cause, learn from the
+        report. A request that was sent while the prefill replica was cold teaches no overhead: one
+        handshake of seconds would make remote prefill seem expensive for a long time.
         """
         now = self._clock()
         active = self._active.get(request_id)
@@ -288,7 +293,10 @@ class Router:
         )
 
     def _done_by(self, active: Active, replica: str, now: float) -> PrefillSide:
-        """The side of the replica that did the work; the verdict is on it, whatever was planned."""
+        """Return the replica that did the work, and move the request to it if it was not planned.
+
+        The request's success or failure then counts for this replica.
+        """
         side = self.sides.get(replica, active.side)
         if side is not active.side:
             request_id, cached = active.plan.request_id, active.plan.cached_prefill_tokens
@@ -300,7 +308,7 @@ class Router:
         return side
 
     def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
-        """The decode engine made the first token, having found ``cached_tokens`` in its cache.
+        """Record the first token of the decode engine, which found ``cached_tokens`` in its cache.
 
         ``cached_tokens`` may count tokens that were transferred. Unknown ids and repeated calls
         are ignored.
@@ -325,10 +333,11 @@ class Router:
                 self.costs.handoff.observe(seconds_from_plan - active.call_s - known)
 
     def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
-        """The request ended in any way: releases all that it still holds; may be called again.
+        """Record the end of a request, and release its reservations. Repeated calls are ignored.
 
-        ``output_token_ids`` (all, in order) makes the answer's blocks known as cached, for the
-        next turn of the conversation. The last token's KV is never computed, so it is left out.
+        ``output_token_ids`` (all, in order) adds the answer's blocks to the index of cached blocks,
+        for the next turn of the conversation. The last token is left out, since its KV is never
+        computed.
         """
         active = self._active.pop(request_id, None)
         if active is None:
@@ -353,9 +362,9 @@ class Router:
     def _correct(
         self, index: PrefixIndex, active: Active, cached_tokens: int, predicted_tokens: int
     ) -> None:
-        """The engine found fewer cached tokens than predicted: learn which blocks it lost.
+        """Remove blocks that the engine lost, if it found fewer cached tokens than predicted.
 
-        Blocks behind the predicted ones have been computed meanwhile, so they stay.
+        The blocks after the predicted ones stay, since they have been computed.
         """
         if cached_tokens < predicted_tokens:
             block = self.geometry.block_tokens
@@ -365,23 +374,26 @@ class Router:
                 index.insert(active.hashes)
 
     def _unsure(self, index: PrefixIndex, active: Active, cached_tokens: int) -> None:
-        """The computation may not have happened: forget the blocks that it would have made."""
+        """Remove the blocks of a computation that may not have happened."""
         index.truncate(active.hashes, cached_tokens // self.geometry.block_tokens)
 
-    # ---- what is measured -----------------------------------------------------------------
+    # ---- measurements ---------------------------------------------------------------------
 
     def prefill_step_times(self, fit: StepTime, replica: str = ANY) -> None:
-        """A prefill engine's step times, as that engine has fitted them. Replicas that have not
-        told theirs count as fast as the last one that did."""
+        """Set a prefill engine's step times, which its own replica fitted.
+
+        A replica without step times counts as fast as the replica that sent them last.
+        """
         if fit.samples:
             self.costs.prefill_step = fit
             if replica in self.sides:
                 self.sides[replica].steps = fit
 
     def step_alone_s(self, shape: Sequence[float], seconds: float) -> float:
-        """What a step of the decode engine would have taken alone; its step times learn that.
+        """Return the seconds that a step of the decode engine would have taken alone.
 
-        ``shape``: as ``StepTime.seconds``.
+        The decode engine's step times learn this value. ``shape`` holds the arguments of
+        ``StepTime.seconds``.
         """
         model, shared = self.costs.decode_step, self.costs.shared
         if not (model.samples and 0.0 < seconds < math.inf):
@@ -392,44 +404,46 @@ class Router:
         return shared.alone_s(seconds, overlap)
 
     def local_step(self, prompt_tokens: int) -> None:
-        """The decode engine made a step, from which its step times have learned."""
-        if prompt_tokens > 1:  # one token is what a remote prefill leaves to decode
+        """Record a step of the decode engine from which its step times have learned."""
+        if prompt_tokens > 1:  # after a remote prefill, decode computes one token
             self._measured_s = self._clock()
 
     def observe_transfer(self, size_bytes: int, seconds: float) -> None:
-        """One KV transfer over NIXL."""
+        """Record a KV transfer over NIXL."""
         if self.costs.transfer.observe(size_bytes, seconds):
             self._moved["count"] += 1
             self._moved["bytes"] += size_bytes
             self._moved["seconds"] += seconds
 
     def observe_load(self, medium: str, size_bytes: int, seconds: float) -> None:
-        """One load from a medium of the machine's KV store."""
+        """Record a load from a medium of the machine's KV store."""
         self.costs.load(medium).observe(size_bytes, seconds)
 
     def prefill_members(self, replicas: Collection[str]) -> None:
-        """These prefill replicas run, and no others."""
+        """Set the prefill replicas that run."""
         self.sides.set_members(replicas, self._clock())
 
     def prefill_down(self, why: str, replica: str = ANY) -> None:
-        """This prefill replica does not answer: it is not asked until it is up."""
+        """Record that a prefill replica does not answer: no plan uses it until ``prefill_up``."""
         if replica in self.sides:
             self.sides[replica].down(why, self._clock())
 
     def prefill_up(self, replica: str = ANY) -> None:
-        """This prefill replica answers: closes its breaker."""
+        """Record that a prefill replica answers a probe (`Breaker.up`)."""
         if replica in self.sides:
             self.sides[replica].breaker.up()
 
-    # ---- what can be seen -----------------------------------------------------------------
+    # ---- state ----------------------------------------------------------------------------
 
     def explain(self, request_id: str) -> Plan | None:
-        """The plan of one of the last 1,000 requests, as it ended up."""
+        """Return the final plan of one of the last 1,000 requests, or None."""
         return self._plans.get(request_id)
 
     def report_fields(self) -> dict[str, Any]:
-        """What gateways are to know of this replica, as fields of a report
-        (`headrace_engine.reporting`). Times are in seconds."""
+        """Return the router's fields of this replica's report (`headrace_engine.reporting`).
+
+        Times are in seconds.
+        """
         now, c = self._clock(), self.costs
         step_tokens = self.settings.max_step_tokens
         tokens, pairs = self.decode_load.ahead(c.decode_step, step_tokens, now)
@@ -452,7 +466,7 @@ class Router:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able state for status pages and metrics."""
+        """Return the state for JSON, for status pages and metrics."""
         now, c = self._clock(), self.costs
         return {
             "policy": self.settings.policy,

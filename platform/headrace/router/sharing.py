@@ -1,11 +1,12 @@
-"""How much of its speed the decode engine loses while the prefill engine computes.
+"""Fit of the speed that the decode engine loses while the prefill engine computes.
 
 Engines of one machine share cores, caches and memory bandwidth; engines of two machines share
-nothing. No setting says which it is. The lost share is fitted to the decode engine's steps::
+nothing. No setting tells the two cases apart. The lost share is fitted to the decode engine's
+steps::
 
     step seconds = T / (1 - share * overlap)
 
-`T` is what the step model predicts for the decode engine alone, `overlap` the part of the step
+`T` is the step model's prediction for the decode engine alone. `overlap` is the part of the step
 during which the prefill engine had work. A share of 0 means that the engines do not disturb each
 other, a share of 0.5 that they take turns on one core.
 """
@@ -18,7 +19,7 @@ from headrace_kvstore.fitting import RecursiveLeastSquares
 
 
 class SharedCores:
-    """The fitted share, and what follows from it. It starts at 0 and is learned within 20 steps."""
+    """The fitted share. It starts at 0 and is learned within 20 steps."""
 
     _MOST = 0.95  # a share of 1 would stop the engine for ever
 
@@ -36,7 +37,7 @@ class SharedCores:
             self._fit.update((overlap,), 1.0 - alone_s / seconds)
 
     def alone_s(self, seconds: float, overlap: float) -> float:
-        """What a step that took `seconds` would have taken alone."""
+        """Return the seconds that a step of `seconds` would have taken alone."""
         return seconds * (1.0 - self.share * overlap)
 
     def to_dict(self) -> dict[str, float]:

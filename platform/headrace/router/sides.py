@@ -1,7 +1,7 @@
-"""What the router knows of each prefill replica: its load, its cache, and whether it may be asked.
+"""Router's state of each prefill replica: its load, its cache, and its circuit breaker.
 
-Each replica has a breaker of its own, so one that fails takes nothing from the others. Until it is
-known which replicas there are, there is one side without a name, and Ray Serve chooses the replica.
+Each replica has its own breaker, so a failing replica does not affect the others. Until the
+replicas are known, one side with an empty name stands for all, and Ray Serve chooses the replica.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.router.plan import RouterSettings
 from headrace_engine.steptime import StepTime
 
 ANY = ""
-"""The side while replicas are not told apart."""
+"""Name of the only side while the replicas are unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,15 +25,15 @@ class PrefillSide:
     """One prefill replica.
 
     Attributes:
-        replica: its id; empty while replicas are not told apart.
-        breaker: whether it may be asked.
-        load: what this router has sent there and has not had back.
+        replica: its id; empty while the replicas are unknown.
+        breaker: its circuit breaker: whether plans may use it.
+        load: work that this router has sent there and that is not done.
         index: the blocks that its engine probably holds.
-        others: seconds that requests wait there beyond what this router put there.
-        others_at_s: when that was measured last.
+        others: seconds that requests wait there in addition to the wait for this router's requests.
+        others_at_s: when `others` was measured last.
         measured_s: when it last computed a prompt.
-        cold: no request has had its KV from there since it was made, or since it last failed.
-        steps: its step times, as it told them; None before it did.
+        cold: no request has got its KV from there since the start, or since the last failure.
+        steps: its step times, sent by the replica; None before that.
         shares_store: whether it runs on the decode engine's machine, so that both load from one
             store.
     """
@@ -50,12 +50,15 @@ class PrefillSide:
     shares_store: bool = False
 
     def others_wait_s(self, now_s: float, half_life_s: float) -> float:
-        """Predicted wait that others make there; halves with each `half_life_s` of age."""
+        """Return the predicted wait that other routers' requests cause there.
+
+        It halves with each `half_life_s` of its age.
+        """
         age = max(0.0, now_s - self.others_at_s)
         return float(self.others.seconds() * 0.5 ** (age / half_life_s))
 
     def down(self, why: str, now_s: float) -> None:
-        """The replica is gone, and its cache with it."""
+        """Record that the replica has stopped and its cache is lost."""
         self.breaker.down(why, now_s)
         self.index.clear()
         self.cold = True
@@ -83,23 +86,23 @@ class PrefillSides(dict[str, PrefillSide]):
     def new(self, replica: str, now_s: float) -> PrefillSide:
         settings = self._settings
         breaker = Breaker(settings.retry_s, settings.retry_max_s)
-        # Never measured counts as just stale: it is tried below twice the best price.
+        # A replica that was never measured counts as just stale: it may cost twice the best price.
         stale_s = now_s - settings.remeasure_s
         return PrefillSide(replica, breaker, PrefixIndex(self._blocks), now_s, stale_s)
 
     def set_members(self, replicas: Collection[str], now_s: float) -> None:
-        """Know these replicas and no others. What is under way at one that left goes on."""
+        """Set the known replicas. Requests under way at a removed replica continue."""
         for gone in self.keys() - set(replicas):
             del self[gone]
         for name in sorted(set(replicas) - self.keys()):
             self[name] = self.new(name, now_s)
 
     def in_doubt(self, now_s: float) -> list[str]:
-        """Those that may not be asked at present, or only once."""
+        """Return the replicas that may get no request now, or only a trial request."""
         return [name for name, side in self.items() if side.breaker.state(now_s) != "closed"]
 
     def refusal(self, now_s: float) -> str | None:
-        """Why no prefill replica may be asked, or None if one may."""
+        """Return why no prefill replica may get a request, or None if one may."""
         why: str | None = "no prefill replica runs"
         for side in self.values():
             why = side.breaker.refusal(now_s)
@@ -108,7 +111,7 @@ class PrefillSides(dict[str, PrefillSide]):
         return why
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
-        """The breaker that matters: of the replica that is best off."""
+        """Return the state of the breaker that is closest to closed."""
         order = {"closed": 0, "half-open": 1, "open": 2}
         told = [side.breaker.to_dict(now_s) for side in self.values()]
         best = min(told, key=lambda breaker: order[breaker["state"]], default=None)

@@ -1,7 +1,8 @@
-"""Which decode replicas are clearly too dear for a request that can be drafted for.
+"""Choice of the decode replicas that are cheap enough for a request with speculative decoding.
 
-A draft is worth most where a token more costs the step least. Each replica tells what its steps
-take at every load and how deep it drafts there, all together how good drafts are of late. Pure.
+A draft token is worth most where one more token costs a step least. Each replica reports its step
+times and the depth of its drafts at each load. The recent acceptance of draft tokens is computed
+over all replicas. Pure.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _PRIOR_TESTED, _PRIOR_RIGHT = 4.0, 1.0
-"""Drafted tokens that count as seen, so that a cluster without any yet expects something."""
+"""Tested and accepted draft tokens of the prior, for a cluster without any drafts yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrices:
-    """What a replica publishes (`headrace_decode.speculation.publish.prices`).
+    """Prices of tokens that a replica publishes (`headrace_decode.speculation.publish.prices`).
 
     Attributes:
         step_s: seconds of a step without drafts at 1, 2, 4, ... running requests.
-        draft_tokens: most that one request may draft in a step at each of these loads; 0 while
-            none would be.
-        tested_tokens, right_tokens: of late, drafted tokens that were put to the test, and those
-            that were right.
+        draft_tokens: maximum that one request may draft in a step at each of these loads; 0 while
+            no token would be drafted.
+        tested_tokens, right_tokens: recent draft tokens that were tested, and that were right.
         error: relative error of `step_s`, root mean square.
     """
 
@@ -35,8 +35,10 @@ class TokenPrices:
     error: float = 0.0
 
     def seconds(self, rows: int) -> float:
-        """Of a step without drafts at `rows` (from 1 up) requests: a line between the loads told,
-        and on from the last two."""
+        """Return the seconds of a step without drafts at `rows` (from 1 up) requests.
+
+        Linear interpolation between the reported loads, and extrapolation from the last two.
+        """
         at = max(min(rows.bit_length() - 1, len(self.step_s) - 2), 0)
         if len(self.step_s) == 1:
             return self.step_s[0]
@@ -44,12 +46,12 @@ class TokenPrices:
         return low + (high - low) * (rows - (1 << at)) / (1 << at)
 
     def depth(self, rows: int) -> int:
-        """Most tokens that one request drafts at `rows` requests."""
+        """Return the maximum of tokens that one request drafts at `rows` requests."""
         return self.draft_tokens[min(rows.bit_length(), len(self.draft_tokens)) - 1]
 
 
 class Tested(Protocol):
-    """What a replica tells of its drafts, as in `TokenPrices`."""
+    """A replica's counts of draft tokens, as in `TokenPrices`."""
 
     @property
     def tested_tokens(self) -> float: ...
@@ -58,28 +60,31 @@ class Tested(Protocol):
 
 
 def acceptance(replicas: Sequence[Tested]) -> float:
-    """Chance that a drafted token is accepted behind accepted ones, 0 to 1; all replicas' together,
-    since it lies in what is asked for and not in who answers."""
+    """Return the chance, 0 to 1, that a draft token is accepted after accepted ones.
+
+    It is computed over all replicas, since it depends on the requests and not on the replica.
+    """
     tested = sum(prices.tested_tokens for prices in replicas) + _PRIOR_TESTED
     return (sum(prices.right_tokens for prices in replicas) + _PRIOR_RIGHT) / tested
 
 
 def token_seconds(prices: TokenPrices, rows: int, chance: float, tokens: int) -> float:
-    """Predicted seconds for each token of one more request's answer.
+    """Return the predicted seconds for each token of one more request's answer.
 
     With ``n`` requests in the batch, this one included, ``T(n)`` the seconds of a step without
-    drafts, ``a`` the chance of a drafted token and ``k`` the depth of drafts at that load:
+    drafts, ``a`` the chance of a draft token and ``k`` the depth of drafts at that load:
 
-        p = n (T(n+1) - T(n)) / T(n)        tokens that the batch forgoes for one drafted token
-        e = 1 + sum over i = 1..k of max(0, a^i - p)        tokens a step, less what drafts cost
+        p = n (T(n+1) - T(n)) / T(n)        tokens that the batch loses for one draft token
+        e = 1 + sum over i = 1..k of max(0, a^i - p)        tokens a step, less the drafts' cost
         seconds = T(n) / e
 
-    Dear tokens make ``e`` 1, as if nothing were drafted. An answer of ``L`` tokens costs ``L``
-    times the difference between two replicas more on the dearer one.
+    If draft tokens cost too much, ``e`` is 1, as without drafts. An answer of ``L`` tokens costs
+    ``L`` times the difference between two replicas more on the more expensive one.
 
     Args:
-        rows: ``n``. chance: ``a``.
-        tokens: most that the answer may have; the last one is never drafted.
+        rows: ``n``.
+        chance: ``a``.
+        tokens: maximum length of the answer; its last token is never drafted.
     """
     step_s = prices.seconds(rows)
     price = rows * (prices.seconds(rows + 1) - step_s) / step_s
@@ -95,16 +100,17 @@ def token_seconds(prices: TokenPrices, rows: int, chance: float, tokens: int) ->
 def affordable(
     prices: Mapping[str, TokenPrices | None], rows: Mapping[str, int], tokens: int
 ) -> set[str]:
-    """The replicas whose tokens cannot be told from the cheapest ones.
+    """Return the replicas whose tokens are not clearly more expensive than the cheapest one's.
 
-    Dearer is who needs more than ``1 + sqrt(e1^2 + e2^2)`` times the cheapest one's seconds, with
-    ``e`` the relative errors of both replicas' step times. Where a replica tells no prices, nobody
-    drafts, or the answer is too short for a draft, all are as cheap.
+    A replica is clearly more expensive if it needs more than ``1 + sqrt(e1^2 + e2^2)`` times the
+    cheapest one's seconds, with ``e`` the relative errors of both replicas' step times. All
+    replicas are returned if one reports no prices, if none drafts, or if the answer is too short
+    for a draft.
 
     Args:
-        prices: of each replica that may be chosen, at least one; None where they are unknown.
-        rows: requests that each would run, this one included.
-        tokens: most that the answer may have.
+        prices: prices of each replica that may be chosen, at least one; None if they are unknown.
+        rows: requests that each replica would run, this one included.
+        tokens: maximum length of the answer.
     """
     known = {name: told for name, told in prices.items() if told is not None}
     drafts = any(told.depth(rows[name]) for name, told in known.items())

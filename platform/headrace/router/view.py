@@ -1,8 +1,8 @@
-"""What a placement knows of the cluster: engines, nodes, links and fits, as arrays.
+"""View of the cluster for placement: engines, nodes, links and fits, as arrays.
 
-The view decides nothing and learns nothing. Those who hear of the cluster write into it: a gateway
-from reports and reservations, a decode replica from its own measurements, the simulator from its
-model. `place.place` reads it.
+The view decides nothing and learns nothing. Its owner writes into it: a gateway from reports and
+reservations, a decode replica from its own measurements, the simulator from its model.
+`place.place` reads it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from headrace_kvstore.supply import DRAM, MEDIA, NVME
 
 Role = Literal["prefill", "decode"]
 ELSEWHERE, WITHIN = 0, 1
-"""Links that hold where no other is set: from one node to another, and within one."""
+"""Default classes of links: from one node to another, and within a node."""
 _DRAM, _NVME = MEDIA.index(DRAM), MEDIA.index(NVME)
 _FIXED_S, _BYTE_S = 0.005, 1e-9
-"""Of a transfer or a load, before the first: 5 ms and 1 GB/s."""
+"""Cost of a transfer or a load before the first measurement: 5 ms and 1 GB/s."""
 _DRIFT_GAIN = 0.05
-"""Weight of a report in what is learned from reports: a memory of about twenty."""
+"""Weight of a new report in `drift`: a mean of about twenty reports."""
 _CALL_S, _CALL_ERROR_S = 0.020, 0.050
 _HANDOFF_S, _HANDOFF_ERROR_S = 0.005, 0.050
 
 
 def name_key(name: str) -> int:
-    """Hash of a name, 64 bits; the same in every process."""
+    """Return a 64-bit hash of a name, the same in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -40,14 +40,13 @@ class View:
     """The cluster as one caller knows it. Not thread-safe.
 
     Attributes:
-        engines: ENGINE [rows]. Whoever writes here keeps the units; `running`, `context`,
-            `prompts`, `free_blocks`, `drift`, `measured_s`, `draft_tokens`, `cold`, `call_s`,
-            `handoff_s`, their errors and `share` are written directly, what belongs together
-            through methods.
-        settings: how prices are weighed.
-        prefill_name: of the prefill deployment.
-        no_prefill: why no prefill engine may be asked, where none may.
-        acceptance: chance that a drafted token is accepted (`tokens.acceptance`).
+        engines: ENGINE [rows]. The caller writes `running`, `context`, `prompts`, `free_blocks`,
+            `drift`, `measured_s`, `draft_tokens`, `cold`, `call_s`, `handoff_s`, their errors and
+            `share` directly, in the units of ENGINE. Methods set fields that belong together.
+        settings: the router's settings.
+        prefill_name: name of the prefill deployment.
+        no_prefill: why no prefill engine may be asked; used only if none may.
+        acceptance: chance that a draft token is accepted (`tokens.acceptance`).
         objects: holder of the object store; -1 for none.
     """
 
@@ -62,7 +61,8 @@ class View:
     ) -> None:
         """
         Args:
-            block_tokens: tokens of a KV block. token_bytes: KV bytes of a token.
+            block_tokens: tokens of a KV block.
+            token_bytes: KV bytes of a token.
 
         Raises:
             ValueError: one of these is not above 0.
@@ -93,10 +93,11 @@ class View:
     # ---- nodes and links ------------------------------------------------------------------
 
     def node(self, name: str, dram: int = -1, store: int = -1) -> int:
-        """The node of this name, made if it is new; its store's holders are set.
+        """Return the node of this name, adding it if it is new, and set its store's holders.
 
         Args:
-            dram: holder of its DRAM tier. store: holder of any of its tiers. -1 for none.
+            dram: holder of its DRAM tier; -1 for none.
+            store: holder of any of its tiers; -1 for none.
         """
         at = self._nodes.get(name)
         if at is None:
@@ -116,28 +117,37 @@ class View:
         return at
 
     def remove_node(self, name: str) -> None:
-        """Forget a node on which no engine is left; another one may get its place."""
+        """Remove a node without engines; a later node may get its index."""
         self._free_nodes.append(self._nodes.pop(name))
 
     def set_load(self, node: int, medium: str, fixed_s: float, byte_s: float) -> None:
-        """Seconds to load from a medium of a node's store; of `remote` and `object` seconds until
-        it is in DRAM. These two cannot be had until they are set."""
+        """Set the seconds to load from a medium of a node's store.
+
+        For `remote` and `object`, these are the seconds until the data is in DRAM. These two media
+        cannot be used until they are set.
+        """
         self.loads[node, MEDIA.index(medium)] = fixed_s, byte_s
 
     def add_link(self, fixed_s: float, byte_s: float, error: float, *, across: bool) -> int:
-        """A fit for moving KV, as a class of links. `error`: relative. `across`: two nodes."""
+        """Add a class of links with its fit for moving KV, and return its number.
+
+        Args:
+            error: relative error of the fit.
+            across: whether the links join two nodes.
+        """
         self.fits = np.concatenate([self.fits, [[fixed_s, byte_s, error, across]]])
         return len(self.fits) - 1
 
     def set_fit(self, link: int, fixed_s: float, byte_s: float, error: float) -> None:
-        """Moving KV over links of this class takes so long."""
+        """Set the fit of a class of links: the seconds to move KV, and their relative error."""
         self.fits[link, :3] = fixed_s, byte_s, error
 
     def set_link(self, source: int, target: int, link: int) -> None:
-        """The class of the link from one node to another.
+        """Set the class of the link from one node to another.
 
         Raises:
-            ValueError: a class for links between nodes is set within one, or the other way round.
+            ValueError: the class is for links between nodes and the link is within a node, or the
+                other way round.
         """
         if bool(self.fits[link, 3]) is (source == target):
             raise ValueError("a link across nodes joins two nodes, and one within joins none")
@@ -164,7 +174,7 @@ class View:
         return self._padded[: self._size]
 
     def row(self, name: str) -> int:
-        """Place of an engine among `engines`.
+        """Return an engine's row in `engines`.
 
         Raises:
             KeyError: there is none of this name.
@@ -173,7 +183,7 @@ class View:
 
     @property
     def names(self) -> list[str]:
-        """Of all engines."""
+        """Names of all engines."""
         return list(self._rows)
 
     def name(self, row: int) -> str:
@@ -182,16 +192,17 @@ class View:
     def add(
         self, name: str, role: Role, node: int, *, hbm: int = -1, step_tokens: int = 2048
     ) -> int:
-        """An engine: a replica, or one data-parallel rank of it. Nothing is queued or runs there,
-        and its step times are the prior's.
+        """Add an engine: a replica, or one data-parallel rank of it.
+
+        It starts without queued or running requests, and with the prior's step times.
 
         Args:
-            name: unique; other callers know it by the same.
+            name: unique name, the same for all callers.
             hbm: holder of its prefix cache; -1 if nothing is known of it.
             step_tokens: token budget of its steps.
 
         Returns:
-            Its row; it stays until `remove`, then another engine may get it.
+            Its row, which stays the same until `remove`; then another engine may get it.
 
         Raises:
             ValueError: the name is taken, there is no such node, or the budget is below 1.
@@ -220,13 +231,13 @@ class View:
         return row
 
     def remove(self, name: str) -> None:
-        """The engine is gone."""
+        """Remove an engine."""
         row = self._rows.pop(name)
         self._names[row], self._engines[row] = "", np.zeros((), ENGINE)
         self._free.append(row)
 
     def set_steps(self, row: int, fit: StepTime) -> None:
-        """An engine's step times; also to be called when the fit has learned."""
+        """Set an engine's step times. Call this again when the fit has learned."""
         prices, sizes = fit.prices(), fit.padded_sizes
         if len(sizes) > self._padded.shape[1]:
             self._grow(len(self._engines), len(sizes))
@@ -240,12 +251,13 @@ class View:
     def set_queue(
         self, row: int, tokens: int, pairs: float, now_s: float, *, heard: bool = True
     ) -> None:
-        """Prompt tokens ahead of a new request on an engine, and what these attend to; they are
-        computed from now on. Call it after `set_steps`.
+        """Set the prompt tokens ahead of a new request on an engine, and their attention pairs.
+
+        The engine is assumed to compute them from now on. Call this after `set_steps`.
 
         Args:
-            heard: the engine itself says so. How far that is from what was expected, by the age of
-                its last report, tells how far later ones may be off.
+            heard: the values come from the engine's own report. `drift` then learns from the
+                difference to the expected queue, relative to the age of the last report.
         """
         engine = self._engines[row]
         age_s = now_s - float(engine["heard_s"])
@@ -260,7 +272,7 @@ class View:
             engine["heard_s"] = now_s
 
     def reserve(self, row: int, tokens: int, pairs: float, now_s: float) -> None:
-        """A prompt more was sent there; negative tokens take one off that has not come."""
+        """Add a prompt that was sent to an engine; negative tokens remove a prompt again."""
         engine = self._engines[row]
         left = 0.0
         if engine["queue_s"] > 0:

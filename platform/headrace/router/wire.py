@@ -1,4 +1,4 @@
-"""A plan as the bytes of an internal header, and back. What comes from outside is checked."""
+"""Encoding of a plan as the bytes of an internal header. Decoding checks every value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.router.plan import RUNNERS_UP, Plan, Refusal, Run, RunnerUp
 from headrace_kvstore.supply import MEDIA
 
 MOST_BYTES = 8_192
-"""Of a plan's bytes; proxies and servers take headers of at least this."""
+"""Maximum size of an encoded plan; proxies and servers accept headers of at least this size."""
 _NAME_CHARS, _REASON_CHARS, _REASONS, _RUNS = 128, 400, 4, 32
 _TOKENS_MAX, _SECONDS_MAX = 1 << 40, 1e9
 _SOURCES = {"hbm", "compute", *MEDIA}
@@ -24,11 +24,12 @@ _PARTS = {
 
 
 def encode(plan: Plan) -> bytes:
-    """Compact JSON, ASCII, at most `MOST_BYTES`; reasons are shortened, and runs beyond the 32nd
-    are computed.
+    """Return a plan as compact JSON in ASCII, at most `MOST_BYTES` long.
+
+    Reasons are shortened. If there are more than 32 runs, the plan computes all from the 32nd on.
 
     Raises:
-        ValueError: a name in it is longer than 128 characters.
+        ValueError: a name in the plan is longer than 128 characters.
     """
     told = plan.to_dict()
     for left_out in ("kind", "loaded_tokens", "loaded_from", "plan_id", "made_by"):
@@ -48,10 +49,10 @@ def encode(plan: Plan) -> bytes:
 
 
 def decode(data: bytes) -> Plan:
-    """The plan in a header.
+    """Return the plan in a header.
 
     Raises:
-        ValueError: this is no plan, or something in it is out of bounds.
+        ValueError: the data is no plan, or a value is out of bounds.
     """
     if len(data) > MOST_BYTES:
         raise ValueError(f"a plan has at most {MOST_BYTES} bytes, not {len(data)}")

@@ -1,4 +1,4 @@
-"""The best case: each block of KV is computed once, for all engines and for ever."""
+"""The best case: each block of KV is computed only once, for all engines and the whole run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from headrace.simulate.trace import Trace, Workload, multiply
 from headrace_kvstore.compiled import jit
 
 _COPIES = 8.0
-"""Of the trace, from as many random places on, that tell what it computes on average."""
+"""Number of copies of the trace, each from a random position, that estimate its mean work."""
 
 
 class BestCase(NamedTuple):
-    """Of the requests that come in a part of a run: prompt tokens, those that an endless cache has,
-    and engine seconds to compute the rest, each prompt alone."""
+    """Figures of the requests that arrive in a part of a run.
+
+    Attributes:
+        prompt_tokens: tokens of their prompts.
+        cached_tokens: prompt tokens that an unlimited cache has.
+        compute_s: engine seconds to compute the other tokens, each prompt alone.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -29,7 +34,7 @@ class BestCase(NamedTuple):
 
 
 def best_case(work: Workload, hardware: Hardware, from_s: float) -> BestCase:
-    """Of the requests from `from_s` on; blocks of those before are cached."""
+    """Return the best case of the requests from `from_s` on; earlier requests fill the cache."""
     trace, side = work.trace, hardware.prefill
     return BestCase(
         *_best_case(
@@ -81,9 +86,14 @@ def _best_case(
 def capacity_rate(
     trace: Trace, hardware: Hardware, prefills: int, seconds: float, warm_share: float
 ) -> float:
-    """How many times as often as in the trace requests can come at most, in runs of so many seconds
-    of which the first part only fills caches: at this rate, and in the best case, the prefill
-    engines compute all the time."""
+    """Return the maximum request rate of the best case, as a multiple of the trace's rate.
+
+    At this rate the prefill engines compute all the time.
+
+    Args:
+        seconds: length of the runs.
+        warm_share: part at the beginning of a run that only fills caches.
+    """
     from_s = warm_share * seconds
     work = multiply(trace, _COPIES, seconds, 0)
     busy_s = best_case(work, hardware, from_s).compute_s

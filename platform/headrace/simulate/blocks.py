@@ -1,12 +1,11 @@
-"""Which KV blocks each holder has: an engine's KV cache, or the KV store of a node.
+"""KV blocks of each holder: an engine's KV cache, or the KV store of a node.
 
-Blocks as in vLLM's pool. A block in use has references. A full block of a prompt has a key, and
-stays when nobody uses it any more, until its place is needed: the least recently used goes first. A
-request's blocks are released from its last to its first, so that the ends of chains go first. All
-other blocks in use (not full, of answers, being computed) are only counted.
+They behave as in vLLM's pool. A block in use has references. A full block of a prompt has a key,
+and stays without references until its slot is needed: the least recently used block is evicted
+first. A request's blocks are released from its last to its first, so that the ends of chains are
+evicted first. All other blocks in use (not full, of answers, being computed) are only counted.
 
-Pure: NumPy and numba. All holders lie in the same flat arrays, so that compiled code can reach
-them.
+Pure: NumPy and numba. All holders share flat arrays, so that compiled code can reach them.
 """
 
 from __future__ import annotations
@@ -20,19 +19,21 @@ from numpy.typing import NDArray
 from headrace_kvstore.compiled import jit
 
 inner = jit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
-"""For what only compiled code calls: without the way in from Python, and without numba's counts of
-references to each array of the state at each call. Both compile slowly. So no such function may
-make an array."""
+"""Decorator for functions that only compiled code calls.
+
+They have no entry from Python, and no numba reference counts of the state's arrays at each call,
+since both compile slowly. Therefore no such function may make an array.
+"""
 
 _SPREAD = np.int64(0x1E3779B97F4A7C15)  # odd: neighbouring keys go to cells far apart
 
 
 HOLDER = np.dtype(
     [
-        ("first", "i8"),  # its first slot; its last is before the next holder's first
-        ("cells", "i8"),  # first cell of its hash table, as many as a power of two
+        ("first", "i8"),  # its first slot; its last one is before the next holder's first
+        ("cells", "i8"),  # first cell of its hash table; the number of cells is a power of two
         ("held", "i8"),  # blocks with a key
-        ("idle", "i8"),  # those of them without references
+        ("idle", "i8"),  # blocks with a key and without references
         ("plain", "i8"),  # blocks in use without a key
         ("oldest", "i4"),  # ends of the list of slots without references
         ("newest", "i4"),
@@ -49,9 +50,9 @@ class Caches(NamedTuple):
     """Slots of all holders, one holder after the other.
 
     Attributes:
-        of: HOLDER [holders + 1]; the last only says where the others end.
+        of: HOLDER [holders + 1]; the last one only marks the end of the others.
         slot: SLOT [slots]. older, newer: neighbours among slots without references, -1 at the ends.
-        free: numbers of slots; those of holder h from its first + held on are free.
+        free: numbers of slots; holder h's entries from its first + held on are free slots.
         table: a cell holds a slot's number + 1, or 0.
     """
 
@@ -62,7 +63,7 @@ class Caches(NamedTuple):
 
 
 def new_caches(capacities: Sequence[int]) -> Caches:
-    """Empty holders of so many blocks each."""
+    """Return empty holders with these capacities in blocks."""
     of = np.zeros(len(capacities) + 1, HOLDER)
     of["first"][1:] = np.cumsum(capacities)
     of["cells"][1:] = np.cumsum([1 << max(2, (2 * size - 1).bit_length()) for size in capacities])
@@ -81,7 +82,7 @@ def _home(c: Caches, h: int, key: int) -> int:
 
 @inner
 def find(c: Caches, h: int, key: int) -> int:
-    """The slot of a block, or -1."""
+    """Return the slot of a block, or -1."""
     first, mask = c.of[h].cells, c.of[h + 1].cells - c.of[h].cells - 1
     at = _home(c, h, key)
     while True:
@@ -95,7 +96,7 @@ def find(c: Caches, h: int, key: int) -> int:
 
 @inner
 def room(c: Caches, h: int) -> int:
-    """Blocks that can be had now: free ones, and those that nobody uses."""
+    """Return how many blocks can be taken now: free ones, and ones without references."""
     return c.of[h + 1].first - c.of[h].first - c.of[h].held - c.of[h].plain + c.of[h].idle
 
 
@@ -127,7 +128,7 @@ def _link_newest(c: Caches, h: int, slot: int) -> None:
 
 @inner
 def use(c: Caches, h: int, slot: int) -> None:
-    """One more reference."""
+    """Add a reference to a block."""
     if c.slot[slot].refs == 0:
         _unlink(c, h, slot)
     c.slot[slot].refs += 1
@@ -135,7 +136,7 @@ def use(c: Caches, h: int, slot: int) -> None:
 
 @inner
 def release(c: Caches, h: int, slot: int) -> None:
-    """One reference less; without any, the block is the most recently used of those."""
+    """Remove a reference; a block without references becomes the most recently used such block."""
     c.slot[slot].refs -= 1
     if c.slot[slot].refs == 0:
         _link_newest(c, h, slot)
@@ -143,7 +144,7 @@ def release(c: Caches, h: int, slot: int) -> None:
 
 @inner
 def touch(c: Caches, h: int, slot: int) -> None:
-    """An unused block is the most recently used of those."""
+    """Make a block the most recently used one, if it has no references."""
     if c.slot[slot].refs == 0:
         _unlink(c, h, slot)
         _link_newest(c, h, slot)
@@ -151,8 +152,10 @@ def touch(c: Caches, h: int, slot: int) -> None:
 
 @inner
 def add(c: Caches, h: int, key: int, refs: int) -> int:
-    """A new block, with so many references. The caller has made sure of a place, and that the
-    holder lacks the block."""
+    """Add a block with `refs` references, and return its slot.
+
+    The caller ensures that a slot is free, and that the holder lacks the block.
+    """
     slot = c.free[c.of[h].first + c.of[h].held]
     c.of[h].held += 1
     c.slot[slot].key, c.slot[slot].refs = key, refs
@@ -168,13 +171,13 @@ def add(c: Caches, h: int, key: int, refs: int) -> int:
 
 @inner
 def drop(c: Caches, h: int, slot: int) -> None:
-    """Forget a block without references."""
+    """Remove a block without references."""
     _unlink(c, h, slot)
     first, mask = c.of[h].cells, c.of[h + 1].cells - c.of[h].cells - 1
     at = _home(c, h, c.slot[slot].key)
     while c.table[first + at] != slot + 1:
         at = (at + 1) & mask
-    # Close the gap: move back what a search would no longer find behind an empty cell.
+    # Close the gap: move back entries that a search would not find after an empty cell.
     hole, ahead = at, (at + 1) & mask
     while c.table[first + ahead] != 0:
         home = _home(c, h, c.slot[c.table[first + ahead] - 1].key)
@@ -190,7 +193,7 @@ def drop(c: Caches, h: int, slot: int) -> None:
 
 @inner
 def evict(c: Caches, h: int) -> int:
-    """Drop the least recently used of the unused blocks; its key, or -1 if there is none."""
+    """Remove the least recently used unused block; return its key, or -1 if there is none."""
     slot = c.of[h].oldest
     if slot < 0:
         return -1
@@ -201,7 +204,7 @@ def evict(c: Caches, h: int) -> int:
 
 @inner
 def clear(c: Caches, h: int) -> None:
-    """Forget everything, in use or not."""
+    """Remove all blocks of a holder, in use or not."""
     first, last = c.of[h].first, c.of[h + 1].first
     c.table[c.of[h].cells : c.of[h + 1].cells] = 0
     c.of[h].oldest = c.of[h].newest = -1

@@ -1,12 +1,12 @@
-"""Takes the fits of a running app over into the simulated machines.
+"""Sets the simulated machines to the fits of a running app.
 
-Two forms are read. The answer of `GET /headrace/v1/status`, where each decode replica tells its
-router's fits and the sizes of its engines; the mean of the fits over the replicas is taken. And a
-file::
+Two formats are accepted. One is the answer of `GET /headrace/v1/status`, which contains each decode
+replica's router fits and the sizes of its engines; the mean of the fits over the replicas is used.
+The other is a file::
 
     {"prefill": {...}, "decode": {...}, "kv_blocks": 805, "kv_bytes_per_token": 131072}
 
-`prefill` and `decode` are of `StepTime.to_dict`; each field may be left out.
+`prefill` and `decode` are results of `StepTime.to_dict`; each field may be left out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SIDES = "prefill", "decode"
 
 
 class CalibrationError(ValueError):
-    """Fits that cannot be used. The text says which, and why."""
+    """Fits that cannot be used. The text names the fit and the reason."""
 
 
 def calibrated(hardware: Hardware, told: Any) -> Hardware:
-    """The hardware with what was measured.
+    """Return the hardware with the measured values.
 
     Raises:
-        CalibrationError: this is neither of the forms, or a number is out of bounds.
+        CalibrationError: the data has neither format, or a number is out of bounds.
     """
     if not isinstance(told, dict):
         raise CalibrationError("not a JSON object")
@@ -72,12 +72,12 @@ def calibrated(hardware: Hardware, told: Any) -> Hardware:
 
 
 def _line_of(told: Mapping[str, Any]) -> tuple[float, float]:
-    """Fixed seconds, and bytes a second."""
+    """Return the fixed seconds, and the bytes a second."""
     return _number(told, "fixed_s"), 1.0 / max(_number(told, "each_s"), 1e-15)
 
 
 def _from_status(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a status document says of the engines, in the other form."""
+    """Convert a status document to the file's format."""
     replicas = told["replicas"] if isinstance(told["replicas"], list) else []
     routers = [one.get("router") for one in replicas if isinstance(one, dict)]
     costs = [
@@ -123,7 +123,7 @@ def _from_status(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _store_bytes(nodes: Any) -> float:
-    """What a node's store can hold in DRAM; 0 without one."""
+    """Return the DRAM bytes of the first node's store that has DRAM; 0 without one."""
     for node in nodes if isinstance(nodes, list) else []:
         tiers = node.get("tiers") if isinstance(node, dict) else None
         dram = tiers.get("dram") if isinstance(tiers, dict) else None
@@ -133,7 +133,7 @@ def _store_bytes(nodes: Any) -> float:
 
 
 def _mean_model(models: Sequence[Any]) -> dict[str, Any]:
-    """The geometric mean of step-time models, as `StepTime.to_dict`."""
+    """Return the geometric mean of step-time models, in the form of `StepTime.to_dict`."""
     first = StepTime.from_dict(models[0]).to_dict()
     states = [StepTime.from_dict(model).to_dict()["state"] for model in models]
     return {**first, "state": np.mean(states, axis=0).tolist()}

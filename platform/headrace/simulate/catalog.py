@@ -1,7 +1,7 @@
-"""The placement rules by name.
+"""Catalog of placement rules by name.
 
-Other packages add rules by entry points of the group `headrace.simulate.policies`, each a `Policy`;
-`headrace_lab` adds those of other routers.
+Other packages add rules by entry points of the group `headrace.simulate.policies`, each a `Policy`.
+`headrace_lab` adds the rules of other routers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ OURS: Mapping[str, RouterSettings] = {
     "headrace": RouterSettings(),
     "headrace-remote": RouterSettings(policy="remote"),
 }
-"""Our placement, and the same with every prompt computed by a prefill engine."""
+"""Headrace's placement, and the same with every prompt computed by a prefill engine."""
 
 
 def names() -> tuple[str, ...]:
-    """Names of all rules: ours, simple ones, and those that packages add."""
+    """Return the names of all rules: Headrace's, the simple ones, and the added ones."""
     return *OURS, *SIMPLE, *_added()
 
 
 def policy_named(name: str) -> Policy:
-    """A policy for one run.
+    """Return a policy for one run.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no policy of this name.
     """
     if name in OURS:
         return Headrace(OURS[name])

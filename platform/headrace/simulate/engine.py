@@ -1,11 +1,12 @@
-"""What one engine does next: vLLM's scheduler (V1), on arrays.
+"""Simulation of one engine: vLLM's scheduler (V1), on arrays.
 
-Each step computes a token for every running request, and with what is left of the token budget the
-prompt that is under way, then those that wait, in order. A waiting request is let in when all its
-blocks fit. When the running requests need a block and there is none, the last of them is preempted:
-it gives its blocks back and computes its tokens again later, before the others that wait.
+Each step computes a token for every running request. The rest of the token budget goes to the
+prompt that is under way, then to the waiting prompts in order. A waiting request is admitted when
+all its blocks fit. When the running requests need a block and none is free, the last of them is
+preempted: it releases its blocks and computes its tokens again later, before the other waiting
+requests.
 
-A step whose batch does not change is not simulated alone (`state`, *stretch*).
+Consecutive steps of an unchanged batch are simulated together (`state`, *stretch*).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _LOG_GROWTH = float(np.log(ITL_GROWTH))
 
 @inner
 def push(s: State, at: float, r: int) -> None:
-    """An event of a request; earlier ones first, equal times in the order they were pushed."""
+    """Push an event of a request; events of equal time keep the order of the pushes."""
     ev, n = s.ev, s.ev.count[0]
     order = ev.count[1]
     ev.count[0], ev.count[1] = n + 1, order + 1
@@ -66,7 +67,7 @@ def push(s: State, at: float, r: int) -> None:
 
 @inner
 def enqueue(s: State, e: int, r: int, front: bool) -> None:
-    """Wait at an engine."""
+    """Add a request to an engine's queue, at its front or its end."""
     eng = s.eng
     if eng[e].waiting == 0:
         eng[e].head = eng[e].tail = r
@@ -93,7 +94,7 @@ def _leave_queue(s: State, e: int) -> None:
 
 @inner
 def expect(s: State, e: int, r: int, ready: int) -> None:
-    """The engine's report counts what the request will have to compute."""
+    """Update the engine's reported queue with the tokens that the request still has to compute."""
     tokens, need = s.req[r].need - ready, s.req[r].need
     s.eng[e].queue_tokens += tokens - s.req[r].expected
     s.eng[e].queue_pairs -= pairs_between(need - s.req[r].expected, need)
@@ -103,13 +104,13 @@ def expect(s: State, e: int, r: int, ready: int) -> None:
 
 @inner
 def stretch_s(first_s: float, more_s: float, steps: int) -> float:
-    """Seconds of so many steps."""
+    """Return the seconds of a stretch of `steps` steps."""
     return first_s * steps + more_s * (0.5 * steps * (steps - 1))
 
 
 @inner
 def nudge(s: State, e: int, now: float) -> None:
-    """Something changed: an idle engine looks at once, a busy one after its present step."""
+    """Let an engine plan again after a change: now if it is idle, else after its current step."""
     eng = s.eng
     if not eng[e].alive:
         return
@@ -135,8 +136,11 @@ def nudge(s: State, e: int, now: float) -> None:
 
 @inner
 def plan(s: State, e: int, now: float) -> None:
-    """Choose the next batch, and when its stretch ends. A prefill engine that begins or ends its
-    work changes the speed of the decode engines of its node, in the midst of their steps."""
+    """Choose the next batch and the end of its stretch.
+
+    A prefill engine that begins or ends its work changes the speed of the decode engines of its
+    node, during their current steps.
+    """
     was_idle = s.eng[e].wake_s == FAR
     _plan(s, e, now)
     is_idle = s.eng[e].wake_s == FAR
@@ -154,7 +158,7 @@ def plan(s: State, e: int, now: float) -> None:
 
 @inner
 def _beside(s: State, node: int, but: int) -> bool:
-    """Whether a prefill engine of a node computes, one of them left out."""
+    """Return whether a prefill engine of a node computes, other than engine `but`."""
     for p in range(s.limits.prefills):
         if p != but and s.eng[p].node == node and s.eng[p].wake_s != FAR:
             return True
@@ -183,12 +187,12 @@ def _plan(s: State, e: int, now: float) -> None:
         eng[e].first_s = max(step_s(curve, tokens, rows, context, pairs), eng[e].load_s)
         eng[e].load_s = 0.0
     else:
-        # After a preemption the next step may have room for who was preempted.
+        # After a preemption, the next step may have room for the preempted request.
         eng[e].steps = 1 if preempted else _steps_until_change(s, e)
         eng[e].first_s = step_s(curve, 0, rows, context, 0.0)
         eng[e].more_s = curve.context_s * rows
     if s.limits.lost_share > 0.0 and e >= s.limits.prefills:
-        eng[e].steps = 1  # whose speed may change at any time
+        eng[e].steps = 1  # single steps, since the speed may change at any time
         if _beside(s, eng[e].node, -1):
             eng[e].first_s /= 1.0 - s.limits.lost_share
     eng[e].wake_s = now + stretch_s(eng[e].first_s, eng[e].more_s, eng[e].steps)
@@ -204,7 +208,7 @@ def _append_row(s: State, e: int, r: int) -> None:
 
 @inner
 def _growth(s: State, e: int, steps: int) -> int:
-    """Blocks that the running requests need for so many steps beyond those that they have."""
+    """Return the additional blocks that the running requests need for `steps` steps."""
     req, eng, more = s.req, s.eng, 0
     for n in range(eng[e].running):
         r = s.rows[e, n]
@@ -215,8 +219,13 @@ def _growth(s: State, e: int, steps: int) -> int:
 
 @inner
 def _make_room(s: State, e: int, now: float) -> bool:
-    """Preempt, the last first, until the running requests can do one step; whether any was. They
-    get the blocks for it before any waiting request does."""
+    """Preempt requests, the last first, until the others have the blocks for one step.
+
+    The running requests take these blocks before any waiting request does.
+
+    Returns:
+        Whether a request was preempted.
+    """
     eng, preempted = s.eng, False
     while eng[e].running > 0 and _growth(s, e, 1) > room(s.kv, e):
         preempted = True
@@ -246,7 +255,7 @@ def _make_room(s: State, e: int, now: float) -> bool:
 
 @inner
 def _steps_until_change(s: State, e: int) -> Any:
-    """Steps until the first running request ends or the blocks run out."""
+    """Return the number of steps until the first running request ends or the blocks run out."""
     req, eng = s.req, s.eng
     steps: Any = np.int64(1) << 40
     for n in range(eng[e].running):
@@ -268,7 +277,7 @@ def _steps_until_change(s: State, e: int) -> Any:
 
 @inner
 def _continue_prompts(s: State, e: int) -> tuple[int, float]:
-    """The prompts under way get their part of the step. Returns tokens and pairs."""
+    """Give the prompts under way their part of the step; return its tokens and pairs."""
     eng, tokens, pairs = s.eng, 0, 0.0
     budget = eng[e].step_tokens + eng[e].spare_tokens - eng[e].running
     for n in range(eng[e].chunks):
@@ -282,7 +291,7 @@ def _continue_prompts(s: State, e: int) -> tuple[int, float]:
 
 @inner
 def _let_in(s: State, e: int, now: float, tokens: int, pairs: float) -> tuple[int, float]:
-    """Let waiting requests in, in order, while there is room and budget."""
+    """Admit waiting requests, in order, while there is room and budget."""
     eng, req = s.eng, s.req
     budget = eng[e].step_tokens + eng[e].spare_tokens - eng[e].running
     while eng[e].waiting > 0 and eng[e].inside < eng[e].max_requests:
@@ -307,7 +316,7 @@ def _let_in(s: State, e: int, now: float, tokens: int, pairs: float) -> tuple[in
 
 @inner
 def _begin_prompt(s: State, e: int, r: int, now: float) -> bool:
-    """Take all blocks of a prompt that this engine computes; False if they do not fit."""
+    """Admit a prompt that this engine computes: take its blocks; False if they do not fit."""
     req, size = s.req, s.limits.block_tokens
     here = req[r].p < 0
     matched = match(s, r, e)
@@ -333,8 +342,13 @@ def _begin_prompt(s: State, e: int, r: int, now: float) -> bool:
 
 @inner
 def _load(s: State, e: int, r: int, matched: int) -> int:
-    """Blocks loaded from the node's store, if that is faster than computing them. The next step
-    takes as long as the longer of its computation and its loads."""
+    """Load blocks from the node's store if that is faster than computing them.
+
+    The next step takes as long as the longer of its computation and its loads.
+
+    Returns:
+        The number of loaded blocks.
+    """
     if s.limits.store == 0:
         return 0
     more = match_further(s, r, len(s.eng) + s.eng[e].node, matched) - matched
@@ -352,7 +366,10 @@ def _load(s: State, e: int, r: int, matched: int) -> int:
 
 @inner
 def _pull(s: State, e: int, r: int, now: float) -> bool:
-    """Take blocks for a prompt that was computed elsewhere, and fetch those that are missing."""
+    """Admit a prompt that another engine computed: take its blocks, and pull the missing ones.
+
+    False if they do not fit.
+    """
     req, limits = s.req, s.limits
     matched = match(s, r, e)
     fresh = blocks_of(s, req[r].need + 1) - matched
@@ -381,7 +398,7 @@ def _pull(s: State, e: int, r: int, now: float) -> bool:
 
 @inner
 def finish(s: State, e: int, now: float) -> None:
-    """The stretch is over: tokens come out, prompts get on, requests end."""
+    """End a stretch: emit tokens, advance prompts, end requests, and plan the next stretch."""
     eng = s.eng
     steps = eng[e].steps
     eng[e].busy_s += now - eng[e].begun_s
@@ -393,8 +410,11 @@ def finish(s: State, e: int, now: float) -> None:
 
 @inner
 def _emit(s: State, e: int, steps: int, now: float) -> None:
-    """Every running request gets its tokens, and the blocks for them before any that ends gives its
-    own back, as vLLM allocates before a step and frees after it."""
+    """Emit the tokens of all running requests, and end the finished ones.
+
+    All requests take blocks for their tokens before any request releases its own, as vLLM allocates
+    before a step and frees after it.
+    """
     eng, req = s.eng, s.req
     rows, kept, seen = eng[e].running, 0, 0
     for n in range(rows):
@@ -431,7 +451,7 @@ def _count_gaps(s: State, gap_s: float, tokens: int) -> None:
 
 @inner
 def end(s: State, r: int, now: float) -> None:
-    """All tokens of a request are out."""
+    """End a request whose tokens are all emitted."""
     req, e = s.req, s.req[r].d
     give_back(s, r, e, req[r].held_d, req[r].plain_d)
     req[r].held_d = req[r].plain_d = 0
@@ -444,7 +464,7 @@ def end(s: State, r: int, now: float) -> None:
 
 @inner
 def _advance_prompts(s: State, e: int, now: float) -> None:
-    """What the step computed is there. A prompt that is whole goes on to decode."""
+    """Count the prompt tokens that the step computed; pass complete prompts on to decode."""
     eng, req, kept = s.eng, s.req, 0
     for n in range(eng[e].chunks):
         r, size = s.chunk_of[e, n], s.chunk[e, n]
@@ -482,7 +502,7 @@ def _hand_over(s: State, e: int, r: int, now: float) -> None:
 
 @inner
 def _first_token(s: State, e: int, r: int, now: float) -> None:
-    """The step that computed the last of a prompt has sampled a token, too."""
+    """Emit a request's first token, which the last step of its prompt has sampled."""
     req = s.req
     s.eng[e].sent_tokens -= req[r].guess
     req[r].guess = 0

@@ -1,8 +1,9 @@
-"""Our gate in front of a simulated engine: which prompt is next, and which may share a step.
+"""Headrace's gate in front of a simulated engine: which prompt is next, and which may share a step.
 
-As `headrace_engine.gate`: the least arrival + own work is next; a prompt joins another's step if
-that costs the other less than a step; beside a prompt that takes several steps only what fits into
-a sixteenth of them is let in, here only if it is next. Requests whose KV comes from elsewhere pass.
+The rules are those of `headrace_engine.gate`. The prompt with the smallest arrival time plus own
+work is next. A prompt joins another's step if that costs the other less than a step. Beside a
+prompt that takes several steps, only a prompt that fits into a sixteenth of a step is admitted. In
+the simulator, it must also be the next one. Requests whose KV comes from another engine pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _left(s: State, e: int, r: int) -> int:
 
 @inner
 def wait_at_gate(s: State, e: int, r: int, now: float) -> None:
-    """Take a place in the queue."""
+    """Insert a request into the queue, by arrival time plus own work."""
     req, eng, curve = s.req, s.eng, curve_at(s, e)
     work_s = step_s(curve, _left(s, e, r), 0, 0, 0.0) - step_s(curve, 0, 0, 0, 0.0)
     req[r].due_s = now + work_s
@@ -46,8 +47,11 @@ def wait_at_gate(s: State, e: int, r: int, now: float) -> None:
 
 @inner
 def may_join(s: State, e: int, r: int, room: int) -> bool:
-    """Whether a prompt may be computed in the step that is being planned, whose token budget leaves
-    so much room."""
+    """Return whether a prompt may join the step that is being planned.
+
+    Args:
+        room: tokens that are left of the step's budget.
+    """
     together = s.eng[e].chunks
     if together == 0:
         return True

@@ -1,23 +1,23 @@
-"""What the simulated machines can do: engines, links between them, and each node's KV store.
+"""Performance of the simulated machines: engines, links between them, and each node's KV store.
 
-The default engine is a GPU of the H100 SXM kind (80 GB) that serves an 8B model of the Llama 3
-shape (32 layers, 8 KV heads, head dimension 128, hidden size 4,096, 8.03e9 weights) in bfloat16.
-Its numbers are arithmetic on the data sheet (989 TFLOP/s dense bfloat16, 3.35 TB/s), at shares of
-the peak that public measurements of vLLM come near:
+The default engine is an H100 SXM GPU (80 GB) that serves an 8B model of the Llama 3 shape (32
+layers, 8 KV heads, head dimension 128, hidden size 4,096, 8.03e9 weights) in bfloat16. Its numbers
+are computed from the data sheet (989 TFLOP/s dense bfloat16, 3.35 TB/s), at shares of the peak that
+public measurements of vLLM come close to:
 
-- A step reads the weights: 16.06 GB at 80 % of the bandwidth, 6.0 ms; 2 ms more are scheduling,
-  sampling and launches. 8 ms.
+- A step reads the weights: 16.06 GB at 80 % of the bandwidth, 6.0 ms. Scheduling, sampling and
+  launches take 2 ms more. Total: 8 ms.
 - A token computes 2 x 7.5e9 FLOP (the table of the input's embeddings is not multiplied) at 50 % of
-  the peak: 30 us, so 33,000 tokens/s. Up to about 200 tokens that hides under reading the weights.
+  the peak: 30 us, so 33,000 tokens/s. Up to about 200 tokens are hidden by reading the weights.
 - A pair (a token and one that it attends to) computes 4 x 32 layers x 4,096 FLOP at 45 %: 1.2 ns.
 - A running request reads 131,072 bytes of KV for each token of its context, at 80 %: 49 ns.
 - KV cache: 90 % of 80 GB, less the weights and 2 GB of workspace: 54 GB, 412,000 tokens.
-- Links: 200 GB/s a node of 8 engines (eight 400 Gb/s ports, half used). Engines of a node reach
-  each other at 300 GB/s (NVLink, one way, two thirds). A fixed 5 ms a transfer, for the handshake.
+- Links: 200 GB/s for a node of 8 engines (eight 400 Gb/s ports, half used). Engines of one node are
+  linked at 300 GB/s (NVLink, one way, two thirds). A transfer takes a fixed 5 ms for the handshake.
 - Node store: 2 TB of DRAM and eight NVMe drives hold 8 TB of KV; each engine reads it at 25 GB/s (a
   drive's 7 GB/s and PCIe's 50 GB/s, mixed), after 5 ms.
 
-A calibrated step model (`headrace_engine.steptime.StepTime`) takes the place of the first four.
+A calibrated step model (`headrace_engine.steptime.StepTime`) replaces the first four.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONTEXT_S, _PAIR_S = 49e-9, 1.2e-9
 
 
 class StepCurve(NamedTuple):
-    """A step-time model in numbers that compiled code reads; `step_s` says what they mean."""
+    """Step-time model as numbers for compiled code; `step_s` shows their meaning."""
 
     knots: NDArray[np.float64]
     plain: NDArray[np.float64]
@@ -48,7 +48,7 @@ class StepCurve(NamedTuple):
 
 
 def default_steps() -> StepTime:
-    """The step times of the GPU of this module's description, as a fitted model."""
+    """Return the step times of this module's default GPU, as a fitted model."""
     plain = _OVERHEAD_S + np.maximum(_WEIGHTS_S, _TOKEN_S * np.asarray(KNOTS))
     level, weight = 1.0, 1.0
     rates = np.log([level, weight, _CONTEXT_S, _PAIR_S])
@@ -64,7 +64,7 @@ def default_steps() -> StepTime:
 
 
 def curve_of(fit: StepTime) -> StepCurve:
-    """A model's curve without drafts."""
+    """Return a model's curve without drafts."""
     prices = fit.prices()
     return StepCurve(
         knots=np.asarray(KNOTS),
@@ -78,7 +78,7 @@ def curve_of(fit: StepTime) -> StepCurve:
 
 @jit()
 def step_s(c: StepCurve, prompt: float, rows: float, context: float, pairs: float) -> float:
-    """Seconds of a step, as `StepTime.seconds` without drafts."""
+    """Return the seconds of a step, as `StepTime.seconds` does without drafts."""
     size = c.weight * prompt + rows
     if len(c.sizes) > 0:
         at = np.searchsorted(c.sizes, size)
@@ -99,7 +99,7 @@ def step_s(c: StepCurve, prompt: float, rows: float, context: float, pairs: floa
 
 @jit()
 def prefill_s(c: StepCurve, tokens: int, end: int, step_tokens: int) -> float:
-    """Seconds to compute a prompt's last `tokens` tokens, up to token `end`, alone."""
+    """Return the seconds to compute a prompt's last `tokens` tokens, up to token `end`, alone."""
     total, first = 0.0, end - tokens
     while first < end:
         last = min(end, first + step_tokens)
@@ -115,11 +115,11 @@ class Engine:
 
     steps: StepTime = field(default_factory=default_steps)
     kv_blocks: int = 805
-    #: Most tokens and most requests of a step: vLLM's max_num_batched_tokens and max_num_seqs.
+    #: Maximum tokens and requests of a step: vLLM's max_num_batched_tokens and max_num_seqs.
     step_tokens: int = 8192
     max_requests: int = 256
-    #: Whether prompts pass our gate (`headrace_engine.gate`), not all to the scheduler at once.
-    #: `step_tokens` are then a prompt's share of a step, 15 of 16.
+    #: Whether Headrace's gate (`headrace_engine.gate`) admits the prompts to the scheduler, and not
+    #: all at once. `step_tokens` is then a prompt's share of a step, 15/16 of it.
     gated: bool = False
 
     def __post_init__(self) -> None:
@@ -138,26 +138,25 @@ class Engine:
 class Hardware:
     """The machines.
 
-    Decode engines have a smaller step: a prompt that is computed there delays the requests that
-    run, by one step at a time.
+    Decode engines have a smaller step, since each step with a prompt delays the running requests.
     """
 
     prefill: Engine = field(default_factory=Engine)
     decode: Engine = field(default_factory=lambda: Engine(step_tokens=1024))
     kv_bytes_per_token: int = 131_072
-    #: Of a KV block. The trace's blocks must be as large.
+    #: Tokens of a KV block. The trace must have blocks of the same size.
     block_tokens: int = BLOCK_TOKENS
     engines_per_node: int = 8
-    #: Whether each node has engines of both roles; otherwise a node has those of one.
+    #: Whether each node has engines of both roles; otherwise all engines of a node have one role.
     mixed_nodes: bool = False
     #: Part of its speed that a decode engine loses while a prefill engine of its node computes.
     lost_share: float = 0.0
     link_bytes_s: float = 200e9
     inside_bytes_s: float = 300e9
     transfer_fixed_s: float = 0.005
-    #: From the end of a prefill until the decode engine knows of it.
+    #: Seconds from the end of a prefill until the decode engine knows of it.
     handoff_s: float = 0.005
-    #: KV in the DRAM and on the disks of each node; 0 for none.
+    #: Bytes of KV in the DRAM and on the disks of each node; 0 for none.
     store_bytes: float = 8e12
     store_bytes_s: float = 25e9
     store_fixed_s: float = 0.005
@@ -181,5 +180,5 @@ class Hardware:
 
     @property
     def store_blocks(self) -> int:
-        """Blocks that fit the store of one node."""
+        """Number of blocks that fit in the store of one node."""
         return int(self.store_bytes // self.block_bytes)

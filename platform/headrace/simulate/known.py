@@ -1,8 +1,8 @@
-"""What the router knows of the caches: who holds which block, a little late.
+"""The router's delayed knowledge of the holders of each block.
 
-Changes of caches arrive as events, after a delay. What a placement will make is counted as there
-from the placement on, as the gateway's own index does. A (block, holder) pair is usable only with
-all blocks before it in the chain.
+Changes of caches arrive as events, after a delay. The blocks that a placement will make count from
+the placement on, as in the gateway's own index. A (block, holder) pair is usable only with all
+blocks before it in the chain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ find, add, drop, inner = blocks.find, blocks.add, blocks.drop, blocks.inner
 
 
 class Known(NamedTuple):
-    """Rows of bits, one bit a holder; `rows` says which row is a block's."""
+    """Rows of bits, one bit for each holder; `rows` maps a block to its row."""
 
     rows: Caches
     bits: NDArray[np.uint64]
@@ -31,7 +31,11 @@ class Known(NamedTuple):
 
 
 def new_known(capacities: Sequence[int], *, ahead: int) -> Known:
-    """Nothing known yet. `ahead`: so many blocks may be expected beside those that are there."""
+    """Return empty knowledge.
+
+    Args:
+        ahead: number of expected blocks for which there is room, in addition to `capacities`.
+    """
     size = int(sum(capacities)) + ahead
     words = -(-len(capacities) // 64)
     return Known(new_caches([size]), np.zeros((size, words), np.uint64), len(capacities))
@@ -39,7 +43,7 @@ def new_known(capacities: Sequence[int], *, ahead: int) -> Known:
 
 @jit()
 def catch_up(k: Known, ev: Events, until: float) -> None:
-    """Learn the changes up to a time; those after it stay."""
+    """Apply the changes up to a time; later changes stay in the log."""
     count = min(ev.count[2], LOG_ROWS)
     n = 0
     while n < count and ev.log[n].at_s <= until:
@@ -58,7 +62,7 @@ def catch_up(k: Known, ev: Events, until: float) -> None:
 
 @inner
 def learn(k: Known, holder: int, key: int) -> None:
-    """A holder has a block. Where there is no row left, that is not noted."""
+    """Record that a holder has a block; without a free row, the record is dropped."""
     row = find(k.rows, 0, key)
     if row < 0:
         if k.rows.of[0].held >= k.rows.of[1].first:
@@ -82,7 +86,7 @@ def unlearn(k: Known, holder: int, key: int) -> None:
 
 @inner
 def forget(k: Known, holder: int) -> None:
-    """A holder is empty."""
+    """Record that a holder is empty."""
     gone = ~(np.uint64(1) << np.uint64(holder & 63))
     for row in range(len(k.bits)):
         k.bits[row, holder >> 6] &= gone
@@ -90,14 +94,14 @@ def forget(k: Known, holder: int) -> None:
 
 @jit()
 def expect_there(k: Known, s: State, r: int, holder: int) -> None:
-    """A placed request will leave its blocks with a holder."""
+    """Record the blocks that a placed request will leave with a holder."""
     for n in range(s.req[r].blocks):
         learn(k, holder, s.keys[s.req[r].chain + n] + s.req[r].offset)
 
 
 @jit()
 def matches(k: Known, s: State, r: int, depth: NDArray[np.int32]) -> None:
-    """Leading blocks of a request that each holder has, into `depth` [holders]."""
+    """Write to `depth` [holders] how many leading blocks of a request each holder has."""
     words = k.bits.shape[1]
     alive = np.empty(words, np.uint64)
     for word in range(words):

@@ -1,4 +1,4 @@
-"""A request's KV on an engine: finding its prefix, taking and filling blocks, giving them back."""
+"""A request's KV on an engine: finding its prefix, taking, filling and releasing blocks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ find, use, add, evict, release, touch = (
 )
 room = blocks.room
 CLEARED = -1
-"""Key of a change that stands for all blocks of a holder."""
+"""Key of a change that clears all blocks of a holder."""
 
 
 @inner
 def blocks_of(s: State, tokens: int) -> int:
-    """Blocks that so many tokens fill, the last one perhaps in part."""
+    """Return the number of blocks for this many tokens; the last block may be partly filled."""
     return -(-tokens // s.limits.block_tokens)
 
 
 @jit()
 def pairs_between(first: int, last: int) -> float:
-    """`pairs` of a prompt's tokens from `first` to `last`, not included."""
+    """Return the attention pairs of a prompt's tokens from `first` to before `last`."""
     return 0.5 * (float(last) * (last + 1) - float(first) * (first + 1))
 
 
 @inner
 def note(s: State, now: float, holder: int, key: int, parent: int, stored: int) -> None:
-    """A change of a holder, for whoever follows the events."""
+    """Log a change of a holder, for the router's knowledge of the caches (`known`)."""
     n = s.ev.count[2]
     if n < LOG_ROWS:
         row = s.ev.log[n]
@@ -52,13 +52,13 @@ def key_of(s: State, r: int, block: int) -> int:
 
 @inner
 def usable(s: State, r: int) -> int:
-    """Most blocks of a prompt that may come from a cache: at least one token is computed."""
+    """Return how many blocks of a prompt a cache may supply: at least one token is computed."""
     return min(s.req[r].blocks, (s.req[r].need - 1) // s.limits.block_tokens)
 
 
 @inner
 def match(s: State, r: int, holder: int) -> int:
-    """Leading blocks of a request that a holder has."""
+    """Return how many leading blocks of a request a holder has."""
     most, c = usable(s, r), s.kv
     n, chain, offset = 0, s.req[r].chain, s.req[r].offset
     while n < most and find(c, holder, s.keys[chain + n] + offset) >= 0:
@@ -68,7 +68,10 @@ def match(s: State, r: int, holder: int) -> int:
 
 @inner
 def match_further(s: State, r: int, holder: int, first: int) -> int:
-    """As `match`, of the blocks from `first` on, those before it being had elsewhere."""
+    """Return the end of the run of blocks from `first` on that a holder has.
+
+    The blocks before `first` are in another cache.
+    """
     most, n = usable(s, r), first
     while n < most and find(s.kv, holder, key_of(s, r, n)) >= 0:
         n += 1
@@ -77,7 +80,7 @@ def match_further(s: State, r: int, holder: int, first: int) -> int:
 
 @inner
 def fits(s: State, r: int, e: int, matched: int, fresh: int) -> bool:
-    """Whether an engine has room for `fresh` blocks beside those of the request that it holds."""
+    """Return whether an engine has room for `fresh` blocks beside the request's matched ones."""
     left = room(s.kv, e) - fresh
     for n in range(matched):
         left -= s.kv.slot[find(s.kv, e, key_of(s, r, n))].refs == 0
@@ -86,7 +89,7 @@ def fits(s: State, r: int, e: int, matched: int, fresh: int) -> bool:
 
 @inner
 def take(s: State, e: int, fresh: int, now: float) -> None:
-    """Use `fresh` more blocks without keys; unused blocks make room."""
+    """Take `fresh` more blocks without keys; evict unused blocks to make room."""
     c = s.kv
     capacity = c.of[e + 1].first - c.of[e].first
     while c.of[e].held + c.of[e].plain + fresh > capacity:
@@ -103,9 +106,14 @@ def hold(s: State, r: int, e: int, matched: int) -> None:
 
 @inner
 def commit(s: State, r: int, e: int, first: int, tokens: int, now: float) -> int:
-    """The request's blocks from `first` on that `tokens` tokens fill can be found from now on.
-    Returns how many there are in all. They were blocks without keys; where the engine has got the
-    same block from another request meanwhile, that one is used."""
+    """Give keys to the request's blocks from `first` on that `tokens` tokens fill.
+
+    The blocks had no keys, and can be found from now on. If the engine has got the same block from
+    another request in the meantime, the request uses that one.
+
+    Returns:
+        The number of the request's full blocks.
+    """
     c = s.kv
     full = max(first, min(s.req[r].blocks, tokens // s.limits.block_tokens))
     for n in range(first, full):
@@ -124,7 +132,7 @@ def commit(s: State, r: int, e: int, first: int, tokens: int, now: float) -> int
 
 @inner
 def _to_store(s: State, r: int, e: int, full: int, now: float) -> None:
-    """The node's store gets a copy of each block, and knows what was used."""
+    """Copy each block to the node's store, or mark it there as recently used."""
     c, holder = s.kv, len(s.eng) + s.eng[e].node
     for n in range(full - 1, -1, -1):
         key = key_of(s, r, n)
@@ -148,6 +156,6 @@ def give_back(s: State, r: int, e: int, held: int, plain: int) -> None:
 
 @inner
 def forget_all(s: State, e: int, now: float) -> None:
-    """An engine lost its memory."""
+    """Clear all blocks of a holder that lost its memory."""
     blocks.clear(s.kv, e)
     note(s, now, e, np.int64(-1), -1, 0)

@@ -1,4 +1,4 @@
-"""The clock: what happens next anywhere, and what comes from outside (placements, failures)."""
+"""Clock of the simulation: the next event of any engine or request, placements and failures."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from headrace_kvstore.compiled import jit
 inner = blocks.inner
 _LOG_LEFT = LOG_ROWS // 2
 GONE = -2
-"""In place of a request's decode engine, when that has failed."""
+"""Value of a request's decode engine after that engine has failed."""
 
 
 @inner
 def _before(s: State, one: int, other: int) -> bool:
-    """Whether one event of the heap comes before another."""
+    """Return whether one event of the heap is before another."""
     a, b = s.ev.heap[one], s.ev.heap[other]
     return a.at_s < b.at_s or (a.at_s == b.at_s and a.order < b.order)
 
 
 @inner
 def _pop(s: State) -> int:
-    """Take the first event off the heap: its request, or -1 if it is of an earlier try."""
+    """Pop the first event; return its request, or -1 if the event is of an earlier try."""
     ev = s.ev
     r = ev.heap[0].request if ev.heap[0].tries == s.req[ev.heap[0].request].tries else -1
     ev.count[0] -= 1
@@ -62,8 +62,11 @@ def _pop(s: State) -> int:
 
 @jit()
 def advance(s: State, until: float) -> bool:
-    """Let time pass up to `until`, that moment included. True if it stopped before because the
-    changes of caches must be read first."""
+    """Advance the time to `until`, including the events at that moment.
+
+    Returns:
+        True if it stopped earlier because the log of cache changes must be read first.
+    """
     eng, ev = s.eng, s.ev
     while True:
         if ev.count[2] > _LOG_LEFT:
@@ -89,7 +92,7 @@ def advance(s: State, until: float) -> bool:
 
 @inner
 def _happen(s: State, r: int, now: float) -> None:
-    """What a request's event does: its decode engine hears of it, or its KV has arrived."""
+    """Handle a request's event: its hand-over to the decode engine, or the arrival of its KV."""
     req = s.req
     d = req[r].d
     if req[r].phase == HANDOVER:
@@ -118,7 +121,7 @@ def _happen(s: State, r: int, now: float) -> None:
 
 @inner
 def _leave_prefill(s: State, r: int, now: float) -> None:
-    """The prefill engine's copy of a request's KV is not needed for it any more."""
+    """Release a request's KV on its prefill engine."""
     give_back(s, r, s.req[r].p, s.req[r].held_p, s.req[r].plain_p)
     s.req[r].held_p = s.req[r].plain_p = 0
 
@@ -133,8 +136,13 @@ def _lose(s: State, r: int) -> None:
 
 @jit()
 def send(s: State, r: int, p: int, d: int, guess: int) -> None:
-    """Place a request now: p computes its prompt (-1: d does), d decodes. `guess` is what the
-    router believes must be computed. A dead engine loses it at once."""
+    """Place a request now: p computes its prompt (-1: d does), d decodes.
+
+    The request is lost at once if an engine is dead.
+
+    Args:
+        guess: prompt tokens to compute, as the router assumes.
+    """
     req, now = s.req, s.now_s[0]
     if not s.eng[d].alive or (p >= 0 and not s.eng[p].alive):
         _lose(s, r)
@@ -159,8 +167,7 @@ def send(s: State, r: int, p: int, d: int, guess: int) -> None:
 
 @jit()
 def fail(s: State, e: int) -> None:
-    """An engine dies, with its cache and the requests on it. Those of their KV that are on other
-    engines are given back there."""
+    """Stop an engine with its cache and its requests, and release their KV on other engines."""
     now, eng = s.now_s[0], s.eng
     req: Any = s.req
     eng[e].alive = 0
@@ -201,7 +208,7 @@ def fail(s: State, e: int) -> None:
 
 @inner
 def _unqueue(s: State, e: int, gone: int) -> None:
-    """Take a request out of the middle of an engine's queue."""
+    """Remove a request from any place in an engine's queue."""
     before, r = -1, s.eng[e].head
     while r != gone:
         before, r = r, s.req[r].next
@@ -228,13 +235,13 @@ def _empty(s: State, e: int) -> None:
 
 @jit()
 def recover(s: State, e: int) -> None:
-    """A failed engine is back, or a new one is there, with an empty cache."""
+    """Start a failed engine again, or a new one, with an empty cache."""
     s.eng[e].alive = s.eng[e].open = 1
 
 
 @jit()
 def stop(s: State, e: int) -> None:
-    """An engine without requests goes, with its cache."""
+    """Stop an engine without requests, and clear its cache."""
     s.eng[e].alive = s.eng[e].open = 0
     _empty(s, e)
     forget_all(s, e, s.now_s[0])

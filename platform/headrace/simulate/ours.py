@@ -1,8 +1,8 @@
-"""Headrace's placement in the simulator: the gateway's own `place` over a view of what it sees.
+"""Headrace's placement in the simulator: the gateway's own placement code over a simulated view.
 
-The view is filled as a gateway fills it: each engine's last report, what was placed since added at
-once. Of decode engines the gateway counts the blocks and requests that it sent and that have not
-ended; it relays them, so it knows.
+The view is filled as in a gateway: each engine's last report, plus the requests placed since then.
+For decode engines, the gateway counts the blocks and requests that it sent and that have not ended,
+since it relays them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from headrace_kvstore.supply import DRAM
 
 
 class Headrace:
-    """A gateway. It serves one run; a second run needs another."""
+    """Policy of one gateway for one run; a second run needs a new object."""
 
     def __init__(self, settings: RouterSettings | None = None, output_tokens: float = 0.0) -> None:
-        """`output_tokens`: expected length of an answer; 0 leaves answers out of the price."""
+        """
+        Args:
+            output_tokens: expected length of an answer; 0 leaves answers out of the price.
+        """
         self.settings = settings or RouterSettings()
         self.output_tokens = output_tokens
         self._view: View | None = None
@@ -59,7 +62,7 @@ class Headrace:
         return Choice(prefill if prefill >= 0 else None, decode)
 
     def seen(self, sight: Sight, reports: Reports, now_s: float) -> View:
-        """The view as it is now, for who only reads."""
+        """Return the current view, read only."""
         reports.arrive(sight, now_s)
         return self._now(sight)
 
@@ -99,7 +102,7 @@ class Headrace:
         return view
 
     def _learn(self, view: View, sight: Sight) -> None:
-        """The reports that have arrived, with what was placed since they were made."""
+        """Write the last report into the view, plus the placements since it was made."""
         self._report = report = sight.report
         engines, split, alive = view.engines, sight.prefills, sight.alive
         engines["queued_tokens"] = report.queue_tokens + sight.since_tokens
@@ -112,14 +115,14 @@ class Headrace:
         _fill_queues(engines, view.curves, view.padded)
 
     def _since(self, at_s: float) -> NDArray[np.int64]:
-        """Prompts that were placed on each engine since then."""
+        """Return the number of prompts placed on each engine since `at_s`."""
         while self._placed and self._placed[0][0] < at_s:
             self._placed.popleft()
         assert self._view is not None
         return np.bincount([e for _, e in self._placed], minlength=len(self._view.engines))
 
     def _books(self, view: View, sight: Sight) -> None:
-        """What the gateway itself knows of the decode engines."""
+        """Write the gateway's own counts of the decode engines into the view."""
         engines, split = view.engines, sight.prefills
         engines["running"][split:] = sight.sent_requests[split:]
         engines["context"][split:] = sight.sent_blocks[split:] * sight.hardware.block_tokens

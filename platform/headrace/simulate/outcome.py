@@ -1,4 +1,4 @@
-"""What a run came to: times to first token, gaps between tokens, goodput, hits, use of engines."""
+"""Figures of a run: times to first token, gaps between tokens, goodput, hits, use of engines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from headrace.simulate.state import DONE, ITL_GROWTH, ITL_LEAST_S, State
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a request must keep to count for goodput: seconds to its first token, at most
-    `ttft_s` plus `ttft_token_s` for each token of its prompt, and seconds a token after it, on
-    average."""
+    """Targets that a request must keep to count for goodput.
+
+    Its first token comes within `ttft_s` plus `ttft_token_s` for each token of its prompt, and its
+    later tokens take at most `itl_s` each on average.
+    """
 
     ttft_s: float = 2.0
     ttft_token_s: float = 0.0
@@ -29,10 +31,11 @@ class Targets:
 class Outcome:
     """Figures of the requests that arrived in the measured part of a run.
 
-    Times in seconds. `goodput` is the share of requests that kept the targets; `hit_rate` the share
-    of prompt tokens that came from a cache; `reachable` what an endless cache for all engines would
-    have given; `prefill_use`, `decode_use` the share of time that engines had work. Requests that
-    did not end in time count as far as they came: no first token is a TTFT up to the end.
+    Times are in seconds. `goodput` is the share of requests that kept the targets. `hit_rate` is
+    the share of prompt tokens that came from a cache, and `reachable` the hit rate of one unlimited
+    cache for all engines. `prefill_use` and `decode_use` are the shares of time in which the
+    engines had work. Requests that did not end in time are included; without a first token, their
+    TTFT lasts until the end of the run.
     """
 
     requests: int
@@ -59,7 +62,7 @@ class Outcome:
 def outcome_of(
     s: State, targets: Targets, reachable: float, measured_from_s: float, until_s: float
 ) -> Outcome:
-    """Figures of the requests that arrived from `measured_from_s` on."""
+    """Return the figures of the requests that arrived from `measured_from_s` on."""
     req, eng = s.req, s.eng
     seen = np.flatnonzero(req["arrival_s"] >= measured_from_s)
     if len(seen) == 0:
@@ -101,7 +104,7 @@ def outcome_of(
 
 
 def gap_percentile(histogram: NDArray[np.int64], share: float) -> float:
-    """A percentile of the gaps between tokens, to 2 %."""
+    """Return a percentile of the gaps between tokens, accurate to 2 %."""
     total = int(histogram.sum())
     if total == 0:
         return 0.0

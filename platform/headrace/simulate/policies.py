@@ -1,9 +1,7 @@
-"""Placement rules that look at nothing but queues, each a function of what a router sees.
+"""Placement rules that use only queues, each a function of the router's view.
 
 Rules of other routers, from installed packages, have the same form (entry points
-`headrace.simulate.policies`).
-
-Ties go to the lowest number unless the rule says otherwise.
+`headrace.simulate.policies`). Ties go to the lowest number unless the rule says otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +20,10 @@ Indices = NDArray[np.int64]
 
 
 def sides(sight: Sight) -> tuple[Indices, Indices]:
-    """Numbers of the prefill and the decode engines that live. All, where a side has none left."""
+    """Return the numbers of the prefill and decode engines that are alive.
+
+    If no decode engine is alive, all decode engines are returned.
+    """
     alive, split = sight.alive, sight.prefills
     p, d = np.flatnonzero(alive[:split]), np.flatnonzero(alive[split:]) + split
     if not len(d):
@@ -31,7 +32,7 @@ def sides(sight: Sight) -> tuple[Indices, Indices]:
 
 
 def round_robin(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """Each engine of a side in turn."""
+    """Choose the engines of each side in turn."""
     p, d = sides(sight)
     return choice(p[ask.number % len(p)] if len(p) else None, d[ask.number % len(d)])
 
@@ -47,10 +48,10 @@ def two_choices(sight: Sight, ask: Ask, rng: Random) -> Choice:
 
 
 def choice(prefill: int | None, decode: int | None) -> Choice:
-    """Plain numbers of what was chosen.
+    """Return a `Choice` with plain integers.
 
     Raises:
-        ValueError: no decode engine was.
+        ValueError: there is no decode engine.
     """
     if decode is None:
         raise ValueError("there is no decode engine")
@@ -58,7 +59,7 @@ def choice(prefill: int | None, decode: int | None) -> Choice:
 
 
 def better_of_two(sight: Sight, side: Indices, rng: Random) -> int | None:
-    """The less busy of two random engines of a side, by requests in flight; None if it has none."""
+    """Return the one of two random engines with fewer requests in flight; None without engines."""
     if not len(side):
         return None
     one, other = (int(side[rng.randrange(len(side))]) for _ in range(2))
@@ -71,7 +72,7 @@ def least(
     among: NDArray[np.bool_] | None,
     rng: Random,
 ) -> int:
-    """The engine with the least load, at random among equals."""
+    """Return the engine with the smallest load, at random among equals."""
     weighed = load if among is None else np.where(among, load, np.inf)
     return int(side[rng.choice(np.flatnonzero(weighed == weighed.min()).tolist())])
 
@@ -80,4 +81,4 @@ SIMPLE: Mapping[str, Policy] = {
     "round-robin": round_robin,
     "two-choices": two_choices,
 }
-"""By the name that `--policy` takes."""
+"""Policies by the name that `--policy` takes."""

@@ -1,4 +1,4 @@
-"""A run as one HTML page without anything from outside: figures, and the run's course as SVG."""
+"""Self-contained HTML page of a run: figures, and the run's course as SVG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.simulate.outcome import Outcome, Targets
 COLOURS = ("#2364aa", "#d1495b", "#3a7d44", "#e09f3e", "#6d597a", "#2a9d8f", "#8d5524", "#555")
 WIDTH, HEIGHT, LEFT, BOTTOM = 560, 200, 56, 24
 _POINTS = 400
-"""Most points of a line: longer courses are drawn as means over equal parts."""
+"""Maximum points of a line: longer courses are drawn as means over equal parts."""
 
 ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("goodput", "Goodput", 100.0, "%"),
@@ -52,7 +52,12 @@ def page(
     courses: Mapping[str, Mapping[str, NDArray[np.float64]]],
     targets: Targets,
 ) -> str:
-    """The report. `outcomes` and `courses` are by policy; `asked` is what the run was asked for."""
+    """Return the report page.
+
+    Args:
+        asked: the run's parameters, by label.
+        outcomes, courses: figures and courses, by policy.
+    """
     legend = " ".join(
         f'<span style="color:{COLOURS[n % len(COLOURS)]}">&#9632;</span> {escape(name)}'
         for n, name in enumerate(outcomes)
@@ -84,7 +89,7 @@ def page(
 
 
 def table(outcomes: Mapping[str, Outcome]) -> str:
-    """One column a policy."""
+    """Return a table of the figures with one column for each policy."""
     head = "".join(f"<th>{escape(name)}</th>" for name in outcomes)
     told = [asdict(outcome) for outcome in outcomes.values()]
     rows = "".join(
@@ -97,7 +102,7 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def chart(lines: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> str:
-    """Lines (x in seconds, y) as SVG, both axes from 0."""
+    """Draw lines (x in seconds, y) as SVG, both axes from 0."""
     thinned = [_thinned(x, y) for x, y in lines]
     most_x = max((float(x[-1]) for x, _ in thinned if len(x)), default=1.0) or 1.0
     most_y = max((float(y.max()) for _, y in thinned if len(y)), default=1.0) or 1.0
@@ -133,7 +138,7 @@ def _thinned(
 
 
 def _number(value: float) -> str:
-    """Three digits that matter; thousands as they are."""
+    """Format a number: three significant digits below 100, whole numbers from 100 on."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Runs a workload on simulated engines with a policy. The same seed gives the same run."""
+"""Runs a workload on simulated engines with a policy. A run with the same seed is the same."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ COURSE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_
 
 
 class SimulationError(ValueError):
-    """A run that makes no sense as asked. The text says why."""
+    """A run with invalid parameters. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An engine dies, and is back with an empty cache after a while."""
+    """A failure of an engine, which is back with an empty cache after `down_s`."""
 
     at_s: float
     engine: int
@@ -40,13 +40,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How old what the router sees is, and how a run is measured.
+    """Age of the router's data, and the measured part of a run.
 
     Attributes:
-        report_s: between two reports of an engine. delay_s: until a report or an event arrives.
-        detect_s: until the requests of a failed engine are placed again.
-        warm_share: of the run, at its begin, that is not measured: caches fill.
-        drain_s: how long requests may go on after the last has come.
+        report_s: time between two reports of an engine.
+        delay_s: time until a report or an event arrives.
+        detect_s: time until the requests of a failed engine are placed again.
+        warm_share: part at the beginning of the run that only fills caches and is not measured.
+        drain_s: how long requests may continue after the last arrival.
     """
 
     seed: int = 0
@@ -67,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's figures, its course (one row a second), and the state that it ended in."""
+    """A run's figures, its course (one row a second), and its final state."""
 
     outcome: Outcome
     course: dict[str, NDArray[np.float64]]
@@ -83,12 +84,12 @@ def simulate(
     settings: Settings | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Run:
-    """Play a workload.
+    """Run a workload.
 
     Args:
         prefills: engines for prefill; 0 lets every engine do both.
         decodes: engines for decode, at least 1.
-        progress: is called with the share of the time that has passed, about once a second of it.
+        progress: called about once a simulated second, with the share of the time that has passed.
 
     Raises:
         SimulationError: no requests, no decode engine, or a prompt that no engine could ever hold.
@@ -129,7 +130,7 @@ def check(
 
 
 class Player:
-    """One run while it goes on."""
+    """One run in progress."""
 
     def __init__(
         self,
@@ -179,11 +180,11 @@ class Player:
         self._busy_before = np.zeros(self.engines)
 
     def play(self, progress: Callable[[float], None] | None) -> None:
-        """Until every request has ended, or the time to drain is over."""
+        """Run until every request has ended, or the drain period is over."""
         settings, work = self.settings, self.work
         arrivals, count = work.arrival_s.tolist(), len(work)
         last_s = work.seconds + settings.drain_s
-        # (time, kind, number): failures, recoveries, and requests that are placed again.
+        # (time, kind, number): 0: failures, 1: recoveries, 2: requests that are placed again.
         others: list[tuple[float, int, int]] = []
         for failure in settings.failures:
             heapq.heappush(others, (failure.at_s, 0, failure.engine))
@@ -223,7 +224,7 @@ class Player:
             self.s.ev.count[3] = 0
 
     def _tick(self, at_s: float) -> None:
-        """Called with each report."""
+        """Hook for subclasses, called after each report."""
 
     def _advance(self, until_s: float) -> None:
         s = self.s
@@ -259,7 +260,7 @@ class Player:
         self.placed += 1
 
     def _affinity(self, r: int) -> int:
-        """Of requests that begin alike the same number; of those without a full block any."""
+        """Return a number for the request's first block; a random one if it has no full block."""
         if not self.s.req["blocks"][r]:
             return self.rng.getrandbits(63)
         return int(self.s.keys[self.s.req["chain"][r]]) + int(self.s.req["offset"][r])

@@ -1,8 +1,8 @@
-"""What a router sees when it places a request: reports a little old, its own books, the caches.
+"""Data that a router has when it places a request: delayed reports, its own counts, the caches.
 
-Each engine reports at an interval, and a report arrives after a delay. What the router itself sent
-since a report was made is known besides (`since_*`). Requests that it sent and that have not come
-back are counted exactly (`sent_*`): the router relays them.
+Each engine reports at an interval, and a report arrives after a delay. The router also knows the
+requests that it sent after the report was made (`since_*`). It relays all requests, so it has exact
+counts of the ones that have not ended (`sent_*`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class Report:
     """All engines at one moment; arrays [engines], prefill engines first.
 
     Attributes:
-        queue_tokens, queue_pairs: that wait to be computed, those of the step under way included.
-        prompts: that wait to be computed, or are. waiting: requests that were not let in.
-        running, context: requests that decode, their tokens. used: KV blocks that requests use.
+        queue_tokens, queue_pairs: tokens and pairs to compute, including the current step's.
+        prompts: prompts that wait to be computed, or are being computed.
+        waiting: requests that are not admitted yet.
+        running, context: requests that decode, and their tokens.
+        used: KV blocks that requests use.
     """
 
     at_s: float
@@ -61,13 +63,14 @@ class Ask:
     """A request to place.
 
     Attributes:
-        number: how many were placed before. prompt: tokens whose KV it needs. output: tokens of
-            its answer; a policy that reads it knows more than a router can.
+        number: how many requests were placed before.
+        prompt: tokens whose KV it needs.
+        output: tokens of its answer; a policy that reads it knows more than a real router can.
         match: leading blocks of the prompt in the KV cache of each engine, int32 [engines].
-        store: the same in the store of each engine's node, or what its KV cache has, if that is
-            more, int32 [engines].
-        stores: the same in each node's store alone, int32 [nodes].
-        affinity: a number that stands for the prompt's first block.
+        store: the larger of `match` and the leading blocks in the store of each engine's node,
+            int32 [engines].
+        stores: leading blocks in each node's store alone, int32 [nodes].
+        affinity: a number for the prompt's first block.
     """
 
     number: int
@@ -82,8 +85,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes: the engine that computes its prompt, or None for `decode` itself, and
-    the engine that decodes; numbers of engines, prefill engines first."""
+    """A placement: the engine that computes the prompt, or None for `decode`, and the engine that
+    decodes. Engines are numbered with the prefill engines first."""
 
     prefill: int | None
     decode: int
@@ -95,11 +98,12 @@ class Sight:
 
     Attributes:
         curves: step times of prefill and decode engines.
-        prefills: how many engines are for prefill; 0 where every engine does both.
-        node: of each engine.
-        sent_requests, sent_tokens, sent_blocks: requests under way, prompt tokens that they had to
-            compute, blocks of their prompts on decode engines.
-        since_tokens, since_pairs, since_blocks, since_requests: of those sent since the report.
+        prefills: number of prefill engines; 0 if every engine does both.
+        node: node of each engine.
+        sent_requests, sent_tokens, sent_blocks: requests under way, their prompt tokens to compute,
+            and the blocks of their prompts on decode engines.
+        since_tokens, since_pairs, since_blocks, since_requests: the same for requests that were
+            sent since the report.
     """
 
     hardware: Hardware
@@ -123,7 +127,7 @@ class Sight:
 
 @dataclass(slots=True)
 class Reports:
-    """Reports on their way, and what was sent since the last one that arrived was made."""
+    """Reports on their way, and the requests sent since the last arrived report was made."""
 
     delay_s: float
     _coming: deque[Report] = field(default_factory=deque)
@@ -133,7 +137,7 @@ class Reports:
         self._coming.append(report)
 
     def sent(self, at_s: float, p: int, d: int, tokens: int, pairs: float, blocks: int) -> None:
-        """Note what a placement adds: tokens and pairs on p, or on d if p is below 0."""
+        """Record the work of a placement: tokens and pairs on p, or on d if p is below 0."""
         self._sent.append((at_s, p, d, tokens, pairs, blocks))
 
     def arrive(self, sight: Sight, now_s: float) -> None:
@@ -155,7 +159,7 @@ class Reports:
 
 
 def note_sent(sight: Sight, p: int, d: int, tokens: int, pairs: float, blocks: int) -> None:
-    """A placement since the report."""
+    """Add a placement to the counts since the report."""
     e = p if p >= 0 else d
     sight.since_tokens[e] += tokens
     sight.since_pairs[e] += pairs

@@ -1,14 +1,14 @@
-"""All that a simulation knows of its requests, engines and links, as arrays for compiled code.
+"""State of a simulation's requests, engines and links, as arrays for compiled code.
 
 A request goes through phases::
 
-    QUEUED_P -> COMPUTING_P -> HANDOVER -> QUEUED_D -> MOVING -> DECODING -> DONE     apart
+    QUEUED_P -> COMPUTING_P -> HANDOVER -> QUEUED_D -> MOVING -> DECODING -> DONE     on two engines
     QUEUED_D -> COMPUTING_D -> DECODING -> DONE                                       on one engine
     any -> LOST (its engine failed) -> placed again
 
-An engine runs a *stretch*: `steps` steps of one batch. The first takes `first_s`, each
-later one `more_s` longer than the one before it, so j steps take
-``j first_s + j (j - 1) / 2 more_s``, and a decode batch that nobody joins or leaves is one event.
+An engine runs a *stretch*: `steps` steps of one batch. The first step takes `first_s`, and each
+later one takes `more_s` longer than the step before it, so j steps take
+``j first_s + j (j - 1) / 2 more_s``. A decode batch that no request joins or leaves is one event.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NEW, QUEUED_P, COMPUTING_P, HANDOVER, QUEUED_D, MOVING, COMPUTING_D, DECODING, D
 )
 
 ITL_BINS = 512
-"""Bins of the histogram of step lengths that running requests saw: 1.02^bin x 0.1 ms."""
+"""Number of bins of the histogram of step times that running requests saw: 1.02^bin x 0.1 ms."""
 ITL_LEAST_S, ITL_GROWTH = 1e-4, 1.02
 LOG_ROWS = 1 << 16
-"""Most changes of caches between two looks at them."""
+"""Maximum number of cache changes between two reads of the log."""
 CHUNKS = 64
-"""Most prompts computed in one step."""
+"""Maximum number of prompts computed in one step."""
 FAR = np.inf
 
 
@@ -41,15 +41,15 @@ REQUEST = np.dtype(
         ("arrival_s", "f8"),
         ("prompt", "i4"),
         ("output", "i4"),
-        # Its chain: keys[chain + i] + offset for i below blocks.
+        # Keys of its blocks: keys[chain + i] + offset for i below blocks.
         ("chain", "i8"),
         ("blocks", "i4"),
         ("offset", "i8"),
         ("phase", "i1"),
-        # Engines that it was placed on; p is -1 if d computes its prompt.
+        # Engines that it is placed on; p is -1 if d computes its prompt.
         ("p", "i8"),
         ("d", "i8"),
-        # Tokens whose KV it needs before the next token comes; so many of them are there.
+        # Tokens whose KV it needs before the next token, and how many of them have KV.
         ("need", "i4"),
         ("ready", "i4"),
         ("emitted", "i4"),
@@ -58,10 +58,10 @@ REQUEST = np.dtype(
         ("held_d", "i4"),
         ("plain_p", "i4"),
         ("plain_d", "i4"),
-        # Tokens to compute, as the engine reports them and as the router assumed.
+        # Tokens to compute, as reported by the engine and as assumed by the router.
         ("expected", "i4"),
         ("guess", "i4"),
-        # Of its first computation, its first token and its last; inf while they have not come.
+        # Times of its first computation, its first token and its last token; inf before that.
         ("begun_s", "f8"),
         ("first_s", "f8"),
         ("end_s", "f8"),
@@ -74,7 +74,7 @@ REQUEST = np.dtype(
         ("tries", "i4"),
         ("preempted", "i4"),
         ("next", "i4"),
-        # Its place in a gated engine's queue: the least is next.
+        # Priority in a gated engine's queue: the lowest is next.
         ("due_s", "f8"),
     ],
     align=True,
@@ -83,42 +83,42 @@ ENGINE = np.dtype(
     [
         ("node", "i4"),
         ("alive", "i1"),
-        # Whether new requests may be placed on it; one that drains still works.
+        # Whether new requests may be placed on it; a draining engine is alive and not open.
         ("open", "i1"),
         ("step_tokens", "i8"),
         ("max_requests", "i8"),
-        # Of our gate: whether there is one; prompt tokens that double the shortest step; tokens of
-        # a step that are left beside a prompt which takes several.
+        # Headrace's gate: whether there is one; prompt tokens that double the shortest step; tokens
+        # of a step that are left beside a prompt which takes several steps.
         ("gated", "i1"),
         ("free_tokens", "f8"),
         ("spare_tokens", "i8"),
-        # Waiting requests, a linked list.
+        # Waiting requests: a linked list and its length.
         ("head", "i4"),
         ("tail", "i4"),
         ("waiting", "i8"),
-        # Requests that were let in: they have KV blocks here.
+        # Admitted requests: they have KV blocks here.
         ("inside", "i8"),
-        # The batch: requests that decode and their tokens, prompts, and who joins at the next step.
+        # The batch: requests that decode, their tokens, prompts, and requests that join next.
         ("running", "i8"),
         ("context", "i8"),
         ("chunks", "i8"),
         ("joins", "i8"),
-        # The stretch, and when it ends; inf when idle.
+        # The stretch, and when it ends (`wake_s`); inf when idle.
         ("begun_s", "f8"),
         ("first_s", "f8"),
         ("more_s", "f8"),
         ("steps", "i8"),
         ("wake_s", "f8"),
-        # Seconds that loads from the store take, of prompts that the next step computes.
+        # Seconds of the store loads of prompts that the next step computes.
         ("load_s", "f8"),
-        # Reported: tokens and pairs that wait to be computed.
+        # In the engine's reports: tokens and pairs that wait to be computed.
         ("queue_tokens", "i8"),
         ("queue_pairs", "f8"),
-        # Known to the router: what it sent and has not had back.
+        # Known to the router: unfinished requests, prompt tokens and blocks that it sent.
         ("sent_requests", "i8"),
         ("sent_tokens", "i8"),
         ("sent_blocks", "i8"),
-        # Sums.
+        # Totals of the run.
         ("busy_s", "f8"),
         ("prompt_tokens", "i8"),
         ("answer_tokens", "i8"),
@@ -136,12 +136,18 @@ CHANGE = np.dtype(
     align=True,
 )
 NODE = np.dtype([("out_s", "f8"), ("in_s", "f8")])
-"""When a node's link is free again, out and in."""
+"""Times at which a node's link is free again, outgoing and incoming."""
 
 
 class Events(NamedTuple):
-    """EVENT: timed events of requests, a heap. CHANGE: of caches, in order. Requests that were
-    lost. `count`: heap size, next order, changes, lost requests, ended requests."""
+    """Events of a simulation.
+
+    Attributes:
+        heap: EVENT: timed events of requests, a heap.
+        log: CHANGE: changes of caches, in order.
+        lost: requests that lost their engine.
+        count: heap size, next order, changes, lost requests, ended requests.
+    """
 
     heap: NDArray[np.void]
     log: NDArray[np.void]
@@ -150,7 +156,7 @@ class Events(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Numbers of the hardware."""
+    """Figures of the hardware (`Hardware`)."""
 
     prefills: int
     block_tokens: int
@@ -166,11 +172,11 @@ class Limits(NamedTuple):
 
 
 class State(NamedTuple):
-    """REQUEST [requests], ENGINE [engines], prefill engines first, NODE [nodes].
+    """Arrays of a simulation: REQUEST [requests], ENGINE [engines], NODE [nodes].
 
-    `rows` and `joining` are [engines, most requests]: who decodes, who joins. `chunk_of` and
-    `chunk` are [engines, CHUNKS]: the prompts of a step, and the tokens of each. `itl`: tokens that
-    came after steps of each length.
+    Prefill engines are first. `rows` and `joining` are [engines, maximum requests]: requests that
+    decode, and requests that join. `chunk_of` and `chunk` are [engines, CHUNKS]: the prompts of a
+    step, and the tokens of each. `itl`: number of tokens by the length of the step before them.
     """
 
     req: NDArray[np.void]
@@ -191,7 +197,7 @@ class State(NamedTuple):
 
 
 def new_state(work: Workload, hardware: Hardware, prefills: int, decodes: int) -> State:
-    """Before the first request. Holders are the engines, then the nodes' stores."""
+    """Return the state before the first request. Holders: the engines, then the nodes' stores."""
     sides = [hardware.prefill] * prefills + [hardware.decode] * decodes
     engines, per_node = len(sides), hardware.engines_per_node
     eng = np.zeros(engines, ENGINE)

@@ -1,11 +1,11 @@
 """Traces of requests: reading them, stretching them in time, and multiplying them.
 
-A trace is a file in Mooncake's form, one JSON object a line: `timestamp` (ms), `input_length` and
-`output_length` (tokens), and `hash_ids`, the prompt's chain of blocks of 512 tokens. Equal ids at
-equal positions are equal prefixes.
+A trace is a file in Mooncake's format, one JSON object per line: `timestamp` (ms), `input_length`
+and `output_length` (tokens), and `hash_ids`, the prompt's chain of blocks of 512 tokens. Equal ids
+at equal positions are equal prefixes.
 
-`Trace` is a file, `Workload` is what one simulated run gets: as many copies of the trace as the
-load takes, each with blocks of its own and begun at a random time, so that sessions interleave and
+A `Trace` is a file. A `Workload` is the input of one simulated run: as many copies of the trace as
+the load needs. Each copy has its own blocks and begins at a random time, so sessions interleave and
 no copy shares a block with another.
 """
 
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 512
 MOST_REQUESTS = 5_000_000
 MOST_BLOCKS = 50_000_000
 MOST_TOKENS = 10_000_000
-"""Requests and blocks of a trace, and tokens of one prompt or answer, that are read at all."""
+"""Maximum requests and blocks of a trace, and maximum tokens of one prompt or answer."""
 MOST_KEYS = 2**31 - 1
 
 
@@ -41,9 +41,9 @@ class Trace:
         prompt, output: tokens, int32 [requests].
         starts: where each prompt's chain begins in `keys`, int64 [requests + 1].
         keys: numbers of the prompts' full blocks, from 0, int32 [blocks].
-        distinct: how many different ones there are.
-        tick_s: the clock's step. Requests of one tick came at some time within it.
-        block_tokens: of a block.
+        distinct: number of different blocks.
+        tick_s: the clock's step. Requests of one tick arrived at some time within it.
+        block_tokens: tokens of a block.
     """
 
     arrival_s: NDArray[np.float64]
@@ -60,17 +60,17 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first request to the end of the last tick."""
+        """Seconds from the first request to the end of the last tick."""
         return float(self.arrival_s[-1]) + max(self.tick_s, 1e-3)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file, checking each line.
+    """Read a file and check each line.
 
     Only full blocks are kept: vLLM caches no others.
 
     Raises:
-        TraceError: there is no such file, a line is not of the form, or the file is too large.
+        TraceError: there is no such file, a line is invalid, or the file is too large.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -80,10 +80,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def parse_trace(lines: Iterable[str], name: str = "trace") -> Trace:
-    """As `read_trace`, from lines.
+    """Read a trace from lines, as `read_trace` does from a file.
 
     Raises:
-        TraceError: a line is not of the form, there is none, or there are too many.
+        TraceError: a line is invalid, there is no request, or there are too many.
     """
     arrival, prompt, output, lengths = [], [], [], []
     numbers: dict[int, int] = {}
@@ -154,12 +154,12 @@ def _tokens(told: dict[str, Any], name: str) -> int:
 
 
 def in_blocks_of(trace: Trace, tokens: int) -> Trace:
-    """The same requests, with keys of their full blocks of so many tokens.
+    """Return the same requests with keys of smaller full blocks, of `tokens` tokens.
 
-    Tokens behind the last full block of the trace stand in blocks that no other prompt has.
+    Blocks after the last full block of the trace's size are unique to their prompt.
 
     Raises:
-        TraceError: blocks of the trace are no multiple of these, or there would be too many.
+        TraceError: the trace's block size is no multiple of `tokens`, or there are too many blocks.
     """
     parts, rest = divmod(trace.block_tokens, tokens)
     if rest:
@@ -188,7 +188,7 @@ def in_blocks_of(trace: Trace, tokens: int) -> Trace:
 def _gather(
     keys: NDArray[np.int32], lengths: NDArray[np.int64], order: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The chains in another order, and where each begins."""
+    """Return the chains in another order, and the start of each."""
     old = np.concatenate([[0], np.cumsum(lengths)])
     starts = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64)
     shift = np.repeat(old[order] - starts[:-1], lengths[order])
@@ -200,9 +200,11 @@ class Workload:
     """The requests of one run, in order of arrival.
 
     Attributes:
-        arrival_s: float64 [requests]. row: which request of the trace, int32 [requests].
-        offset: is added to the keys of its blocks, int64 [requests].
-        seconds: how long requests keep coming. keys: no block has a number as high.
+        arrival_s: float64 [requests].
+        row: index of the request in the trace, int32 [requests].
+        offset: number added to the keys of its blocks, int64 [requests].
+        seconds: how long requests arrive.
+        keys: upper bound of all blocks' numbers, exclusive.
     """
 
     trace: Trace
@@ -217,11 +219,11 @@ class Workload:
 
 
 def multiply(trace: Trace, rate: float, seconds: float, seed: int) -> Workload:
-    """A run of `seconds` in which requests come `rate` times as often as in the trace.
+    """Return a workload of `seconds` with `rate` times the request rate of the trace.
 
-    `ceil(rate)` copies play at the trace's own speed or slower, each from a random place of the
-    trace on, and from its begin again at its end, with new blocks. The requests of one tick of the
-    trace's clock come at random times within it.
+    `ceil(rate)` copies run at the trace's own speed or slower. Each begins at a random position of
+    the trace, and at the trace's end continues from its beginning with new blocks. The requests of
+    one tick of the trace's clock arrive at random times within it.
 
     Raises:
         TraceError: the rate or the time is not above 0, or the run would be too large.

@@ -1,6 +1,7 @@
-"""Which request a gateway sends to the replicas next, and which it refuses at once.
+"""The admission queue: it chooses the request to send next, and those to refuse at once.
 
-`classes` says what requests want, `costs` what they take, `fair` whose turn it is, `rates` how fast
-the queue moves, `room` what the replicas can take, `admission` puts these together. All of them are
-pure. `door` is the asyncio part that a gateway uses.
+`classes` holds the SLO classes, `costs` predicts the engine time of a request, `fair` orders the
+tenants, `rates` measures how fast the queue moves, `room` computes the free capacity of the
+replicas, and `admission` combines these. All of them are pure. `door` is the asyncio part that a
+gateway uses.
 """

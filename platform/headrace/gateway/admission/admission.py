@@ -1,32 +1,35 @@
-"""Admits requests, has them wait in fair order, and refuses those that would come too late.
+"""Admission of requests: they are sent, wait in fair order, or are refused if they would be late.
 
-Requests wait here and not at replicas, because here their order can still change. `arrive` says at
-once what becomes of a request:
+Requests wait here and not at replicas, because here their order can still change. `arrive` decides
+at once:
 
-- nobody waits and the replicas have room: it goes;
-- the prediction says that it can be sent in time, and that none of its tenant's requests behind it
-  comes too late by that: it waits, and `next` gives it out when it is its turn;
-- else it is refused. `Refused.retry_after_s` is when the same prediction would admit it.
+- If no request waits and the replicas have room, the request is sent.
+- If the prediction says that the request can be sent in time, and that it makes none of its
+  tenant's later requests late, it waits. `next` returns it when its turn comes.
+- Otherwise the request is refused. `Refused.retry_after_s` is the time after which the same
+  prediction would admit it.
 
 The prediction:
 
-    wait = doubt * work of its tenant's requests before it / what its tenant can count on (`rates`)
+    wait = doubt * work of its tenant's requests before it / rate of its tenant (`rates`)
     TTFT = wait + stretch * (engine's queue when it is sent + seconds to compute its prompt)
 
-`doubt` has predictions of the wait kept 19 times of 20. What prompts take is only a mean until a
-plan reads them, so many expensive ones may stand one behind the other. `stretch` has those of the
-rest kept as often. Step times are fitted while other engines of the machine are idle, too, and
-engines that share its cores take longer under load. The room that the view shows is stretched
-likewise. Both are learned from what requests turned out to take.
+`doubt` is adapted so that 95 % of requests wait no longer than predicted. It is needed because the
+prefill time is only a mean until a plan reads the prompt, and many expensive prompts may follow
+each other. `stretch` is adapted so that 95 % of the remaining times are no longer than predicted.
+It is needed because step times are also fitted while other engines of the machine are idle, and
+engines that share its cores take longer under load. The waits in a `Room` are multiplied by
+`stretch`, too. Both factors are learned from the measured times of requests.
 
-A prompt that alone takes longer than its target is admitted while nobody waits: it will not get
-faster. A tenant's requests pass another tenant's only up to its fair part, so an admitted request
-stays in time whatever others send. Where a prediction fails all the same (a replica dies), a
-request is given up when its first token would come at `LATE` times its target.
+A prompt that alone takes longer than its target is admitted only if no request waits and the
+replicas have room: waiting would not make it faster. A tenant's requests pass another tenant's
+requests only up to its fair part, so an admitted request stays in time whatever other tenants send.
+If a prediction still fails (a replica dies), a request is given up when its first token would come
+at `LATE` times its target.
 
-Background requests have a queue of their own, which moves while nobody waits in the first one and
-no engine has a prompt to compute. They have no target, and are refused when the queue is full, or
-when even all engines together would come too late.
+Background requests have a queue of their own. It moves while the first queue is empty and no engine
+has a prompt to compute. Background requests are refused when the queue is full, or when even all
+engines together could not send them in time.
 
 Pure: no clock, no I/O. One thread owns it.
 """
@@ -46,11 +49,14 @@ from headrace.gateway.admission.rates import Rates
 from headrace.gateway.admission.room import Room
 
 LATE = 1.1
-"""An admitted request whose first token would come so much later than it should is given up."""
+"""Factor of the TTFT target: an admitted request that would take longer is given up."""
 MOST_RETRY_S = 60.0
 DOUBT_GAIN, MOST_DOUBT, MOST_STRETCH = 0.1, 4.0, 8.0
 BROKEN, MARGIN = 0.05, 0.05
-"""Share of waits that may be longer than predicted, by more than this part of the target."""
+"""Accepted share of failed predictions, and the tolerance as a share of the target.
+
+A prediction fails if the measured time exceeds it by more than the tolerance.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +64,15 @@ class Ticket(Waiting):
     """A request that was admitted.
 
     Attributes:
-        slo: its class. cost: what it is charged. body_bytes: of its body.
-        arrived_s: when it came. expires_s: when it is given up, if it still waits.
-        sent_s: when it was sent; None while it waits.
-        planned: whether it is known how long its prompt takes.
-        predicted_s: wait in the queue, when it came.
-        queue_s: predicted wait at the engine, when it was sent.
+        slo: SLO class of the request.
+        cost: engine time that its tenant is charged.
+        body_bytes: size of its body.
+        arrived_s: time of arrival.
+        expires_s: time at which it is given up if it still waits.
+        sent_s: time at which it was sent; None while it waits.
+        planned: whether a plan has given the time that its prompt takes.
+        predicted_s: wait in the queue that was predicted on arrival.
+        queue_s: wait at the engine that was predicted when it was sent.
     """
 
     slo: SloClass = DEFAULT
@@ -80,11 +89,12 @@ class Ticket(Waiting):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request is refused.
+    """The refusal of a request.
 
     Attributes:
         why: `full` or `late`.
-        wait_s: predicted until it would be sent. retry_after_s: until it would be admitted.
+        wait_s: predicted time until the request would be sent.
+        retry_after_s: predicted time until it would be admitted.
     """
 
     why: Literal["full", "late"]
@@ -94,7 +104,7 @@ class Refused:
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start."""
+    """Numbers of requests since the start."""
 
     admitted: int = 0
     waited: int = 0
@@ -103,11 +113,11 @@ class Counts:
 
 
 class Admission:
-    """One gateway's.
+    """Admission of one gateway.
 
     Args:
-        max_waiting: most requests in both queues together.
-        one_tenant: whether all requests are one tenant's, since no keys are configured.
+        max_waiting: maximum number of requests in both queues together.
+        one_tenant: whether all requests belong to one tenant, since no keys are configured.
     """
 
     def __init__(self, max_waiting: int = 1024, *, one_tenant: bool = False) -> None:
@@ -116,27 +126,27 @@ class Admission:
         self.rates = Rates(one=one_tenant)
         self.priced = False
         self.doubt = 1.0
-        """See above; at least 1."""
+        """Factor of predicted waits in the queue (module docstring); at least 1."""
         self.stretch = 1.0
-        """Likewise."""
+        """Factor of predicted times after the queue (module docstring); at least 1."""
         self.had: OrderedDict[str, float] = OrderedDict()
-        """Seconds that each tenant has had from this gateway since it started."""
+        """Seconds of engine time that this gateway has charged each tenant since it started."""
         self._max_waiting = max_waiting
         self._front, self._back = FairQueue(), FairQueue()
         self._expiring: list[tuple[float, int, Ticket]] = []
         self._number = 0
         self._streams: dict[str, tuple[int, float | None]] = {}
-        """Of each class: streams under way, and its ITL target."""
+        """Number of streams under way and ITL target, by SLO class."""
 
-    # What comes
+    # Arrival and queue
 
     def arrive(
         self, tenant: str, slo: SloClass, body_bytes: int, now_s: float, room: Room
     ) -> Ticket | Refused:
-        """A request has come; a ticket that `waits` is in the queue.
+        """Send, queue or refuse a request that arrives; a ticket that `waits` is in the queue.
 
         Args:
-            room: what the replicas can take; what is sent is taken off.
+            room: free capacity of the replicas; a request that is sent is deducted.
         """
         cost = UNPRICED
         if self.priced:
@@ -163,7 +173,7 @@ class Admission:
         return ticket
 
     def next(self, now_s: float, room: Room) -> Ticket | None:
-        """The next request to send; None if nobody waits, or there is no room."""
+        """Return the next request to send; None if no request waits, or there is no room."""
         queue = self._front or self._back
         ticket = queue.first()
         if ticket is None:
@@ -179,7 +189,7 @@ class Admission:
         return ticket
 
     def expired(self, now_s: float) -> Ticket | None:
-        """A request that waits in vain, taken out of the queue; None if there is none."""
+        """Remove and return a request that would now be too late; None if there is none."""
         expiring = self._expiring
         while expiring and (not expiring[0][2].waits or expiring[0][0] <= now_s):
             ticket = heapq.heappop(expiring)[2]
@@ -191,7 +201,7 @@ class Admission:
         return None
 
     def cancel(self, ticket: Ticket, now_s: float) -> None:
-        """A request that waits is not wanted any more."""
+        """Remove a waiting request from its queue."""
         (self._back if ticket.slo.background else self._front).remove(ticket)
         ticket.waits = False
         self.rates.waits(now_s, somebody=bool(self._front))
@@ -199,10 +209,10 @@ class Admission:
             self._expiring = [each for each in self._expiring if each[2].waits]
             heapq.heapify(self._expiring)
 
-    # What became of it
+    # Results
 
     def planned(self, ticket: Ticket, prefill_s: float) -> None:
-        """A plan was made for a request that was sent: so long its prompt takes."""
+        """Record the prefill time that a plan gives a request that was sent."""
         if ticket.planned or not self.priced or ticket.cost is UNPRICED:
             return
         ticket.planned = True
@@ -210,11 +220,11 @@ class Admission:
         self._correct(ticket, ticket.cost._replace(prefill_s=prefill_s))
 
     def ended(self, ticket: Ticket, answer_s: float | None, rows: float) -> None:
-        """A request that was sent has ended.
+        """Record that a request that was sent has ended.
 
         Args:
             answer_s: seconds from its first token to its last; None if it had none.
-            rows: streams that shared its engine, at least 1.
+            rows: number of streams that shared its engine, at least 1.
         """
         slo = ticket.slo
         left = self._streams.get(slo.name, (0, None))[0] - 1
@@ -228,7 +238,7 @@ class Admission:
         self._correct(ticket, ticket.cost._replace(answer_s=answer_s / rows))
 
     def began(self, ticket: Ticket, first_s: float) -> None:
-        """The first token of a request came so long after it was sent."""
+        """Record that the first token of a request came `first_s` seconds after it was sent."""
         slo = ticket.slo
         if not ticket.planned or slo.background or slo.patience_s == math.inf:
             return
@@ -237,30 +247,30 @@ class Admission:
         self.stretch = _learned(self.stretch, MOST_STRETCH, broken=broken)
 
     def had_elsewhere(self, tenant: str, seconds: float) -> None:
-        """Another gateway has sent requests of a tenant."""
+        """Charge a tenant for requests that another gateway has sent."""
         self._front.charge(tenant, seconds)
 
     def price(self, *, known: bool, engines: int) -> None:
-        """Whether replicas have told what their steps take, and how many engines there are."""
+        """Set whether the step times of replicas are known, and the number of engines."""
         if known != self.priced:
             self.priced = known
             self.rates.restart()
         self.rates.prior = float(max(1, engines))
 
-    # How it stands
+    # State
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return len(self._front) + len(self._back)
 
     @property
     def itl_s(self) -> float:
-        """The least ITL target of the streams under way; inf for none."""
+        """Lowest ITL target of the streams under way; inf if none has one."""
         targets = (itl_s for _, itl_s in self._streams.values() if itl_s is not None)
         return min(targets, default=math.inf)
 
     def stats(self) -> dict[str, float | int]:
-        """JSON-able state."""
+        """Return the state in JSON types."""
         counts = self.counts
         return {
             "waiting": len(self._front),
@@ -281,7 +291,7 @@ class Admission:
     # Inside
 
     def _learn(self, ticket: Ticket, now_s: float) -> None:
-        """A prediction of the wait is put to the test."""
+        """Adapt `doubt` by comparing a request's wait with the prediction."""
         if ticket.slo.background:
             return
         promised_s = ticket.predicted_s * self.doubt + MARGIN * ticket.slo.patience_s
@@ -346,8 +356,11 @@ class Admission:
 
 
 def _learned(factor: float, most: float, *, broken: bool) -> float:
-    """A factor of predictions after one of them was put to the test: a step up if it was broken, a
-    small one down if it was kept, so that `BROKEN` of them are broken (Robbins and Monro, 1951)."""
+    """Return a factor of predictions after one of them was tested.
+
+    The factor takes a step up if the prediction was broken, and a small one down if it was kept. In
+    the long run the share `BROKEN` of predictions is broken (Robbins and Monro, 1951).
+    """
     return min(most, max(1.0, factor + DOUBT_GAIN * (broken - BROKEN)))
 
 

@@ -1,7 +1,8 @@
-"""SLO classes: what a request may expect, and which class a request has.
+"""SLO classes: their targets, and the choice of a request's class.
 
-A request names its class in the header `x-headrace-slo`, or in its body as `vllm_xargs.slo`. One
-that names none has its key's class, else the default. A key may be held to some classes.
+A request names its class in the header `x-headrace-slo`, or in its body as `vllm_xargs.slo`. A
+request that names none has its key's class, else the default class. A key may be limited to some
+classes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any
 
 HEADER = b"x-headrace-slo"
 FIELD = "slo"
-"""In a request's `vllm_xargs`."""
+"""Name of the class's field in a request's `vllm_xargs`."""
 
 
 class ClassError(ValueError):
-    """A request names a class that it cannot have. The text says why.
+    """The error of a request that names a class that it cannot have. The text says why.
 
     Args:
-        param: the header or the field that names it.
+        param: the header or the field that names the class.
     """
 
     def __init__(self, text: str, param: str) -> None:
@@ -29,14 +30,15 @@ class ClassError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SloClass:
-    """What requests of a class may expect.
+    """The targets of one SLO class.
 
     Attributes:
-        ttft_target_s: most seconds to the first token; None for no target.
+        ttft_target_s: maximum time to the first token, in seconds; None for no target.
         itl_target_s: longest engine step that its streams should see; None for no target.
-        priority: a request passes those of its own tenant that have a lower one.
-        max_wait_s: most seconds in the queue of a request without a TTFT target.
-        background: goes to a replica only while nobody else waits and an engine is idle.
+        priority: a request passes its own tenant's requests of lower priority.
+        max_wait_s: maximum time in the queue for a class without a TTFT target.
+        background: whether its requests are sent only while no request of another class waits and
+            no engine has a prompt to compute.
     """
 
     name: str
@@ -48,12 +50,12 @@ class SloClass:
 
     @property
     def patience_s(self) -> float:
-        """From a request's arrival, until when it must have its first token."""
+        """Seconds from a request's arrival until which it must have its first token."""
         return self.max_wait_s if self.ttft_target_s is None else self.ttft_target_s
 
 
 DEFAULT = SloClass("default")
-"""Of requests without a class."""
+"""Class of requests for which no class is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,11 @@ class AdmissionOptions:
     """The settings of admission.
 
     Attributes:
-        classes: by name. default_class: of requests that name none; None for `DEFAULT`.
-        max_waiting: most requests in the queue.
-        requests_per_replica: requests at each replica at once, while no replica has told what its
-            engine's steps take.
+        classes: SLO classes by name.
+        default_class: name of the class of requests that name none; None for `DEFAULT`.
+        max_waiting: maximum number of requests in the queue.
+        requests_per_replica: maximum number of requests at each replica at once, while no replica
+            has reported its engine's step times.
     """
 
     classes: Mapping[str, SloClass] = field(default_factory=dict)
@@ -74,7 +77,7 @@ class AdmissionOptions:
 
     @classmethod
     def of(cls, settings: object) -> AdmissionOptions:
-        """From anything with such attributes, or a mapping."""
+        """Return the options from a mapping, or from any object with such attributes."""
         if isinstance(settings, cls):
             return settings
         given = {each.name: _value(settings, each.name) for each in fields(cls)}
@@ -89,12 +92,12 @@ class AdmissionOptions:
         of_key: str | None = None,
         allowed: Collection[str] | None = None,
     ) -> SloClass:
-        """The class of a request.
+        """Return the class of a request.
 
         Args:
             header: the value of `HEADER`.
-            request: the decoded body, of any content.
-            of_key: the class of the request's key.
+            request: the decoded body, not yet checked.
+            of_key: the name of the class of the request's key.
             allowed: the only classes that the key may name; None for all.
 
         Raises:

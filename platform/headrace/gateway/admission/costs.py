@@ -1,17 +1,17 @@
-"""What a request takes, in predicted seconds of engine time, before anybody has read its prompt.
+"""The cost of a request: predicted seconds of engine time, before its prompt is tokenised.
 
     cost = prefill_s + answer_s / rows
 
-- `prefill_s`: seconds to compute the prompt, of which a plan later tells how many they are. Before,
-  they follow from the body's bytes and from what a byte of this tenant's took in bodies of about
-  this size: tokens that were cached cost nothing, so a tenant whose prompts are alike is cheap.
-  Long prompts cost more a byte: they attend to more, and less of them is cached.
+- `prefill_s`: seconds to compute the prompt. A plan later gives this time. Until then it is
+  predicted from the size of the body and from this tenant's mean seconds per byte for bodies of
+  about this size. Cached tokens cost nothing, so a tenant with similar prompts is cheap. Long
+  prompts cost more per byte: they attend to more, and less of them is cached.
 - `answer_s`: seconds from the first token to the last. `rows` streams share an engine's steps, so
-  each has that part of its time. This needs no count of tokens, and a long stream costs more than
-  many short ones.
+  each is charged that part of the time. No token count is needed, and a long stream costs more than
+  a short one.
 
-Both are means of each tenant's requests, with forgetting. A tenant that is not known yet has the
-mean of all. Without prices (no replica has told its step times) every request costs 1.
+Both are exponentially decaying means of each tenant's requests. A tenant without requests has the
+mean of all tenants. Without prices (no replica has reported its step times) every request costs 1.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import NamedTuple
 from headrace.gateway.admission.fair import MOST_TENANTS
 
 _GAIN = 0.1
-"""Weight of a request in its tenant's means: a memory of about ten."""
+"""Weight of a request in its tenant's means, which cover about the last ten requests."""
 _BYTE_S, _ANSWER_S = 1e-5, 2.0
-"""Before the first request: 40 us a token of 4 bytes, and an answer of 2 s."""
+"""Means before the first request: 40 us a token of 4 bytes, and an answer of 2 s."""
 LEAST_S = 1e-4
 
 
 class Cost(NamedTuple):
-    """Seconds of engine time. `answer_s` is the engine's part, not how long the answer takes."""
+    """Seconds of engine time. `answer_s` is the request's part of it, not the answer's duration."""
 
     prefill_s: float
     answer_s: float
@@ -45,7 +45,13 @@ UNPRICED = Cost(0.0, 1.0)
 
 @dataclass(slots=True)
 class _Means:
-    """Seconds a byte of prompts, all and by the binary digits of their size, and of answers."""
+    """Means of requests.
+
+    Attributes:
+        byte_s: seconds per byte of prompts of all sizes.
+        answer_s: seconds of an answer.
+        sizes: seconds per byte of prompts, by bit length of the body's size in bytes.
+    """
 
     byte_s: float = _BYTE_S
     answer_s: float = _ANSWER_S
@@ -61,7 +67,7 @@ class _Means:
         self.byte_s += _GAIN * (byte_s - self.byte_s)
 
     def _byte_s(self, size: int) -> float:
-        """Of a size of which nothing was seen: as of the next smaller one that was."""
+        """Return the seconds per byte for a size: its own mean, else the next smaller size's."""
         found = self.sizes.get(size)
         if found is None:
             smaller = max((one for one in self.sizes if one < size), default=None)
@@ -74,27 +80,27 @@ class _Means:
 
 @dataclass(slots=True)
 class Costs:
-    """What tenants' requests took."""
+    """Means of past requests, for all tenants together and for each."""
 
     _all: _Means = field(default_factory=_Means)
     _tenants: OrderedDict[str, _Means] = field(default_factory=OrderedDict)
 
     def expect(self, tenant: str, body_bytes: int, rows: float) -> Cost:
-        """What a request will take.
+        """Predict the cost of a request.
 
         Args:
-            rows: streams that share an engine, at least 1.
+            rows: number of streams that share an engine, at least 1.
         """
         means = self._tenants.get(tenant, self._all)
         return Cost(means.prompt_s(body_bytes), means.answer_s / rows)
 
     def prefilled(self, tenant: str, body_bytes: int, seconds: float) -> None:
-        """A plan tells how long a prompt's computation takes."""
+        """Record the seconds that a prompt's computation takes, as a plan gives them."""
         for means in (self._all, self._of(tenant)):
             means.seen_prompt(body_bytes, seconds)
 
     def answered(self, tenant: str, seconds: float) -> None:
-        """An answer took so long, from its first token on."""
+        """Record the seconds of an answer, from its first token to its last."""
         for means in (self._all, self._of(tenant)):
             means.seen_answer(seconds)
 

@@ -1,14 +1,16 @@
 """The queue in front of the replicas, for asyncio: requests wait here until it is their turn.
 
-What the replicas can take is read off the gateway's view of them (`room`), at most every `LOOK_S`,
-and every `TURN_S` while somebody waits. A request that finds an older room open goes, and the look
-comes behind it. Where no replica has told what its steps take, it is read
-off the requests at each replica, of which there may be `requests_per_replica`. While no replica is
-known at all, nobody waits here: the relay waits for one, and says so if none comes.
+The gateway computes the free capacity of the replicas (`room`) from its view of them, at most every
+`LOOK_S`, and every `TURN_S` while a request waits. If the last computed room is older and still
+open, an arriving request is sent at once and the room is updated after it. If no replica has
+reported its step times, the room follows from the number of requests at each replica, which is at
+most `requests_per_replica`. While no replica is known, requests pass this queue without waiting:
+the relay waits for a replica, and answers with an error if none becomes ready.
 
 Several gateways share the replicas. Each sees the others' requests in the replicas' reports, and
-leaves what they take. About once a second each asks the others what every tenant has had there, and
-charges it here. So a tenant has one share, however many gateways it asks.
+does not use the capacity that they take. About once a second each gateway asks the others how much
+engine time every tenant has had there, and charges it here. A tenant therefore has one share,
+however many gateways it uses.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ logger = logging.getLogger("headrace.gateway")
 LOOK_S, TURN_S = 0.05, 0.02
 PEERS_S = 1.0
 REPORT_S = 0.05
-"""How long a report may be under way."""
+"""Maximum time that a report is assumed to be under way."""
 UNSEEN_S = 2.0
-"""A request that no report shows after so long went nowhere."""
+"""Time after which a request that no report shows is no longer counted."""
 _PROMPT_TOKENS, _GAIN = 256.0, 0.05
 
 Peers = Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]]
-"""Seconds that each tenant has had from each other gateway, since that started."""
+"""Function that returns the seconds that each other gateway has charged each tenant since that
+gateway started: by gateway, then by tenant."""
 
 _sent: ContextVar[Ticket | None] = ContextVar("headrace_admitted", default=None)
 
@@ -52,20 +55,20 @@ class Places(Protocol):
     """The decode replicas (`headrace.gateway.replicas.ReplicaPool`)."""
 
     def places(self, most: int) -> tuple[int, int, int]:
-        """Replicas that can be asked, how many requests they can take together until each has
-        `most`, and how many they have."""
+        """Return the number of available replicas, the number of requests that they can take
+        together until each has `most`, and the number that they have."""
 
 
 class Door:
     """One gateway's queue. Use it from its event loop.
 
     Args:
-        options: the classes, and how long the queue may be.
+        options: the SLO classes, and the maximum length of the queue.
         pool: the decode replicas.
-        cluster: what the gateway knows of all replicas; None where nothing is planned.
+        cluster: the gateway's view of all replicas; None if the gateway makes no plans.
         one_tenant: whether no keys are configured.
-        peers: asks the other gateways; None where there are none.
-        waited: told how long each request waited, with its class's name.
+        peers: asks the other gateways; None if there are none.
+        waited: called with the class's name and the seconds of each request that waited.
     """
 
     def __init__(
@@ -92,12 +95,12 @@ class Door:
         self._heard: dict[str, dict[str, float]] = {}
 
     def start(self) -> None:
-        """Begin to ask the other gateways; call it in the event loop."""
+        """Start to ask the other gateways; call it in the event loop."""
         if self._peers is not None and self._task is None:
             self._task = supervise(self._hear, "ask the other gateways what tenants had")
 
     async def aclose(self) -> None:
-        """Ask nobody any more."""
+        """Stop the timer, and stop asking the other gateways."""
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -109,10 +112,10 @@ class Door:
         """Wait until a request may be sent; `left` must follow.
 
         Args:
-            tenant: whose it is; None where no keys are configured.
+            tenant: the request's tenant; None if no keys are configured.
 
         Raises:
-            ApiError: 429, it would come too late, or the queue is full.
+            ApiError: 429, the request would be late, it waited too long, or the queue is full.
         """
         now_s, admission = self._clock(), self.admission
         room = self._room
@@ -143,7 +146,7 @@ class Door:
         return ticket
 
     def targets(self) -> Targets:
-        """What is left of the targets of this task's request."""
+        """Return the targets of this task's request, with the remaining time to its first token."""
         ticket = _sent.get()
         if ticket is None:
             return NO_TARGETS
@@ -153,7 +156,7 @@ class Door:
         return Targets(ttft_s, ticket.slo.itl_target_s)
 
     def planned(self, plan: Plan) -> None:
-        """A plan was made for the request of this task."""
+        """Record the plan of this task's request."""
         ticket = _sent.get()
         if ticket is not None:
             seconds = plan.predicted.get(f"{plan.kind}.compute", 0.0)
@@ -162,16 +165,16 @@ class Door:
             self._prompt_tokens += _GAIN * (plan.compute_tokens - self._prompt_tokens)
 
     def began(self, ticket: Ticket) -> None:
-        """The first token of a request that entered has come."""
+        """Record that the first token of a request that entered arrived."""
         if ticket.sent_s is not None:
             self.admission.began(ticket, self._clock() - ticket.sent_s)
 
     def left(self, ticket: Ticket, first_s: float | None, total_s: float | None) -> None:
-        """A request that entered has ended.
+        """Record that a request that entered has ended.
 
         Args:
-            first_s: seconds from when it was sent to its first token, where that is known.
-            total_s: seconds from when it was sent to its end; None if it had no answer.
+            first_s: seconds from sending it to its first token; None if unknown.
+            total_s: seconds from sending it to its end; None if it had no answer.
         """
         if first_s is not None and not ticket.planned:
             self.admission.planned(ticket, max(0.0, first_s - ticket.queue_s))
@@ -184,7 +187,7 @@ class Door:
             self._turn()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able state."""
+        """Return the state in JSON types."""
         room = self._room
         told = {"engines": room.engines, "open": room.open, "gateways": 1 + len(self._heard)}
         return {**self.admission.stats(), **told}
@@ -201,7 +204,7 @@ class Door:
         self._look(self._clock(), LOOK_S)
 
     def _look(self, now_s: float, every_s: float) -> Room:
-        """What the replicas can take."""
+        """Return the room of the replicas, updated if it is older than `every_s`."""
         if now_s - self._looked_s < every_s:
             return self._room
         self._looked_s = now_s
@@ -226,14 +229,17 @@ class Door:
         return self._room
 
     def _unseen(self, now_s: float, heard_s: float) -> Iterator[bool]:
-        """Requests that no report and no plan shows yet."""
+        """Yield whether each request that may still be unreported is unplanned.
+
+        The sum is the number of requests that no report and no plan shows yet.
+        """
         sent, since_s = self._unplanned, max(heard_s, now_s - UNSEEN_S)
         while sent and (sent[0].planned or (sent[0].sent_s or now_s) < since_s):
             sent.popleft()
         return (not ticket.planned for ticket in sent)
 
     def _counted(self) -> Room:
-        """The room by the number of requests at each replica."""
+        """Return the room by the number of requests at each replica."""
         self._unplanned.clear()
         ready, free, busy = self._pool.places(self.options.requests_per_replica)
         if not ready:
@@ -241,7 +247,7 @@ class Door:
         return Room([0.0] * ready, streams=free, engines=ready, idle=not busy)
 
     def _turn(self) -> None:
-        """Send those whose turn it is, and come again while somebody waits."""
+        """Give up late requests, send those whose turn it is, and repeat while a request waits."""
         admission, now_s = self.admission, self._clock()
         while (ticket := admission.expired(now_s)) is not None:
             turn = self._turns.get(ticket)
@@ -269,7 +275,7 @@ class Door:
                 logger.debug("cannot ask the other gateways: %r", error)
 
     def hear(self, told: Mapping[str, Mapping[str, float]]) -> None:
-        """Charge what tenants have had from other gateways since those told last."""
+        """Charge tenants for the requests that other gateways sent since their last answers."""
         heard: dict[str, dict[str, float]] = {}
         for gateway, had in told.items():
             before = self._heard.get(gateway)

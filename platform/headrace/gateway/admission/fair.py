@@ -1,18 +1,19 @@
-"""Whose turn it is: start-time fair queueing over tenants, in predicted seconds of engine time.
+"""Start-time fair queueing over tenants, in predicted seconds of engine time.
 
 Each tenant has a virtual counter, the seconds that it has had. The next request is the first one of
-the tenant whose counter is least; then this counter grows by what the request takes (Goyal, Vin and
-Cheng, "Start-time fair queuing", 1996). The queue's virtual time is the counter of the tenant that
-was served last. A tenant that comes, or comes back, begins there at the earliest. So what a tenant
-leaves is used by the others, and neither has it saved anything nor do they owe anything for it.
+the tenant with the lowest counter; then this counter grows by the cost of the request (Goyal, Vin
+and Cheng, "Start-time fair queuing", 1996). The queue's virtual time is the counter of the tenant
+that was served last. The counter of a tenant that arrives or returns starts there at the earliest.
+Time that a tenant does not use goes to the others: the tenant gains no credit, and the others have
+no debt.
 
-While two tenants both wait, what they get differs by at most the largest request of each (the
-paper's theorem 1), and by what the predictions were off, which is corrected (`charge`) as soon as
+While two tenants both wait, their service differs by at most the largest request of each (the
+paper's theorem 1) plus the error of the predictions. The error is corrected (`charge`) as soon as
 it is known. No counter is ever more than `MOST_AHEAD_S` ahead of the virtual time, so no debt lasts
 longer either.
 
-Among its own requests a tenant's order is: higher priority first, then the one that must go first,
-then the one that came first.
+A tenant's own requests are ordered by priority (highest first), then by the time at which they must
+have been sent, then by arrival.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MOST_AHEAD_S = 60.0
-"""Of a tenant's counter before the virtual time."""
+"""Maximum lead of a tenant's counter over the virtual time, in seconds."""
 MOST_TENANTS = 4096
-"""Counters that are kept of tenants without a waiting request."""
+"""Maximum number of counters that are kept for tenants without a waiting request."""
 
 Order = tuple[int, float, int]
 
@@ -36,9 +37,11 @@ class Waiting:
     """A request in the queue.
 
     Attributes:
-        tenant: whose it is.
+        tenant: the request's tenant.
         cost_s: predicted seconds of engine time, above 0.
-        priority: see above. latest_s: when it must have been sent.
+        priority: rank among the tenant's requests; higher goes first.
+        latest_s: time at which it must have been sent.
+        order: sort key among the tenant's requests; `push` sets it.
     """
 
     tenant: str
@@ -50,7 +53,7 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One with waiting requests."""
+    """A tenant with waiting requests."""
 
     start_s: float
     queue: list[Waiting] = field(default_factory=list)
@@ -67,19 +70,19 @@ class FairQueue:
         self._virtual_s = 0.0
         self._backlog: dict[str, _Tenant] = {}
         self._ends: OrderedDict[str, float] = OrderedDict()
-        """Counters of tenants without a waiting request, where they are ahead."""
+        """Counters of tenants without a waiting request that are ahead of the virtual time."""
         self._heap: list[tuple[float, int, str]] = []
         self._number = 0
         self._size = 0
         self.cost_s = 0.0
-        """Of all that wait."""
+        """Cost of all waiting requests."""
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def tenants(self) -> int:
-        """With waiting requests."""
+        """Number of tenants with waiting requests."""
         return len(self._backlog)
 
     def __iter__(self) -> Iterator[Waiting]:
@@ -87,17 +90,17 @@ class FairQueue:
             yield from tenant.queue
 
     def of(self, tenant: str) -> list[Waiting]:
-        """A tenant's waiting requests, in its order. Not to be changed."""
+        """Return a tenant's waiting requests in order. The caller must not change the list."""
         found = self._backlog.get(tenant)
         return [] if found is None else found.queue
 
     def place_of(self, waiting: Waiting) -> int:
-        """Where among its tenant's requests a new one would stand."""
+        """Return the index that a new request would have among its tenant's requests."""
         key = (-waiting.priority, waiting.latest_s, self._number + 1)
         return bisect_left(self.of(waiting.tenant), key, key=_order)
 
     def push(self, waiting: Waiting) -> None:
-        """A request waits."""
+        """Add a request."""
         self._number += 1
         waiting.order = (-waiting.priority, waiting.latest_s, self._number)
         tenant = self._backlog.get(waiting.tenant)
@@ -110,21 +113,21 @@ class FairQueue:
         self._size += 1
 
     def first(self) -> Waiting | None:
-        """The next request, which stays; None if nobody waits."""
+        """Return the next request without removing it; None if no request waits."""
         heap = self._heap
         while heap:
             start_s, _, name = heap[0]
             tenant = self._backlog.get(name)
             if tenant is not None and tenant.start_s == start_s:
                 return tenant.queue[0]
-            heapq.heappop(heap)  # of an earlier counter
+            heapq.heappop(heap)  # entry of an earlier counter
         return None
 
     def pop(self) -> Waiting:
-        """Take the next request, and charge its tenant.
+        """Remove and return the next request, and charge its tenant.
 
         Raises:
-            LookupError: nobody waits.
+            LookupError: no request waits.
         """
         waiting = self.first()
         if waiting is None:
@@ -136,10 +139,10 @@ class FairQueue:
         return waiting
 
     def remove(self, waiting: Waiting) -> None:
-        """A request waits no more, and was not sent.
+        """Remove a request that was not sent, without a charge.
 
         Raises:
-            LookupError: it does not wait.
+            LookupError: the request does not wait.
         """
         tenant = self._backlog[waiting.tenant]
         at = bisect_left(tenant.queue, waiting.order, key=_order)
@@ -148,17 +151,17 @@ class FairQueue:
         self._take(tenant, waiting, at)
 
     def passed(self, tenant: str, cost_s: float) -> None:
-        """A request was sent without waiting, while nobody waited."""
+        """Charge a tenant for a request that was sent at once, because no request waited."""
         start_s = self._counter(tenant)
         self._virtual_s = start_s
         self._keep(tenant, start_s + cost_s)
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """What a tenant has had is more than was charged, or less, below 0."""
+        """Correct a tenant's counter by seconds that were charged too little (too much if < 0)."""
         waits = self._backlog.get(tenant)
         if waits is None:
             end_s = self._counter(tenant) + seconds
-            if not self._size and seconds > 0.0:  # time passes for everybody
+            if not self._size and seconds > 0.0:  # the virtual time of an empty queue advances
                 self._virtual_s = max(self._virtual_s, end_s - seconds)
             self._keep(tenant, end_s)
             return

@@ -1,11 +1,12 @@
-"""How fast the queue moves, for everybody and for one tenant.
+"""The rate at which the queue moves, for all tenants and for one.
 
-The rate is what the queue sent on while requests waited, in predicted seconds of engine time a
-second. So it follows replicas that come and go, and a price that is off by a factor cancels out.
+The rate is the work that the queue sent while requests waited, in predicted seconds of engine time
+a second. It therefore follows replicas that start and stop, and a price that is wrong by a factor
+cancels out.
 
-A tenant can count on its fair part of that rate: each of the others takes what it has taken of
-late, and at most an equal part. One part more is kept, because a further tenant may come while a
-request waits, as in `door.budget`.
+A tenant can count on its fair part of that rate. The prediction assumes that each of the other
+tenants takes as much as it took recently, and at most an equal part. One more part is reserved,
+because another tenant may arrive while a request waits (as in `door.budget`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from headrace.gateway.admission.fair import MOST_TENANTS
 MEMORY_S = 3.0
 LOOK_S = 0.1
 _ACTIVE = 0.01
-"""Of the rate: a tenant that takes less does not count."""
+"""Share of the rate below which a tenant is not counted."""
 
 
 class Rates:
-    """What the queue sends on.
+    """Measured rates of the queue and of its tenants.
 
     Args:
-        one: whether all requests are one tenant's.
+        one: whether all requests belong to one tenant.
     """
 
     def __init__(self, *, one: bool = False) -> None:
@@ -33,25 +34,26 @@ class Rates:
         self._sent_s, self._time_s = 0.0, 0.0
         self._waiting_since_s: float | None = None
         self._taken: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
-        """Of each tenant: what it has taken, forgotten up to a time; and since when it has."""
+        """Seconds that each tenant took, with exponential decay up to a time; that time; and the
+        time of its first request."""
         self._look_s = -math.inf
         self._count, self._equal, self._others = 0, 0.0, 0.0
         self.prior = 1.0
-        """Expected rate before the first request has waited: engines that can be asked."""
+        """Expected rate before the first request has waited: the number of available engines."""
 
     @property
     def rate(self) -> float:
-        """Seconds of engine time a second, above 0."""
+        """Rate of the queue in seconds of engine time a second, above 0."""
         return max((self._sent_s + self.prior) / (self._time_s + 1.0), 1e-6)
 
     def restart(self) -> None:
-        """Costs mean something else from now on."""
+        """Reset the measurements, because costs are in another unit from now on."""
         self._sent_s = self._time_s = 0.0
         self._taken.clear()
         self._look_s = -math.inf
 
     def waits(self, now_s: float, *, somebody: bool) -> None:
-        """Whether somebody waits, from now on."""
+        """Record whether a request waits from now on."""
         since_s = self._waiting_since_s
         if since_s is not None:
             left = math.exp((since_s - now_s) / MEMORY_S)
@@ -60,7 +62,7 @@ class Rates:
         self._waiting_since_s = now_s if somebody else None
 
     def sent(self, tenant: str, cost_s: float, now_s: float) -> None:
-        """A request was sent."""
+        """Record that a request was sent."""
         if self._waiting_since_s is not None:
             self._sent_s += cost_s
         if self._one:
@@ -73,7 +75,7 @@ class Rates:
             self._taken.popitem(last=False)
 
     def of(self, tenant: str, now_s: float) -> float:
-        """What a tenant can count on, seconds of engine time a second."""
+        """Return the rate that a tenant can count on, in seconds of engine time a second."""
         rate = self.rate
         if self._one:
             return rate
@@ -86,13 +88,16 @@ class Rates:
         return (rate - max(0.0, others)) * count / (count + 1)
 
     def _rate_of(self, tenant: str, now_s: float) -> float:
-        """Of a tenant that began within `MEMORY_S`, over the time since then."""
+        """Return a tenant's recent rate, averaged over the time since its first request.
+
+        The average decays with time constant `MEMORY_S`, so older work hardly counts.
+        """
         taken_s, at_s, since_s = self._taken.get(tenant, (0.0, now_s, now_s))
         seen_s = MEMORY_S * -math.expm1(min(since_s - now_s, -LOOK_S) / MEMORY_S)
         return taken_s * math.exp((at_s - now_s) / MEMORY_S) / seen_s
 
     def _look(self, rate: float, now_s: float) -> None:
-        """Sum up the tenants; at most every `LOOK_S`, since there may be thousands."""
+        """Sum up the tenants' rates; at most every `LOOK_S`, since there may be thousands."""
         self._look_s = now_s
         rates = {tenant: self._rate_of(tenant, now_s) for tenant in self._taken}
         for tenant, each in rates.items():

@@ -1,10 +1,11 @@
-"""What the replicas can take now, read off a view of them.
+"""The free capacity of the replicas now, computed from a view of them.
 
-A request is sent when some engine would begin with its prompt within `LEAD_STEPS` steps, so that no
-engine runs dry, and no request stands in a queue whose order cannot be changed any more. And some
-decode engine must have KV blocks for it, and keep its streams' ITL target with one stream more.
+A request is sent when an engine would start its prompt within `LEAD_STEPS` steps. No engine then
+runs dry, and no request waits in a queue whose order cannot be changed any more. In addition, a
+decode engine must have KV blocks for the request, and must keep its streams' ITL target with one
+more stream.
 
-Where there are prefill engines, a decode engine counts as busy for as long as its streams would
+If there are prefill engines, the wait at a decode engine includes the time that its streams would
 lose by the prompt, as in the price of a plan (`router.engines`).
 """
 
@@ -22,21 +23,21 @@ from headrace_engine.steptime import KNOTS
 
 LEAD_STEPS = 2.0
 LEAST_LEAD_S = 0.05
-"""Reports and turns of the queue take some time, too."""
+"""Minimum of `Room.lead_s`, since reports and turns of the queue take some time, too."""
 _KNOTS = np.array(KNOTS)
 
 
 @dataclass(slots=True)
 class Room:
-    """What can be sent before the next look.
+    """The requests that can be sent before the next update of the room.
 
     Attributes:
-        waits_s: of each engine that may compute a prompt, the least first: a heap.
-        lead_s: a prompt is sent to one that waits less.
-        streams: that decode engines can take.
+        waits_s: wait at each engine that may compute a prompt, in seconds; a heap.
+        lead_s: a prompt is sent if the shortest wait is shorter than this.
+        streams: number of streams that decode engines can still take.
         rows: streams of a decode engine, on average; at least 1.
-        engines: that can be asked.
-        idle: whether no prompt is ahead of another one anywhere.
+        engines: number of engines that may compute a prompt.
+        idle: whether no engine has a prompt to compute.
     """
 
     waits_s: list[float] = field(default_factory=list)
@@ -53,11 +54,11 @@ class Room:
 
     @property
     def wait_s(self) -> float:
-        """Until an engine begins with one more prompt."""
+        """Seconds until an engine starts one more prompt."""
         return self.waits_s[0] if self.waits_s else 0.0
 
     def take(self, prefill_s: float) -> None:
-        """A request was sent, whose prompt takes so long."""
+        """Deduct a request that was sent, whose prompt takes `prefill_s` seconds."""
         heapq.heapreplace(self.waits_s, self.waits_s[0] + prefill_s)
         self.streams -= 1
         self.idle = False
@@ -72,13 +73,13 @@ def room_of(
     sent: int = 0,
     stretch: float = 1.0,
 ) -> Room:
-    """The room that a view shows.
+    """Compute the room from a view.
 
     Args:
-        prompt_tokens: that a usual prompt has to compute.
-        itl_s: the least ITL target of the streams; inf for none.
-        sent: requests that were sent and that the view does not show yet.
-        stretch: how much longer prompts take than the view says (`admission`).
+        prompt_tokens: number of tokens to compute of a usual prompt.
+        itl_s: the lowest ITL target of the streams; inf for none.
+        sent: number of requests that were sent and that the view does not show yet.
+        stretch: factor by which prompts take longer than the view says (`admission`).
     """
     engines = view.engines
     prefill, decode = engines["prefill"], engines["decode"]
@@ -118,7 +119,7 @@ def _streams(
     prompt_tokens: float,
     itl_s: float,
 ) -> int:
-    """Streams that decode engines can take: as far as their KV goes, and their ITL target."""
+    """Return the number of streams that decode engines can take, by KV blocks and ITL target."""
     engines = view.engines
     blocks = max(1.0, math.ceil(prompt_tokens / view.block_tokens))
     free = engines["free_blocks"]
@@ -133,8 +134,8 @@ def _streams(
 
 
 def _size_s(view: View, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of a step of each engine by its size alone, as `router.engines.size_s`, but without
-    padding."""
+    """Return the seconds of a step of each engine by its size alone, like `router.engines.size_s`,
+    but without padding."""
     at = np.clip(np.searchsorted(_KNOTS, sizes), 1, len(_KNOTS) - 1)
     low, high = _KNOTS[at - 1], _KNOTS[at]
     each = np.arange(len(sizes))

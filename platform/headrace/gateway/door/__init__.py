@@ -1,1 +1,1 @@
-"""Who may come in, and how much each may bring: keys, limits, the budget for bodies, TLS."""
+"""Access of clients to the gateway: connections, keys, limits, the budget for bodies, TLS."""

@@ -1,10 +1,10 @@
-"""Web pages as clients: which sites may call the API, and by which names the endpoint is reached.
+"""Web pages as clients: sites that may call the API, and allowed names of the endpoint.
 
-A page of any site can have its own name point to this machine or its network (DNS rebinding). To
-the browser the endpoint is then a part of that site, and the page may read and change whatever a
-client without a key may. What gives such a request away is its `Host`: the name of the site. With
-API keys the page has no key, and over TLS the certificate does not have that name, so the `Host` is
-checked only where there is neither.
+A site can make its own name point to this machine or its network (DNS rebinding). To the browser
+the endpoint is then a part of that site, and the site's pages may do everything that a client
+without a key may do. The `Host` of such a request reveals it: it is the name of the site. With API
+keys the page has no key, and over TLS the certificate does not have that name. The `Host` is
+therefore checked only if there is neither.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ reservation of `.internal` (2024), and the names of Kubernetes' services."""
 
 class AllowedHosts:
     """The names by which requests may reach an endpoint: IP addresses, names without a dot, names
-    of local networks, and those that the configuration has.
+    of local networks, and names in the configuration.
 
     Args:
         names: more names, such as `llm.example.com` or `*.example.com`; `*` is any.
@@ -42,7 +42,7 @@ class AllowedHosts:
         """Refuse a request with a `Host` that is no name of the endpoint. Browsers always send one.
 
         Raises:
-            ApiError: 403.
+            ApiError: 403, the `Host` is no name of the endpoint.
         """
         if host is None or self._any:
             return
@@ -57,7 +57,7 @@ class AllowedHosts:
 
 
 def is_loopback(host: bytes | None) -> bool:
-    """Whether a `Host` names the client's own machine; True without one."""
+    """Return whether a `Host` names the client's own machine; True without one."""
     if host is None:
         return True
     name = host_name(host)

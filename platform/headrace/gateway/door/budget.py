@@ -1,17 +1,16 @@
-"""How many bytes of request bodies a gateway holds at once, and how many of them a tenant's.
+"""The budget for bytes of request bodies that a gateway holds at once, in total and per tenant.
 
-A body counts from its first byte that has come, not from its announced length, so a client that
-announces much and sends nothing takes nothing. It counts until no replica can need it again: when
-the first byte of the answer has been sent, or the request has ended. A stream that another replica
-could take up keeps its body to its end, as long as all streams keep no more than half of the
-budget.
+A body counts from its first received byte, not by its announced length. A client that announces
+much and sends nothing therefore takes nothing. A body counts until no replica can need it again:
+until the first byte of the answer is sent, or the request ends. A stream that another replica could
+resume keeps its body to its end, as long as all streams keep no more than half of the budget.
 
-A tenant may hold as many bytes as are free. Alone it fills half of the budget. Two tenants fill a
-third each, and n of them leave one part of n + 1 free for the next one. That room has to be kept
-before the next tenant comes, because bodies are given back only after seconds or minutes. This is
-the dynamic threshold of shared-memory switches (Choudhury and Hahne, "Dynamic queue length
-thresholds for shared-memory packet switches", 1998) with a factor of 1. Without keys there are no
-tenants, and requests may fill the budget.
+A tenant may hold as many bytes as are free. A single tenant fills half of the budget. Two tenants
+fill a third each. n tenants fill one part of n + 1 each, which leaves one part free for the next
+tenant. That room has to be free before the next tenant arrives, because bodies are released only
+after seconds or minutes. This is the dynamic threshold of shared-memory switches (Choudhury and
+Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998) with a factor of
+1. Without keys there are no tenants, and requests may fill the budget.
 """
 
 from __future__ import annotations
@@ -23,7 +22,11 @@ class BodyBudget:
     """Bytes held by all requests of one event loop.
 
     Args:
-        limit_bytes: how many there may be.
+        limit_bytes: maximum number of bytes held.
+
+    Attributes:
+        held_bytes: number of bytes held now.
+        kept_bytes: those of them that streams keep to their end.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -33,7 +36,7 @@ class BodyBudget:
         self._of_tenant: dict[str, int] = {}
 
     def hold(self, tenant: str | None = None) -> Held:
-        """A request's part, nothing yet; of a tenant, or of the app where tenants are unknown."""
+        """Return a request's part, empty at first; None stands for an unknown tenant."""
         return Held(self, tenant)
 
     def _take(self, tenant: str | None, size: int) -> None:
@@ -58,7 +61,7 @@ class BodyBudget:
 
 
 class Held:
-    """What one request holds."""
+    """The part of the budget that one request holds."""
 
     __slots__ = ("_budget", "_kept", "_tenant", "size")
 
@@ -69,16 +72,16 @@ class Held:
         """Hold more bytes.
 
         Raises:
-            ApiError: 429, there is no room for them, or not for this tenant.
+            ApiError: 429, there is no room for them, or no room for this tenant.
         """
         self._budget._take(self._tenant, size)
         self.size += size
 
     def keep(self, size: int) -> bool:
-        """Have so many bytes more for the rest of a stream, of those held or new ones.
+        """Keep `size` more bytes for the rest of a stream, of the bytes held or new ones.
 
         Returns:
-            False if there is no room; what was kept before is kept on.
+            False if there is no room; bytes that were kept before stay kept.
         """
         budget = self._budget
         if 2 * (budget.kept_bytes + size) > budget.limit_bytes:
@@ -92,7 +95,7 @@ class Held:
         return True
 
     def release(self) -> None:
-        """Hold nothing any more. Idempotent."""
+        """Release all bytes. Idempotent."""
         self._budget.kept_bytes -= self._kept
         self._kept = 0
         self._budget._give(self._tenant, self.size)

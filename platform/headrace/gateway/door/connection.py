@@ -1,22 +1,22 @@
-"""One client's connection: uvicorn's HTTP/1.1, with a bound in bytes and in time in every state.
+"""One client's connection: uvicorn's HTTP/1.1, with a limit in bytes and in time in every state.
 
-uvicorn bounds the time between two requests and nothing else. Here each connection has one timer,
-which every change of state sets anew:
+uvicorn limits the time between two requests and nothing else. Here each connection has one timer,
+which every change of state sets again:
 
 | state | time | bytes |
 | --- | --- | --- |
 | no request yet, or a part of a head | `HEAD_TIMEOUT_S` | `MAX_HEAD_BYTES` |
 | between two requests | uvicorn's keep-alive time | none |
 | a body, its chunk headers and trailers | the application's | `max_body_bytes`, `OVERHEAD` |
-| an answer that the client does not read | `send_timeout_s`, and `MIN_RATE` | what is written |
+| an answer that the client does not read | `send_timeout_s`, and `MIN_RATE` | its written bytes |
 | after the last answer | `LINGER_S`, and `MIN_RATE` | `LINGER_BYTES` |
 
-The time of a request itself is the application's to bound: it has `HANG_UP` for that.
+The application limits the time of a request itself: it has `HANG_UP` for that.
 
-An answer that begins before the request's end is the connection's last: what the client still sends
-is not the next request. The connection then lingers: it is closed for writing, and read and
-dropped for a moment. Closing it at once would reset it, and a reset may destroy the answer before
-the client has read it.
+An answer that begins before the request's end is the connection's last, because the bytes that the
+client still sends are not the next request. The connection then lingers: it is closed for writing,
+and for a moment received bytes are read and dropped. Closing it at once would reset it, and a reset
+may destroy the answer before the client has read it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from headrace.gateway.errors import ApiError
 
 HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
-"""Also of bytes in a row that hold no body: chunk extensions and trailers."""
+"""Maximum size of a head, and of consecutive bytes without a body: chunk extensions, trailers."""
 OVERHEAD = 1
-"""Bytes of framing for each byte of a body, beyond the first `MAX_HEAD_BYTES`. Chunks of one byte
-have five, and each costs as much as one of 64 KiB."""
+"""Maximum bytes of framing for each byte of a body, beyond the first `MAX_HEAD_BYTES`. Chunks of
+one byte have five, and each costs as much as one of 64 KiB."""
 BODY_MARGIN_BYTES = 1 << 20
 """Bytes above `max_body_bytes` after which the connection ends. The application refuses such a body
 in the shape of its API, but only in its next turn of the loop."""
@@ -48,35 +48,35 @@ is 60."""
 MAPPED = "::ffff:"
 """Prefix of IPv4 addresses at a socket for both families; proxies and limits are set without it."""
 MIN_RATE = 4096
-"""Bytes a second at which a client has to read what waits, beyond that time."""
+"""Minimum rate in bytes a second at which a client has to read waiting bytes, after that time."""
 LINGER_S = 2.0
 LINGER_BYTES = 16 * 1024 * 1024
-"""More than this a connection that lingers does not read; a body that is too large is usually
-smaller."""
+"""Maximum bytes that a lingering connection reads; a body that is too large is usually smaller."""
 STOPPING_LINGER_S = 5.0
-"""For clients of a server that stops to use a connection once more. Most close one that has been
-idle for that long, so they do not send a request on one that is being closed."""
+"""Time for which clients of a stopping server may still use an idle connection. Most clients close
+connections that have been idle for that long, and then send no request on a closing one."""
 GOODBYE_S = 0.5
-"""For an idle client to confirm the end of TLS. Many never do, and Python waits half a minute."""
+"""Time for an idle client to confirm the end of TLS. Many never do, and Python waits half a
+minute."""
 HEAD_SLICE, BODY_SLICE = 4 * 1024, 64 * 1024
-"""Bytes parsed before the connection's state is looked at. 4 KiB hold 227 requests of the shortest
+"""Bytes parsed before the connection's state is checked. 4 KiB hold 227 requests of the shortest
 kind, each of which costs 25 microseconds and 3 KB until it is answered."""
 
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
-"""Headers of each answer: browsers do not guess its type, and caches do not keep it."""
+"""Headers of each answer, so that browsers do not guess its type and caches do not keep it."""
 
 _WITHOUT_BODY = frozenset({204, 304})
 
 
 class _RefusedError(ValueError):
-    """Raised by a callback of the parser: the status and the message to answer."""
+    """The error that a callback of the parser raises, with the status and message to answer."""
 
 
 class Connection(HttpToolsProtocol):
     """A client's connection.
 
     Args:
-        max_body_bytes: of one request; None for no limit but the application's.
+        max_body_bytes: maximum body of one request; None for no limit but the application's.
         send_timeout_s: `SEND_TIMEOUT_S`, or longer for a client that stops reading on purpose.
     """
 
@@ -92,14 +92,14 @@ class Connection(HttpToolsProtocol):
         self._last = False  # the server stops
         self._active: RequestResponseCycle | None = None  # the request that is answered now
         self._unparsed = b""
-        self._refusal: tuple[int, str] | None = None  # of bytes that cannot be parsed
+        self._refusal: tuple[int, str] | None = None  # the answer to bytes that cannot be parsed
         self._lingers = False
         self._dropped_bytes = 0
-        # Of the message that is being parsed.
+        # State of the message that is being parsed.
         self._in_head = self._in_body = self._completed = False
         self._head_bytes = self._raw_bytes = self._body_bytes = self._barren_bytes = 0
         self._body_follows = self._framed_again = False
-        self._pieces: list[bytes] = []  # of the body, since the parser was last fed
+        self._pieces: list[bytes] = []  # pieces of the body since the parser was last fed
         # The timer.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -123,7 +123,7 @@ class Connection(HttpToolsProtocol):
         active = self._active
         super().connection_lost(exc)
         if active is not None and active is not self.cycle and not active.response_complete:
-            active.disconnected = True  # uvicorn tells the newest request only
+            active.disconnected = True  # uvicorn notifies the newest request only
             active.message_event.set()
 
     def data_received(self, data: bytes) -> None:
@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
                 self.flow.pause_reading()
             return
         self._unparsed = self._unparsed + data if self._unparsed else data
-        if self.pipeline:  # a request waits for its turn already
+        if self.pipeline:  # another request already waits for its turn
             self.flow.pause_reading()
         else:
             self._parse()
@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
         self._settle()
 
     def shutdown(self) -> None:
-        """The server stops: a request that is on its way here is still answered."""
+        """Close the connection as the server stops; a request on its way here is still answered."""
         self._last = True
         if self._is_idle():
             self.loop.call_later(STOPPING_LINGER_S, self._close_if_idle)
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
     # Parsing.
 
     def _parse(self) -> None:
-        """Parse the bytes that came, up to the second request without an answer."""
+        """Parse the received bytes, up to the second request without an answer."""
         data, at = memoryview(self._unparsed), 0
         while at < len(data) and not (self.pipeline or self._lingers or self._refusal):
             if self.transport.is_closing():
@@ -183,7 +183,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed = bytes(data[at:]) if self.pipeline else b""
 
     def _check_bytes(self, came: int, of_body: int) -> None:
-        """End what has too many bytes where no callback of the parser sees them."""
+        """Refuse a request with too many bytes where no callback of the parser sees them."""
         if not self._in_body:
             self._raw_bytes = 0 if self._completed else self._raw_bytes + came
             if self._raw_bytes > MAX_HEAD_BYTES:
@@ -202,10 +202,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(413, f"The request body is larger than {self._max_body_bytes} bytes.")
 
     def _ignore_upgrade(self) -> None:
-        """Read on as HTTP/1.1 asks of a server that does not know the protocol (RFC 9110, 7.8).
+        """Continue to read, as a server that does not know the protocol must (RFC 9110, 7.8).
 
-        The parser has skipped the body. A second one reads it, after a head that has only what
-        says where it ends.
+        The parser has skipped the body. A second parser reads it, after a head that has only the
+        headers which determine the body's end.
         """
         if not self._body_follows:
             return
@@ -262,7 +262,7 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._in_body = False, True
         self._raw_bytes = self._body_bytes = self._barren_bytes = 0
         if self._last:
-            self.cycle.keep_alive = False  # the answer says so
+            self.cycle.keep_alive = False  # the answer tells the client
         self._settle()
 
     def on_body(self, body: bytes) -> None:
@@ -270,7 +270,7 @@ class Connection(HttpToolsProtocol):
         self._pieces.append(body)
 
     def _pass_on_body(self) -> None:
-        """Give the application what came, at once: a body may come in chunks of one byte."""
+        """Give the application all received pieces at once, since chunks may have one byte each."""
         if not self._pieces:
             return
         cycle = self.cycle
@@ -303,7 +303,7 @@ class Connection(HttpToolsProtocol):
 
     def _write_at_once(self, piece: bytes) -> bool:
         """Write a piece of a body of unknown length, as uvicorn's `send` does."""
-        cycle = self.cycle  # of the newest request, which may wait for the one that writes
+        cycle = self.cycle  # the newest request, which may wait for the one that writes
         if self.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete:
             return False
         if not cycle.disconnected:
@@ -343,13 +343,13 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer outside ASGI what is no request, after all requests before it, and hang up."""
+        """Refuse a request outside ASGI, after the answers to requests before it, and hang up."""
         if self._lingers or self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = status, message
         self._unparsed = b""
         cycle = self.cycle
-        if self._in_body:  # the request under way is not whole
+        if self._in_body:  # the request under way is incomplete
             if self.pipeline:
                 self.pipeline.clear()
             elif cycle.response_started and not cycle.response_complete:
@@ -372,7 +372,7 @@ class Connection(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """Write no more; read and drop what comes for a moment, then close."""
+        """Stop writing; read and drop received bytes for a moment, then close."""
         if self._lingers or self.transport.is_closing():
             return
         self._lingers = True
@@ -382,11 +382,11 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             try:
                 self.transport.write_eof()
-            except OSError:  # the client is gone
+            except OSError:  # the client has disconnected
                 self.transport.abort()
 
     def _bound_closing(self) -> None:
-        """A transport that closes waits for the client to read all; this one not for ever."""
+        """Limit the time that a closing transport waits for the client to read all bytes."""
         if self.transport.is_closing() and not self._lingers:
             self._arm(self._time_to_read(self._send_timeout_s), self.transport.abort)
 
@@ -426,8 +426,10 @@ class Connection(HttpToolsProtocol):
             self._arm(self.timeout_keep_alive, self._end)
 
     def _arm(self, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` in so many seconds. A later time costs no new timer, since each request sets
-        one."""
+        """Call `late` in `seconds`.
+
+        Each request calls this, so a time after that of the running timer needs no new timer.
+        """
         self._until_s, self._late = self.loop.time() + seconds, late
         if self._timer is None or self._timer_s > self._until_s:
             if self._timer is not None:
@@ -453,7 +455,7 @@ _HEAD_TOO_LARGE = f"The request's head is larger than {MAX_HEAD_BYTES} bytes."
 
 
 class _Answer:
-    """The answer to one request, as ASGI sends it."""
+    """The answer to one request, sent by ASGI messages."""
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
         self._connection, self._cycle = connection, cycle
@@ -461,7 +463,7 @@ class _Answer:
         self._ends_by_closing = False
 
     async def send(self, message: Message) -> None:
-        """Send a message of ASGI."""
+        """Send an ASGI message."""
         cycle = self._cycle
         if message["type"] == "http.response.start":
             message = self._start(message)

@@ -1,7 +1,7 @@
 """Encodings of a request's body: compressed ones are decoded, and JSON becomes UTF-8.
 
-Decoding is bounded as reading is: a body may have as many bytes after it as a body may have at all,
-and no step of it holds the event loop for long.
+Decoding has the same limits as reading: a decoded body may have as many bytes as any body, and no
+step blocks the event loop for long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SUPPORTED = ("gzip", "deflate")
 PIECE_BYTES = 256 * 1024
 """Maximum bytes that one step decodes: 1 ms of a slow core."""
 MAX_MEMBERS = 64
-"""Gzip files in one body, one after the other. Each costs 3 microseconds, however short it is."""
+"""Maximum number of consecutive gzip files in one body. Even a short one costs 3 microseconds."""
 
 
 class Decoder:
@@ -38,7 +38,7 @@ class Decoder:
             is_last: whether the body ends with these bytes.
 
         Raises:
-            ApiError: 400, the body is not what its encoding says, or is cut off.
+            ApiError: 400, the body does not match its encoding, or is cut off.
         """
         while True:
             try:
@@ -68,7 +68,7 @@ def decoder_of(headers: Sequence[bytes]) -> Decoder | None:
     """Return the decoder for a body with these `content-encoding` headers; None for a plain body.
 
     Raises:
-        ApiError: 415, there is none.
+        ApiError: 415, the encoding is not supported.
     """
     if not headers:
         return None
@@ -85,11 +85,11 @@ def decoder_of(headers: Sequence[bytes]) -> Decoder | None:
 def as_utf8(body: bytes, max_bytes: int) -> bytes:
     """Return a JSON text in UTF-8 without a byte order mark.
 
-    UTF-8, UTF-16 and UTF-32 are taken, with or without the mark, as by Python's JSON parser in
+    UTF-8, UTF-16 and UTF-32 are accepted, with or without the mark, as in Python's JSON parser in
     vLLM's own server.
 
     Args:
-        max_bytes: limit of the result.
+        max_bytes: maximum size of the result after a conversion.
 
     Raises:
         ApiError: 400, the body is not valid in its encoding; 413, it becomes too large.

@@ -1,12 +1,12 @@
-"""Who asks: the tenant and the role that an API key stands for, and what that key may use.
+"""API keys: the tenant and the role that a key proves, and its limits.
 
 The keys come from the configuration and from a key file (`headrace.config.keyfile`). The file is
 read again when it changes, in a thread of its own, since a large one takes longer than a stream may
-wait. A file that cannot be used changes nothing: the keys stay as they were, the log and a metric
-say so, and it is tried again. So a typing error neither opens the endpoint nor locks all clients
+wait. If the file cannot be used, the keys stay as they were, the log and a metric report this, and
+the file is tried again. A typing error therefore neither opens the endpoint nor locks all clients
 out.
 
-A key's hash finds its entry, so the time of a look-up tells nothing about any key.
+Entries are found by a key's hash, so the time of a look-up reveals nothing about any key.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ ADMIN = "admin"
 OPERATOR = "operator"
 """Name and tenant of the key that `headrace up` makes for its own commands."""
 FORWARDING = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"})
-"""Headers by which a proxy says that it forwards for somebody else."""
+"""Headers by which a proxy says that it forwards another client's request."""
 LOOK_EVERY_S = 1.0
-"""Time between looks whether the file has changed."""
+"""Time between two checks whether the file has changed."""
 
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """A key that was shown, and what its requests use now.
+    """A key in use, its limits, and its present usage.
 
     Attributes:
-        tenant: None where no keys are configured: one trust domain, divided by cache salts only.
-        slo: SLO class of requests that name none. slo_classes: those that they may name; None for
-            all.
+        tenant: the key's tenant; None if no keys are configured: then there is one trust domain,
+            divided by cache salts only.
+        slo: SLO class of requests that name none.
+        slo_classes: SLO classes that requests may name; None for all.
+        running: number of the key's requests under way.
     """
 
     name: str = ""
@@ -62,7 +64,7 @@ class Caller:
     _packed: bytes = field(default=b"", repr=False)
 
     def apply(self, packed: bytes) -> None:
-        """Apply the entry of the key; its running requests stay counted."""
+        """Apply the key's entry; the count of its running requests stays."""
         if packed is self._packed:
             return
         self._packed, entry = packed, KeyEntry.model_validate_json(packed)
@@ -75,10 +77,10 @@ class Caller:
 
     @contextmanager
     def request(self, now_s: float) -> Iterator[None]:
-        """Hold one request of this key.
+        """Count one request of this key until it ends.
 
         Raises:
-            ApiError: 429, with the time after which it may be tried again.
+            ApiError: 429, the key is at a limit; the error has the time after which to try again.
         """
         if self.max_concurrent is not None and self.running >= self.max_concurrent:
             raise errors.key_is_busy(self.name, self.max_concurrent)
@@ -90,7 +92,10 @@ class Caller:
             self.running -= 1
 
     def _spend(self, now_s: float) -> None:
-        """Take one request from the allowance, which fills evenly and holds a minute's worth."""
+        """Take one request from the allowance.
+
+        It fills evenly, and holds at most the requests of one minute.
+        """
         most = self.requests_per_minute
         if most is None:
             return
@@ -103,19 +108,19 @@ class Caller:
 
 
 ANYONE = Caller()
-"""Everybody, where no keys are configured."""
+"""The caller of all requests if no keys are configured."""
 
 
 def may_administer(
     caller: Caller, client: Sequence[Any] | None, seen: Mapping[bytes, bytes]
 ) -> bool:
-    """Whether a request may change how the app works, or look into it.
+    """Return whether a request may administer the app: change its behaviour, or read its state.
 
-    With keys that takes one whose role is admin. Without keys it takes a client on this machine,
-    and no proxy in between: a proxy is on this machine whoever its client is.
+    With keys, the request needs a key with the role admin. Without keys, the client must be on this
+    machine, with no proxy between: a proxy is on this machine even if its client is not.
 
     Args:
-        client: address and port, as ASGI has them; None if nobody knows.
+        client: address and port of the client, as in ASGI; None if unknown.
         seen: the request's headers.
     """
     if caller is not ANYONE:
@@ -131,17 +136,17 @@ def may_administer(
 
 
 class Keys:
-    """The keys that are accepted; empty if none are configured. Used from one event loop.
+    """The accepted keys; empty if none are configured. Use it from one event loop.
 
     Args:
         plain: keys from the configuration itself. Each is a tenant of its own, with the role user.
         file: a key file, or None.
         admin_hashes: hashes of keys with the role admin, by the key's name.
         now_s: a monotonic clock.
-        classes: names of the SLO classes; None where classes are not checked, as nothing uses them.
+        classes: names of the SLO classes; None if they are not checked, because they are not used.
 
     Raises:
-        ValueError: the file cannot be used, so that a wrong path never leaves the door open.
+        ValueError: the file cannot be used. A wrong path therefore never opens the endpoint.
     """
 
     def __init__(
@@ -173,14 +178,14 @@ class Keys:
         return self._reload.is_stale
 
     def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> Caller:
-        """The caller that a request's key proves; anyone where no keys are configured.
+        """Return the caller that a request's key proves; `ANYONE` if no keys are configured.
 
         Args:
             authorization: the header `Authorization`, which OpenAI's clients send.
             api_key: the header `x-api-key`, which Anthropic's clients send.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401, the key is missing or unknown.
         """
         if not self:
             return ANYONE
@@ -196,12 +201,12 @@ class Keys:
         return caller
 
     def start(self) -> None:
-        """Look at the file from now on, on the running event loop."""
+        """Start to watch the file, on the running event loop."""
         if self._file is not None:
             self._watching = asyncio.create_task(self._watch(), name="api-keys")
 
     async def aclose(self) -> None:
-        """Look at the file no longer."""
+        """Stop watching the file."""
         if self._watching is not None:
             watching, self._watching = self._watching, None
             watching.cancel()
@@ -235,10 +240,10 @@ class Keys:
         logger.info("read %s: %d API keys are accepted", self._file, len(entries))
 
     def _read(self) -> dict[str, bytes]:
-        """Return all entries by hash, those of the file as it is now. Blocks.
+        """Return all entries by hash, with those of the file's present content. Blocks.
 
         Raises:
-            ValueError: it cannot be used, or names an SLO class that does not exist.
+            ValueError: the file cannot be used, or names an SLO class that does not exist.
         """
         found = {entry.hash: packed(entry) for entry in self._configured}
         for entry in () if self._file is None else read_entries(self._file):

@@ -1,6 +1,6 @@
-"""What a client may send: its key, its content type, a body of limited size, a JSON object.
+"""Checks of a client's request: content type, size of the body, JSON, and fields.
 
-The body is checked, not rewritten: the replica gets the client's own bytes, decoded
+The body is checked and not changed: the replica gets the client's own bytes, decoded
 (`door.encodings`).
 """
 
@@ -33,27 +33,28 @@ MOST_ITEMS = {
     "prompt": 1_024,
     "tokens": 65_536,
 }
-"""Longest lists in a request's body, by field."""
+"""Maximum length of lists in a request's body, by field."""
 
 MAX_MESSAGE_PARTS = 32_768
-"""Entries of all lists within a conversation. vLLM takes 21 microseconds for each part of a
-message."""
+"""Maximum number of entries of all lists within a conversation. vLLM takes 21 microseconds for each
+part of a message."""
 MAX_LOGPROBS = 1 << 20
-"""Maximum of one answer. A replica holds some 500 bytes for each, and writes 80."""
+"""Maximum number of log-probabilities in one answer. A replica holds some 500 bytes for each, and
+writes 80."""
 DEFAULT_TOKENS = 8_192
-"""Tokens of an answer without a limit, for `MAX_LOGPROBS`."""
+"""Assumed number of tokens of an answer without a limit, for `MAX_LOGPROBS`."""
 BYTES_PER_TOKEN = 4
 MAX_ADMIN_FIELDS = 64
 """Maximum fields of an administrative request; pydantic makes an object of each unknown one."""
 
 MOST_OTHER_BYTES = 512 * 1024
-"""Of all fields of a request but the `_Bulky` ones, together. A schema may have 256 KiB. Parsing
-400,000 biases (5 MB) held the gateway for 0.1 s and a replica for 0.4 s."""
+"""Maximum size of all fields of a request but the `_Bulky` ones, together. A schema may have 256
+KiB. Parsing 400,000 biases (5 MB) blocked the gateway for 0.1 s and a replica for 0.4 s."""
 
 
 class _Bulky(msgspec.Struct):
-    """The fields that carry prompts, tools, documents and tokens, unparsed: only their sizes are
-    wanted."""
+    """The fields that carry prompts, tools, documents and tokens; they stay unparsed, since only
+    their sizes are needed."""
 
     messages: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
@@ -71,8 +72,9 @@ class _Bulky(msgspec.Struct):
 
 
 MOST_PARTS = 1 << 18
-"""Strings, lists and objects in one body; numbers may be four times as many. Parsing 500,000 empty
-objects (2 MB) took 0.03 s, so a body of 8 MB could hold an event loop for 0.2 s."""
+"""Maximum number of strings, lists and objects in one body; there may be four times as many
+numbers. Parsing 500,000 empty objects (2 MB) took 0.03 s, so a body of 8 MB could block an event
+loop for 0.2 s."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _decode_json = msgspec.json.Decoder().decode
@@ -80,17 +82,17 @@ _decode_bulky = msgspec.json.Decoder(_Bulky).decode
 
 
 def request_id_of(header: bytes | None) -> bytes:
-    """The client's request id when it is a plain one, else a new one."""
+    """Return the client's request id if it has only plain characters, otherwise a new one."""
     if header is not None and _REQUEST_ID.fullmatch(header):
         return header
     return uuid.uuid4().hex.encode()
 
 
 def check_content_type(header: bytes | None) -> None:
-    """Refuse what is not JSON, with 400 as vLLM's server does.
+    """Refuse a body that is not JSON, with 400 as vLLM's server does.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the content type is not JSON.
     """
     media_type = (header or b"").split(b";", 1)[0].strip().lower()
     if media_type != b"application/json":
@@ -120,11 +122,11 @@ def check_length(header: bytes | None, limit_bytes: int) -> None:
 async def read_body(
     receive: Receive, limit_bytes: int, held: Held, decoder: Decoder | None = None
 ) -> bytes:
-    """Return the whole request body, decoded, which `held` counts.
+    """Read and return the whole request body, decoded; `held` counts its bytes.
 
     Raises:
-        ApiError: 413 as soon as more than `limit_bytes` arrived or are decoded, 429 where there is
-            no room, 400 where the body cannot be decoded.
+        ApiError: 413 as soon as more than `limit_bytes` arrived or are decoded, 429 if there is no
+            room, 400 if the body cannot be decoded.
         ClientGone: the client hung up first.
     """
     parts: list[bytes] = []
@@ -147,17 +149,17 @@ async def read_body(
 
 
 def check_other_bytes(body: bytes) -> None:
-    """Refuse a body whose bulk is not where a request may have bulk, before it is parsed.
+    """Refuse a body whose other fields than the `_Bulky` ones are too large, before it is parsed.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the other fields are larger than `MOST_OTHER_BYTES`.
     """
     if len(body) <= MOST_OTHER_BYTES:
         return
     try:
         bulky = _decode_bulky(body)
     except (msgspec.DecodeError, RecursionError):
-        return  # `parse_object` says what is wrong
+        return  # `parse_object` reports the error
     other = len(body) - sum(len(memoryview(value)) for value in msgspec.structs.astuple(bulky))
     if other > MOST_OTHER_BYTES:
         known = ", ".join(_Bulky.__struct_fields__)
@@ -171,11 +173,12 @@ def check_other_bytes(body: bytes) -> None:
 def check_parts(body: bytes) -> None:
     """Refuse a body of very many small values before it is parsed.
 
-    The counts are exact for valid JSON, and take 1 ms a megabyte. Of text that only looks like many
-    values, the strings are left out first.
+    The first count takes 1 ms a megabyte. It may be too high, because strings may contain brackets
+    and commas. If it exceeds the limit, strings and the rest are counted apart, which is exact for
+    valid JSON.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the body has more than `MOST_PARTS` values.
     """
     if len(body) <= MOST_OTHER_BYTES or _parts(body) <= MOST_PARTS:
         return
@@ -193,17 +196,17 @@ def check_parts(body: bytes) -> None:
 
 
 def _parts(body: bytes) -> int:
-    """How many values there may be, in `MOST_PARTS`' measure."""
+    """Return the maximum number of values that a body may have, four numbers counted as one."""
     quotes, numbers = body.count(b'"') // 2, body.count(b",") // 4
     return max(quotes + body.count(b"[") + body.count(b"{"), numbers)
 
 
 def check_fields(request: Mapping[str, Any]) -> None:
-    """Refuse what vLLM answers with a 500, and lists that would hold up a replica's event loop.
+    """Refuse fields that vLLM answers with a 500, and lists that block a replica's event loop.
 
-    vLLM renders messages and decodes token ids on the loop that serves every stream. Scaled
-    from longer lists measured on one slow core, these limits hold it for 0.25 s (16,384 messages)
-    and 0.1 s (65,536 token ids). Each of several prompts is a request to the engine.
+    vLLM renders messages and decodes token ids on the loop that serves every stream. Scaled from
+    longer lists measured on one slow core, lists at these limits block it for 0.25 s (16,384
+    messages) and 0.1 s (65,536 token ids). Each of several prompts is a request to the engine.
 
     Raises:
         ApiError: 400, naming the field.
@@ -225,13 +228,13 @@ def check_fields(request: Mapping[str, Any]) -> None:
 def check_logprobs(request: Mapping[str, Any], body_bytes: int) -> None:
     """Refuse a request that may be answered with very many log-probabilities.
 
-    A replica makes several objects of each, all of which it holds until the answer ends.
+    A replica makes several objects for each, and holds all of them until the answer ends.
 
     Args:
-        body_bytes: size of the request, which bounds the tokens of its prompt.
+        body_bytes: size of the request, which limits the tokens of its prompt.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the answer could have more than `MAX_LOGPROBS` log-probabilities.
     """
     best = [_count(request.get(name)) for name in ("top_logprobs", "logprobs")]
     of_prompt = _count(request.get("prompt_logprobs"))
@@ -286,12 +289,12 @@ def _list_items(value: Any, levels: int = 3) -> int:
 
 
 def _is_one_prompt(name: str, value: list[Any]) -> bool:
-    """Whether a list of token ids is one prompt, which the model's context bounds."""
+    """Return whether a list of token ids is one prompt, which the model's context limits."""
     return name == "prompt" and isinstance(value[0], int)
 
 
 def validated(model: type[Model], wanted: Mapping[str, Any]) -> Model:
-    """An administrative request's body as its model.
+    """Return an administrative request's body as its model.
 
     Raises:
         ApiError: 400, naming the first wrong field.
@@ -314,22 +317,24 @@ def _validator(model: type[pydantic.BaseModel]) -> FailFastAdapter:
 
 
 def wrong_field(field: str, what: str) -> PydanticCustomError:
-    """For a model's validator of several fields: the field to blame."""
+    """Return the error of a model's validator of several fields, which names the wrong field."""
     return PydanticCustomError("field", "{what}", {"field": field, "what": what})
 
 
 def parse_object(body: bytes) -> Mapping[str, Any]:
-    """The body as a JSON object: valid UTF-8, valid JSON, no NaN, infinity or lone surrogate.
+    """Return the body as a JSON object.
+
+    The body must be valid UTF-8 and valid JSON, with no NaN, infinity or lone surrogate.
 
     Raises:
-        ApiError: 400, with the position of the fault where it is known, or for too many values.
+        ApiError: 400, with the position of the fault if it is known, or for too many values.
     """
     check_parts(body)
     return decode_object(body)
 
 
 def decode_object(body: bytes) -> Mapping[str, Any]:
-    """`parse_object` of a body that `check_parts` let pass."""
+    """Run `parse_object` on a body that has passed `check_parts`."""
     try:
         body.decode()
         request = _decode_json(body)

@@ -1,9 +1,8 @@
 """TLS whose files may be replaced while the server runs.
 
-Each new connection is encrypted with what the files hold then; connections that exist stay as they
-are. The files are looked at when a client connects, at most once a second. Files that cannot be
-used, or are half written, change nothing: the old ones stay in use, the log says why, and they are
-tried again.
+Each new connection uses the present content of the files; existing connections stay as they are.
+The files are checked when a client connects, at most once a second. If the files cannot be used, or
+are half written, the old content stays in use, the log says why, and the files are tried again.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ LOOK_EVERY_S = 1.0
 
 
 class ReloadingContext(ssl.SSLContext):
-    """A server's context that hands each connection to a context made of the files' contents.
+    """A server's context that hands each connection to a context made from the files' content.
 
     asyncio and uvloop call `wrap_bio` once for each connection.
 
     Args:
-        files: what to read.
+        files: the files to read.
         now_s: a monotonic clock.
 
     Raises:
@@ -45,7 +44,7 @@ class ReloadingContext(ssl.SSLContext):
         self._next_look_s = now_s() + LOOK_EVERY_S
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        """As `ssl.SSLContext.wrap_bio`, with the files of now."""
+        """Run `ssl.SSLContext.wrap_bio` with the files' present content."""
         self._look()
         return self._current.wrap_bio(*args, **kwargs)
 

@@ -1,9 +1,9 @@
-"""How many requests begin in one turn of an event loop.
+"""A limit for the number of requests that begin in one turn of an event loop.
 
-A request holds the loop for a millisecond or two until it first waits for something. When sixty
-arrive at once, all of them would begin in the same turn, and every stream would stand still for
-a tenth of a second. So only a few begin in each turn; the others begin in the next ones, in the
-order in which they came.
+A request blocks the loop for a millisecond or two until it first waits. Without a limit, sixty
+requests that arrive at once would begin in the same turn, and every stream would stop for a tenth
+of a second. Only a few therefore begin in each turn; the others begin in the next turns, in the
+order of their arrival.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections import deque
 from headrace.gateway.asgi import ASGIApp, Receive, Scope, Send
 
 AT_ONCE = 4
-"""Requests that begin in one turn of the loop."""
+"""Maximum number of requests that begin in one turn of the loop."""
 
 
 class InTurns:
-    """ASGI: at most `AT_ONCE` HTTP requests begin in one turn of the loop. For one loop."""
+    """An ASGI app that begins at most `AT_ONCE` HTTP requests in a turn of its event loop."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -45,11 +45,11 @@ class InTurns:
         await waits
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Another turn of the loop begins."""
+        """Begin waiting requests in a new turn of the loop."""
         self._left = AT_ONCE
         while self._left and self._waiting:
             waits = self._waiting.popleft()
-            if not waits.done():  # or its request was cancelled
+            if not waits.done():  # otherwise the request was cancelled
                 waits.set_result(None)
                 self._left -= 1
         self._follows = self._left < AT_ONCE

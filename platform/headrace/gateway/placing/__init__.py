@@ -1,1 +1,1 @@
-"""Where a request goes: what the replicas tell of themselves, and the plan that follows."""
+"""The choice of a request's replica: reports of the replicas, and the plan made from them."""

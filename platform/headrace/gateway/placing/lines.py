@@ -1,20 +1,22 @@
-"""The gateway's end of every replica's line: reports as they come, and blocks into the index.
+"""The gateway's end of every replica's line: it receives reports and block events.
 
 A replica's line (`headrace_engine.reporting.line`) has two sockets. One publishes batches of block
-events and reports; the other replays batches. Who follows a line proves with the replica's token
-that it belongs to the app. What comes goes three ways:
+events and reports; the other replays batches. A gateway that follows a line proves with the
+replica's token that it belongs to the app. It handles three kinds of messages:
 
-- batches to the `Feed`, which says what is missing; that is asked for on the replay socket.
-- reports, one at a time, to `on_report`. Of those that waited together, only the last counts.
-- an empty report, a beat: the source is alive and has nothing new.
+- Batches go to the `Feed`, which detects missing ones. Missing batches are requested on the replay
+  socket.
+- Reports go to `on_report`, one at a time. Of the reports that wait together, only the last counts.
+- An empty report is a beat: the source is alive and has nothing new.
 
 A source is named by its replica's id and has one holder, the engine's own KV cache. A source that
-is silent for as long as the feed allows loses its holder; it gets a new one when it is heard again.
-Before that its connection is made anew: ZeroMQ does not do so after all errors.
+is silent for longer than the feed allows loses its holder; it gets a new one when it sends again.
+The gateway reconnects to a silent source before that, because ZeroMQ does not reconnect after all
+errors.
 
 All work is done on the event loop, in pieces: after `TURN_S` the rest waits for the loop's next
-turn, one source after the other. What a source sends faster than it is read is dropped at
-`WAITING` messages, and replayed later. What cannot be read is counted, and logged once a source.
+turn. Sources take turns. If a source sends faster than the gateway reads, messages beyond `WAITING`
+are dropped, and replayed later. Messages that cannot be read are counted, and logged once a source.
 """
 
 from __future__ import annotations
@@ -38,26 +40,27 @@ from headrace_kvstore.protocol.membership import LEAST_SECRET_CHARACTERS, Member
 logger = logging.getLogger("headrace.gateway")
 
 ENGINE = Kind((GPU,), ownership="")
-"""What a line tells of: one engine's cache, and no store's namespace."""
+"""Kind of a line's source: one engine's cache, which belongs to no store's namespace."""
 TURN_S = 0.004
-"""Longest work in one turn of the loop; the message that is being read when it is over is ended."""
+"""Longest work in one turn of the loop; a message that is being read at its end is finished."""
 MESSAGES = 8
-"""Of one source, before the next one's turn."""
+"""Maximum number of messages of one source before the next source's turn."""
 TICK_S = 0.2
 WAITING = 1000
-"""Messages of one source that wait for the loop."""
+"""Maximum number of messages of one source that wait for the loop."""
 MOST_MESSAGE_BYTES = 256 * 1024
 MOST_LINES = 4096
 MOST_REPLAYS = 64
-"""That are under way at a time; the others are asked for later."""
+"""Maximum number of replays under way at a time; the others are requested later."""
 REPLAY_S = 5.0
-"""Without a message a replay is over by then."""
+"""Time without a message after which a replay is given up."""
 LARGE_REPLAY = 100
-"""Batches in an answer behind which more is asked for at once: it was one part of many."""
+"""Number of replayed batches from which on the next replay is requested at once, since the answer
+was one part of many."""
 SILENT_S = 2.0
-"""After that a connection is made anew: ten beats are missing."""
+"""Time without a message, or ten beats, after which the gateway connects again."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
-"""So that a connection to a machine that vanished is made anew."""
+"""ZeroMQ's heartbeats, by which it notices that a machine vanished, and connects again."""
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 _NUMBER_BYTES = 8
 _MOST_ENDPOINT_CHARS = 256
@@ -65,12 +68,12 @@ _MOST_ENDPOINT_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class LineInfo:
-    """Where a replica's line is.
+    """The address of a replica's line.
 
     Attributes:
         events, replay: endpoints of its sockets.
-        epoch: another one after each start.
-        token: what proves membership.
+        epoch: id of the replica's start; it changes with each start.
+        token: secret that proves membership in the app.
     """
 
     events: str
@@ -80,7 +83,11 @@ class LineInfo:
 
     @classmethod
     def of(cls, told: Any) -> LineInfo | None:
-        """From `line` in what a replica answers to `headrace_replica`; None if it has no line."""
+        """Return the address from `line` in a replica's answer to `headrace_replica`.
+
+        Returns:
+            The address; None if the replica has no line, or its address is malformed.
+        """
         if not isinstance(told, Mapping):
             return None
         parts = [told.get(name) for name in ("events", "replay", "epoch", "token")]
@@ -106,21 +113,21 @@ class _Source:
         self.replay: _Stream | None = None
         self.replay_until_s = 0.0
         self.replayed = 0
-        """Batches of the present replay."""
+        """Number of batches of the present replay."""
         self.joined = False
         self.heard_s = 0.0
-        """When it was heard last, or connected."""
+        """Time of its last message, or of the connection."""
         self.last_report = -1
         self.complained = False
 
 
 class Lines:
-    """All lines that a gateway follows. Used from one event loop only.
+    """All lines that a gateway follows. Use it from one event loop only.
 
     Args:
-        feed: gets the batches; nobody else may have sources in it named like replicas.
+        feed: gets the batches; its other sources must not be named like replicas.
         on_report: gets each report, on the loop. It should take well below a millisecond.
-        clock: the feed's, in seconds.
+        clock: the feed's clock, in seconds.
     """
 
     def __init__(
@@ -141,13 +148,13 @@ class Lines:
         self.counts: Counter[str] = Counter()
         self.longest_turn_s = 0.0
 
-    # Who is followed
+    # The followed lines
 
     def follow(self, sources: Mapping[str, LineInfo]) -> None:
         """Follow these lines and no others; call it in the event loop, as often as you like.
 
         Args:
-            sources: by replica id. A line that is known under another epoch begins anew.
+            sources: lines by replica id. A line whose address or epoch changed starts again.
         """
         self._start()
         for name in [name for name in self._sources if name not in sources]:
@@ -170,7 +177,7 @@ class Lines:
             self._connect(source)
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return the counts in JSON types."""
         return {
             "lines": len(self._sources),
             "replaying": len(self._replaying),
@@ -179,7 +186,7 @@ class Lines:
         }
 
     def close(self) -> None:
-        """Follow nothing any more; the feed keeps no source of a line."""
+        """Stop following all lines, and remove their sources from the feed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -202,7 +209,7 @@ class Lines:
             self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _open(self, source: _Source, kind: int, endpoint: str) -> _Stream | None:
-        """A socket to the source; None if there can be none."""
+        """Connect a socket to the source; return None if that fails."""
         assert self._context is not None and self._loop is not None
         socket = None
         try:
@@ -268,7 +275,7 @@ class Lines:
             if source.events is None or now_s - source.heard_s > SILENT_S:
                 self.counts["connected_anew"] += 1
                 self._connect(source)
-            else:  # an event of the socket's descriptor may stand for several messages
+            else:  # one event of the socket's descriptor may announce several messages
                 self._wake(source.events)
         self._ask(now_s)
 
@@ -296,7 +303,7 @@ class Lines:
             wanted = ask.seq.to_bytes(_NUMBER_BYTES, "big")
             try:
                 source.replay.socket.send_multipart((b"", wanted), zmq.NOBLOCK)
-            except zmq.ZMQError:  # refused already; the feed asks again
+            except zmq.ZMQError:  # the connection was refused already; the feed asks again
                 self.counts["replays_given_up"] += 1
                 self._end_replay(source)
 
@@ -305,10 +312,10 @@ class Lines:
         source.replay = None
         self._replaying.pop(source, None)
 
-    # What comes
+    # Messages
 
     def _wake(self, stream: _Stream) -> None:
-        """A stream may have a message."""
+        """Schedule the reading of a stream that may have a message."""
         self._due.setdefault(stream)
         if not self._woken:
             assert self._loop is not None
@@ -316,7 +323,7 @@ class Lines:
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Read, one source after the other, for `TURN_S`."""
+        """Read from one source after another, for `TURN_S`."""
         self._woken = False
         began_s = time.perf_counter()
         until_s = began_s + TURN_S
@@ -332,7 +339,7 @@ class Lines:
             self._wake(next(iter(self._due)))
 
     def _read(self, stream: _Stream, until_s: float) -> bool:
-        """Take a few messages of a stream. Whether there may be more."""
+        """Take a few messages of a stream. Return whether there may be more."""
         source, last_report, more = stream.source, b"", True
         for _ in range(MESSAGES):
             try:
@@ -356,12 +363,12 @@ class Lines:
         return more and not stream.socket.closed
 
     def _take(self, source: _Source, frames: list[bytes]) -> bytes:
-        """Take a message of the line; a report's bytes if it is one that counts."""
+        """Take a message of the line. Return a report's bytes if it is newer than the last one."""
         source.heard_s = self._clock()
         topic, *numbers, payload = frames if len(frames) > 1 else (b"", b"")
         expected = {BLOCKS_TOPIC: 1, REPORT_TOPIC: 2}.get(topic)
         if expected is None:
-            self.counts["unknown_topics"] += 1  # of a later version
+            self.counts["unknown_topics"] += 1  # topic of a later version
             return b""
         if len(numbers) != expected or any(len(each) != _NUMBER_BYTES for each in numbers):
             self._complain(source, "malformed", f"a message of {len(frames)} frames")
@@ -399,7 +406,7 @@ class Lines:
                 logger.exception("a report of %s could not be used; this is said once", source.name)
 
     def _take_replayed(self, source: _Source, frames: list[bytes]) -> bool:
-        """Take a message of a replay. Whether more is to come."""
+        """Take a message of a replay. Return whether more messages may follow."""
         now_s = self._clock()
         good = len(frames) == 4 and len(frames[2]) == _NUMBER_BYTES
         if good and frames[2] != END_SEQ:
@@ -430,7 +437,7 @@ class Lines:
             self._complain(source, "bad_batches", str(error))
 
     def _complain(self, source: _Source, kind: str, why: str) -> None:
-        """Count what is wrong with a source, and log the first time."""
+        """Count a source's error, and log the source's first one."""
         self.counts[kind] += 1
         if not source.complained:
             source.complained = True

@@ -1,12 +1,13 @@
-"""Places a request before it is sent: has its prompt's blocks named, and asks `Cluster` for a plan.
+"""The placement of a request: get the keys of its prompt's blocks, and ask `Cluster` for a plan.
 
-Only the engine's own software knows a prompt's tokens, so a replica is asked for the keys of its
-blocks: the one that load and the prompt's first characters suggest, since that one most likely
-answers it, too. The plan goes to the replica that it names, in a header.
+Only the engine's own software knows a prompt's tokens, so the gateway asks a replica for the keys
+of the prompt's blocks. It asks the replica that load and the prompt's first characters suggest,
+since that replica will most likely answer the request, too. The plan goes to the replica that it
+names, in a header.
 
-Nothing is asked where there is nothing to choose: fewer than two decode replicas that have told how
-they stand. A prompt whose keys are not known, or not in time, is placed by load and its first
-characters (`pick`). The time follows the prompt's length.
+With fewer than two healthy decode replicas that have reported, there is no choice, and the gateway
+asks for no keys. If a prompt's keys are unknown or late, the request is placed by load and the
+prompt's first characters (`pick`). The time limit follows the size of the body.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ logger = logging.getLogger("headrace.gateway")
 KEYS_LIMIT_S = 0.5
 """Longest wait for the keys of a short prompt."""
 KEYS_BYTE_S = 3e-6
-"""Longest wait for each byte of the body beyond that. Tokenising a byte takes 0.7 to 1.2 us of
-an idle core (SmolLM2's tokenizer, prose, EPYC), and computing its token takes a hundred times as
-long: a long prompt is worth the wait."""
+"""Wait added for each byte of the body. Tokenising a byte takes 0.7 to 1.2 us of an idle core
+(SmolLM2's tokenizer, prose, EPYC), and computing its token takes a hundred times as long: a long
+prompt is worth the wait."""
 PLACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 """Routes whose requests are prompts."""
 MOST_KEYS_BYTES = 4 * 2**20
 LOOK_S = 1.0
 COMPILE_LIMIT_S = 600.0
-"""Limit for the process that compiles the router; ten times as long as it takes on a laptop."""
+"""Time limit of the process that compiles the router; ten times its duration on a laptop."""
 
 Text = Annotated[str, Meta(max_length=400)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 
 
 class _Keys(msgspec.Struct):
-    """What a replica answers (`headrace_decode.rendering.keys`)."""
+    """A replica's answer with a prompt's keys (`headrace_decode.rendering.keys`)."""
 
     keys: str | None
     prompt_tokens: Count = 0
@@ -74,19 +75,20 @@ _decode_keys = msgspec.json.Decoder(_Keys).decode
 
 
 class Placed(NamedTuple):
-    """A plan, and the headers by which the replica gets it."""
+    """A plan, and the headers that carry it to the replica."""
 
     plan: Plan
     headers: Headers
 
 
 class Placer:
-    """One gateway's. Call it from its event loop.
+    """The placement of one gateway. Call it from the gateway's event loop.
 
     Args:
-        settings: how prices are weighed.
-        lines: where each replica, decode and prefill, tells of itself; by its id.
-        pool: the decode replicas. upstream: the connections to them.
+        settings: settings of the router, such as the placement policy.
+        lines: returns the address of each replica's line, decode and prefill, by replica id.
+        pool: the decode replicas.
+        upstream: the connections to them.
     """
 
     def __init__(
@@ -103,20 +105,20 @@ class Placer:
         self._lines = Lines(self.cluster.feed, self._report, clock)
         self._task: asyncio.Task[None] | None = None
         self.on_plan: Callable[[Plan], None] = lambda plan: None
-        """Told of each plan, in the task of its request."""
+        """Called with each plan, in the task of its request."""
         self.targets: Callable[[], Targets] = lambda: NO_TARGETS
-        """What the request of the present task may expect."""
+        """Returns the targets of the present task's request."""
         self.least = 2
-        """Replicas from which on they are followed; with one there is nothing to choose."""
+        """Number of decode replicas from which on lines are followed; one leaves no choice."""
         self._known: set[str] = set()
 
     def start(self) -> None:
-        """Begin to follow the replicas; call it in the event loop."""
+        """Start to follow the replicas; call it in the event loop."""
         if self._task is None:
             self._task = supervise(self._follow, "follow the replicas")
 
     async def aclose(self) -> None:
-        """Follow nobody any more."""
+        """Stop following the replicas."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -131,12 +133,12 @@ class Placer:
         affinity: bytes,
         draftable_tokens: int = 0,
     ) -> Placed | None:
-        """The plan for a request; None where the pool should choose.
+        """Return the plan for a request; None if the pool should choose.
 
         Args:
-            target, body: of the request.
-            headers: by which a replica knows a gateway, and whose request it is.
-            affinity, draftable_tokens: as for `pick`.
+            target, body: path and body of the request.
+            headers: returns the headers that identify the gateway and the tenant to a replica.
+            affinity, draftable_tokens: see `pick`.
         """
         if target not in PLACED or self.cluster.choices() < 2:
             return None
@@ -164,25 +166,26 @@ class Placer:
         return Placed(plan, [(PLAN_HEADER, encode(plan))])
 
     def withdraw(self, placed: Placed) -> None:
-        """The replica that a plan names did not take the request."""
+        """Withdraw a plan, because the replica that it names did not take the request."""
         self.cluster.withdraw(placed.plan, self._clock())
 
     @property
     def oldest_report_s(self) -> float:
-        """As `Cluster.oldest_report_s`, now."""
+        """Seconds since the report of the replica that has been silent longest."""
         return self.cluster.oldest_report_s(self._clock())
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able state."""
+        """Return the state in JSON types."""
         return {**self.cluster.stats(self._clock()), "lines": self._lines.stats()}
 
     async def _prompt(
         self, replica: ReplicaInfo, target: str, body: bytes, headers: Headers
     ) -> Prompt | None:
-        """The prompt of a request; None where a replica cannot name its blocks.
+        """Return the prompt of a request; None if the replica cannot compute its keys.
 
         Raises:
-            ReplicaLost: it gave no answer. ValueError: its answer makes no sense.
+            ReplicaLost: the replica gave no answer.
+            ValueError: the replica's answer is invalid.
         """
         asked = b'{"target":"%s","body":%s}' % (target.encode(), body)
         headers = [*headers, (b"content-type", b"application/json")]
@@ -214,7 +217,7 @@ class Placer:
             self.cluster.counts["bad_reports"] += 1
 
     async def _follow(self) -> None:
-        """Learn who there is, for ever, once there are `least`."""
+        """Wait for `least` replicas, then update the followed lines for ever."""
         while len(self._pool) < self.least:
             await asyncio.sleep(LOOK_S)
         await _compile()
@@ -234,7 +237,7 @@ class Placer:
 async def _compile() -> None:
     """Have another process compile the router, so that no request waits; then load the result.
 
-    Where the process fails, a thread compiles: requests wait for it at times, but are placed.
+    If the process fails, a thread compiles: requests wait for it at times, but are placed.
     """
     command = sys.executable, "-c", "from headrace.router.cluster import warm; warm()"
     try:
@@ -253,7 +256,11 @@ async def _compile() -> None:
 
 
 async def _whole(reply: Reply) -> bytes:
-    """Raises ValueError: it is an error, or too long."""
+    """Read the whole body of an answer.
+
+    Raises:
+        ValueError: the answer is an error, or too long.
+    """
     if reply.status != 200:
         raise ValueError(f"answered {reply.status}")
     parts, size = [await reply.read_some()], 0

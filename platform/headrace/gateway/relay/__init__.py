@@ -1,1 +1,1 @@
-"""From a client's request to a replica's answer, and on from another replica if that is lost."""
+"""The relay of requests to replicas; another replica resumes a stream if its replica is lost."""

@@ -1,4 +1,4 @@
-"""A client's request on its way through the gateway, and the answer that it got."""
+"""A client's request on its way through the gateway, and the replica's answer to it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ SHOWN = 50
 
 @dataclass(slots=True)
 class Call:
-    """One client request on its way, and what became of it.
+    """One client request on its way, with its progress and result.
 
     Attributes:
         route: the replica's operation that it asks for; None for the gateway's own documents.
         encodings: values of the client's `content-encoding` headers.
         started: `perf_counter` at the request's head.
-        tenant: whom the key proves; None where no keys are configured.
-        waited_s: seconds spent waiting for the client's body or for a replica.
+        tenant: the tenant that the key proves; None if no keys are configured.
+        waited_s: seconds spent waiting for the client's body, in the queue, for a plan or for a
+            replica.
         own_s: seconds of gateway code before the replica got the request; None before that.
-        status: sent to the client; 0 before that.
+        status: the HTTP status sent to the client; 0 before that.
         ttft_s: seconds from the start to the first body bytes sent.
         last: the events of a stream that were sent last.
-        held: counts the body.
-        said: the lines of its stream so far, for the replica that takes it up.
-        journal: of a client that wants to resume its stream (`resume`).
-        techniques: what it says of lossy techniques; None on routes without a prompt.
-        write_at_once: writes to its client, as of `asgi`.
+        held: the body's part of the budget.
+        said: the lines of its stream so far, for the replica that resumes it.
+        journal: the journal of a client that wants to resume its stream (`resume`).
+        techniques: its choice of lossy techniques; None on routes without a prompt.
+        write_at_once: writes to the client; see `asgi.Write`.
         on_first: called when the first bytes of a stream's body have been sent.
     """
 
@@ -72,14 +73,14 @@ class Call:
     on_first: Callable[[], None] = lambda: None
 
     def drop_body(self) -> None:
-        """The body is needed no more: no replica will be asked again."""
+        """Free the body, because no replica will be asked again."""
         self.body = b""
         if self.held is not None:
             self.held.release()
 
     @property
     def dialect(self) -> Dialect:
-        """How its errors are written."""
+        """The dialect in which its errors are written."""
         return OPENAI if self.route is None else dialect_of(self.route.api)
 
 
@@ -105,11 +106,12 @@ def in_flight(calls: Iterable[Call]) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Answer:
-    """A reply that may be passed on: of a stream the first bytes, of any other the whole body or
-    its first `relay.HELD_BYTES`.
+    """A reply that may be passed on.
 
     Attributes:
-        held: counts the body; None for a stream.
+        body: the first bytes of a stream. Of any other reply, the whole body, or its beginning if
+            the gateway may not hold more (`relay.HELD_BYTES`).
+        held: the body's part of the budget; None for a stream.
         is_whole: whether nothing follows `body`.
     """
 
@@ -121,7 +123,7 @@ class Answer:
     is_whole: bool = True
 
     def close(self) -> None:
-        """End the exchange with the replica; before its end this aborts the request there."""
+        """End the exchange with the replica; if the reply is not over, this aborts the request."""
         self.reply.close()
         self.lease.release()
         if self.held is not None:
@@ -129,5 +131,5 @@ class Answer:
 
     @property
     def tells(self) -> bool:
-        """Whether this is a stream with lines (`headrace_decode.replay.said`)."""
+        """Whether this is a stream with lines to resume from (`headrace_decode.replay.said`)."""
         return self.streamed and any(name == HEADER for name, _ in self.reply.headers)

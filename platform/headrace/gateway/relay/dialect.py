@@ -1,4 +1,4 @@
-"""How an API of the replica writes an error, and how its event streams end.
+"""The APIs' shapes of errors and ends of event streams.
 
 The gateway's own refusals have the shape that the API's clients expect, and a stream that breaks
 off ends with an error event which the API's clients understand.
@@ -34,13 +34,13 @@ Event = tuple[bytes, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One API's way.
+    """The shapes of one API.
 
     Attributes:
-        document: an error as the JSON document of an answer.
-        error_event: an error as the last event of a stream; gets the bytes sent before, too.
-        ended: how the last event of a whole stream may begin.
-        events: what a journal reads in them.
+        document: returns an error as the JSON document of an answer.
+        error_event: returns an error as the last event of a stream, given the bytes sent before it.
+        ended: possible beginnings of the last event of a whole stream.
+        events: the parts of events that a journal reads.
     """
 
     document: Callable[[ApiError], dict[str, Any]]
@@ -49,16 +49,16 @@ class Dialect:
     events: Events
 
     def body(self, error: ApiError) -> bytes:
-        """The answer's body."""
+        """Return an error as the body of an answer."""
         return msgspec.json.encode(self.document(error))
 
     def event(self, error: ApiError, sent: bytes) -> bytes:
-        """The last event of a stream that broke off behind `sent`."""
+        """Return the last event of a stream that broke off after `sent`."""
         head, data = self.error_event(error, sent)
         return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
     def is_over(self, sent: bytes) -> bool:
-        """Whether the events `sent` last end their stream."""
+        """Return whether the last of the events `sent` ends their stream."""
         return sent.rstrip(b"\n").rpartition(b"\n\n")[2].startswith(self.ended)
 
 
@@ -69,7 +69,7 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
 
 
 def _anthropic_event(error: ApiError, sent: bytes) -> Event:
-    """Anthropic's error event, with our code: `headrace.resume` reads it."""
+    """Return Anthropic's error event with our error code, which `headrace.resume` reads."""
     data = _anthropic(error)
     data["error"]["code"] = error.code
     return _ERROR_EVENT, data
@@ -106,11 +106,11 @@ DIALECTS = {
         events=EVENTS["anthropic"],
     ),
 }
-"""By the name that a route carries (`headrace_decode.routes.API_MODULES`)."""
+"""Dialects by the API's name in a route (`headrace_decode.routes.API_MODULES`)."""
 
 OPENAI = DIALECTS["openai"]
 
 
 def dialect_of(api: str) -> Dialect:
-    """The dialect of an API; OpenAI's for one that has none of its own."""
+    """Return the dialect of an API; OpenAI's if the API has none of its own."""
     return DIALECTS.get(api, OPENAI)

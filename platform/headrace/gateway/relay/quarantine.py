@@ -1,7 +1,8 @@
-"""Requests that killed one replica after the other: for a while nobody is asked them again.
+"""Requests that killed several replicas in a row: for a while, they are sent to no replica.
 
-A request is known by its tenant, its route and its body. One whose replicas died by chance is let
-in again after `QUARANTINE_S`. Replicas that hang put no request here: most of theirs only waited.
+A request is identified by its tenant, its route and its body. It is allowed again after
+`QUARANTINE_S`, since its replicas may have died by chance. Replicas that hang put no request here:
+most of their requests only waited.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from headrace.gateway import errors
 
 QUARANTINE_S = 600.0
 MAX_REQUESTS = 1000
-"""Requests remembered; the oldest are forgotten first."""
+"""Maximum number of requests in quarantine; the oldest leave first."""
 
 
 class _Outline(NamedTuple):
-    """The parts of a request that cost nothing to compare."""
+    """The parts of a request that are cheap to compare."""
 
     tenant: str | None
     target: str
@@ -30,22 +31,22 @@ class Quarantine:
     """The quarantine of one event loop.
 
     Args:
-        now: seconds of a clock that only goes forward.
+        now: a monotonic clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._until_s: OrderedDict[tuple[_Outline, bytes], float] = OrderedDict()
-        """By outline and digest of the body; the first to leave first."""
+        """End of the quarantine by outline and digest of the body; the next to leave is first."""
         self._outlines: dict[_Outline, int] = {}
-        """How many of these have each outline."""
+        """Number of requests in quarantine by outline."""
 
     def __len__(self) -> int:
         self._expire()
         return len(self._until_s)
 
     def add(self, tenant: str | None, target: str, body: bytes) -> None:
-        """Put a request in that has killed as many replicas as it may."""
+        """Put a request into quarantine, because it killed too many replicas."""
         outline = _Outline(tenant, target, len(body))
         key = outline, _digest(body)
         if key in self._until_s:
@@ -57,11 +58,12 @@ class Quarantine:
             self._remove_first()
 
     def check(self, tenant: str | None, target: str, body: bytes) -> None:
-        """Let a request pass that is not here. A body is hashed only where one of the same tenant,
-        route and length is here.
+        """Refuse a request that is in quarantine.
+
+        Its body is hashed only if a request of the same tenant, route and length is in quarantine.
 
         Raises:
-            ApiError: 422, this request is.
+            ApiError: 422, this request is in quarantine.
         """
         if not self._until_s:
             return

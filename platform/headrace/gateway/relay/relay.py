@@ -1,26 +1,27 @@
-"""The relay: a client's request to one replica, the answer's bytes back, retried while it is safe.
+"""The relay of a client's request to a replica and of its answer, with retries while they are safe.
 
-What is retried, until the request's own time limit:
-- no connection to the replica: nothing was sent, so as often as it takes;
-- the connection broke before a byte of the answer reached the client: nothing was seen, so again,
-  but at most `MAX_DELIVERIES` times in all, because a request that kills its replica must not kill
-  them one after the other;
-- 500, 502 or 503, or a stream that begins with an error, from a replica whose `/health` then
-  fails: its engine is dying. Counts as the case above. From a healthy replica it is the answer.
+The relay retries in three cases, until the request's own time limit:
+- There is no connection to the replica. Nothing was sent, so the relay tries as often as needed.
+- The connection broke before a byte of the answer reached the client. The client has seen nothing,
+  so the relay tries again. It makes at most `MAX_DELIVERIES` attempts in all, because a request
+  that kills its replica must not kill one replica after another.
+- The answer is 500, 502 or 503, or a stream that begins with an error, and the replica's `/health`
+  then fails: its engine is dying. This counts as the second case. If the replica is healthy, the
+  error is the answer.
 
-To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
-or the last bytes of any other body, are here. An answer that is longer than `HELD_BYTES`, or for
-which the budget for bodies has no room, is passed on as it comes, at the client's pace. A stream is
-passed on in whole events. When its replica is lost midway, another one resumes it after them
-(`journal`): the same one if it lives, and at most `streams.MAX_TRIES` times without a new event. A
-stream that cannot be resumed ends with an error event.
+To widen the second case, the relay sends nothing to the client before it has the first bytes of a
+stream's body, or the last bytes of any other body. An answer that is longer than `HELD_BYTES`, or
+for which the budget for bodies has no room, is passed on as it arrives, at the client's pace. A
+stream is passed on in whole events. When its replica is lost midway, another one resumes it after
+them (`journal`): the same one if it lives, and at most `streams.MAX_TRIES` times without a new
+event. A stream that cannot be resumed ends with an error event.
 
-A replica that has been silent for a while is probed (`watch`). If it is down, others take its
-requests over little by little. That counts as the second case, but puts no request in quarantine.
-How a replica stands is one judgement for all (`headrace.liveness`), to which each loss is evidence.
+A replica that has been silent for a while is probed (`watch`). If it is down, other replicas take
+over its requests gradually. That counts as the second case, but puts no request in quarantine. The
+health of a replica is judged in one place (`headrace.liveness`), and each loss is evidence for it.
 
-Asking again is safe on every relayed route, since none changes anything at the replica: the store
-of `/v1/responses` is off (`headrace_decode.server`).
+Retries are safe on every relayed route, since none changes anything at the replica: the store of
+`/v1/responses` is off (`headrace_decode.server`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MAX_ERROR_BYTES = 64 * 1024
 """Maximum bytes of a replica's error answer."""
 
 _DYING = frozenset({500, 502, 503})
-# Hop-by-hop headers (RFC 9110, 7.6.1), and those that the gateway or its server writes itself.
+# Hop-by-hop headers (RFC 9110, 7.6.1), and headers that the gateway or its server writes itself.
 _NOT_COPIED = frozenset(
     {
         b"connection",
@@ -77,8 +78,8 @@ _NOT_COPIED = frozenset(
     }
 )
 
-# Not for the replica: hop-by-hop headers (RFC 9110, 7.6.1), the client's key and origin, and what
-# the gateway or its HTTP client writes itself.
+# Not for the replica: hop-by-hop headers (RFC 9110, 7.6.1), the client's key and origin, and
+# headers that the gateway or its HTTP client writes itself.
 _NOT_FORWARDED = frozenset(
     {
         b"authorization",
@@ -102,15 +103,15 @@ _NOT_FORWARDED = frozenset(
 
 
 class Relay:
-    """Sends calls to replicas.
+    """The relay of one event loop: it sends calls to replicas.
 
     Args:
         pool: the replicas.
         upstream: the connections to them.
-        options: limits.
-        placer: plans where a request goes; None leaves that to the pool.
-        on_lost: told when a replica was lost, as `GatewayMetrics.replica_lost` says.
-        on_techniques: told of each answer, as `GatewayMetrics.techniques` says.
+        options: the gateway's settings.
+        placer: plans requests; None to let the pool choose replicas.
+        on_lost: called when a replica was lost; see `GatewayMetrics.replica_lost`.
+        on_techniques: called for each answer; see `GatewayMetrics.techniques`.
         hold: returns an empty part of the budget for bodies, for an answer to a tenant.
     """
 
@@ -137,14 +138,15 @@ class Relay:
         )
 
     async def aclose(self) -> None:
-        """Stop to watch replicas."""
+        """Stop watching replicas."""
         await self._watch.aclose()
 
     async def run(self, call: Call, send: Send) -> None:
         """Get an answer and copy it to the client.
 
         Raises:
-            ApiError: no answer could be had; nothing was sent.
+            ApiError: there is no answer, the client's stream cannot be resumed, or the rest of an
+                answer that is no stream did not arrive.
         """
         answer = await self.fetch(call)
         if not answer.streamed:
@@ -183,10 +185,10 @@ class Relay:
             answer.close()
 
     async def _send_body(self, call: Call, answer: Answer, send: Send) -> None:
-        """Send an answer that is no stream, the part that is not here yet at the client's pace.
+        """Send an answer that is no stream; read its missing part at the client's pace.
 
         Raises:
-            ApiError: the rest did not come.
+            ApiError: the rest did not arrive.
         """
         body, more = answer.body, not answer.is_whole
         await send({"type": "http.response.body", "body": body, "more_body": more})
@@ -207,13 +209,14 @@ class Relay:
                 watched.heard()
 
     async def fetch(self, call: Call, prefer: str = "") -> Answer:
-        """An answer from some replica; the caller closes it.
+        """Return an answer of a replica; the caller closes it.
 
         Args:
-            prefer: the replica to ask first, if it is ready; without it a plan is made.
+            prefer: the replica to ask first, if it is ready; otherwise a plan is made.
 
         Raises:
-            ApiError: 503 when no replica was ready in time, 502 when it was lost too often.
+            ApiError: 503 when no replica was ready in time, 502 when replicas were lost too often,
+                422 when the request is in quarantine.
         """
         self._quarantine.check(call.tenant, call.target, call.body)
         loop = asyncio.get_running_loop()
@@ -260,7 +263,7 @@ class Relay:
                 raise
 
     async def _place(self, call: Call) -> Placed | None:
-        """The plan for a call, where there is something to plan."""
+        """Return the plan for a call; None if the pool should choose."""
         if self._placer is None or call.route is None or call.method != "POST":
             return None
         if sum(len(name) + len(value) for name, value in call.headers) > MOST_PLACED_HEAD_BYTES:
@@ -278,7 +281,7 @@ class Relay:
             call.waited_s += perf_counter() - began
 
     def _give_up(self, placed: Placed | None) -> None:
-        """A plan is not carried out; the pool chooses instead."""
+        """Withdraw a plan that is not carried out."""
         if placed is not None and self._placer is not None:
             self._placer.withdraw(placed)
 
@@ -286,7 +289,7 @@ class Relay:
         """Ask one replica.
 
         Raises:
-            ReplicaLost: it gave no answer that could be passed on.
+            ReplicaLost: the replica gave no answer that can be passed on.
         """
         url, held, is_whole = lease.replica.url, None, True
         if call.own_s is None:
@@ -324,7 +327,7 @@ class Relay:
         return Answer(lease, reply, body, streamed, held, is_whole)
 
     async def _checked(self, replica: ReplicaInfo) -> Probe:
-        """Probe a replica now, and take the result for evidence."""
+        """Probe a replica now, and record the result as evidence of its health."""
         probe = await self._probe(replica)
         now_s = asyncio.get_running_loop().time()
         self._pool.liveness.on_probe(replica.replica_id, probe, now_s)
@@ -356,11 +359,10 @@ class Relay:
 async def _held_body(
     reply: Reply, first: bytes, held: Held, watched: Watched
 ) -> tuple[bytes, bool]:
-    """Return the body of an answer that is no stream, as much as may be held, and whether that is
-    all of it.
+    """Return the body of an answer that is no stream, up to the limits, and whether it is whole.
 
     Raises:
-        ApiError: the answer is an error, and too long.
+        ApiError: the answer is an error that is too long.
         ReplicaLost: the connection broke before the end.
     """
     is_error = reply.status >= 400
@@ -387,12 +389,12 @@ def _length(reply: Reply) -> bytes | None:
 
 
 def _proof(replica: ReplicaInfo) -> Headers:
-    """The header by which a replica knows a gateway."""
+    """Return the header that identifies a gateway to a replica."""
     return [(INTERNAL_HEADER, replica.token.encode())]
 
 
 def _introduced(call: Call, replica: ReplicaInfo) -> Headers:
-    """The headers by which a replica knows a gateway, and whose request it is."""
+    """Return the headers that identify the gateway and the tenant to a replica."""
     if call.tenant is None:
         return _proof(replica)
     return [*_proof(replica), (TENANT_HEADER, call.tenant.encode())]

@@ -1,13 +1,13 @@
-"""A client resumes its stream, at this gateway or another one, after its gateway died.
+"""Resuming a stream for a client, at this gateway or another one, after the client's gateway died.
 
-Gateways share nothing for it: the client has everything. A request with the header `RESUME` gets
+Gateways share no state for this: the client has everything. A request with the header `RESUME` gets
 its stream with the lines of `headrace_decode.replay.said` between the events, as comments. To
-resume, the client sends the same request again with what it has of the stream before the body, and
-how many bytes these are in the header. The journal reads them, and the stream goes on behind them
-as one does whose replica was lost.
+resume, the client sends the same request again, with the received part of the stream before the
+body. The header gives the number of bytes of this part. The journal reads the part, and the stream
+continues after it like a stream whose replica was lost.
 
-What the client says is not trusted: `headrace_decode.replay.checks` sees to the lines, and a count
-of events that is wrong ends this stream alone.
+The client's part is not trusted: `headrace_decode.replay.checks` checks the lines, and a wrong
+count of events ends this stream alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from headrace_decode.replay.journal import Journal
 
 
 async def prepare(call: Call, told: bytes | None) -> None:
-    """Take the stream so far off the body.
+    """Split the received part of the stream from the body, and read it into the call's journal.
 
     Args:
-        told: the client's header.
+        told: the client's header; None if the client does not want to resume streams.
 
     Raises:
         ApiError: 400, the header does not fit the body; 409, this stream cannot be resumed.

@@ -1,8 +1,9 @@
-"""Passes a stream on to its client, from as many replicas as it takes.
+"""The relay of a stream to its client, from as many replicas as are needed.
 
-When the replica is lost midway, another one takes the stream up behind what the client has: the
-same one if it lives, since it holds the KV. That is tried `MAX_TRIES` times without a new event in
-between; then the stream ends with an error event, as one does that cannot be taken up.
+When the replica is lost midway, another replica resumes the stream after the events that the client
+has. The same replica does so if it lives, since it holds the KV. Resuming is tried `MAX_TRIES`
+times without a new event in between. Then the stream ends with an error event, as does a stream
+that cannot be resumed.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from headrace_decode.replay.journal import Diverged, Journal
 
 MAX_TRIES = 2
 COUNTED_BYTES = 16 * 1024
-"""What a stream's lines may hold before they count as kept."""
+"""Step, in bytes, by which the budget for bodies counts a stream's lines."""
 _MIDWAY = "mid-stream, and the stream cannot go on elsewhere: "
 
 
 class Streams:
-    """Of one event loop.
+    """The relay of all streams of one event loop.
 
     Args:
         pool: the replicas.
-        watch: finds those that hang.
-        quarantine: for requests that kill one after the other.
-        fetch: gets an answer to a call, from the replica named if it is ready.
-        probe: asks a replica's health check; bounded in time.
-        on_lost: as of `relay.Relay`.
+        watch: finds replicas that hang.
+        quarantine: holds requests that kill several replicas in a row.
+        fetch: gets an answer to a call, from the named replica if it is ready.
+        probe: asks a replica's health check, with a time limit.
+        on_lost: see `relay.Relay`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Streams:
         await send({"type": "http.response.body", "body": tail})
 
     def journal(self, call: Call, answer: Answer) -> Journal:
-        """Of a stream; it says why the stream cannot be taken up."""
+        """Return the journal of a stream; its `why_not` says why the stream cannot be resumed."""
         journal = call.journal or Journal(call.dialect.events)
         if not answer.tells:
             journal.stop("its replica does not tell what its engine said")
@@ -90,11 +91,14 @@ class Streams:
         return journal
 
     async def _copy_events(self, call: Call, answer: Answer, journal: Journal, send: Send) -> bytes:
-        """Pass on the events of one answer, each as soon as it is whole; what is behind the last.
+        """Pass on the events of one answer, each as soon as it is whole.
+
+        Returns:
+            The bytes after the last whole event, or the error event of a healthy replica.
 
         Raises:
             ReplicaLost: the answer broke off.
-            Diverged: it is not the stream that the client has.
+            Diverged: the answer does not continue the stream that the client has.
         """
         with self._watch.over(answer.lease.replica) as watched:
             passage = Passage(call, journal, send, watched)
@@ -104,12 +108,12 @@ class Streams:
                     async with watched.waits():
                         return await answer.reply.pour(passage.take)
                 except ReplicaLost:
-                    await passage.send_kept()  # that came in the moment in which it was lost
+                    await passage.send_kept()  # events that arrived just before the loss
                     raise
 
             over = passage.take(answer.body) and await pour()
             while not over:
-                await passage.send_kept()  # not under the watch: it waits for the client
+                await passage.send_kept()  # outside `waits`, since it waits for the client
                 if passage.error:
                     probe = await self._probe(answer.lease.replica)
                     if probe is Probe.PASSED:
@@ -128,10 +132,12 @@ class Streams:
         lost: ReplicaLost | Diverged,
         tries: int,
     ) -> Answer:
-        """A second answer to a stream that broke off, which begins with what the client has.
+        """Return a second answer to a stream that broke off.
+
+        The answer may begin with events that the client has; the journal drops these.
 
         Raises:
-            ApiError: it cannot be had.
+            ApiError: the stream cannot be resumed.
         """
         replica = answer.lease.replica
         answer.close()
@@ -158,17 +164,18 @@ class Streams:
 class Passage:
     """The events of one answer on their way to the client.
 
-    Most pass from one connection to the other within the event loop's callback, without a switch
-    of tasks; the task has to act when the client is slow or the replica says that it failed.
+    Most events pass from one connection to the other within the event loop's callback, without a
+    switch of tasks. The task acts only if the client is slow or the replica reports an error.
 
-    The journal counts an event as passed on when it comes from the replica. So each one must be
-    sent, whatever becomes of the replica: only the end of the client's request ends `send_kept`.
+    The journal counts an event as passed on when it arrives from the replica. Each one must
+    therefore be sent even if the replica is lost: only the end of the client's request ends
+    `send_kept`.
 
     Args:
-        watched: learns that the replica lives.
+        watched: records that the replica lives.
 
     Attributes:
-        error: the replica's last event, which says that it failed; the client does not have it.
+        error: the replica's last event if it reports an error; the client does not have it.
     """
 
     def __init__(self, call: Call, journal: Journal, send: Send, watched: Watched) -> None:
@@ -179,7 +186,11 @@ class Passage:
         self.error = b""
 
     def take(self, chunk: bytes) -> bool:
-        """Whether the events of a chunk are with the client; else `send_kept` sends them."""
+        """Pass on the events of a chunk.
+
+        Returns:
+            Whether they were written to the client; if not, `send_kept` must send them.
+        """
         self._heard()
         call, journal = self._call, self._journal
         events, self.error = journal.pass_on(chunk)
@@ -194,7 +205,7 @@ class Passage:
         return True
 
     async def send_kept(self) -> None:
-        """Send what `take` did not."""
+        """Send the events that `take` did not write."""
         if events := self._kept:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self._kept = b""

@@ -1,8 +1,8 @@
-"""Probes replicas that are silent or in doubt, and gives up requests of those that are down.
+"""The watch over replicas: it probes silent or doubtful ones, and moves requests from those down.
 
-A connection to a stopped process, or to a machine that is gone, stays open for long, and a request
-that waits in an engine's queue gets no byte, too. So it is the replica that is silent, when no
-request of it gets any byte; then its health check is asked, and `headrace.liveness` judges. A
+A connection to a stopped process, or to a machine that vanished, stays open for long. A request
+that waits in an engine's queue gets no byte either. A replica is therefore silent when none of its
+requests gets any byte. Then the gateway probes its health check, and `headrace.liveness` judges. A
 replica that is down keeps its requests until others may take them over: at the pace of the retry
 budget, and none while no other replica is healthy.
 """
@@ -31,7 +31,7 @@ class Watched:
     """One request at a replica.
 
     Attributes:
-        began_s: loop time of its begin.
+        began_s: loop time of its start.
         heard_s: loop time of its last byte.
     """
 
@@ -43,22 +43,22 @@ class Watched:
         self._patience: asyncio.Timeout | None = None
 
     def heard(self) -> None:
-        """Its replica gave a sign of life."""
+        """Record that the replica sent bytes."""
         self.heard_s = self._loop.time()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its owner waits for the replica."""
+        """Whether the request's task waits for the replica."""
         return self._patience is not None
 
     def give_up(self) -> None:
-        """Its replica hangs."""
+        """Interrupt the request's wait, because its replica hangs."""
         if self._patience is not None:
             self._patience.reschedule(self._loop.time())
 
     @contextlib.asynccontextmanager
     async def waits(self) -> AsyncIterator[None]:
-        """While its owner waits for the replica.
+        """Let `give_up` interrupt the block, in which the request's task waits for the replica.
 
         Raises:
             ReplicaLost: `give_up` was called.
@@ -75,19 +75,19 @@ class Watched:
 
 
 class Watch:
-    """All requests of one event loop.
+    """The watch over all requests of one event loop.
 
     Args:
         pool: the replicas.
-        probe: asks a replica's health check; bounded in time.
+        probe: asks a replica's health check, with a time limit.
     """
 
     def __init__(self, pool: ReplicaPool, probe: Callable[[ReplicaInfo], Awaitable[Probe]]) -> None:
         self._pool, self._probe = pool, probe
         self._watched: dict[str, dict[Watched, None]] = {}
-        """By replica, oldest first."""
+        """Requests by replica id, oldest first."""
         self._heard_s: dict[str, float] = {}
-        """When each of them was heard last, by requests that have ended."""
+        """Loop time of the last byte of each such replica, to requests that have ended."""
         self._probed_s: dict[str, float] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._looker: asyncio.Task[None] | None = None
@@ -108,12 +108,12 @@ class Watch:
                 del self._watched[name], self._heard_s[name]
 
     def start(self) -> None:
-        """Look after the replicas, until there is nothing to look after."""
+        """Start to watch the replicas, until no request runs and no replica is in doubt."""
         if self._looker is None or self._looker.done():
             self._looker = supervise(self._look, "probe replicas that are silent or in doubt")
 
     async def aclose(self) -> None:
-        """Stop to look."""
+        """Stop watching."""
         self._pool.on_doubt = lambda: None
         tasks = [*self._probes.values(), *([self._looker] if self._looker else [])]
         for task in tasks:
@@ -143,9 +143,9 @@ class Watch:
             }
 
     def _silent(self, now_s: float) -> dict[str, ReplicaInfo]:
-        """Return the replicas with requests none of which got a byte lately.
+        """Return the replicas none of whose requests got a byte within `SILENT_S`.
 
-        A request that begins is no sign of life.
+        The start of a request is no sign of life.
         """
         silent = {}
         for name, watched in self._watched.items():
@@ -158,7 +158,7 @@ class Watch:
         return silent
 
     def _give_up(self, replica: ReplicaInfo, now_s: float) -> None:
-        """Have other replicas take over requests, as many as they may."""
+        """Have other replicas take over as many requests as the retry budget allows."""
         name = replica.replica_id
         waiting = [one for one in self._watched[name] if one.is_waiting]
         others = self._pool.healthy_beside(name)

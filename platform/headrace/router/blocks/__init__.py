@@ -1,1 +1,1 @@
-"""Which blocks every engine and node holds, learned from their events."""
+"""Index of the blocks that each engine and node holds, learned from their KV events."""

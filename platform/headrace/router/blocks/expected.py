@@ -1,19 +1,19 @@
-"""Blocks that plans will make, counted as coming before they are there.
+"""Blocks that plans will compute, counted for placement before their KV events arrive.
 
 Between the choice of a replica and the first event of its blocks, the next prompts with the same
-beginning must already see them, or they go elsewhere and compute the same prefix again. A plan
-makes all blocks of its prompt usable on the holders that it names, so for each of them the whole
-prompt counts, apart from what is held:
+prefix must already see these blocks. Otherwise they are sent elsewhere and compute the same prefix
+again. A plan makes all blocks of its prompt usable on the holders that it names, so the whole
+prompt counts for each of these holders, in addition to the blocks that they hold:
 
-    coming(prompt, holder) = longest common beginning of the prompt and of a plan for that holder
+    coming(prompt, holder) = longest common prefix of the prompt and of a plan for that holder
 
-A plan stops counting when it is withdrawn, when its last block has come to all its holders, or when
-its time is over. Memory is bounded by the plans and the blocks they name: a plan beyond that takes
-the place of the one whose time is over first.
+A plan stops counting when it is withdrawn, when all its holders can use its last block, or at its
+deadline. The number of plans and of their blocks is bounded: beyond that, a new plan displaces the
+plan with the earliest deadline.
 
-The plans are the holders of a `BlockIndex` of their own, so a question takes as long as one of what
-is held: O(d log(n / d)) look-ups for n blocks, where d plans diverge from the prompt. One thread
-owns it. Times are in seconds of any clock that goes forward.
+The plans are the holders of a second `BlockIndex`, so a look-up costs as much as one in the index
+of held blocks: O(d log(n / d)) look-ups for n blocks, where d plans diverge from the prompt. One
+thread owns it. Times are in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace_kvstore.compiled import jit
 
 MOST_PLANS, MOST_BLOCKS = 8192, 1 << 20
 MOST_HOLDERS = 8
-"""Of one plan."""
+"""Maximum number of holders that one plan names."""
 
 
 @jit()
@@ -48,19 +48,19 @@ def _spread(reach: NDArray[np.int32], holders: NDArray[np.int32], found: NDArray
 class _Coming:
     plan: str
     number: int
-    """As a holder of the index of plans."""
+    """The plan's holder number in the index of plans."""
     holders: tuple[int, ...]
     keys: Keys
     until_s: float
 
 
 class Expected:
-    """Plans under way.
+    """Plans whose blocks are not there yet.
 
     Args:
-        index: what is held; says whether a plan's blocks have come.
-        most_plans: that count at once.
-        most_blocks: of all their prompts together.
+        index: the held blocks; shows whether a plan's blocks have arrived.
+        most_plans: maximum number of plans.
+        most_blocks: maximum number of blocks of all their prompts together.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class Expected:
         self._index = BlockIndex(max(2**20, 128 * most_blocks), most_plans)
         self._plans: dict[str, _Coming] = {}
         self._free: list[int] = []
-        """Holders of the index of plans that no plan has."""
+        """Free holder numbers of the index of plans."""
         self._holders = np.full((most_plans, MOST_HOLDERS), -1, np.int32)
         self._times: list[tuple[float, int, _Coming]] = []
         self._blocks = self._added = 0
         self.came = self.overdue = self.displaced = 0
-        """Plans whose blocks came; whose did not in time; that were displaced for want of room."""
+        """Counts of plans whose blocks arrived, that were overdue, and that were displaced."""
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def add(self, plan: str, holders: Sequence[int], keys: Keys, until_s: float) -> None:
-        """A plan will make these blocks usable on these holders.
+        """Add a plan that will make these blocks usable on these holders.
 
         Args:
-            plan: its name; one that is known is replaced.
-            keys: of all full blocks of its prompt, from the first on. It is kept, not copied.
-            until_s: when it no longer counts.
+            plan: name of the plan; a known plan of this name is replaced.
+            keys: keys of all full blocks of the prompt, from the first on; kept, not copied.
+            until_s: deadline after which the plan no longer counts.
 
         Raises:
             ValueError: the prompt alone has more than `most_blocks`; more than 8 holders.
@@ -110,7 +110,7 @@ class Expected:
         self._index.stored(one.number, None, keys)
 
     def withdraw(self, plan: str) -> bool:
-        """A plan will not make its blocks, or has made them. Whether it counted until now."""
+        """Remove a plan, and return whether it counted until now."""
         one = self._plans.pop(plan, None)
         if one is None:
             return False
@@ -118,20 +118,23 @@ class Expected:
         self._index.removed(one.number, np.ascontiguousarray(one.keys[::-1]))
         self._holders[one.number] = -1
         self._free.append(one.number)
-        if len(self._times) > 2 * len(self._plans) + 64:  # most of them are withdrawn
+        if len(self._times) > 2 * len(self._plans) + 64:  # most entries are of withdrawn plans
             self._times = [entry for entry in self._times if self._counts(entry[2])]
             heapq.heapify(self._times)
         return True
 
     def gone(self, holder: int) -> None:
-        """A holder has expired, and its number may be another's soon: plans do not count for it."""
+        """Remove an expired holder from all plans, since another holder may get its number."""
         for one in list(self._plans.values()):
             if holder in one.holders:
                 self.add(one.plan, [h for h in one.holders if h != holder], one.keys, one.until_s)
 
     def check(self, now_s: float, most: int = 256) -> None:
-        """Withdraw plans whose time is over, and those of the next ones that have come: `most` are
-        looked at."""
+        """Withdraw plans past their deadline, and plans whose blocks have arrived.
+
+        Args:
+            most: maximum number of plans before their deadline that one call examines.
+        """
         while self._times and (self._times[0][0] <= now_s or not self._counts(self._times[0][2])):
             _, _, one = heapq.heappop(self._times)
             if self._counts(one):
@@ -144,13 +147,13 @@ class Expected:
             if self._has_come(one):
                 self.came += 1
                 self.withdraw(one.plan)
-            else:  # the next time, others are looked at
+            else:  # move it to the end: the next call examines other plans
                 self._plans[one.plan] = self._plans.pop(one.plan)
 
     def match(self, keys: Keys) -> NDArray[np.int32]:
-        """How many leading blocks of a prompt plans will have made on each holder: [holders] i32.
+        """Return how many leading blocks plans will make usable on each holder: [holders] i32.
 
-        What a holder will be able to use is the larger of this and of what it can use now.
+        A holder will be able to use the larger of this number and the number that it can use now.
         """
         found = np.zeros(self._held.holders, np.int32)
         if not self._plans:
@@ -159,7 +162,7 @@ class Expected:
         return found
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return counts for JSON."""
         return {
             "plans": len(self._plans),
             "blocks": self._blocks,

@@ -1,31 +1,31 @@
-"""From streams of events to the index: order, gaps, restarts, and what cannot be believed. Pure.
+"""Applies streams of KV events to the block index: handles gaps, restarts and invalid data. Pure.
 
-A *source* is one stream: an engine (one data parallel rank of it) or a StoreNode. Both speak the
-schema of `vllm.distributed.kv_events`, in batches that are numbered from 0 and named by the
-source's epoch, which changes when it restarts. The caller moves the bytes:
+A *source* is one stream: an engine (one data parallel rank of it) or a StoreNode. Both use the
+schema of `vllm.distributed.kv_events`. They number their batches from 0 and label them with the
+source's epoch, which changes when the source restarts. The caller moves the bytes and calls:
 
-    join        a source is there           leave    it is known to be gone
-    heard       a batch came, new or replayed
+    join        a source appeared           leave    a source disappeared
+    heard       a batch arrived, new or replayed
     replayed    the source's answer to a request for replay has ended
-    turn        what to ask for now, and who expired
+    turn        returns the replays to request now and the sources that expired
 
-What happens to a batch:
-- It is the next one: applied. It came before: skipped.
-- Batches before it are missing: a few are kept, and `turn` asks for a replay from the first one
-  missing. What a source sends meanwhile is kept, too, or comes with the next replay.
-- It begins with `AllBlocksCleared`: it needs none before it. That is how a snapshot comes: such a
-  batch, and then as many as the state takes (`headrace_kvstore.protocol.events`). A newcomer asks
-  from 0 and gets either everything or that.
-- The answer begins later than was asked: the source has forgotten what is missing. Removals may be
-  among it, so what was known of the source is cleared, and counts again from there on.
-- A field of it cannot be: that event is left out, the others are applied, and `FeedError` names the
-  field. Nothing else is lost, and the numbers go on.
-- It cannot be read at all: it counts as lost on the way, and is asked for. If a replay cannot be
-  read either, it is passed.
-- Its epoch is new: the source was restarted, and what was known of it is cleared. A batch of an
-  earlier epoch is skipped.
+The feed treats a batch by its case:
+- It is the next batch: it is applied. It was applied before: it is skipped.
+- Batches before it are missing: a few batches are kept, and `turn` asks for a replay from the
+  first missing one. Later batches are kept too, or arrive with the next replay.
+- It begins with `AllBlocksCleared`: it needs no batch before it. A snapshot consists of such a
+  batch and as many more as the state needs (`headrace_kvstore.protocol.events`). A new subscriber
+  asks for a replay from 0, and the source sends either all batches or a snapshot.
+- The replay begins later than requested: the source no longer has the missing batches. They may
+  contain removals, so the source's holders are cleared, and the feed continues from this batch.
+- A field of an event is invalid: this event is left out, the others are applied, and `FeedError`
+  names the event and the field. The batch counts as applied.
+- The batch cannot be decoded: it counts as lost, and a replay is requested. If the replayed batch
+  cannot be decoded either, it is passed over.
+- Its epoch is new: the source has restarted, and its holders are cleared. A batch of an earlier
+  epoch is skipped.
 
-A source that is silent for `silent_s` expires, and its holders with it.
+A source that is silent for `silent_s` expires together with its holders.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ ANY = "ANY"
 """Any of a source's two media."""
 MOST_BATCH_BYTES = 16 * 2**20
 MOST_BLOCKS, MOST_EVENTS = 1 << 17, 1 << 16
-"""In one event; in one batch."""
+"""Maximum number of blocks in one event, and of events in one batch."""
 MOST_SOURCES = 16_384
 KEPT_BATCHES, KEPT_BYTES = 64, 2**20
-"""Of one source, that wait for those before them."""
+"""Maximum number and total bytes of one source's batches that wait for missing earlier ones."""
 KEPT_EPOCHS = 4
 ASK_AGAIN_S = 2.0
 SILENT_S = 10.0
@@ -68,7 +68,7 @@ Name = Annotated[str, Meta(max_length=64)]
 
 
 class BlockStored(msgspec.Struct, gc=False, tag=True):
-    """What the index needs of vLLM's event; the tokens are not even decoded."""
+    """Fields of vLLM's event that the index needs; the tokens are not decoded."""
 
     block_hashes: Hashes
     parent_block_hash: Hash | Number | None = None
@@ -80,7 +80,7 @@ class BlockStored(msgspec.Struct, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, gc=False, tag=True):
-    """Likewise."""
+    """Fields of vLLM's event that the index needs."""
 
     block_hashes: Hashes
     medium: Name | None = None
@@ -90,7 +90,7 @@ class BlockRemoved(msgspec.Struct, gc=False, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, gc=False, tag=True):
-    """Nothing is held."""
+    """Event after which the source holds no block."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -114,17 +114,17 @@ _events = msgspec.msgpack.Decoder(Event)
 
 
 class FeedError(ValueError):
-    """A batch, or a field of it, cannot be; the text names source, number and field."""
+    """A batch or one of its events is invalid; the text names the source, the number and why."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a source tells of.
+    """Description of the blocks that a source reports.
 
     Args:
-        media: that it has; each becomes a holder. With two, `ANY` becomes one as well.
-        block_tokens: of its engine; runs of blocks of another size are not counted. 0: any.
-        ownership: digest of the namespace in hex, of a store; None for an engine's own cache.
+        media: the source's media; each becomes a holder. With two media, `ANY` is a third holder.
+        block_tokens: block size of the engine; runs with another block size are ignored. 0: any.
+        ownership: digest of a store's namespace in hex; None for an engine's own cache.
     """
 
     media: tuple[str, ...] = (GPU,)
@@ -140,7 +140,7 @@ STORE_MEDIA = (DRAM, NVME)
 
 
 class Ask(NamedTuple):
-    """Have a source replay its batches from this number on."""
+    """Request that a source replays its batches from this number on."""
 
     source: str
     epoch: str
@@ -148,7 +148,7 @@ class Ask(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What is due."""
+    """Replays to request now, and names of the sources that expired."""
 
     asks: list[Ask]
     expired: list[str]
@@ -164,21 +164,21 @@ class _Source:
         self.epoch = epoch
         self.numbers = Sequence()
         self.end = 0
-        """One more than the highest number heard."""
+        """One more than the highest batch number known."""
         self.kept: dict[int, bytes] = {}
         self.asked_s: float | None = None
-        """When it was asked for what is missing; None: it is not being asked."""
+        """When a replay was requested; None: no request is open."""
         self.asked_seq = -1
-        """What it was asked for, until the first batch of the answer; then -1."""
+        """First number of the requested replay, until its first batch arrives; then -1."""
 
     @property
     def incomplete(self) -> bool:
-        """Something is missing, and to be asked for."""
+        """Whether batches are missing, so that a replay must be requested."""
         return self.numbers.next is None or self.numbers.next < self.end
 
 
 def _merged(events: list[Event]) -> list[Event]:
-    """The events, with removals that follow each other as one: vLLM sends each block's alone."""
+    """Merge consecutive removals into one event, since vLLM sends one removal per block."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None
@@ -199,8 +199,8 @@ class Feed:
 
     Args:
         index: gets a holder for each medium of a source.
-        silent_s: how long a source may be silent. Sources with nothing to tell send an empty batch
-            or a beat (`alive`).
+        silent_s: how long a source may be silent. A source without events sends an empty batch or
+            a heartbeat (`alive`).
     """
 
     def __init__(
@@ -213,8 +213,9 @@ class Feed:
     # Sources
 
     def join(self, source: str, epoch: str, kind: Kind, now_s: float) -> dict[str, int]:
-        """A source is there; its holders by medium. One that is known in this epoch and kind stays
-        as it is.
+        """Add a source and return its holders by medium.
+
+        A source that is known with this epoch and kind stays as it is.
 
         Raises:
             OverflowError: there are too many sources or holders.
@@ -242,28 +243,36 @@ class Feed:
         return holders
 
     def leave(self, source: str) -> None:
-        """A source is gone. Its holders' numbers may be used again."""
+        """Remove a source. Its holders' numbers may be used again."""
         known = self._sources.pop(source, None)
         if known is not None:
             for holder in known.holders.values():
                 self._index.expire(holder)
 
     def holders(self, source: str) -> dict[str, int]:
-        """By medium. KeyError if there is no such source."""
+        """Return a source's holders by medium.
+
+        Raises:
+            KeyError: there is no such source.
+        """
         return self._sources[source].holders
 
     def complete(self, source: str) -> bool:
-        """Whether nothing is missing of what a source has told. KeyError if there is none."""
+        """Return whether all batches that a source is known to have sent were applied.
+
+        Raises:
+            KeyError: there is no such source.
+        """
         return not self._sources[source].incomplete
 
-    # What came
+    # Messages of the sources
 
     def alive(self, source: str, now_s: float, next_seq: int = 0) -> None:
-        """A source has shown itself otherwise.
+        """Record a sign of life other than a batch.
 
         Args:
-            next_seq: number that its next batch will have, if it said so: those before it that have
-                not come are missing.
+            next_seq: number of the source's next batch, if the source sent it: earlier batches
+                that have not arrived are missing.
         """
         known = self._sources.get(source)
         if known is not None:
@@ -273,13 +282,13 @@ class Feed:
     def heard(
         self, source: str, epoch: str, seq: int, payload: bytes, now_s: float, replay: bool = False
     ) -> None:
-        """A batch has come.
+        """Apply a batch that arrived.
 
         Args:
-            replay: it is part of an answer to a request of `turn`.
+            replay: the batch is part of a replay that `turn` requested.
 
         Raises:
-            FeedError: an event of it, or all of it, makes no sense. What does was applied.
+            FeedError: the batch or some of its events are invalid. The valid events were applied.
             KeyError: no such source.
         """
         known = self._sources[source]
@@ -303,19 +312,19 @@ class Feed:
             raise FeedError("; ".join(errors[:4]))
 
     def replayed(self, source: str, epoch: str, now_s: float) -> None:
-        """The answer to a request for replay has ended; also, when a source cannot replay."""
+        """Record that a replay has ended, or that the source cannot replay."""
         known = self._sources.get(source)
         if known is None or epoch != known.epoch:
             return
         known.heard_s, known.asked_s = now_s, None
         if known.asked_seq >= 0 and known.incomplete:
-            # The answer had no batch: what is missing is not to be had.
+            # The replay had no batch: the source no longer has the missing ones.
             self._lose(known, min(known.kept, default=known.end))
             self._take_kept(source, known)
         known.asked_seq = -1
 
     def turn(self, now_s: float) -> Turn:
-        """What to ask for, and which sources were silent for too long and are gone."""
+        """Remove sources that were silent for too long, and list the replays to request."""
         asks: list[Ask] = []
         expired = [
             source
@@ -336,7 +345,7 @@ class Feed:
         return Turn(asks, expired)
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return counts for JSON."""
         incomplete = sum(known.incomplete for known in self._sources.values())
         return {"sources": len(self._sources), "incomplete": incomplete, **self.counts}
 
@@ -353,7 +362,7 @@ class Feed:
             self._index.cleared(holder)
 
     def _lose(self, known: _Source, seq: int) -> None:
-        """What comes before a number is not to be had."""
+        """Give up the batches before a number: clear the source's holders and continue there."""
         self.counts["lost_batches"] += seq - known.numbers.wanted
         if known.numbers.next is not None:
             self._clear(known)
@@ -395,7 +404,7 @@ class Feed:
         known.end = max(known.end, seq + 1)
 
     def _take_kept(self, source: str, known: _Source) -> None:
-        """Take what waited, as far as nothing is missing any more. Its errors were told before."""
+        """Apply kept batches up to the next gap. Their errors were raised when they arrived."""
         if not known.kept:
             return
         while (payload := known.kept.pop(known.numbers.wanted, None)) is not None:
@@ -405,7 +414,7 @@ class Feed:
     def _decode(
         self, source: str, seq: int, payload: bytes, errors: list[str]
     ) -> list[Event] | None:
-        """Its events, without those that make no sense; None if it cannot be read."""
+        """Return a batch's valid events; None if the batch cannot be decoded."""
         try:
             return _batches.decode(payload).events
         except (ValueError, RecursionError) as error:
@@ -455,7 +464,7 @@ class Feed:
         apart = parent is None and event.block_size == 0
         above = None if parent is None else key_of(parent)
         for each in (holder,) if some is None else (holder, some):
-            if apart:  # of a store, which does not know what stands before a block
+            if apart:  # a store's event: the store does not know the block's parent
                 index.stored_apart(each, keys)
             else:
                 index.stored(each, above, keys)

@@ -1,7 +1,6 @@
-"""The keys by which the router knows a prompt's blocks: of vLLM's own hashes.
+"""Keys of a prompt's blocks in the router, derived from vLLM's own block hashes.
 
-A prompt that is hashed here meets blocks that vLLM's events name in either form, as bytes or as
-numbers.
+They match the blocks in vLLM's events in either form, as bytes or as numbers.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ __all__ = [
 
 LEAST_HASH_BYTES, MOST_HASH_BYTES = KEY_BYTES, 32
 DEFAULT_SEED = "vllm-none-hash"
-"""vLLM's own, where neither PYTHONHASHSEED nor a random seed takes its place."""
+"""vLLM's default seed, used unless PYTHONHASHSEED or a random seed replaces it."""
 
 
 class PromptKeys:
     """Keys of prompts, for engines with one block size, one seed and `sha256_cbor`.
 
     Args:
-        seed: what the engines derive their root hash from.
+        seed: the seed from which the engines derive their root hash.
     """
 
     def __init__(self, block_tokens: int, seed: str = DEFAULT_SEED) -> None:
@@ -43,11 +42,15 @@ class PromptKeys:
     def hashes(
         self, tokens: Sequence[int] | NDArray[np.integer], salt: str = "", lora: str = ""
     ) -> list[bytes]:
-        """Block hashes of a prompt, as vLLM's. ValueError for ids of more than 32 bits."""
+        """Return a prompt's block hashes, equal to vLLM's.
+
+        Raises:
+            ValueError: a token id has more than 32 bits.
+        """
         return hash_prompt(tokens, self.block_tokens, self._root, salt, lora)
 
     def keys(
         self, tokens: Sequence[int] | NDArray[np.integer], salt: str = "", lora: str = ""
     ) -> NDArray[np.uint64]:
-        """Keys of its full blocks, [blocks] u64."""
+        """Return the keys of a prompt's full blocks, [blocks] u64."""
         return keys_of(self.hashes(tokens, salt, lora))

@@ -1,26 +1,27 @@
-"""Which blocks every holder has, and how much of a prompt each of them can use.
+"""Index of the blocks of every holder; answers how much of a prompt each holder can use.
 
-A block is named by a *key*: the low 64 bits of vLLM's block hash (`hashing.keys_of`), the same that
-vLLM's own events carry as numbers. The hash covers everything before the block and the salt, so
-equal keys mean equal prefixes. Two prefixes that share a key by chance are taken for one (once in
-2**64 / n**2 for n blocks; under a hash that is not cryptographic, whoever wants to): that makes a
-wrong price, never wrong KV, since engines and stores compare whole hashes.
+A block is named by a *key*: the low 64 bits of vLLM's block hash (`hashing.keys_of`). vLLM's own
+events carry the same 64 bits as numbers. The hash covers everything before the block and the salt,
+so equal keys mean equal prefixes. Two prefixes that share a key are treated as one. This happens by
+chance once in 2**64 / n**2 for n blocks, and a client can provoke it under a hash that is not
+cryptographic. It leads to a wrong price, never to wrong KV, since engines and stores compare whole
+hashes.
 
 A *holder* is a place that can hold blocks: the HBM of an engine, the DRAM of a node. A holder can
-use a block if it has it and all blocks before it. What it has behind a hole is kept and counts as
-soon as the hole is filled.
+use a block if it has it and all blocks before it. Blocks after a hole are kept, and count as soon
+as the hole is filled.
 
-Memory is bounded. When there is no room for another block, it is not remembered, nor those behind
-it in the same run: the newest go first, and a prefix keeps its beginning. When there is no room for
-another set of holders, the newest holder of a block is not remembered; if a holder leaves a block
-and the rest cannot be represented, the block and all behind it are forgotten. `dropped` counts all
-of these. What is forgotten comes back when it is stored again.
+Memory is bounded. Without room for another block, the index leaves out this block and the blocks
+after it in the same run, so a prefix keeps its beginning. Without room for another set of holders,
+the index leaves out the newest holder of a block. If a holder leaves a block and the remaining set
+cannot be stored, the index drops the block and all blocks after it. `dropped` counts all of these.
+A dropped block is indexed again when it is stored again.
 
-One thread owns an index: it feeds events and asks in turn, and nothing is locked. A call takes time
-by what it is given, whatever the index holds: the table grows a few entries at a call, and a holder
-that is gone is swept out a few blocks at a call. The exception is a block that is taken out of the
-middle of a prefix, or fills a hole: the call visits the blocks behind it, as far as the holder has
-them, and their siblings. Engines evict from the end, where there are none.
+One thread owns an index: it applies events and asks in turn, without locks. The time of a call
+depends on the blocks that it is given, not on the size of the index: each call moves a few entries
+to a larger table, and removes a few blocks of expired holders. The exception is a block that leaves
+the middle of a prefix, or fills a hole: the call visits the blocks after it that the holder has,
+and their siblings. Engines evict from the end, where no blocks follow.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from headrace.router.blocks.sets import (
 
 CAPACITY_BYTES = 256 * 2**20
 MOST_HOLDERS = SINGLES // 2
-"""As many slots again may wait to be swept out."""
+"""Maximum number of open holders. As many more slots may wait for the sweep."""
 SET_SHARE = 8
-"""One part in so many of the memory is for sets of holders."""
+"""Divisor of the memory: 1/8 of it is for sets of holders."""
 FIRST_SLOTS = 1 << 10
 SWEPT_BLOCKS, DRAINED_SLOTS = 8, 16
-"""At a call, for each block that it is given."""
+"""Blocks swept, and table slots moved, in a call for each block that the call is given."""
 UNPLACED = -1
-"""As a parent: it is not known what stands before these blocks. A prompt that has them tells."""
+"""Parent of a run whose preceding block is unknown. A prompt with these blocks reveals it."""
 
 Keys = NDArray[np.uint64]
 _NONE = np.zeros(1, np.uint64)
@@ -68,11 +69,11 @@ class BlockIndex:
     """Blocks by holder.
 
     Args:
-        capacity_bytes: that the index may take at most.
-        most_holders: that may be open at once, at most 32,768.
+        capacity_bytes: maximum memory of the index.
+        most_holders: maximum number of open holders, at most 32,768.
 
     Raises:
-        ValueError: a limit that cannot be.
+        ValueError: a limit is out of range.
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, most_holders: int = 4096) -> None:
@@ -88,7 +89,7 @@ class BlockIndex:
         state = np.zeros(STATES, np.int64)
         state[SECRET] = secrets.randbits(62)
         state[NODES], state[ROWS], state[WORDS] = kernels.ROOT + 1, 1, 1
-        # Pages that were never written take no memory, so the arrays have their full size at once.
+        # Pages that were never written take no memory, so the arrays get their full size now.
         self._tables = Tables(
             nodes=np.zeros(self.most_blocks + kernels.ROOT + 1, NODE),
             table=np.zeros(min(FIRST_SLOTS, self._most_slots), np.uint64),
@@ -101,13 +102,13 @@ class BlockIndex:
             state=state,
         )
         self._slots: list[int] = []
-        """Of each holder; -1: not open."""
+        """Slot of each holder; -1: the holder is not open."""
         self._slot_of = np.zeros(0, np.int64)
         self._free_holders: list[int] = []
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._dead: list[int] = []
-        """Slots that wait for the next sweep."""
+        """Slots of closed holders that wait for the next sweep."""
         self._swept: list[int] = []
         self._mask = np.zeros(1, np.uint64)
         self._at = self._end = 0
@@ -116,7 +117,7 @@ class BlockIndex:
     # Holders
 
     def open(self) -> int:
-        """A new holder, which has nothing: a small number, perhaps one that was used before.
+        """Return a new, empty holder: a small number, perhaps one that was used before.
 
         Raises:
             OverflowError: `most_holders` are open.
@@ -134,7 +135,7 @@ class BlockIndex:
         return holder
 
     def expire(self, holder: int) -> None:
-        """A holder is gone. Its number may be given out again at once.
+        """Close a holder. Its number may be given out again at once.
 
         Raises:
             KeyError: no such holder.
@@ -145,24 +146,29 @@ class BlockIndex:
         self._slot_of = np.array(self._slots, np.int64)
 
     def cleared(self, holder: int) -> None:
-        """A holder has nothing any more. KeyError if there is no such holder."""
+        """Remove all blocks of a holder.
+
+        Raises:
+            KeyError: no such holder.
+        """
         self._dead.append(self._slot(holder))
-        self._slots[holder] = -1  # so that it does not count while a slot is looked for
+        self._slots[holder] = -1  # the holder does not count while a slot is searched for
         self._slots[holder] = self._take_slot()
         self._slot_of = np.array(self._slots, np.int64)
 
     @property
     def holders(self) -> int:
-        """One more than the highest number of a holder: the length of what `match` gives."""
+        """One more than the highest number of a holder: the length of the result of `match`."""
         return len(self._slots)
 
     # Events
 
     def stored(self, holder: int, parent: int | None, keys: Keys) -> None:
-        """A holder has a run of blocks, each the parent of the next.
+        """Add a run of blocks to a holder, each block the parent of the next.
 
         Args:
-            parent: key of the block before the first one; None: there is none; `UNPLACED`.
+            parent: key of the block before the run; None: the run begins a prompt; `UNPLACED`:
+                unknown.
             keys: [blocks] u64.
 
         Raises:
@@ -176,8 +182,11 @@ class BlockIndex:
             self._store(holder, kernels.AFTER, parent, keys)
 
     def stored_apart(self, holder: int, keys: Keys) -> None:
-        """A holder has blocks in any order, of which it is not known what stands before them.
-        KeyError if there is no such holder."""
+        """Add blocks in any order to a holder; their parents are unknown.
+
+        Raises:
+            KeyError: no such holder.
+        """
         self._store(holder, kernels.APART, 0, keys)
 
     def _store(self, holder: int, known: int, parent: int, keys: Keys) -> None:
@@ -190,7 +199,7 @@ class BlockIndex:
             self._grow()
 
     def removed(self, holder: int, keys: Keys, unless: int | None = None) -> None:
-        """A holder has these blocks no longer, except those that the holder `unless` still has.
+        """Remove these blocks from a holder, except blocks that the holder `unless` still has.
 
         Raises:
             KeyError: no such holder.
@@ -201,19 +210,23 @@ class BlockIndex:
         kernels.remove(self._tables, slot, other, keys)
 
     def tend(self, blocks: int = 4096) -> bool:
-        """Do so much of what waits: moving entries to a larger table, sweeping out holders that are
-        gone. Whether something is left; events do it, too, as they come."""
+        """Do a part of the pending work, and return whether any is left.
+
+        The work is to move entries to a larger table and to sweep out closed holders. Calls with
+        events do a part of it, too.
+        """
         self._work(-(-blocks // SWEPT_BLOCKS))
         return bool(self._dead or self._swept) or self._tables.old.size > 1
 
     # Questions
 
     def match(self, keys: Keys) -> NDArray[np.int32]:
-        """How many leading blocks of a prompt each holder can use: [holders] i32, 0 for numbers
-        that are not in use.
+        """Return how many leading blocks of a prompt each holder can use: [holders] i32.
+
+        The entry of an unused number is 0.
 
         Args:
-            keys: of the prompt's full blocks, from the first on, [blocks] u64.
+            keys: keys of the prompt's full blocks, from the first on, [blocks] u64.
         """
         if len(keys) == 0 or not self._slots:
             return np.zeros(len(self._slots), np.int32)
@@ -224,31 +237,34 @@ class BlockIndex:
         return found
 
     def usable(self, holder: int, key: int) -> bool:
-        """Whether a holder has a block and all before it, as far as their places are known."""
+        """Return whether a holder has a block and all blocks before it.
+
+        False if the block's place in a prefix is unknown.
+        """
         return bool(kernels.reached(self._tables, self._slot(holder), np.uint64(key)) == 2)
 
     def holds(self, holder: int, key: int) -> bool:
-        """Whether a holder has a block."""
+        """Return whether a holder has a block."""
         return bool(kernels.reached(self._tables, self._slot(holder), np.uint64(key)))
 
     @property
     def blocks(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks with at least one holder."""
         return int(self._tables.state[BLOCKS])
 
     @property
     def entries(self) -> int:
-        """Pairs of block and holder; those of holders that are gone count until they are swept."""
+        """Number of pairs of block and holder; closed holders count until they are swept out."""
         return int(self._tables.state[PAIRS])
 
     @property
     def dropped(self) -> int:
-        """Pairs that were not remembered, or were forgotten, for want of room."""
+        """Number of pairs that were not stored, or were dropped, for lack of room."""
         return int(self._tables.state[DROPPED])
 
     @property
     def bytes(self) -> int:
-        """Memory that holds something now."""
+        """Bytes of memory in use now."""
         t = self._tables
         row_bytes = SET.itemsize + t.bits.itemsize * t.bits.shape[1]
         return int(
@@ -260,7 +276,7 @@ class BlockIndex:
         )
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return counts for JSON."""
         return {
             "holders": len(self._slots) - len(self._free_holders),
             "blocks": self.blocks,
@@ -278,9 +294,9 @@ class BlockIndex:
         return self._slots[holder]
 
     def _take_slot(self) -> int:
-        """A slot that no block has."""
+        """Return a slot that no block has."""
         while not self._free_slots and self._next_slot == 2 * self.most_holders:
-            self._sweep(self.most_blocks)  # more were opened and closed than are swept out yet
+            self._sweep(self.most_blocks)  # all slots are in use or wait for the sweep
         if self._free_slots:
             return self._free_slots.pop()
         slot = self._next_slot
@@ -292,7 +308,7 @@ class BlockIndex:
         return slot
 
     def _widen(self, words: int) -> None:
-        """Rows of sets for twice as many slots."""
+        """Widen the rows of sets to this many words."""
         t = self._tables
         bits = np.zeros((t.bits.shape[0], words), np.uint64)
         rows = int(t.state[ROWS])
@@ -304,7 +320,7 @@ class BlockIndex:
         self._reach = np.zeros(64 * words, np.int32)
 
     def _grow(self) -> None:
-        """A table for twice as many blocks; the entries follow a few at a call."""
+        """Make a table of twice the size; later calls move the entries, a few at a time."""
         t = self._tables
         if t.old.size > 1:
             table.drain(t, t.old.size)
@@ -333,7 +349,7 @@ class BlockIndex:
 
 
 def warm() -> None:
-    """Compile everything, so that no call waits: ten seconds where it is not kept on disk."""
+    """Compile everything, so that no call waits. Takes ten seconds if the disk cache is empty."""
     index = BlockIndex(2**20)
     holder = index.open()
     for start in range(0, 4 * FIRST_SLOTS, 64):
@@ -351,8 +367,10 @@ def _words(slots: int) -> int:
 
 
 def _room(capacity_bytes: int) -> tuple[int, int]:
-    """How many blocks fit, and the slots of the largest table: it is at most 3/4 full, and while it
-    is filled from one half its size, both are there."""
+    """Return how many blocks fit, and the slots of the largest table.
+
+    The table is at most 3/4 full. While it is filled from a table of half its size, both exist.
+    """
     choices = []
     for bits in range(10, 33):
         slots = 1 << bits

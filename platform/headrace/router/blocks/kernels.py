@@ -1,13 +1,13 @@
-"""Blocks, their places in the prefix tree, and who can use them: the compiled half of `BlockIndex`.
+"""Prefix tree of blocks and the holders that can use them: the compiled half of `BlockIndex`.
 
-What always holds between two calls:
-- A node exists as long as somebody holds its block.
-- A linked node has a parent, and so have all before it, up to the root. (So links form no circle,
-  whatever the events say.)
-- usable(node) = held(node) & usable(parent), and nothing for a node that is not linked. Therefore
-  usable sets only shrink along a prefix, and two equal ones have only equal ones between them.
+Invariants between two calls:
+- A node exists as long as its block has a holder.
+- A linked node has a parent, and all nodes before it have parents, up to the root. Therefore links
+  form no circle, whatever the events contain.
+- usable(node) = held(node) & usable(parent); the usable set of a node that is not linked is empty.
+  Therefore usable sets only shrink along a prefix, and all sets between two equal ones are equal.
 
-Bits of a slot that is being swept out (`sweep`) may break the last line for that slot only.
+Bits of a slot that is being swept out (`sweep`) may break the last invariant for that slot only.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from headrace_kvstore.compiled import jit
 
 ROOT = 1
 UNKNOWN, FIRST, AFTER, APART = range(4)
-"""What is known of the block before a run: nothing, that there is none, its key. APART: the blocks
-are no run, and nothing is known of their places."""
+"""Knowledge of the block before a run: unknown, there is none, its key is known. APART: the blocks
+are no run, and the parent of each is unknown."""
 _ZERO = np.uint64(0)
 
 
 @jit(_nrt=False)
 def create(t: Tables, key: Int) -> Int:
-    """A node without holders; 0 if there is no room."""
+    """Return a new node without holders; 0 if there is no room."""
     node = t.state[FREE_NODE]
     if node != 0:
         t.state[FREE_NODE] = np.int64(t.nodes[node].next)
@@ -73,7 +73,7 @@ def create(t: Tables, key: Int) -> Int:
 
 @jit(_nrt=False)
 def attach(t: Tables, node: Int, parent: Int) -> None:
-    """Make a node that is not linked a child."""
+    """Make an unlinked node a child of `parent`."""
     sibling = t.nodes[parent].child
     t.nodes[node].parent = parent
     t.nodes[node].before = 0
@@ -99,9 +99,10 @@ def detach(t: Tables, node: Int) -> None:
 
 @jit(_nrt=False)
 def release(t: Tables, node: Int, forget: bool) -> None:
-    """Unlink a node and all behind it, and free those that nobody holds.
+    """Unlink a node and all its descendants, and free the nodes that have no holder.
 
-    Nobody can use these nodes. `forget`: whatever is held of them is dropped as well.
+    No holder can use these nodes afterwards. With `forget`, holders after a hole are removed as
+    well, and all removed holders count as dropped.
     """
     detach(t, node)
     pending = node
@@ -132,9 +133,10 @@ def release(t: Tables, node: Int, forget: bool) -> None:
 
 @jit(_nrt=False)
 def refresh(t: Tables, node: Int) -> Int:
-    """Divide a linked node's holders anew into those that can use it and those that cannot.
+    """Recompute which holders of a linked node can use it, and which cannot.
 
-    1 if that changed, 0 if not, -1 if there was no room for the sets, so that nothing did.
+    Returns:
+        1 if the sets changed, 0 if not, -1 if there was no room for the sets (nothing changed).
     """
     parent = np.int64(t.nodes[node].parent)
     above = np.int64(EVERYONE) if parent == ROOT else np.int64(t.nodes[parent].usable)
@@ -152,7 +154,7 @@ def refresh(t: Tables, node: Int) -> Int:
     now_usable = intern(t, 0)
     if now_usable == FULL:
         return -1
-    keep(t, now_usable)  # until it is put, its row is nobody's
+    keep(t, now_usable)  # no node counts for its row until `put_usable`
     now_orphan = intern(t, 1)
     if now_orphan == FULL:
         drop(t, now_usable)
@@ -165,7 +167,7 @@ def refresh(t: Tables, node: Int) -> Int:
 
 @jit(_nrt=False)
 def settle(t: Tables, top: Int) -> None:
-    """The usable set of `top` has changed: bring what is behind it in line."""
+    """Refresh the descendants of `top` after its usable set has changed."""
     node = np.int64(t.nodes[top].child)
     while node != 0:
         parent, after = np.int64(t.nodes[node].parent), np.int64(t.nodes[node].next)
@@ -183,9 +185,9 @@ def settle(t: Tables, top: Int) -> None:
 
 @jit(_nrt=False)
 def link(t: Tables, node: Int, parent: Int) -> bool:
-    """Make a node a child of a linked one; its holders can use it now if they can use that.
+    """Make a node a child of a linked one, and return whether a holder can use it.
 
-    Whether somebody can.
+    The node's holders that can use the parent can use the node from now on.
     """
     attach(t, node, parent)
     if refresh(t, node) < 0:
@@ -194,14 +196,18 @@ def link(t: Tables, node: Int, parent: Int) -> bool:
     return t.nodes[node].usable != 0
 
 
-# What an index is asked
+# Operations of the index
 
 
 @jit(_nrt=False)
 def store(
     t: Tables, slot: Int, known: Int, parent_key: Int, keys: NDArray[np.uint64], start: Int
 ) -> Int:
-    """A slot holds a run of blocks; where the table must grow before it goes on, or the end."""
+    """Add a run of blocks to a slot, from block `start` on.
+
+    Returns:
+        The block before which the table must grow; the number of blocks if all are done.
+    """
     me = np.int64(slot + 1)
     above = np.int64(0)
     if known == FIRST and start == 0:
@@ -228,7 +234,7 @@ def store(
             link(t, node, above)
             was, becomes = np.int64(0), me
             if t.nodes[node].usable == 0 and t.nodes[node].orphan == 0:
-                continue  # forgotten: there was no room for its sets
+                continue  # dropped: there was no room for its sets
         parent = np.int64(t.nodes[node].parent)
         usable = np.int64(t.nodes[node].usable)
         if has(t, usable, slot):
@@ -268,7 +274,7 @@ def store(
 
 @jit(_nrt=False)
 def without(t: Tables, node: Int, slot: Int) -> None:
-    """Take a slot out of a node's orphans; all of them if there is no room for the rest."""
+    """Remove a slot from a node's orphans; remove all if there is no room for the remaining set."""
     orphan = np.int64(t.nodes[node].orphan)
     rest = combine(t, orphan, np.int64(slot + 1), MINUS)
     if rest == FULL:
@@ -279,7 +285,7 @@ def without(t: Tables, node: Int, slot: Int) -> None:
 
 @jit(_nrt=False)
 def remove(t: Tables, slot: Int, unless: Int, keys: NDArray[np.uint64]) -> None:
-    """A slot holds these blocks no longer, except those that the slot `unless` (-1: none) holds."""
+    """Remove these blocks from a slot, except blocks that the slot `unless` (-1: none) holds."""
     was, becomes = np.int64(0), np.int64(0)
     for i in range(keys.size):
         node = find(t, keys[i])
@@ -308,7 +314,7 @@ def remove(t: Tables, slot: Int, unless: Int, keys: NDArray[np.uint64]) -> None:
 
 @jit(_nrt=False)
 def reached(t: Tables, slot: Int, key: Int) -> Int:
-    """0: the slot does not hold the block, 1: behind a hole, 2: it can use it."""
+    """Return 0 if the slot lacks the block, 1 if it has it after a hole, 2 if it can use it."""
     node = find(t, key)
     if node == 0:
         return 0
@@ -325,7 +331,7 @@ def usable_at(t: Tables, keys: NDArray[np.uint64], i: Int) -> Int:
 
 @jit(_nrt=False)
 def leave(t: Tables, one: Int, rest: Int, blocks: Int, out: NDArray[np.int32]) -> None:
-    """Slots that are in a set and not in the rest of it can use so many blocks."""
+    """Write `blocks` to `out` for each slot that is in set `one` and not in set `rest`."""
     for w in range(t.state[WORDS]):
         gone = word_of(t, one, w) & ~word_of(t, rest, w)
         while gone != _ZERO:
@@ -336,11 +342,11 @@ def leave(t: Tables, one: Int, rest: Int, blocks: Int, out: NDArray[np.int32]) -
 
 @jit(_nrt=False)
 def match(t: Tables, keys: NDArray[np.uint64], out: NDArray[np.int32]) -> None:
-    """How many leading blocks each slot can use.
+    """Write to `out` how many leading blocks each slot can use.
 
-    Between two blocks with equal usable sets nothing happens, so the stretch is skipped; any other
-    stretch is halved. That is O(d log(n / d)) look-ups for n blocks at which d times somebody drops
-    out. Blocks whose place was not known are linked on the way.
+    All blocks between two with equal usable sets have that set, so the search skips them and halves
+    any other range. That is O(d log(n / d)) look-ups for n blocks if slots drop out at d of them.
+    Blocks whose parent was unknown are linked on the way.
     """
     out[:] = 0
     ends, sets = t.stack[0], t.stack[1]
@@ -348,7 +354,7 @@ def match(t: Tables, keys: NDArray[np.uint64], out: NDArray[np.int32]) -> None:
     current = np.int64(EVERYONE)
     last = np.int64(ROOT)
     while True:
-        # Blocks that nobody is known to be able to use: are they only not linked yet?
+        # No holder is known to be able to use the next block: link it if it is not linked yet.
         while done < keys.size:
             node = find(t, keys[done])
             if node == 0:
@@ -399,7 +405,7 @@ def match(t: Tables, keys: NDArray[np.uint64], out: NDArray[np.int32]) -> None:
 
 @jit(_nrt=False)
 def sweep(t: Tables, dead: NDArray[np.uint64], start: Int, count: Int) -> Int:
-    """Take dead slots out of so many nodes; where the next sweep goes on."""
+    """Remove dead slots from `count` nodes; return the node where the next sweep continues."""
     end = min(t.state[NODES], start + count)
     was, becomes = np.int64(0), np.int64(0)
     for node in range(start, end):
@@ -431,7 +437,7 @@ def sweep(t: Tables, dead: NDArray[np.uint64], start: Int, count: Int) -> Int:
 
 @jit(_nrt=False)
 def alive(t: Tables, one: Int, dead: NDArray[np.uint64]) -> Int:
-    """A set without the dead slots."""
+    """Return a set without the dead slots."""
     changed = False
     for w in range(t.state[WORDS]):
         word = word_of(t, one, w)

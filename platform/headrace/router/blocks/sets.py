@@ -1,14 +1,14 @@
-"""Sets of holders, each kept once: the blocks of a run of a prefix mostly have the same holders.
+"""Sets of holders, each stored once: the blocks of a run of a prefix mostly have the same holders.
 
-A set is a number. 0 is the empty set, 1 to `SINGLES` is the set of one slot (slot + 1), and what is
-above names a row of `bits`. Equal sets have equal numbers, so "the same holders" is one comparison,
-and a block that many hold takes no more memory than one that a single holder has. Rows count their
-blocks and are reused when none is left.
+A set is a number. 0 is the empty set, 1 to `SINGLES` is the set of one slot (slot + 1), and a
+higher number names a row of `bits`. Equal sets have equal numbers, so one comparison shows whether
+two blocks have the same holders. A block with many holders takes no more memory than a block with
+one. Rows count their blocks and are reused when no block is left.
 
-All functions are compiled and take the index's arrays as one `Tables`. No room for a new set is
-answered by `FULL`: the callers say what they drop. They are compiled without numba's reference
-counts (`_nrt`): counting all arrays at each call made a look-up of 30 ns take 270. So none of them
-may make an array.
+All functions are compiled and take the index's arrays as one `Tables`. Without room for a new set,
+they return `FULL`, and the caller decides what it drops. They are compiled without numba's
+reference counts (`_nrt`), because counting all arrays at each call slowed a look-up from 30 ns to
+270 ns. Therefore none of them may make an array.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from numpy.typing import NDArray
 from headrace_kvstore.compiled import jit
 
 Int = Any
-"""An integer of numba's: int64, or uint64 for what is a word of bits."""
+"""A numba integer: int64, or uint64 for a word of bits."""
 SINGLES = 1 << 16
 """Slots are below this."""
 FULL = (1 << 32) - 1
 EVERYONE = FULL - 1
-"""The set of all slots; only as an argument of `divide`."""
+"""The set of all slots; never stored at a node."""
 OR, MINUS = 0, 1
 
 NODE = np.dtype(
     [
         ("key", "u8"),
-        ("usable", "u4"),  # set of the holders that have it and all blocks before it
-        ("orphan", "u4"),  # set of the others that have it
+        ("usable", "u4"),  # set of the holders that have the block and all blocks before it
+        ("orphan", "u4"),  # set of the other holders that have the block
         ("parent", "u4"),  # node of the block before it; 0: not known
-        ("child", "u4"),  # one of the blocks behind it; 0: none
+        ("child", "u4"),  # node of one of the next blocks; 0: none
         ("before", "u4"),  # sibling
-        ("next", "u4"),  # sibling; of a free node, the next free one
+        ("next", "u4"),  # sibling; in a free node, the next free node
     ]
 )
 SET = np.dtype(
     [
         ("hash", "u8"),
-        ("blocks", "u4"),  # that have it; of a free row, the next free one
+        ("blocks", "u4"),  # number of nodes with this set; in a free row, the next free row
         ("size", "u4"),
     ]
 )
 
-# Places in `state`.
+# Indices into `state`.
 SECRET, BLOCKS, NODES, FREE_NODE, SETS, ROWS, FREE_ROW, PAIRS, WORDS, DRAINED, DROPPED = range(11)
 STATES = 11
 
@@ -57,11 +57,11 @@ class Tables(NamedTuple):
     """All arrays of a `BlockIndex`."""
 
     nodes: Any
-    """NODE rows, an array. Row 1 is the root, which stands before all first blocks."""
+    """NODE rows, an array. Row 1 is the root, the parent of all first blocks."""
     table: NDArray[np.uint64]
     """Open addressing: hash << 32 | node, 0 where empty. Its length is a power of two."""
     old: NDArray[np.uint64]
-    """The smaller table before it, as long as entries are still moved."""
+    """The earlier, smaller table, while its entries are still being moved."""
     sets: Any
     """SET rows, an array, from 1 on."""
     bits: NDArray[np.uint64]
@@ -83,7 +83,7 @@ _HALF = np.uint64(32)
 
 @jit(_nrt=False)
 def mixed(word: Int, secret: Int) -> Int:
-    """64 bits that each depend on all of `word`; not to be foreseen without the secret."""
+    """Return 64 bits that each depend on all of `word`; unpredictable without the secret."""
     x = (np.uint64(word) ^ np.uint64(secret)) * _M1
     x ^= x >> _HALF
     x *= _M2
@@ -101,7 +101,7 @@ def popcount(word: Int) -> Int:
 
 @jit(_nrt=False)
 def word_of(t: Tables, one: Int, w: Int) -> Int:
-    """64 bits of a set."""
+    """Return word `w` of a set's bits."""
     if one == EVERYONE:
         return ~_ZERO
     if one > SINGLES:
@@ -113,7 +113,7 @@ def word_of(t: Tables, one: Int, w: Int) -> Int:
 
 @jit(_nrt=False)
 def has(t: Tables, one: Int, slot: Int) -> bool:
-    """Whether a set holds a slot."""
+    """Return whether a set contains a slot."""
     if one > SINGLES:
         return (t.bits[one - SINGLES, slot >> 6] >> np.uint64(slot & 63)) & _ONE != _ZERO
     return one == slot + 1
@@ -128,7 +128,10 @@ def size_of(t: Tables, one: Int) -> Int:
 
 @jit(_nrt=False)
 def intern(t: Tables, row: Int) -> Int:
-    """The number of the set in a row of `scratch`. A new one has no blocks yet."""
+    """Return the number of the set in a row of `scratch`; `FULL` if it is new and does not fit.
+
+    A new set has no blocks yet.
+    """
     words, size, digest = t.state[WORDS], 0, _ZERO
     last = 0
     for w in range(words):
@@ -175,7 +178,7 @@ def intern(t: Tables, row: Int) -> Int:
 
 @jit(_nrt=False)
 def combine(t: Tables, a: Int, b: Int, how: Int) -> Int:
-    """The union, or what is in `a` only. `FULL` if it is new and there is no room."""
+    """Return the union of two sets, or `a` without `b`; `FULL` if it is new and does not fit."""
     if a == 0:
         return np.int64(b) if how == OR else np.int64(0)
     for w in range(t.state[WORDS]):
@@ -188,14 +191,14 @@ def combine(t: Tables, a: Int, b: Int, how: Int) -> Int:
 
 @jit(_nrt=False)
 def keep(t: Tables, one: Int) -> None:
-    """One more block has this set."""
+    """Count one more block with this set."""
     if one > SINGLES:
         t.sets[one - SINGLES].blocks += np.uint32(1)
 
 
 @jit(_nrt=False)
 def drop(t: Tables, one: Int) -> None:
-    """One block less has this set; the last one frees its row."""
+    """Count one block less with this set; free its row if no block is left."""
     if one <= SINGLES:
         return
     row = np.int64(one - SINGLES)
@@ -207,7 +210,7 @@ def drop(t: Tables, one: Int) -> None:
     while np.int64(t.set_table[hole]) != row:
         hole = (hole + 1) & mask
     at = hole
-    while True:  # entries that the hole would cut off from their place move up: no tombstones
+    while True:  # move up entries that the hole would hide, instead of leaving a tombstone
         at = (at + 1) & mask
         other = np.int64(t.set_table[at])
         if other == 0:
@@ -224,7 +227,7 @@ def drop(t: Tables, one: Int) -> None:
 
 @jit(_nrt=False)
 def put_usable(t: Tables, node: Int, one: Int) -> None:
-    """Give a node another set of holders that can use it."""
+    """Replace a node's set of holders that can use it."""
     before = np.int64(t.nodes[node].usable)
     keep(t, one)
     t.state[PAIRS] += size_of(t, one) - size_of(t, before)
@@ -234,7 +237,7 @@ def put_usable(t: Tables, node: Int, one: Int) -> None:
 
 @jit(_nrt=False)
 def put_orphan(t: Tables, node: Int, one: Int) -> None:
-    """Give a node another set of holders that have it behind a hole."""
+    """Replace a node's set of holders that have it after a hole."""
     before = np.int64(t.nodes[node].orphan)
     keep(t, one)
     t.state[PAIRS] += size_of(t, one) - size_of(t, before)

@@ -1,5 +1,7 @@
-"""From a block's key to its node: open addressing without tombstones, in a table that grows a few
-entries at a call. While it grows, what the new table does not have is looked for in the old one.
+"""Hash table from a block's key to its node: open addressing without tombstones.
+
+The table grows a few entries at a call. While it grows, a key that the new table lacks is looked up
+in the old one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ _HALF, _LOW, _ZERO = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 
 @jit(_nrt=False)
 def look(t: Tables, table: NDArray[np.uint64], key: Int, tag: Int) -> Int:
-    """Where in a table a key's entry is; -1 if it has none."""
+    """Return the position of a key's entry in a table; -1 if it has none."""
     mask = table.size - 1
     at = np.int64(tag) & mask
     while table[at] != _ZERO:
@@ -27,7 +29,7 @@ def look(t: Tables, table: NDArray[np.uint64], key: Int, tag: Int) -> Int:
 
 @jit(_nrt=False)
 def find(t: Tables, key: Int) -> Int:
-    """The node of a key; 0 if there is none."""
+    """Return the node of a key; 0 if there is none."""
     tag = mixed(key, t.state[SECRET]) & _LOW
     at = look(t, t.table, key, tag)
     if at >= 0:
@@ -51,8 +53,10 @@ def enter(t: Tables, node: Int) -> None:
 
 @jit(_nrt=False)
 def erase(t: Tables, node: Int) -> None:
-    """Take a node out of the table. In the old table its entry stays and leads nowhere, since a
-    free node has another key."""
+    """Remove a node from the table.
+
+    Its entry in the old table stays and is never found, since a free node has another key.
+    """
     key = t.nodes[node].key
     hole = look(t, t.table, key, mixed(key, t.state[SECRET]) & _LOW)
     t.nodes[node].key = ~key
@@ -60,7 +64,7 @@ def erase(t: Tables, node: Int) -> None:
         return
     mask = t.table.size - 1
     at = hole
-    while True:  # as in `sets.drop`: no tombstones
+    while True:  # as in `sets.drop`: move entries up instead of leaving a tombstone
         at = (at + 1) & mask
         if t.table[at] == _ZERO:
             break
@@ -73,7 +77,7 @@ def erase(t: Tables, node: Int) -> None:
 
 @jit(_nrt=False)
 def drain(t: Tables, slots: Int) -> bool:
-    """Move so many slots of the old table to the new one; whether that was all."""
+    """Move a number of the old table's slots to the new one; return whether all are moved."""
     end = min(t.old.size, t.state[DRAINED] + slots)
     for at in range(t.state[DRAINED], end):
         entry = t.old[at]
