@@ -13,12 +13,12 @@ import contextlib
 from pathlib import Path
 
 NICE = -10
-"""Of the client's session: about nine times the weight of a server's."""
+"""Niceness of the client's session: it has about nine times the weight of a server's."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def run_first() -> bool:
-    """Raise the weight of this process's session until it ends; whether the system allows it.
+    """Raise the weight of this process's session until it ends; return whether that is allowed.
 
     Takes Linux with autogroups, and root. Processes that begin a session of their own, as servers
     do, are not in this one.

@@ -1,4 +1,4 @@
-"""A gateway's backend that knows of nobody: benchmarks say what else theirs is."""
+"""A gateway's backend without any replica, for benchmarks to extend."""
 
 from __future__ import annotations
 

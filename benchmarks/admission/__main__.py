@@ -1,13 +1,13 @@
-"""What admission does at loads below and above what the engines can take, in the simulator.
+"""Effect of admission at loads below and above the engines' capacity, in the simulator.
 
     python -m benchmarks.admission --trace FILE --json FILE
 
-`--trace` is a file in Mooncake's form. 8 prefill and 8 decode engines; a request is good that has
-its first token within 4 s and then a token each 50 ms on average. Load 1.0 is defined as in
-`headrace simulate`.
+`--trace` is a file in Mooncake's form. There are 8 prefill and 8 decode engines. A request is good
+if it has its first token within 4 s and then a token each 50 ms on average. Load 1.0 is defined as
+in `headrace simulate`.
 
     load_L.goodput_with, _without        good requests a second
-    load_L.goodput_with_vs_peak          over the most at any load up to this one
+    load_L.goodput_with_vs_peak          over the maximum at any load up to this one
     load_L.refused_share, expired_share  refused at once; given up after they had waited
     load_L.late_share                    admitted, first token after 1.1 times the target
     share.NAME.heavy_vs_light            engine seconds of a tenant that sends 10 times as much
@@ -32,7 +32,7 @@ PARTS = ["loads", "share", "ablations", "cost"]
 
 
 def flat(report: dict[str, Any], before: str = "") -> dict[str, float]:
-    """Figures by their dotted names."""
+    """Return the figures by their dotted names."""
     found: dict[str, float] = {}
     for name, value in report.items():
         if isinstance(value, dict):

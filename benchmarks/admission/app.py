@@ -1,13 +1,13 @@
-"""What admission does on the real app, at loads below and above what its engines can take.
+"""Effect of admission on the real app, at loads below and above its engines' capacity.
 
     python -m benchmarks.admission.app --json FILE
 
-Two gateways, two prefill and two decode engines of a tiny model on this machine's cores. Each
-prompt is new. Load 1.0 is what `CLIENTS` clients in a closed loop get. A request is good that has
-its first token within `TARGET_S`.
+Two gateways, two prefill and two decode engines of a tiny model run on this machine's cores. Each
+prompt is new. Load 1.0 is the rate that `CLIENTS` clients in a closed loop reach. A request is good
+if it has its first token within `TARGET_S`.
 
     load_L.good_s                good requests a second; `plain.` without a class
-    load_L.good_vs_best          over the most at any load with the class
+    load_L.good_vs_best          over the maximum at any load with the class
     load_L.refused_share         refused at once, or given up after they had waited
     load_L.late_share            of those answered: first token after 1.1 times the target
     load_L.ttft_p50_s, _p99_s    of those answered
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 async def measure(url: str, seconds: float) -> dict[str, Any]:
-    """Of each load with the class, and of the last one without."""
+    """Return the figures of each load with the class, and of the last load without it."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     limit = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(url, timeout=limit, connector=connector) as client:
@@ -99,7 +99,7 @@ async def measure(url: str, seconds: float) -> dict[str, Any]:
 
 
 async def closed_loop(client: aiohttp.ClientSession, seconds: float) -> float:
-    """Requests a second that clients get who ask again at once."""
+    """Return the requests a second that clients get who ask again at once."""
     until_s, done = perf_counter() + seconds, 0
 
     async def ask_on() -> None:
@@ -115,7 +115,7 @@ async def closed_loop(client: aiohttp.ClientSession, seconds: float) -> float:
 async def offered(
     client: aiohttp.ClientSession, rate: float, slo: str, seconds: float
 ) -> dict[str, float | None]:
-    """What becomes of requests that come at random moments."""
+    """Send requests at random moments and return the figures of their outcome."""
     draw, asked = random.Random(5), list[asyncio.Task[float | None]]()
     now_s = perf_counter()
     until_s, next_s = now_s + seconds, now_s
@@ -137,7 +137,7 @@ async def offered(
 
 
 async def ask(client: aiohttp.ClientSession, slo: str) -> float | None:
-    """Seconds to the first token; None if the request was refused."""
+    """Return the seconds to the first token; None if the request was refused."""
     began_s, first_s = perf_counter(), None
     body = {
         "model": "tiny",

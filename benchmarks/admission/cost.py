@@ -1,4 +1,4 @@
-"""What admission costs a request in the gateway: nobody waits, and the queue is long."""
+"""Cost of admission for a request in the gateway: with an empty queue, and with a long one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _view() -> View:
 
 
 def _median(call: Callable[[], int]) -> float:
-    """Microseconds for each of the things that a call does, median of `ROUNDS`."""
+    """Return the microseconds for each of the things that a call does, median of `ROUNDS`."""
     took = []
     for _ in range(ROUNDS):
         began = time.perf_counter()

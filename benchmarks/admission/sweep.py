@@ -22,14 +22,14 @@ from headrace.simulate.trace import Trace, Workload, multiply
 from headrace_lab.simulate.admission import Admitted, Tenancy, simulate_admitted
 
 ENGINES = 8
-"""Of each role."""
+"""Number of engines of each role."""
 SECONDS, WARM = 300.0, 0.3
 TARGETS = Targets(ttft_s=4.0, itl_s=0.05)
 SLO = SloClass("interactive", ttft_target_s=TARGETS.ttft_s, itl_target_s=TARGETS.itl_s)
 LATE = 1.1
 LOADS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 TIMES = 10
-"""What the heavy tenant sends for each request of the light one."""
+"""Number of requests of the heavy tenant for each request of the light one."""
 BOTH_WANT_ALL = 16.0
 """Load at which the light tenant alone would want more than all engines."""
 
@@ -37,7 +37,9 @@ Bools = NDArray[np.bool_]
 
 
 def _engines_for_rate() -> AbstractContextManager[Any]:
-    """An engine does a second of work a second, whatever was measured."""
+    """Return a context in which the admission assumes the prior rate of the engines' work.
+
+    An engine then does a second of work a second, whatever was measured."""
     return mock.patch.object(rates.Rates, "rate", property(lambda self: self.prior))
 
 
@@ -128,7 +130,7 @@ class Sweep:
         return np.asarray(work.arrival_s >= WARM * SECONDS)
 
     def _possible(self, work: Workload) -> Bools:
-        """Requests whose prompt takes less than its target even if nothing of it is cached."""
+        """Return the requests whose prompt meets its target even if none of it is cached."""
         side, prompts = self.hardware.prefill, self.trace.prompt[work.row].tolist()
         alone = [prefill_s(side.curve, each, each, side.step_tokens) for each in prompts]
         return np.array(alone) < TARGETS.ttft_s
@@ -136,8 +138,8 @@ class Sweep:
     # ---- shares ---------------------------------------------------------------------------
 
     def shares(self, report: dict[str, Any]) -> None:
-        """What a tenant with `TIMES` times the requests of another gets, in engine seconds over
-        the other's, when both want all and when the other wants little."""
+        """Report the engine seconds of a tenant with `TIMES` times the requests of another, over
+        the other's: when both could use all engines, and when the other needs little."""
         for name, load, gateways in (
             ("both_want_all", BOTH_WANT_ALL, 1),
             ("both_want_all_two_gateways", BOTH_WANT_ALL, 2),
@@ -165,9 +167,10 @@ class Sweep:
         }
 
     def _ratio(self, run: Run, light: Bools, seen: Bools) -> float:
-        """Engine seconds of the heavy tenant over those of the light one: of prompts as they were
-        computed, of answers as long as they lasted, divided by the streams of an engine. Without
-        regard to what the queue itself believed."""
+        """Return the engine seconds of the heavy tenant over those of the light one.
+
+        A prompt counts with the time to compute it, an answer with its duration divided by the
+        streams of an engine. The queue's own estimates are not used."""
         req = run.state.req
         rows = max(1.0, float(run.course["running"].mean()) / ENGINES)
         until = np.minimum(req["end_s"], SECONDS)

@@ -49,7 +49,7 @@ def play(work: Workload, hardware: Hardware, engines: int, prefills: int) -> Run
 
 
 def figures(work: Workload, hardware: Hardware, engines: int, prefills: int) -> dict[str, float]:
-    """Means over the requests that came when the caches were warm."""
+    """Return the means over the requests that came when the caches were warm."""
     run = play(work, hardware, engines, prefills)
     requests = run.state.req
     seen = requests[requests["arrival_s"] >= WARM_SHARE * work.seconds]
@@ -63,7 +63,7 @@ def figures(work: Workload, hardware: Hardware, engines: int, prefills: int) -> 
 
 
 def load_of(run: Run, work: Workload, hardware: Hardware) -> Load:
-    """The traffic of a run as a replica's `Outcomes` would tell it."""
+    """Return the traffic of a run as a replica's `Outcomes` would tell it."""
     requests = run.state.req
     seen = requests[requests["arrival_s"] >= WARM_SHARE * work.seconds]
     times: dict[str, list[float]] = {"local": [], "remote": [], "move": []}
@@ -96,7 +96,7 @@ def load_of(run: Run, work: Workload, hardware: Hardware) -> Load:
 def compare(
     trace: Trace, engines: int, rate: float, cell: tuple[float, int]
 ) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """Every split's figures, and the advice."""
+    """Return every split's figures, and the advice."""
     load, answers = cell
     longer = replace(trace, output=trace.output * answers)
     work, hardware = multiply(longer, load * rate, SECONDS, SEED), Hardware()

@@ -1,4 +1,4 @@
-"""Processes are killed and stopped under steady streams: what clients see.
+"""Effects on clients when processes are killed and stopped under steady streams.
 
     python -m benchmarks.chaos [--rounds 3] [--json FILE]
     python -m benchmarks.chaos --cluster
@@ -8,19 +8,20 @@
 Starts the laptop's app, or a cluster of two gateways, two prefill and three decode replicas of a
 tiny model, or one prefill and two decode replicas of that model without a gateway, and streams
 greedy answers without pause, by clients that resume their streams. Every fault of `faults` happens
-`--rounds` times, in an order drawn by `--seed`; the next one when all processes are there again.
-Each answer is compared with that of the undisturbed app.
+`--rounds` times, in an order drawn by `--seed`. The next fault happens when all processes run
+again. Each answer is compared with that of the undisturbed app.
 
     lost                        answers that ended with an error, or not at all
     wrong_or_repeated_tokens    answers whose tokens are not those of the undisturbed app
     hung                        of the lost ones: those that took longer than four minutes
-    replay.streams              streams that were cut and went on; with --direct all at that
-                                moment, since no answer tells its replica
+    replay.streams              streams that were cut and resumed; with --direct all at that
+                                moment, since no answer names its replica
     replay.gap_ms_p50, _max     the longest silence that the client of such a stream saw
-    FAULT.gap_ms_p50, _max      the same by fault; of faults that cut none, of all streams meanwhile
-    throughput_vs_before        events a second over ten seconds, 30 s after all are there again, to
-                                those before the fault; the median over the first three rounds.
-                                Later rounds do not wait for it
+    FAULT.gap_ms_p50, _max      the same by fault; for faults that cut no stream, over all streams
+                                during the fault
+    throughput_vs_before        events a second over ten seconds, 30 s after all processes run
+                                again, over those before the fault; the median over the first three
+                                rounds. Later rounds do not wait for it
 
 With --products each round breaks several things at once (`products`): the engine of a decode
 replica is killed or stopped, or the replica is drained past its grace; KV comes late, pulls fail,
@@ -29,12 +30,13 @@ rounds, and --faults chooses among killed, hung, drained and kv_late, pull_faile
 Further figures:
 
     answers                     by kind of client
-    left                        answers whose clients left, as they wanted; their tokens count
+    left                        answers whose clients left on purpose; their tokens count
     held                        requests that gateways or engines still have 10 s after the last
-    streams_cut, pulls_hit      what the faults met: without these a round has shown nothing
-    round_s_p50                 from the fault until all replicas are there again
+    streams_cut, pulls_hit      streams and pulls that the faults hit; a round without any proves
+                                nothing
+    round_s_p50                 seconds from the fault until all replicas run again
 
-The figures are written after every fault: a run that is cut short has what it saw.
+The figures are written after every fault, so a run that is interrupted keeps its figures.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def prompts_of(clients: int) -> list[str]:
 
 
 def broken_app(options: argparse.Namespace) -> AbstractContextManager[App]:
-    """The one that the command line names."""
+    """Return the app that the command line names."""
     if options.direct:
         return direct()
     return cluster() if options.cluster else laptop(options.model)
@@ -170,7 +172,7 @@ def tell_lost(seen: list[Seen], told: int) -> int:
 
 
 class Hit(NamedTuple):
-    """One fault: what it hit, if a replica; when, and when all were there again."""
+    """One fault: the replica that it hit, if any; its time, and the time when all ran again."""
 
     fault: str
     victim: str
@@ -179,7 +181,7 @@ class Hit(NamedTuple):
 
 
 def gaps_by_fault(seen: list[Seen], hit: list[Hit]) -> dict[str, list[float]]:
-    """The longest silence of each stream that a fault met."""
+    """Return the longest silence of each stream that a fault met."""
     gaps: dict[str, list[float]] = {fault: [] for fault in FAULTS}
     for fault, victim, broken_s, whole_s in hit:
         by_replica = fault in BY_REPLICA
@@ -195,7 +197,7 @@ def gaps_by_fault(seen: list[Seen], hit: list[Hit]) -> dict[str, list[float]]:
 def summary(
     seen: list[Seen], truth: list[Seen], hit: list[Hit], recovered: list[float]
 ) -> dict[str, Any]:
-    """The figures that the module's head lists."""
+    """Return the figures that the module's head lists."""
     gaps = gaps_by_fault(seen, hit)
     lost = [one for one in seen if one.why]
     cut = [gap for fault, all_of in gaps.items() if fault in BY_REPLICA for gap in all_of]

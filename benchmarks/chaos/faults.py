@@ -1,4 +1,4 @@
-"""What is broken, one at a time, and who is hit."""
+"""Faults, which break one thing at a time, and the replicas that they hit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.chaos.apps import BACK_S, App, is_engine
 
 STOPPED_S, SLOW_S, FULL_S = 30.0, 20.0, 10.0
 RUNS_S, HELD_S = 0.02, 0.08
-"""Of a slow replica, in turns."""
+"""Seconds for which a slow replica alternately runs and is stopped."""
 
 
 def _one(app: App, role: str, number: int) -> Mapping[str, Any]:
@@ -32,21 +32,21 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def kill_decode(app: App, number: int) -> str:
-    """SIGKILL to a decode replica."""
+    """Kill a decode replica (SIGKILL)."""
     victim = _one(app, "decode", number)
     os.kill(victim["pid"], signal.SIGKILL)
     return str(victim["replica_id"])
 
 
 def kill_prefill(app: App, number: int) -> str:
-    """SIGKILL to a prefill replica."""
+    """Kill a prefill replica (SIGKILL)."""
     victim = _one(app, "prefill", number)
     os.kill(victim["pid"], signal.SIGKILL)
     return str(victim["replica_id"])
 
 
 def kill_engine(app: App, number: int) -> str:
-    """SIGKILL to the engine of a decode replica, which lives on without it."""
+    """Kill the engine of a decode replica (SIGKILL); the replica itself keeps running."""
     victim = _one(app, "decode", number)
     for process in _family(victim["pid"]):
         if is_engine(process):
@@ -55,14 +55,14 @@ def kill_engine(app: App, number: int) -> str:
 
 
 def stop_decode(app: App, number: int) -> str:
-    """SIGSTOP to a decode replica and its engine for `STOPPED_S`."""
+    """Stop a decode replica and its engine for `STOPPED_S` (SIGSTOP)."""
     victim = _one(app, "decode", number)
     _stop(_family(victim["pid"]))
     return str(victim["replica_id"])
 
 
 def stop_engine(app: App, number: int) -> str:
-    """SIGSTOP to the engine of a decode replica for `STOPPED_S`; the replica itself lives on."""
+    """Stop the engine of a decode replica for `STOPPED_S` (SIGSTOP); the replica keeps running."""
     victim = _one(app, "decode", number)
     _stop([process for process in _family(victim["pid"]) if is_engine(process)])
     return str(victim["replica_id"])
@@ -83,20 +83,20 @@ def _stop(processes: list[psutil.Process]) -> None:
 
 
 def kill_gateway(app: App, number: int) -> str:
-    """SIGKILL to a gateway; clients resume their streams (docs/replay.md)."""
+    """Kill a gateway (SIGKILL); clients resume their streams (docs/replay.md)."""
     os.kill(app.status()["gateway"]["pid"], signal.SIGKILL)
     return ""
 
 
 def kill_store(app: App, number: int) -> str:
-    """SIGKILL to a machine's StoreNode."""
+    """Kill a machine's StoreNode (SIGKILL)."""
     nodes = app.status()["store"]
     os.kill(nodes[number % len(nodes)]["pid"], signal.SIGKILL)
     return ""
 
 
 def kill_keeper(app: App, number: int) -> str:
-    """SIGKILL to the replica of Serve's that keeps the StoreNodes."""
+    """Kill the Serve replica that keeps the StoreNodes (SIGKILL)."""
     raylet = psutil.Process(_one(app, "decode", number)["pid"]).parent()
     for process in raylet.children() if raylet else ():
         if "ServeReplica" in process.name() and process.name().endswith(":store"):
@@ -106,7 +106,7 @@ def kill_keeper(app: App, number: int) -> str:
 
 
 def fill_disk(app: App, number: int) -> str:
-    """A StoreNode cannot write any file for `FULL_S` (EFBIG in place of ENOSPC)."""
+    """Prevent a StoreNode from writing any file for `FULL_S` (EFBIG in place of ENOSPC)."""
     nodes = app.status()["store"]
     node = psutil.Process(nodes[number % len(nodes)]["pid"])
     before = node.rlimit(psutil.RLIMIT_FSIZE)
@@ -118,7 +118,7 @@ def fill_disk(app: App, number: int) -> str:
 
 
 def slow_prefill(app: App, number: int) -> str:
-    """A prefill replica and its engine get a fifth of the time for `SLOW_S`."""
+    """Give a prefill replica and its engine a fifth of the time for `SLOW_S`."""
     family = _family(_one(app, "prefill", number)["pid"])
     over_s = time.monotonic() + SLOW_S
     try:
@@ -135,8 +135,8 @@ def slow_prefill(app: App, number: int) -> str:
 
 
 def cut_links(app: App, number: int) -> str:
-    """Every connection of a gateway is reset: clients', replicas' and those on which replicas say
-    what happens to their blocks. Takes root, and `ss` of iproute2."""
+    """Reset every connection of a gateway: those of clients, those to replicas, and those on which
+    replicas report their blocks. This needs root, and `ss` of iproute2."""
     gateway = psutil.Process(app.status()["gateway"]["pid"])
     for link in gateway.net_connections("tcp"):
         if link.status == psutil.CONN_ESTABLISHED and link.raddr:
@@ -150,7 +150,7 @@ def cut_links(app: App, number: int) -> str:
 
 
 def drain(app: App, number: int) -> str:
-    """A decode replica less, and when it has gone, one more."""
+    """Remove a decode replica, and add one again when it has stopped."""
     served, count = app.served, app.replicas["decode"]
     assert served is not None
     served.deploy({"decode": {"num_replicas": count - 1}})
@@ -164,7 +164,7 @@ def drain(app: App, number: int) -> str:
 
 
 def redeploy(app: App, number: int) -> str:
-    """Another configuration, for which Serve replaces replicas of all deployments."""
+    """Deploy another configuration, for which Serve replaces replicas of all deployments."""
     served = app.served
     assert served is not None
     before = {each["replica_id"] for each in app.status()["replicas"]}
@@ -192,11 +192,11 @@ FAULTS: dict[str, Callable[[App, int], str]] = {
     "drain": drain,
     "redeploy": redeploy,
 }
-"""By name; each breaks one thing. It returns the decode or prefill replica that it hit, if it hit
-one. The number picks which."""
+"""Faults by name; each breaks one thing. It returns the decode or prefill replica that it hit, if
+it hit one. The number picks which."""
 BY_REPLICA = frozenset({"kill_decode", "kill_engine", "stop_decode"})
-"""Those that cut the streams of the replica that they hit."""
+"""Faults that cut the streams of the replica that they hit."""
 WITHOUT_GATEWAY = BY_REPLICA | {"kill_prefill"}
-"""Those that ask no gateway what runs."""
+"""Faults that do not need a gateway's status."""
 OF_CLUSTERS = frozenset({"kill_gateway", "drain", "redeploy"})
-"""Those that need several replicas and gateways."""
+"""Faults that need several replicas and gateways."""

@@ -29,7 +29,7 @@ class KvFaults:
         self._hit.chmod(0o666)
 
     def environment(self) -> dict[str, str]:
-        """What the app's processes must have in theirs."""
+        """Return the environment variables that the app's processes must have."""
         path = [str(Path(__file__).parent / "engine_faults"), os.environ.get("PYTHONPATH", "")]
         return {
             ORDER: str(self._order),

@@ -37,19 +37,20 @@ LOST: dict[str, Callable[[App, int], str]] = {
     "hung": stop_engine,
     "drained": drain,
 }
-"""How a decode replica is lost: its engine is killed, stopped for a while, or the replica is told
-to go and has streams that take longer than its grace."""
+"""Ways in which a decode replica is lost: its engine is killed or stopped for a while, or the
+replica is drained while it has streams that take longer than its grace period."""
 CLIENTS = ("patient", "slow", "gone")
 STREAMS_S, FULL_S, KV_S = 5.0, 3.0, 12.0
-"""From the time that all replicas are there until slow clients stop to read; from then until the
-faults, while what is kept for them fills up; how long KV faults last at least. They last as long as
-an engine is stopped, since that is found late."""
+"""Seconds from the time that all replicas run until slow clients stop reading; from then until the
+faults, while the buffers for those clients fill up; minimum duration of KV faults. KV faults last
+at least as long as an engine is stopped, since a stopped engine is found late."""
 UNREAD_S = SEND_TIMEOUT_S - 5.0
-"""A slow client does not read for so long, at most: a gateway would hang up."""
+"""Maximum seconds for which a slow client does not read; a gateway would then close the
+connection."""
 LEAVES_S = 4.0
-"""Within this time from the fault a client leaves that does."""
+"""Clients that leave do so within this many seconds after the fault."""
 HELD_S = 10.0
-"""After the last answer, until nothing may be held for any."""
+"""Seconds after the last answer after which no request may be held any more."""
 
 
 LEFT = "left"
@@ -144,12 +145,12 @@ class ProductLoad:
 
 @dataclass
 class Round:
-    """What one product did.
+    """Effects of one product of faults.
 
     Attributes:
-        cut: streams that its replica was answering.
-        hit: pulls that were late or failed.
-        seconds: until all replicas were there again.
+        cut: number of streams that its replica was answering.
+        hit: number of pulls that were late or failed.
+        seconds: seconds until all replicas ran again.
     """
 
     lost: str
@@ -249,7 +250,7 @@ def _lost(seen: Sequence[Answer], since_s: float = -math.inf) -> list[Answer]:
 
 
 def held(app: App) -> int:
-    """Requests that gateways or engines still have."""
+    """Return the requests that gateways or engines still have."""
     told = [app.status() for _ in range(8 * app.gateways)]  # any gateway answers
     gateways = {each["gateway"]["pid"]: int(each["gateway"]["relaying"]) for each in told}
     engines = [
@@ -261,7 +262,7 @@ def held(app: App) -> int:
 def figures(
     seen: Sequence[Answer], truth: Sequence[Seen], rounds: Sequence[Round], left: int | None
 ) -> dict[str, Any]:
-    """The figures that `benchmarks.chaos` lists."""
+    """Return the figures that `benchmarks.chaos` lists."""
     over = [one for one in seen if one.over]
     lost = _lost(over)
     return {

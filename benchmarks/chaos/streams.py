@@ -42,13 +42,13 @@ class Seen:
     over: bool = False
 
     def silence_s(self, from_s: float, to_s: float) -> float:
-        """The longest time without an event behind the first, that was not over before these
-        moments, nor began behind them."""
+        """Return the longest time without an event, after the first event, that overlaps the time
+        from `from_s` to `to_s`."""
         pairs = itertools.pairwise(self.came_s)
         return max((b - a for a, b in pairs if from_s < b and a < to_s), default=0.0)
 
     def read(self, line: str) -> bool:
-        """Take a line of the stream; whether it is the last one."""
+        """Take a line of the stream; return whether it is the last one."""
         if line == "data: [DONE]":
             self.why = ""
             return True
@@ -64,11 +64,11 @@ class Seen:
         return False
 
     def around(self, moment_s: float) -> bool:
-        """Whether it was streaming then."""
+        """Return whether it was streaming at this time."""
         return self.during(moment_s, moment_s)
 
     def during(self, from_s: float, to_s: float) -> bool:
-        """Whether it was streaming at a moment of these."""
+        """Return whether it was streaming at some time between these."""
         return bool(self.came_s) and self.came_s[0] < to_s and from_s < self.came_s[-1]
 
 
@@ -101,7 +101,7 @@ def ask(
 
 
 def body_of(model: str, prompt: str, tokens: int, *, own_kv: bool = False) -> dict[str, Any]:
-    """A request for a stream of so many tokens, greedy.
+    """Return a request for a stream of so many tokens, greedy.
 
     Args:
         own_kv: share no KV with other requests.
@@ -119,7 +119,7 @@ def body_of(model: str, prompt: str, tokens: int, *, own_kv: bool = False) -> di
 
 
 def headers_of() -> dict[str, str]:
-    """Of a request that has an id of its own, and a connection."""
+    """Return headers for a request with its own id and its own connection."""
     return {"x-request-id": f"chaos-{uuid.uuid4().hex}", "connection": "close"}
 
 

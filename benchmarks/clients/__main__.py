@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def environment(name: str) -> Path:
-    """The Python of an environment, which is made at first use."""
+    """Return the Python of an environment, which is made at first use."""
     folder = FOLDER / name
     python = folder / "bin" / "python"
     stamp = folder / "installed.json"
@@ -74,7 +74,7 @@ def environment(name: str) -> Path:
 
 
 def calls(python: Path, name: str, url: str) -> dict[str, str]:
-    """The calls of an environment, with what went wrong in each: nothing where it worked."""
+    """Return the calls of an environment, with what went wrong in each: nothing where it worked."""
     program = Path(__file__).with_name("calls.py")
     done = subprocess.run(
         [str(python), str(program), name, url],

@@ -1,13 +1,14 @@
-"""What the drafting memory finds, and at which cost: ``python -m benchmarks.drafting --json FILE``.
+"""Hits and cost of the drafting memory: ``python -m benchmarks.drafting --json FILE``.
 
 Replays code, agents' function calls and prose (`corpora`) through the memory, Arctic Inference's
 suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`) and the
 loading of a corpus (`loading`), looks for traces of one tenant's texts in another's drafts
-(`isolation`), and has replicas share what they learn (`share`); their figures are told there.
+(`isolation`), and lets replicas share what they learn (`share`). These modules describe their
+figures.
 
 
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with as
-  many drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came
+  many drafted tokens in total; ``C.drafted_vs_arctic`` is the ratio of drafted tokens
 - ``C.accepted_per_query_vs_ngram``: the same against vLLM's prompt look-up
 - ``C.without_X``: our accepted tokens per query without X, over those with it, at Arctic's drafted
   tokens: ``failures`` (failure memory), ``learning`` (chances stay at their prior), ``sharing``
@@ -52,7 +53,7 @@ TOKENIZER = "~/.cache/headrace/models/smollm2-135m-instruct/tokenizer.json"
 def measure(
     name: str, exchanges: list[corpora.Exchange], *, ablate: bool
 ) -> tuple[dict[str, float], Ours]:
-    """Figures of one corpus, and our arm as it was at Arctic's drafted tokens."""
+    """Return the figures of one corpus, and our arm as it was at Arctic's drafted tokens."""
     longest = max(len(each.prompt) + len(each.answer) for each in exchanges) + 1
     arctic = replay(Arctic(), exchanges)
     ngram = replay(Ngram(MOST, longest), exchanges)
@@ -84,7 +85,7 @@ def measure(
 
 
 def _odds(arm: Ours) -> dict[str, float]:
-    """Of drafts' first tokens, by the length of the match."""
+    """Return the odds that a draft's first token is accepted, by the length of the match."""
     match, accepted = np.array(arm.firsts).T
     right = np.bincount(MATCH_BUCKET[match], accepted, len(MATCH_FROM))
     tried = np.bincount(MATCH_BUCKET[match], minlength=len(MATCH_FROM))

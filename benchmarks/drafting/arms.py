@@ -36,7 +36,7 @@ class Arm(Protocol):
 
 
 STEP_S = 0.02
-"""What the memory is told that a step takes: what fades with time does so as in an engine."""
+"""Seconds of a step on the memory's clock, so that statistics decay with time as in an engine."""
 
 
 class Ours:
@@ -48,7 +48,7 @@ class Ours:
         self.memory = OneRowMemory(Settings(**asked), lambda: self.now_s)
         self.predicted: list[tuple[float, bool]] = []
         self.firsts: list[tuple[int, bool]] = []
-        """Of each draft: tokens of its match, and whether its first token was accepted."""
+        """For each draft: tokens of its match, and whether its first token was accepted."""
         self._handle = 0
         self._draft: Draft | None = None
 

@@ -49,7 +49,7 @@ Encode = Callable[[str], list[int]]
 
 
 def tokenizer(path: Path) -> Encode:
-    """The encoder of a ``tokenizer.json``."""
+    """Return the encoder of a ``tokenizer.json``."""
     from tokenizers import Tokenizer
 
     whole = Tokenizer.from_file(str(path))
@@ -90,7 +90,7 @@ def _chat(user: str) -> str:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    """A text's first third as the prompt of the rest, cut at a line's end."""
+    """Return a text's first third as the prompt of the rest, cut at a line's end."""
     at = text.rfind("\n", 0, len(text) // 3) + 1
     return _chat("Go on.\n" + text[:at][-8000:]), text[at : at + 6000]
 
@@ -182,7 +182,7 @@ def _first(values: Any) -> Any:
 
 
 def _python_call(text: str) -> str:
-    """A reference call that is written as Python: ``mv(source='a', destination='b')``."""
+    """Return a reference call that is written as Python: ``mv(source='a', destination='b')``."""
     call = ast.parse(text, mode="eval").body
     assert isinstance(call, ast.Call)
     arguments = {f"arg{n}": ast.unparse(value) for n, value in enumerate(call.args)}

@@ -1,7 +1,7 @@
-"""What drafting costs: microseconds a look-up and a token kept, bytes a token; Arctic's beside it.
+"""Cost of drafting, and Arctic's: microseconds a look-up and a token kept, bytes a token.
 
 Both arms keep the same KEPT_TOKENS tokens of the standard library, in pieces as long as an answer.
-Everything is the median over steps, and of that the median over repeats.
+Each figure is the median over repeats of the median over steps.
 
 - ``query_us``: one look-up, that is one request's draft of at most DRAFT_TOKENS tokens with their
   survivals, in a step of ROWS requests: the time of `Memory.draft_many` over ROWS. The requests
@@ -12,8 +12,8 @@ Everything is the median over steps, and of that the median over repeats.
 - ``extend_us``: appending one accepted token to a request's own index, in a step of ROWS.
 - ``arctic.``: one call of `speculate`, which is how vLLM calls it, for the same contexts.
 - ``insert_us_per_token``: `Memory.insert`, answer by answer, into a memory that is full and evicts,
-  as one is after its first hours. ``growing.``: into one that begins empty, with what moving its
-  tokens into larger partitions costs. ``arctic.``: its tree over past answers alone, which grows.
+  as one is after its first hours. ``growing.``: into one that begins empty, with the cost of moving
+  its tokens into larger partitions. ``arctic.``: its tree over past answers only, which grows.
 - ``bytes_per_token``: bytes taken over tokens kept, mean over the growth from a quarter on;
   ``full.``: the capacity of a memory that evicts over what it keeps.
 """
@@ -111,7 +111,7 @@ def query(
 
 
 def insert(texts: Texts) -> dict[str, float]:
-    """Microseconds a token to keep these answers."""
+    """Return the microseconds a token to keep these answers."""
     tokens = sum(map(len, texts))
     full = Memory(Settings(capacity_bytes=20 * tokens, replica=1))
     fill(full, texts)
@@ -124,7 +124,7 @@ def insert(texts: Texts) -> dict[str, float]:
 
 
 def size(texts: Texts) -> dict[str, float]:
-    """Bytes a token."""
+    """Return the bytes a token."""
     growing, ratios = Memory(Settings(capacity_bytes=CAPACITY_BYTES, replica=1)), []
     for start in range(0, len(texts), 16):
         fill(growing, texts[start : start + 16])

@@ -1,6 +1,6 @@
-"""Does what one tenant has stored show in another's drafts, or in the time that they take?
+"""Test whether one tenant's stored texts show in another's drafts, or in the drafts' timing.
 
-In each trial three memories are built, in random order, alike but for what tenant "a" has stored:
+In each trial three memories are built, in random order, equal except for what tenant "a" stored:
 ``planted`` the secrets that tenant "b" asks about, ``other`` and ``again`` texts of the same
 lengths. Tenant "b", which has answers of its own, asks with the secrets' own beginnings, in turns
 in all three.
@@ -10,11 +10,11 @@ in all three.
 - ``isolation.timing_ratio``: time of a look-up of "b" with the secrets planted, over that without
 - ``isolation.timing_ratio_null``: the same of ``again`` over ``other``, which do not differ;
   ``isolation.timing_noise``: two standard errors of its logarithm over the trials
-- ``isolation.owner_timing_ratio``, ``isolation.owner_tokens_drafted``: what "a" itself sees, to
-  show that the method would see a difference where there is one
+- ``isolation.owner_timing_ratio``, ``isolation.owner_tokens_drafted``: the same figures for "a"
+  itself, to show that the method finds a difference if there is one
 
-All ratios are geometric means over the trials. The clock is read beside the compiled call: nobody
-outside the process sees as clearly.
+All ratios are geometric means over the trials. The clock is read next to the compiled call: a
+client outside the process has a less precise clock.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _keep(memory: Memory, tokens: NDArray[np.int32], tenant: str) -> None:
 def _times(
     memories: dict[str, Memory], asked: list[NDArray[np.int32]], tenant: str, order: random.Random
 ) -> dict[str, float]:
-    """Median seconds of a step's look-ups for these prompts, by memory."""
+    """Return the median seconds of a step's look-ups for these prompts, by memory."""
     handles = {
         name: [memory.open_request("", prompt, tenant) for prompt in asked]
         for name, memory in memories.items()
@@ -63,7 +63,7 @@ def _times(
 
 
 def measure(exchanges: list[Exchange], trials: int = 60, seed: int = 0) -> dict[str, float]:
-    """All figures, from the answers of these exchanges."""
+    """Return all figures, from the answers of these exchanges."""
     order = random.Random(seed)
     answers = [each.answer for each in exchanges if len(each.answer) > 2 * KNOWN_TOKENS]
     third = min(len(answers) // 3, 2 * ROWS)

@@ -1,13 +1,13 @@
-"""What loading an operator corpus costs the engine that it is loaded into.
+"""Cost of loading an operator corpus, for the engine that it is loaded into.
 
-Its thread takes the corpus in calls between steps (`retrieval.corpus_loads`): 8
-million tokens, documents of 4,000, once with room made at the beginning and once growing as they
-come.
+The engine's thread takes the corpus in calls between steps (`retrieval.corpus_loads`): 8 million
+tokens in documents of 4,000 tokens, once into memory that is allocated at the beginning, and once
+into memory that grows with the documents.
 
-- ``loading.begin_ms``: the call that makes room
+- ``loading.begin_ms``: the call that allocates the memory
 - ``loading.call_ms``, ``loading.call_max_ms``: the calls that take documents, median and longest
-- ``loading.calls``, ``loading.total_s``: how many there are, and all of them together
-- ``loading.growing.call_max_ms``: the longest where no room was made
+- ``loading.calls``, ``loading.total_s``: number of these calls, and their total time
+- ``loading.growing.call_max_ms``: the longest call if the memory grows
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CAPACITY_BYTES = 512 << 20
 
 
 def measure() -> dict[str, float]:
-    """Milliseconds of the engine's thread, and seconds in all."""
+    """Return the milliseconds of the engine's thread, and seconds in all."""
     _load(DOCUMENT_TOKENS, reserved=True)  # compiles
     begin_s, calls_s = _load(CORPUS_TOKENS, reserved=True)
     _, growing_s = _load(CORPUS_TOKENS, reserved=False)
@@ -41,7 +41,7 @@ def measure() -> dict[str, float]:
 
 
 def _load(tokens: int, *, reserved: bool) -> tuple[float, list[float]]:
-    """Seconds of the call that begins, and of each that loads."""
+    """Return the seconds of the call that begins, and of each that loads."""
     rng, corpora = np.random.default_rng(1), Corpora(Memory(Settings(CAPACITY_BYTES)))
     version: dict[str, Any] = {"corpus": "c", "version": 1}
     expected = tokens + tokens // 100 if reserved else 0

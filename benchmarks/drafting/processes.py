@@ -29,10 +29,10 @@ _context = multiprocessing.get_context("spawn")
 
 
 class Child:
-    """A process that answers calls of an object's methods; it ends with whoever made it.
+    """A process that answers calls of an object's methods; it ends with its parent process.
 
     Args:
-        make: gives the object, in the child.
+        make: makes the object in the child process.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
@@ -42,7 +42,7 @@ class Child:
         theirs.close()
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """A method's result. Raises RuntimeError with what the method raised."""
+        """Return a method's result. Raises RuntimeError with what the method raised."""
         self._pipe.send((name, arguments))
         done, result = self._pipe.recv()
         if not done:
@@ -71,7 +71,7 @@ class Node:
         self._node = StoreNode(NodeSettings(**small, **paths)).start()
 
     def board(self) -> dict[str, Any]:
-        """As `Board.stats`."""
+        """Return the node's `Board.stats`."""
         return dict(self._node.operations.stats()["board"])
 
 
@@ -94,7 +94,8 @@ class Replica:
         return replay(self._arm, exchanges)
 
     def wait(self, answers: int, limit_s: float) -> bool:
-        """Until so many answers are known here, whoever gave them."""
+        """Wait until this memory knows so many answers, of any replica; return False if it does not
+        within `limit_s` seconds."""
         end_s = time.monotonic() + limit_s
         while self._arm.memory.stats()["segments"] < answers:
             if time.monotonic() > end_s:
@@ -103,12 +104,12 @@ class Replica:
         return True
 
     def stats(self) -> dict[str, Any]:
-        """As `Carrier.stats`."""
+        """Return `Carrier.stats`."""
         return self._carrier.stats()
 
 
 class _Asked(Ours):
-    """Keeps an answer only if told to."""
+    """The drafting memory, which keeps an answer only if `keep` is set."""
 
     keep = True
 

@@ -1,7 +1,7 @@
-"""Answers replayed as if a model gave them greedily: what would each drafter have saved?
+"""Replay of answers as if a model gave them greedily, to count the steps that a drafter saves.
 
-A request's first token comes from its prefill. From then on, each step asks for a draft, accepts
-the part of it that the answer goes on with, and one token more, which the step computes anyway.
+A request's first token comes from its prefill. From then on, each step asks for a draft and accepts
+the part of it that agrees with the answer, and one more token, which the step computes anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def replay(arm: Arm, exchanges: list[Exchange]) -> Outcome:
-    """Walk all exchanges, one after the other; each answer is in the memory of those behind it."""
+    """Replay all exchanges in order; the memory has the answers of the earlier ones."""
     queries = drafted = accepted = 0
     for exchange in exchanges:
         whole = np.concatenate([exchange.prompt, exchange.answer])

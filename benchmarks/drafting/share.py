@@ -9,11 +9,11 @@ answer both are asked A's exchanges again. Then a third replica starts, and the 
 - ``share.visible_s``: from the end of one answer on A until B has taken it in, median
 - ``share.bytes_per_token``: bytes that A posted over tokens that it answered
 - ``share.longest_hold_ms``: longest time for which carrying held a memory's lock, of A and B
-- ``share.idle_cpu_us_per_s``: what the carrying thread takes when there is nothing to carry
-- ``share.warm_s``, ``share.acceptance_new``: how long a new replica takes to have all, and what it
-  then accepts
-- ``share.acceptance_killed``, ``share.acceptance_killed_own``: B's and A's on what A answers once
-  the node is dead
+- ``share.idle_cpu_us_per_s``: CPU time of the carrying thread when there is nothing to carry
+- ``share.warm_s``, ``share.acceptance_new``: seconds until a new replica has all answers, and its
+  accepted tokens per query after that
+- ``share.acceptance_killed``, ``share.acceptance_killed_own``: accepted tokens per query of B and
+  of A on A's answers after the node was killed
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SINGLE = 11
 
 
 def measure(exchanges: list[Exchange]) -> dict[str, float]:
-    """All figures on one corpus."""
+    """Return all figures on one corpus."""
     killed, single = exchanges[:SINGLE], exchanges[SINGLE : 2 * SINGLE]
     of_a, of_b = exchanges[2 * SINGLE :: 2], exchanges[2 * SINGLE + 1 :: 2]
     children: list[Child] = []

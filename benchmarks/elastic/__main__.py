@@ -47,7 +47,7 @@ SERVE_BOUNDS = Bounds((1, MOST), (1, MOST))
 """Serve's policy never starts the first prefill replica: decode replicas prefill without one."""
 DRAIN_S = 20.0
 MORE_MISSES, FEWER_MISSES = (2.0, 3.0, 3.8, 4.2), (0.8, 0.6, 0.4, 0.2)
-"""Of the misses that are allowed, those that ours is asked for instead."""
+"""Factors on the allowed misses; the product is the target that our autoscaler gets."""
 TARGETS = {"decode": (10.0, 12.0, 14.0, 16.0), "prefill": (0.0, 1.0, 2.0, 4.0)}
 """Ongoing requests of a replica; 0 for prefill: no prefill replicas."""
 DELAYS_S = (600.0, 120.0)
@@ -154,7 +154,7 @@ class Bench:
         return min(good, key=lambda one: one.gpu_s) if good else None
 
     def static(self, least: int) -> Result | None:
-        """The cheapest counts: all splits of a total, from the fewest that are tried on."""
+        """Return the cheapest counts: all splits of a total, from the fewest that are tried on."""
         for total in range(least, 2 * MOST + 1):
             kept = []
             for prefill, decode in BOUNDS.splits(total):
@@ -205,7 +205,7 @@ def play_shape(
     least: int,
     parts: list[str],
 ) -> dict[str, Result]:
-    """The best of each policy on one day."""
+    """Return the best of each policy on one day."""
     bench = Bench(trace, day_of(trace, shape, peak, seed), share, start_s)
     found: dict[str, Result | None] = {}
     if "ours" in parts:

@@ -49,11 +49,11 @@ FIRST, LAST, STEP = 0.6, 1.45, 0.1
 EACH = (0.65, 0.75, 0.85, 0.95, 1.05, 1.15, 1.25, 1.35)
 """Middles of the bins."""
 MOST_PREFILL = 1 / 3
-"""Of the replicas; more answered fewer requests in time at every load."""
+"""Maximum share of prefill replicas; with more, fewer requests were in time at every load."""
 
 
 def measured(trace: Trace, prefill: int, decode: int, seed: int) -> list[float]:
-    """Share in time of a split in each bin of the load, while that rises."""
+    """Return a split's share of requests in time, in each bin of the load, under rising load."""
     count = prefill + decode
     at_s = np.arange(0.0, WARM_S + RISE_S + 1.0, 30.0)
     rising = np.maximum(0.0, at_s - WARM_S) / RISE_S
@@ -75,8 +75,9 @@ def measured(trace: Trace, prefill: int, decode: int, seed: int) -> list[float]:
 
 
 def table(trace: Trace, most: int, seed: int, kept: Path | None) -> dict[str, list[float]]:
-    """`measured` of each split, by its name (`prefill + decode`); what a file has is not measured
-    again."""
+    """Return `measured` of each split, by its name (`prefill + decode`).
+
+    Splits that the file `kept` has are not measured again."""
     found: dict[str, list[float]] = {}
     if kept is not None and kept.exists():
         found = json.loads(kept.read_text())
@@ -105,7 +106,7 @@ def best_of(splits: dict[str, list[float]]) -> Shares:
 
 
 def late_of(shares: Shares, rates: Floats) -> Floats:
-    """Late requests a second at each rate with each number of replicas; [rates, counts]."""
+    """Return the late requests a second by rate and count of replicas, [rates, counts]."""
     late = np.empty((len(rates), len(shares)))
     for at, (count, best) in enumerate(shares.items()):
         x = np.concatenate([[0.0], np.array(EACH) * count, [2.0 * EACH[-1] * count]])
@@ -115,7 +116,7 @@ def late_of(shares: Shares, rates: Floats) -> Floats:
 
 
 def cheapest(late: Floats, price: float, start_s: float) -> tuple[NDArray[np.int64], float]:
-    """The counts of each minute that cost least at a price, and what they cost."""
+    """Return the counts of each minute that cost least at a price, and what they cost."""
     minutes, states = late.shape
     counts = np.arange(1, states + 1)
     moves = start_s * np.maximum(0, counts[None, :] - counts[:, None])  # from row, to column
@@ -152,7 +153,7 @@ def bound(
 
 
 def rates_of(trace: Trace, shape: str, peak: float) -> Floats:
-    """Requests a second of each minute of the day that is played (`day.day_of`)."""
+    """Return the requests a second of each minute of the day that is played (`day.day_of`)."""
     at_s, values = week(shape)
     begin_s = PLAYED[shape] * DAY_S
     inside = (at_s >= begin_s) & (at_s < begin_s + DAY_S)

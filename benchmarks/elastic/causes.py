@@ -90,7 +90,7 @@ def measured(table: dict[str, list[float]]) -> Model:
 
 
 def gridded(model: Model) -> Model:
-    """The same, interpolated between `RATES`."""
+    """Return the same, interpolated between `RATES`."""
     grids: dict[tuple[int, int], NDArray[np.float64]] = {}
 
     def share(rate: float, prefill: int, decode: int) -> float:
@@ -106,7 +106,7 @@ def gridded(model: Model) -> Model:
 
 
 def load_of(trace: Trace, hardware: Hardware, slo: Slo) -> Load:
-    """Means of the requests when five replicas serve an hour of them."""
+    """Return the means of the requests when five replicas serve an hour of them."""
     work = multiply(trace, 1.4, 3600.0, 0)
     settings = Settings(warm_share=0.0)
     req = simulate(work, hardware, 0, 5, Headrace(), settings).state.req
@@ -139,7 +139,7 @@ class Shape:
             self.said.append({one: forecast.ahead(one, now_s) for one in ahead_s})
 
     def known(self, minute: int, ahead_s: float) -> Ahead:
-        """What comes."""
+        """Return the true rate of arrivals at a time ahead."""
         at = min(len(self.rate) - 1, minute + 1 + int(ahead_s / BIN_S))
         return Ahead(float(self.rate[at]), 0.0)
 
@@ -197,7 +197,7 @@ def played(
 
 
 def least(asked: Callable[[float], Played], share: float) -> tuple[Played, float]:
-    """The day at a share, and what had to be asked for it: between two of `ASKED`."""
+    """Return the day at a share, and what had to be asked for it: between two of `ASKED`."""
     before: tuple[Played, float] | None = None
     for one in ASKED:
         found = asked(one), one

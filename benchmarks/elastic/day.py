@@ -1,11 +1,12 @@
-"""A day of requests: what they are like from one production trace, how many come from another.
+"""A day of requests, with the requests of one production trace and the arrival rate of another.
 
 The requests, their prefixes and their small bursts are those of Mooncake's conversation trace (an
-hour). How many come a minute follows a week of Azure's LLM inference trace of 2024
-(`azure2024.json`): time is warped so that requests come as often as there. So the hour's order and
-reuse of prefixes stay; between two turns of a session more time passes at night.
+hour). The number of arrivals in each minute follows a week of Azure's LLM inference trace of 2024
+(`azure2024.json`): time is warped so that requests arrive at that rate. This keeps the hour's order
+and reuse of prefixes; between two turns of a session more time passes at night.
 
-The days before the played one are only counted, minute by minute: a forecast may learn from them.
+Of the days before the played one, only the counts for each minute exist, from which a forecast may
+learn.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Day(NamedTuple):
 
 
 def week(shape: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds since the week's first midnight, and requests a minute there."""
+    """Return the seconds since the week's first midnight, and requests a minute there."""
     told = json.loads((Path(__file__).parent / "azure2024.json").read_text())
     values = np.array(told[shape]["requests_a_minute"], np.float64)
     size_s = 7 * DAY_S / len(values)

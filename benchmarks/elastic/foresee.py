@@ -1,4 +1,4 @@
-"""How wrong the forecast of arrivals is, beside naive ones.
+"""Error of the forecast of arrivals, compared with naive forecasts.
 
     python -m benchmarks.elastic.foresee [--trace FILE] [--peak 2]
 
@@ -6,7 +6,7 @@ Series of counts a minute: a week of each of the two services of Azure's trace o
 the hour of the conversation trace. The weeks are known to 7 minutes only; counts are drawn from
 them as independent arrivals, at `--peak` times the conversation trace's rate in the busiest minute.
 The error is the mean of ``|forecast - count|`` over the mean count, from the third day on, or from
-the tenth minute of the hour. `noise` is what is left if the rate is known.
+the tenth minute of the hour. `noise` is the error that remains if the rate is known.
 """
 
 from __future__ import annotations

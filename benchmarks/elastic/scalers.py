@@ -31,12 +31,14 @@ class Static:
 
 
 class Ours:
-    """`headrace.elastic`, fed with what a controller would be told.
+    """`headrace.elastic` with the inputs that a controller would get.
 
     Args:
-        forecast: False takes the last minute's rate for what comes, and for certain.
-        start_price: False takes a start to be free and at once.
-        joint: False counts each role by itself, with prompts computed by prefill replicas only.
+        forecast: whether to forecast; if False, the last minute's rate is taken as the certain
+            future rate.
+        start_price: whether a start has a price and takes time; if False, it is free and at once.
+        joint: whether roles are counted jointly; if False, each is counted separately, and only
+            prefill replicas compute prompts.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Ours:
         return counts.prefill, counts.decode
 
     def load_of(self, look: Look) -> Load | None:
-        """Means of requests with those that ended; None while there are too few."""
+        """Return the means of requests with those that ended; None while there are too few."""
         self._learn(look)
         return self._load()
 
@@ -92,7 +94,7 @@ class Ours:
         return self.forecast.ahead(ahead_s, self.begin_s + self.bin_end_s - BIN_S)
 
     def _learn(self, look: Look) -> bool:
-        """Whether there is something new to decide by: a minute's count."""
+        """Return whether there is something new to decide by: a minute's count."""
         self.count += look.arrived
         new = look.now_s >= self.bin_end_s
         if new:

@@ -1,18 +1,18 @@
-"""What models whose upper layers keep no KV save and cost, against vLLM's own Llama.
+"""Savings and costs of models whose upper layers keep no KV, against vLLM's own Llama.
 
     python -m benchmarks.fusion --json FILE [--quick] [--threads N]
 
 All have SmolLM2-135M's shapes (30 layers, 9 heads, 3 KV heads of 64, bfloat16) and random weights;
-15 layers keep KV. Engines run one at a time in this process, vLLM's Llama first and once more last:
-`drift` is its second time to the first token over its first. A number is the least of several runs.
-`*_cpu_*` are the same of CPU time, which others on the machine do not lengthen.
+15 layers keep KV. Engines run one at a time in this process, vLLM's Llama first and again last:
+`drift` is its second time to the first token over its first. Each number is the minimum of several
+runs. `*_cpu_*` are the same for CPU time, which other programs on the machine do not lengthen.
 
     blocks_vs_vanilla           KV blocks in the same memory (target 1.95 or more)
     ttft_vs_vanilla             time to the first token, by kind and prompt tokens (lite: 0.58 or
                                 less at 8,192)
-    tpot_lite_vs_vanilla        time per output token behind 2,048 tokens (1.05 or less)
-    tpot_fused_vs_vanilla       likewise
-    tpot_8k_*_vs_vanilla        behind 8,000 tokens
+    tpot_lite_vs_vanilla        time per output token after 2,048 tokens (1.05 or less)
+    tpot_fused_vs_vanilla       the same
+    tpot_8k_*_vs_vanilla        after 8,000 tokens
     store_bytes_vs_vanilla      bytes of a stored block (0.5)
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def compared(found: dict[str, Any], kinds: tuple[str, ...], prompts: tuple[int, ...]) -> Any:
-    """The figures of the module's docstring."""
+    """Return the figures of the module's docstring."""
     once, again = found["vanilla"], found["vanilla again"]
 
     def ratio(kind: str, what: str, tokens: int) -> float:

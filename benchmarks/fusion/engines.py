@@ -64,7 +64,7 @@ def measured(folder: Path, kind: str, prompts: tuple[int, ...]) -> dict[str, Any
 
 
 def _model(folder: Path, kind: str) -> Path:
-    """A folder with a config.json; weights are vLLM's dummies."""
+    """Return a folder with a config.json; weights are vLLM's dummies."""
     model = folder / kind
     model.mkdir(exist_ok=True)
     described: dict[str, Any] = {**CONFIG, "architectures": ["LlamaForCausalLM"]}
@@ -95,7 +95,7 @@ def _close(llm: LLM) -> None:
 
 
 def _seconds(llm: LLM, prompt: list[int], tokens: int) -> tuple[float, float]:
-    """Wall and CPU seconds of one greedy answer of this many tokens."""
+    """Return the wall and CPU seconds of one greedy answer of this many tokens."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     wall, cpu = time.perf_counter(), time.process_time()
     llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
@@ -103,7 +103,7 @@ def _seconds(llm: LLM, prompt: list[int], tokens: int) -> tuple[float, float]:
 
 
 def _least(runs: list[tuple[float, float]]) -> tuple[float, float]:
-    """Of each clock."""
+    """Return the minimum over runs of each clock, wall and CPU."""
     return min(wall for wall, _ in runs), min(cpu for _, cpu in runs)
 
 
@@ -112,7 +112,7 @@ def _noise(tokens: int, seed: int) -> list[int]:
 
 
 def _stored_bytes(model: Path, kind: str) -> int:
-    """Of the only block of a prompt, in the store's DRAM."""
+    """Return the bytes of a prompt's only block in the store's DRAM."""
     name = f"headrace-bench-{uuid.uuid4().hex[:8]}"
     transfer = KVTransferConfig(
         kv_connector="HeadraceConnector",

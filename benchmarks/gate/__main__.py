@@ -69,7 +69,7 @@ class Engine:
         self._scheduler.scheduler_config.long_prefill_token_threshold = most
 
     def run(self, long: int, moment_s: float, *, waits: bool) -> tuple[float, float]:
-        """Seconds to the first token of the long prompt and of the short one."""
+        """Return the seconds to the first token of the long prompt and of the short one."""
         began = time.perf_counter()
         first, second = self._add(long), ""
         done: dict[str, float] = {}
@@ -94,7 +94,7 @@ class Engine:
 
 
 def measure(engine: Engine, long: int, step_tokens: int, rounds: int) -> dict[str, float]:
-    """The figures of one case, its arms by turns."""
+    """Return the figures of one case, its arms by turns."""
     engine.limit(step_tokens, spare=False)
     alone_s = min(engine.run(long, 0.0, waits=True)[0] for _ in range(2))
     arms = {"waits": (True, False), "at_once": (False, False), "beside": (False, True)}

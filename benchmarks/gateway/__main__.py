@@ -1,9 +1,8 @@
-"""What the gateway costs: the same event streams with it and without it, in one run; and what API
-keys and TLS add to that.
+"""Cost of the gateway: the same event streams with it and without it, in one run.
 
-Five processes: a fake replica that streams tokens at a steady pace, two gateways before it, one of
-which asks for API keys over TLS, a relay that copies bytes and reads none, and this client, which
-reads from all four by turns.
+It also measures what API keys and TLS add. Five processes run: a fake replica that streams tokens
+at a steady pace; two gateways in front of it, one of which requires API keys and TLS; a relay that
+copies bytes without parsing them; and this client, which reads from all four in turns.
 
     python -m benchmarks.gateway [--quick] [--json FILE] [--markdown docs/benchmarks.md]
 
@@ -66,7 +65,7 @@ SHAPES = {
 
 @dataclass
 class Load:
-    """What one round saw."""
+    """Measurements of one round."""
 
     ttft_s: list[float]
     whole_s: list[float]
@@ -125,7 +124,7 @@ Seen = dict[tuple[str, str], list[Load]]
 
 
 async def measure(servers: dict[str, Running], rounds: int) -> dict[str, float]:
-    """The figures, from `rounds` rounds with the arms taking turns."""
+    """Return the figures, from `rounds` rounds with the arms taking turns."""
     seen: Seen = {}
     for server in servers.values():
         await load(server, Shape(8, 5, 2))
@@ -143,7 +142,7 @@ async def measure(servers: dict[str, Running], rounds: int) -> dict[str, float]:
 
 
 def _gateway(seen: Seen) -> dict[str, float]:
-    """What the open gateway costs."""
+    """Return the figures of the gateway without keys and TLS."""
 
     def ttft_ms(arm: str, name: str) -> float:
         return 1e3 * statistics.median(t for one in seen[arm, name] for t in one.ttft_s)
@@ -167,7 +166,7 @@ def _gateway(seen: Seen) -> dict[str, float]:
 
 
 def _closed(seen: Seen) -> dict[str, float]:
-    """What keys and TLS add to that."""
+    """Return the figures of what keys and TLS add."""
 
     def added_ms(name: str) -> list[float]:
         rounds = zip(seen["closed", name], seen["gateway", name], strict=True)

@@ -86,13 +86,13 @@ class OwnTimes(NoMetrics):
 
 @dataclass(frozen=True)
 class Door:
-    """What a gateway asks of its clients.
+    """A gateway's settings for API keys and TLS.
 
     Attributes:
-        keys_file: its API keys.
+        keys_file: file of its API keys.
         tls: its certificate and key.
         key: one of the API keys.
-        authority: certificate of the authority that vouches for its own.
+        authority: certificate of the authority that signed the gateway's certificate.
     """
 
     keys_file: str | None = None
@@ -105,7 +105,7 @@ OPEN = Door()
 
 
 def closed(folder: Path) -> Door:
-    """Keys and TLS, with files made in `folder`; a hundred keys of as many tenants."""
+    """Return the keys and TLS, with files made in `folder`; a hundred keys of as many tenants."""
     authority, keys = Authority(folder), [new_key() for _ in range(100)]
     entries = [
         KeyEntry(name=f"key-{number}", hash=hash_of(key.encode()), tenant=f"tenant-{number}")

@@ -1,4 +1,4 @@
-"""What only a GPU can show; prints Markdown with the card, its driver and the date.
+"""Measurements that need a GPU; prints Markdown with the card, its driver and the date.
 
     python -m benchmarks.gpu --json FILE
 
@@ -17,12 +17,12 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
     ttft_dram_vs_cold_N                 an engine's time to first token with N tokens in DRAM
     ttft_nvme_vs_cold_N                 the same from a StoreNode's disk
     ttft_peer_vs_cold_N                 the same from a second StoreNode's DRAM, on this machine
-    itl_p99_beside_loads_vs_none        latencies of running requests while others' KV is loaded
+    itl_p99_beside_loads_vs_none        latencies of running requests while KV of others is loaded
     nvme_direct_vs_host                 loads from disk straight into the card's memory, over those
                                         through host memory; left out where the node cannot
     split_ttft_pN_vs_one,               two engines on the card, one for prefill and one for decode,
     split_itl_pN_vs_one                 over one engine that does both: first tokens of prompts, and
-                                        latencies of the requests that decode meanwhile
+                                        latencies of the requests that decode at the same time
     fused_decode_triton_vs_torch        decode attention of a layer that mixes two layers' KV, 8
                                         rows of 32K tokens: mixed by our Triton kernel / by torch
     fused_decode_triton_vs_one_layer    the same / attention to one layer's KV without mixing
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def found_by(part: str) -> dict[str, Any] | None:
-    """What a part found, in a process of its own; None if it failed."""
+    """Run a part in a separate process and return its result; None if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--json", str(path)]

@@ -1,11 +1,11 @@
-"""32K tokens of a 7B model on a card that is held to 24 GB: bytes at the peak, and time of a token.
+"""32K tokens of a 7B model on a card that is limited to 24 GB: peak bytes, and time of a token.
 
-Shapes of Llama 2 7B and of Mistral 7B (8 KV heads in place of 32) with random weights, and the
-former with one layer's KV for two (`kind: fused`). An engine in a process of its own computes a
-prompt of 32,704 random tokens and answers with 64. torch may not take more than the cap leaves; the
-peak is what the card itself says is taken, asked for every 2 ms. The limit of a token's time is
-that of reading weights and KV once, at the speed of a copy within the card. An engine that cannot
-hold the prompt says so before it starts, and is named.
+The models have the shapes of Llama 2 7B and of Mistral 7B (8 KV heads in place of 32) with random
+weights, and the former also with one layer's KV for two (`kind: fused`). An engine in a separate
+process computes a prompt of 32,704 random tokens and answers with 64. torch may not allocate more
+than the cap leaves. The peak is the memory in use as the card reports it, read every 2 ms. The
+limit of a token's time is the time to read weights and KV once, at the speed of a copy within the
+card. An engine that cannot hold the prompt fails before it starts, and is listed as such.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.kvstore.engine_node import noise
 
 TOKENS, ANSWER, STEP = 32768, 64, 2048
 CAP_BYTES, ENGINE_BYTES, MIXED_BYTES = 23_800_000_000, 22_800_000_000, 700_000_000
-"""What may be taken at most; what the engine is told that it has; what mixed blocks take beside."""
+"""Maximum bytes in use; bytes that the engine is configured with; extra bytes of mixed blocks."""
 COPIED_BYTES = 4 << 30
 UNIT = 32
 SPARSE_WORKER = "headrace_decode.sparse.engine.worker.SparseTakingUpWorker"
@@ -73,7 +73,7 @@ ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def measured() -> dict[str, Any]:
-    """What each arm's process found, or why it has nothing."""
+    """Return the result of each arm's process, or the reason why it has none."""
     found = {}
     for name in ARMS:
         command = [sys.executable, "-m", "benchmarks.gpu.card", name]
@@ -127,7 +127,8 @@ def arm(name: str) -> dict[str, Any]:
 
 
 def _copy_ms() -> float:
-    """Of a copy within the card that reads and writes `COPIED_BYTES` in all."""
+    """Return the milliseconds of a copy within the card that reads and writes `COPIED_BYTES` in
+    total."""
     there, here = torch.empty(2, COPIED_BYTES // 2, dtype=torch.uint8, device="cuda")
     took = statistics.median(milliseconds(partial(there.copy_, here)) for _ in range(10))
     del there, here
@@ -176,7 +177,7 @@ def _engine(
     )
 
     def answered(tokens: int) -> tuple[float, list[float]]:
-        """Seconds to the first token, and between those behind it."""
+        """Return the seconds to the first token, and those between the tokens after it."""
         began_s, times = time.perf_counter(), list[float]()
         prompt = [token % model["vocab_size"] for token in noise(tokens, seed=tokens)]
         engine.add_request("one", {"prompt_token_ids": prompt}, sampling)
@@ -206,7 +207,7 @@ def _weights_bytes(model: torch.nn.Module) -> int:
 
 
 def _kv_bytes(layers: dict[str, Any]) -> int:
-    """Of the cache of an engine's layers; some share theirs."""
+    """Return the bytes of the caches of an engine's layers; shared caches count once."""
     caches = {each.kv_cache.data_ptr(): each.kv_cache for each in layers.values()}
     return sum(each.numel() * each.element_size() for each in caches.values())
 
@@ -220,7 +221,8 @@ def _sparse(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:
-    """Of each arm that could hold the prompt: GB at the peak, ms a token, and over the limit."""
+    """Return the figures of each arm that could hold the prompt: peak GB, ms a token, and ms over
+    the limit."""
     told: dict[str, float] = {}
     for name, one in found.items():
         if "refused" not in one:
@@ -231,7 +233,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table of what was measured."""
+    """Return a table of the measurements."""
     head = (
         *("KV", "a token's, KiB", "tokens that the cache holds", "peak, GB"),
         *("first token, s", "a token, ms", "slowest, ms", "over its limit"),

@@ -26,7 +26,7 @@ from headrace_kvstore.layout import BlockLayout
 
 HEADS, TOKENS, DIM, LAYERS = 4, 16, 128, 32
 BLOCKS = (16, 128, 1024)
-"""Of 16 tokens each."""
+"""Numbers of blocks, of 16 tokens each."""
 TURNS = 15
 MATMUL = 8192
 
@@ -60,11 +60,12 @@ class Stage:
         self.save()
 
     def save(self) -> None:
-        """A codec stores other bytes of what it decoded, so each save has sums of its own."""
+        """Save the blocks. A codec stores decoded blocks as other bytes, so each save has its own
+        sums."""
         self.sums = self.cache.save(self.blocks, self.payloads, self.seeds)
 
     def load(self) -> None:
-        """As a step's load: so many layers under way. Raises RuntimeError for wrong bytes."""
+        """Load as in a step, with `DEPTH` layers in flight. Raises RuntimeError for wrong bytes."""
         under_way: dict[int, Callable[[], np.ndarray]] = {}
         for layer in range(LAYERS + DEPTH):
             if layer < LAYERS:
@@ -92,7 +93,7 @@ class Stage:
 
 
 def measured() -> dict[str, Any]:
-    """GB/s and ratios, by blocks and arm; and a product's slowdown beside loads."""
+    """Return the GB/s and ratios, by blocks and arm; and a product's slowdown beside loads."""
     found: dict[str, Any] = {}
     for blocks in BLOCKS:
         stage = Stage(blocks)
@@ -121,7 +122,7 @@ def measured() -> dict[str, Any]:
 
 
 def _bandwidths(arms: dict[str, Callable[[], Any]], size_bytes: int) -> dict[str, float]:
-    """GB/s of the engine's bytes, medians of turns."""
+    """Return the GB/s of the engine's bytes, medians of turns."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(-1, TURNS):
         for name, arm in arms.items():
@@ -135,7 +136,7 @@ def _bandwidths(arms: dict[str, Callable[[], Any]], size_bytes: int) -> dict[str
 
 
 def _overlap() -> dict[str, float]:
-    """Seconds of products of matrices alone and beside loads, by the device's clock."""
+    """Return the seconds of products of matrices alone and beside loads, by the device's clock."""
     stage = Stage(max(BLOCKS))
     beside = stage.cache.beside()
     a, b = (torch.randn(MATMUL, MATMUL, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -170,7 +171,7 @@ def _overlap() -> dict[str, float]:
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:
-    """Ratios at the most blocks."""
+    """Return the ratios at the most blocks."""
     most = found[str(max(BLOCKS))]
     plain = most["plain copy in"]
     overlap = found["overlap"]
@@ -185,7 +186,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table of GB/s, and a line on overlap."""
+    """Return a table of GB/s, and a line on overlap."""
     arms = list(found[str(BLOCKS[0])])
     lines = ["| blocks | " + " | ".join(f"{arm}, GB/s" for arm in arms) + " |"]
     lines.append("|---:" * (1 + len(arms)) + "|")

@@ -68,7 +68,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table."""
+    """Return a table."""
     lines = ["| at once | tokens/s with drafts | without |", "|---:|---:|---:|"]
     for n in AT_ONCE:
         lines.append(f"| {n} | {found['on'][str(n)]:,.0f} | {found['off'][str(n)]:,.0f} |")

@@ -1,11 +1,11 @@
-"""An engine on one card with the KV store: first tokens of hits, and what loads cost others.
+"""An engine on one card with the KV store: time to first token of hits, and cost for others.
 
-SmolLM2-135M in bfloat16 with vLLM's own graphs, or the model that HEADRACE_GPU_MODEL names; a
-folder without weights gets random ones. A prompt is computed and saved, forgotten by the engine's
-own cache, and asked again, in turns with one that nobody has seen: from DRAM, from a StoreNode's
-files once DRAM is emptied, and from a second StoreNode on the same machine, which has the blocks in
-an arena of its own; HEADRACE_GPU_TIERS names fewer tiers. For inter-token latencies, requests
-decode while prompts come whose KV is in DRAM, in turns with no such prompts.
+The model is SmolLM2-135M in bfloat16 with vLLM's own graphs, or the one that HEADRACE_GPU_MODEL
+names; a folder without weights gets random ones. A prompt is computed and saved, removed from the
+engine's own cache, and sent again, in turns with a new prompt. Its KV is loaded from DRAM, from a
+StoreNode's files after DRAM was emptied, and from a second StoreNode on the same machine, which has
+the blocks in its own arena; HEADRACE_GPU_TIERS selects fewer tiers. For inter-token latencies,
+requests decode while prompts whose KV is in DRAM arrive, in turns with no such prompts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECRET = "of the two nodes of this benchmark"
 
 
 def store_connector(name: str, dram_bytes: str = DRAM) -> dict[str, Any]:
-    """Of an engine with the store `name`."""
+    """Return the connector's settings for an engine with the store `name`."""
     return {
         "kv_connector": "HeadraceConnector",
         "kv_connector_module_path": "headrace_engine.store_connector",
@@ -238,7 +238,7 @@ def move_blocks(here: str, there: str) -> int:
 def _in_turns(
     engine: Engine, tokens: int, prompts: list[list[int]], seed: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds to the first tokens of stored prompts, and of unseen ones."""
+    """Return the seconds to the first tokens of stored prompts, and of unseen ones."""
     hits, cold = [], []
     for turn, prompt in enumerate(prompts):
         seconds, found = engine.first_token_s(prompt)
@@ -289,7 +289,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table, and a line on latencies."""
+    """Return a table, and a line on latencies."""
     lines = [
         "| tokens found | TTFT from DRAM, ms | from NVMe, ms | from a peer, ms | cold, ms |",
         "|---:" * 5 + "|",

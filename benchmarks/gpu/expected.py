@@ -1,4 +1,4 @@
-"""What a load of KV from each tier should take on a GPU node, from data sheets, beside computing.
+"""Expected time of a load of KV from each tier on a GPU node, from data sheets, against computing.
 
     python -m benchmarks.gpu.expected
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 LAYERS, KV_HEADS, HEAD_DIM, WIDTH, ITEM_BYTES = 32, 8, 128, 4096, 2
 LINEAR_PARAMETERS = 6.98e9
-"""Of the layers; the last one's output is computed for one token."""
+"""Parameters of the layers; the last layer's output is computed for one token."""
 GPUS, BLOCK_TOKENS = 2, 16
 TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * ITEM_BYTES
-"""Of KV, all ranks together: 131,072."""
+"""Bytes of a token's KV, of all ranks together: 131,072."""
 EFFICIENCY, UTILISATION = 0.85, 0.5
 LAUNCH_S = 150e-6
-"""Of a layer's load on the host: addresses, one batch of copies, one kernel, one event. A guess,
-from the CPU's times for the same calls of torch and numpy."""
+"""Seconds of a layer's load on the host: addresses, one batch of copies, one kernel, one event. A
+guess, from the CPU's times for the same calls of torch and numpy."""
 CONTEXTS = (512, 2048, 8192, 32768, 131072)
 
 
@@ -48,7 +48,7 @@ NODES = (
 
 
 def compute_s(tokens: int) -> float:
-    """Seconds to compute a prompt from its first token on."""
+    """Return the seconds to compute a prompt from its first token on."""
     pairs = tokens * (tokens + 1) / 2
     flop = 2 * LINEAR_PARAMETERS * tokens + 4 * WIDTH * LAYERS * pairs
     return flop / (GPUS * UTILISATION * NODES[0].peak)
@@ -67,7 +67,7 @@ def load_s(node: Node, tier: str, tokens: int, launch_s: float = LAUNCH_S) -> fl
 
 
 def pays_from(node: Node, tier: str) -> int | None:
-    """The shortest prompt, in blocks' tokens, that is loaded sooner than computed."""
+    """Return the shortest prompt, in blocks' tokens, that is loaded sooner than computed."""
     for tokens in range(BLOCK_TOKENS, CONTEXTS[-1] + 1, BLOCK_TOKENS):
         if load_s(node, tier, tokens) < compute_s(tokens):
             return tokens

@@ -94,7 +94,7 @@ class Disk:
 def measured(
     blocks: int = BLOCKS, device: str = "cuda", backend: str = DIRECT_BACKEND
 ) -> dict[str, Any]:
-    """GB/s by way; and why there is no direct one."""
+    """Return the GB/s by way; and why there is no direct one."""
     found: dict[str, Any] = {"blocks": blocks, "lacking": ""}
     parent = os.environ.get("HEADRACE_GPU_DISK", "/var/tmp")
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table, or why there is but one way."""
+    """Return a table, or why there is but one way."""
     lines = ["| blocks of 1 MiB | through host memory, GB/s | directly, GB/s |", "|---:|---:|---:|"]
     direct = f"{found['direct']:.2f}" if "direct" in found else "none"
     lines.append(f"| {found['blocks']} | {found['host']:.2f} | {direct} |")

@@ -1,4 +1,4 @@
-"""What a layer that mixes two layers' KV costs in decoding: mixing it first, then attending to it.
+"""Cost in decoding of a layer that mixes two layers' KV: mixing first, then attention.
 
 Each arm computes some layers, one after another, as one CUDA graph. All rows have blocks of their
 own, so nothing is mixed twice. `triton` is `headrace_prefill.fusion.engine.triton_mixing`, `torch`
@@ -30,12 +30,12 @@ Mixing = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mixed_by_torch(first: Tensor, last: Tensor, blocks: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """As `mix_blocks`, but for the rounding."""
+    """Return the same as `mix_blocks`, except for the rounding."""
     return mix(first[blocks], last[blocks], a, b)
 
 
 def measured() -> dict[str, Any]:
-    """Milliseconds a layer, by context, rows and arm."""
+    """Return the milliseconds a layer, by context, rows and arm."""
     return {f"{context}.{rows}": _of(context, rows) for context in CONTEXTS for rows in ROWS}
 
 
@@ -88,7 +88,7 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table of what was measured."""
+    """Return a table of the measurements."""
     names = [ONE, TRITON, TORCH]
     head = ["KV", "rows", *(f"{name}, ms" for name in names)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]

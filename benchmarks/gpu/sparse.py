@@ -33,7 +33,7 @@ KERNELS: dict[str, Kernel] = {"Triton": triton_attention, "FlashAttention": flas
 
 
 def measured() -> dict[str, Any]:
-    """Milliseconds a layer, by context, rows, unit and arm, and ratios."""
+    """Return the milliseconds a layer, by context, rows, unit and arm, and ratios."""
     found: dict[str, Any] = {}
     for context in CONTEXTS:
         for rows in ROWS:
@@ -119,7 +119,7 @@ def _basis_shapes() -> tuple[tuple[int, ...], ...]:
 
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:
-    """The speedup at the longest context, by rows, with the better unit."""
+    """Return the speedup at the longest context, by rows, with the better unit."""
     longest = max(CONTEXTS)
     return {
         f"sparse_decode_speedup_{longest // 1024}k_rows_{rows}": max(
@@ -130,7 +130,7 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table of what was measured."""
+    """Return a table of the measurements."""
     names = [f"{kind}, {name}" for kind in ("dense", "sparse") for name in KERNELS]
     names += ["scores", "scores and choice"]
     head = ["KV", "rows", "unit", *(f"{name}, ms" for name in names), "best dense / best sparse"]

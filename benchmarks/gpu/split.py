@@ -1,14 +1,14 @@
 """Prefill and decode as two engines on one card, against one engine that does both.
 
-SmolLM2-135M in bfloat16, or the model that HEADRACE_GPU_MODEL names. Three engines share the card
-by time, in a process each, with a part of its memory each: one that does both, one that prefills,
-and one that pulls over NIXL, within the card, and decodes. Some requests decode all the time while
-prompts come one after another, in turns at the one engine and at the two. Prompts come so fast that
-computing them takes the one engine `Load.busy` of the time. Chunks are as large as vLLM makes them
-by itself.
+The model is SmolLM2-135M in bfloat16, or the one that HEADRACE_GPU_MODEL names. Three engines share
+the card's time, each in its own process with a part of the memory: one that does both, one that
+prefills, and one that pulls over NIXL, within the card, and decodes. Some requests decode all the
+time while prompts arrive one after another, in turns at the one engine and at the two. Prompts
+arrive so fast that computing them takes `Load.busy` of the one engine's time. Chunks have vLLM's
+default size.
 
-What is lost: two engines take turns on the card, and KV is copied. What is won: a prompt's chunks
-are in no decode step. Every first token comes of the engine that decodes.
+The loss with two engines: they take turns on the card, and KV is copied. The gain: a prompt's
+chunks are in no decode step. Every first token comes from the engine that decodes.
 
 `python -m benchmarks.gpu.split` is a small load, on a CPU too, to see that the program works.
 """
@@ -43,12 +43,13 @@ ENDLESS = 10**9
 
 @dataclass(frozen=True)
 class Load:
-    """What the engines get.
+    """Load on the engines.
 
     Attributes:
-        running: requests that decode all the time.
-        prompts, prompt_tokens, answer_tokens: of those that come meanwhile, in each turn.
-        turns: at each arm, after one that warms up.
+        running: number of requests that decode all the time.
+        prompts, prompt_tokens, answer_tokens: number and sizes of the requests that arrive during
+            that, in each turn.
+        turns: number of turns of each arm, after one that warms up.
         busy: share of the time that the one engine computes prompts.
     """
 
@@ -168,7 +169,7 @@ class Arm:
         self._vocabulary: int = decode.do("vocabulary")
 
     def turn(self, load: Load, every_s: float, seed: int) -> dict[str, list[float]]:
-        """Seconds to first tokens, and gaps between the tokens of running requests."""
+        """Return the seconds to first tokens, and gaps between the tokens of running requests."""
         running = [f"running-{next(self._number)}" for _ in range(load.running)]
         for n, name in enumerate(running):
             self._decode.do("add", name=name, prompt=self._prompt(64, seed + n), tokens=ENDLESS)
@@ -205,7 +206,7 @@ class Arm:
 
 
 def measured(load: Load = Load()) -> dict[str, Any]:
-    """Seconds by arm."""
+    """Return the seconds by arm."""
     with ExitStack() as stack:
         # One after another: vLLM measures the card's free memory when it starts.
         one, prefill, decode = [stack.enter_context(_engine()) for _ in range(3)]
@@ -264,7 +265,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A table, and what the load was."""
+    """Return a table of the figures, and a description of the load."""
     lines = [
         "| engines | TTFT p50, ms | p99 | ITL of running requests p50, ms | p99 | mean |",
         "|---|" + "---:|" * 5,

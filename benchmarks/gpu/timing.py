@@ -24,7 +24,8 @@ def graph(function: Callable[[], None]) -> Callable[[], None] | None:
 
 
 def milliseconds(function: Callable[[], None]) -> float:
-    """Of the card, from the first of its work to the last."""
+    """Return the milliseconds on the card from the start of the function's first work to the end of
+    its last."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     function()

@@ -1,15 +1,15 @@
-"""What one hostile tenant costs another: stalls, tokens that come late, memory, wrong KV.
+"""Effects of a hostile tenant on another one: stalls, late tokens, memory, wrong KV.
 
     python -m benchmarks.hostile [--model MODEL] [--only KIND,KIND] [--json FILE]
 
-Starts the laptop's app with API keys for two tenants. One streams answers, first alone, then while
-the other sends everything of `attacks` and guesses keys and salts.
+Starts the laptop's app with API keys for two tenants. One tenant streams answers, first alone, then
+while the other sends all of `attacks` and guesses keys and salts.
 
     stall_ms_max                the longest time that the gateway's or the decode replica's event
                                 loop was held while the attacks ran
     stall_ms_held               the longest for which code of the loop's process was the cause; the
                                 rest is waiting for a processor
-    stall_ms_quiet              as `stall_ms_max`, while they did not
+    stall_ms_quiet              the same as `stall_ms_max`, without attacks
     neighbour.itl_p50_ms        median time between two tokens of the neighbour's
     neighbour.itl_p99_ms        99th percentile of it
     neighbour.itl_p99_vs_quiet  the same, as a multiple of that without attacks
@@ -17,24 +17,24 @@ the other sends everything of `attacks` and guesses keys and salts.
                                 of the app, and only makes and drops small objects at the lowest
                                 priority (SCHED_IDLE), as trials of grammars and the client do: what
                                 sharing this machine's memory costs without any attack
-    neighbour.failures          answers of the neighbour's that did not come whole
-    rss_growth_mb               memory that the gateway and the decode replica, with its engine and
-                                its worker for grammars, have more afterwards
-    rss_growth_again_mb         what they have more after all attacks once again
+    neighbour.failures          answers to the neighbour that were not complete
+    rss_growth_mb               growth of memory of the gateway and the decode replica, with its
+                                engine and its worker for grammars, after the attacks
+    rss_growth_again_mb         their further growth after all attacks a second time
     wrong_tenant_hits           prompts whose KV was found with another tenant's salt or a wrong key
-    wrong_answers               attacks that were answered 500 and more, or not in time, or by an
-                                error of more than 64 KiB
+    wrong_answers               attacks that were answered with status 500 or higher, not in time,
+                                or with an error of more than 64 KiB
     held.requests               requests, bytes of bodies and connections that the gateway holds
     held.body_bytes             10 s after the last attack of the first round
     held.sockets
     attack_s, attack_mb         how long the attacks took, and the bodies that they sent
-    cpu_s.PART                  processor seconds of each part meanwhile
+    cpu_s.PART                  processor seconds of each part during the attacks
     rss_growth_mb.PART          `rss_growth_mb` by part
 
-The neighbour's latest tokens are printed with the attacks that went on meanwhile.
+The neighbour's latest tokens are printed with the attacks that ran at the same time.
 
-The neighbour is a process of its own. The hostile client has niceness 19, as a thread and as a
-session: it would be on another machine. Linux shares processors among sessions first
+The neighbour is a separate process. The hostile client has niceness 19, as a thread and as a
+session: in reality it would be on another machine. Linux shares processors among sessions first
 (`sched_autogroup_enabled`), so a client whose threads alone are nice takes as much of a busy core
 as the whole app. `--client-niceness 0` measures that.
 """
@@ -122,16 +122,16 @@ class Target:
         self._admin = httpx.Client(base_url=self.url, headers=self.bearer("admin"), timeout=60)
 
     def bearer(self, who: str) -> dict[str, str]:
-        """The header of a key."""
+        """Return the header of a key."""
         return {"authorization": f"Bearer {self.keys[who]}"}
 
     def connect(self) -> socket.socket:
-        """A connection to the public port."""
+        """Return a connection to the public port."""
         url = urlsplit(self.url)
         return socket.create_connection((url.hostname, url.port), timeout=ANSWER_LIMIT_S)
 
     def status(self) -> dict[str, Any]:
-        """The status document."""
+        """Return the status document."""
         return dict(self._admin.get("/headrace/v1/status").raise_for_status().json())
 
     def change(self, path: str, body: dict[str, Any]) -> None:
@@ -139,18 +139,19 @@ class Target:
         self._admin.put(path, json=body).raise_for_status()
 
     def decode(self) -> dict[str, Any]:
-        """The decode replica's part of it."""
+        """Return the decode replica's part of the status document."""
         return next(r for r in self.status()["replicas"] if r["role"] == "decode")
 
     def stall_s(self) -> Stall:
-        """The longest stalls of the last minute, of either loop."""
+        """Return the longest stalls of the last minute, of either loop."""
         found = self.status()
         decode = next(r for r in found["replicas"] if r["role"] == "decode")
         both = found["gateway"], decode
         return Stall(*(max(each[f"loop_{kind}_s"] for each in both) for kind in Stall._fields))
 
     def held(self) -> dict[str, float]:
-        """What the gateway holds of clients other than this program's administrator."""
+        """Return the requests, body bytes and connections that the gateway holds for clients other
+        than this program's administrator."""
         found = self.status()["gateway"]
         port = urlsplit(self.url).port
         ours = {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.raddr}
@@ -173,14 +174,14 @@ class Target:
 
 
 class Attacks:
-    """Which attacks were under way when."""
+    """A record of the times at which attacks ran."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[str, float, float]] = []
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """This attack goes on meanwhile."""
+        """Record that this attack runs during the `with` block."""
         began_s = time.monotonic()
         try:
             yield
@@ -188,7 +189,7 @@ class Attacks:
             self._seen.append((name, began_s, time.monotonic()))
 
     def beside(self, neighbour: NeighbourProcess, count: int = 20) -> list[str]:
-        """The neighbour's latest tokens, with the attacks that went on while it waited."""
+        """Return the neighbour's latest tokens, with the attacks that ran while it waited."""
         waits = sorted(zip(neighbour.itl_s, neighbour.came_s, strict=True), reverse=True)[:count]
         return [
             f"a token after {itl_s * 1e3:.0f} ms beside "
@@ -270,7 +271,7 @@ def main() -> int:
 
 
 def measure(target: Target, kinds: Sequence[str], client_niceness: int) -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     sent, parts = list(requests(target.model, kinds)), target.parts()
     time.sleep(SETTLE_S)
     with neighbour_of(target) as quiet:
@@ -318,7 +319,7 @@ def measure(target: Target, kinds: Sequence[str], client_niceness: int) -> dict[
 
 
 def neighbour_of(target: Target) -> NeighbourProcess:
-    """The well-behaved client."""
+    """Return the well-behaved client."""
     return NeighbourProcess(target.url, target.model, target.bearer("good"))
 
 
@@ -340,7 +341,8 @@ def busy_processor() -> Iterator[None]:
 
 @contextmanager
 def nice_session(niceness: int) -> Iterator[None]:
-    """Meanwhile this program's session has this niceness among the sessions of the machine."""
+    """Set this program's session to this niceness among the machine's sessions for the `with`
+    block."""
     file = Path("/proc/self/autogroup")
     if not file.exists():  # a kernel without them
         yield
@@ -411,7 +413,7 @@ def _ask(target: Target, request: Request, under_way: Attacks) -> str | None:
 
 
 def wrong_tenant_hits(target: Target) -> int:
-    """How often one tenant found another's KV, or a guessed key was let in."""
+    """Return how often one tenant found another's KV, or a guessed key was let in."""
     prompt = [1000 + n % 3000 for n in range(BLOCKS * 128 + 1)]
     hits = 0
 
@@ -438,7 +440,7 @@ def wrong_tenant_hits(target: Target) -> int:
 
 
 def _idle(target: Target) -> int:
-    """Prompt tokens that the decode replica has computed, once nothing runs there."""
+    """Return the prompt tokens that the decode replica has computed, once nothing runs there."""
     while (state := target.decode())["running"] or state["waiting"]:
         time.sleep(0.2)
     return int(state["prompt_tokens_computed"])

@@ -1,7 +1,8 @@
-"""What a hostile client sends. The end-to-end tests and the benchmark send the same.
+"""Requests of a hostile client. The end-to-end tests and the benchmark send the same.
 
-A `Request` is a whole HTTP request. A `Wire` is a way to misuse a connection. Each names the
-answers that are right; an answer of 500 and more, or none within its `limit_s`, never is.
+A `Request` is a whole HTTP request. A `Wire` is a way to misuse a connection. Each lists its
+correct answers. An answer with status 500 or higher, or none within its `limit_s`, is never
+correct.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Wire:
 
 
 def requests(model: str, kinds: Collection[str] | None = None) -> Iterator[Request]:
-    """All of them, or those of some of `KINDS`; about 180."""
+    """Yield all requests, or those of some of `KINDS`; there are about 180."""
     for kind, made in KINDS.items():
         if kinds is None or kind in kinds:
             yield from made(model)
@@ -247,7 +248,8 @@ def wires(model: str, key: str = "none") -> list[Wire]:
         return (head % (len(payload) if length is None else length)).encode() + payload
 
     def flooded(sock: socket.socket, piece: bytes) -> bytes:
-        """The answer to a request that goes on after it, until the server takes no more."""
+        """Return the answer to a request that continues after the answer, until the server takes no
+        more bytes."""
         with contextlib.suppress(OSError):
             for _ in range(FLOOD_BYTES // len(piece)):
                 sock.sendall(piece)
@@ -429,13 +431,13 @@ def send(url: str, request: Request, headers: dict[str, str]) -> tuple[int, str]
 
 
 def too_long(status: int, text: str) -> str | None:
-    """What is wrong with the size of an answer; None if nothing is."""
+    """Return why an answer's size is wrong; None if it is not."""
     size = len(text.encode())
     return f"{status} with {size} bytes" if status >= 400 and size > MAX_ERROR_BYTES else None
 
 
 def wrong_answer(answer: bytes | None) -> str | None:
-    """What is wrong with the answer on a misused connection; None if nothing is."""
+    """Return why the answer on a misused connection is wrong; None if it is not."""
     if not answer:
         return None
     status = int(answer.split(b" ", 2)[1])

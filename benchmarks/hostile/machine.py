@@ -1,4 +1,4 @@
-"""What the processes of the app and of its client cost: processor seconds and memory, by part."""
+"""Processor seconds and memory of the processes of the app and of its client, by part."""
 
 from __future__ import annotations
 

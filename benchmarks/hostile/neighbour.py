@@ -113,14 +113,14 @@ class NeighbourProcess:
         self.failures: list[str] = []
 
     def __enter__(self) -> NeighbourProcess:
-        """Returns when its first answer has come."""
+        """Start the process; return after its first answer."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.hostile.neighbour"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Linux shares processors among sessions first: in that of the hostile client, its
-            # clock would wait for what the client does.
+            # Linux shares processors among sessions first. In the hostile client's session, the
+            # neighbour would wait for the client's work.
             start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -136,7 +136,7 @@ class NeighbourProcess:
 
 
 def main() -> None:
-    """Stream until a line comes in, then say what was seen; what to ask is the first line."""
+    """Stream with the settings in the first line; at a second line, print the results."""
     run_first()
     with Neighbour(**json.loads(sys.stdin.readline())) as neighbour:
         while not (neighbour.answers or neighbour.failures):
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which this share of them lies."""
+    """Return the value below which this share of them lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 

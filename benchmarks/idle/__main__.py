@@ -1,4 +1,4 @@
-"""What an app costs when nobody asks it anything.
+"""CPU time of an app without requests.
 
     python -m benchmarks.idle [--seconds N] --json FILE
 

@@ -43,7 +43,7 @@ class Look:
 
 
 def part_of(title: str, parent_titles: list[str]) -> str:
-    """The part of the app that a process is.
+    """Return the part of the app that a process is.
 
     Args:
         title: its command line.
@@ -62,7 +62,7 @@ def part_of(title: str, parent_titles: list[str]) -> str:
 
 
 def _replica(title: str) -> str:
-    """The deployment of a Serve replica's process; empty for any other process."""
+    """Return the deployment of a Serve replica's process; empty for any other process."""
     words = title.split(":")
     is_replica = title.startswith("ray::ServeReplica:") and len(words) >= 5
     return words[4].split(".")[0].split("(")[0] if is_replica else ""
@@ -95,7 +95,7 @@ def by_part(first: Look, last: Look) -> dict[str, float]:
 
 
 def busiest(first: Look, last: Look, count: int) -> list[tuple[Thread, float]]:
-    """The threads that used most, with the cores that each kept busy."""
+    """Return the threads that used most, with the cores that each kept busy."""
     wall_s = last.at_s - first.at_s
     cores = {
         thread: (used_s - first.threads_s.get(thread, 0.0)) / wall_s
@@ -109,7 +109,7 @@ def _title(process: psutil.Process) -> str:
 
 
 def _thread(task: Path) -> tuple[str, float]:
-    """A thread's name and CPU seconds, from its folder in /proc."""
+    """Return a thread's name and CPU seconds, from its folder in /proc."""
     head, _, rest = (task / "stat").read_text().rpartition(")")
     fields = rest.split()
     return head.partition("(")[2], (int(fields[11]) + int(fields[12])) / TICKS_PER_S

@@ -51,7 +51,7 @@ SPOILED = 0.01
 
 
 def flips(count: int) -> int:
-    """How many of so many flips, one at a time, change the fingerprint of their block."""
+    """Return how many of so many flips, one at a time, change the fingerprint of their block."""
     caches = SMOLLM2.caches()
     for cache in caches.values():
         cache.copy_(torch.randn_like(cache, dtype=torch.float32))
@@ -133,7 +133,7 @@ def detection() -> dict[str, float]:
 
 
 def app(model: str) -> dict[str, float]:
-    """What proofs take in the laptop's app, beside the time to the first token."""
+    """Return the time of proofs in the laptop's app, and the time to the first token."""
     folder = Path(tempfile.mkdtemp(prefix="hrg-", dir="/tmp"))
     os.environ["HEADRACE_STATE"] = str(folder / "state")
     name = f"integrity-{secrets.token_hex(3)}"

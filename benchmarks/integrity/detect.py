@@ -6,7 +6,7 @@ import numpy as np
 
 
 def transfers_until_seen(spoiled: float, blocks: int, rate: float) -> float:
-    """Expected transfers up to the first that is checked and holds a spoiled block.
+    """Return the expected transfers up to the first that is checked and holds a spoiled block.
 
     Args:
         spoiled: share of blocks. blocks: a transfer. rate: share of transfers that are checked.

@@ -1,7 +1,7 @@
 """Two engines' worth of KV memory in one process, with real NIXL between them.
 
-Records, fingerprints and the agent that proves are the engines' own; what is left out is the model
-and vLLM's bookkeeping. Tests and the benchmark use it.
+Records, fingerprints and the agent that proves are the engines' own code. The model and vLLM's
+bookkeeping are left out. Tests and the benchmark use it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def agent(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a KV cache: vLLM's on a CPU, `[blocks, heads, tokens, 2 x width]` a layer, bfloat16."""
+    """Shape of a KV cache of vLLM on a CPU: `[blocks, heads, tokens, 2 x width]` for each layer,
+    bfloat16."""
 
     layers: int
     blocks: int
@@ -56,7 +57,7 @@ class Shape:
 
 
 def digest(tokens: list[int]) -> bytes:
-    """Of a prompt of one model and tenant."""
+    """Return the digest of a prompt of one model and tenant."""
     return prompt_digest(b"model", "tenant", b"", tokens)
 
 
@@ -116,7 +117,7 @@ class Producer:
         self.table.erase(row)
 
     def notes(self) -> list[bytes]:
-        """What pullers have told since the last call."""
+        """Return the pullers' notifications since the last call."""
         return [note for notes in self.agent.get_new_notifs().values() for note in notes]
 
 
@@ -161,7 +162,7 @@ class Consumer:
         return state
 
     def look(self, handle: Any) -> str:
-        """As vLLM looks once a step."""
+        """Check a transfer's state, as vLLM does in each step."""
         self.agent.new_step()
         return self.agent.check_xfer_state(handle)
 

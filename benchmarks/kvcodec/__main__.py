@@ -1,4 +1,4 @@
-"""What each codec costs and saves: ``python -m benchmarks.kvcodec [--json FILE]``.
+"""Costs and savings of each codec: ``python -m benchmarks.kvcodec [--json FILE]``.
 
 Errors come from a real model's KV over three texts (see `model`), speeds from one core over more
 bytes than the caches hold (see `speed`), in GB/s of the engine's bytes.

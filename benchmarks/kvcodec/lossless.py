@@ -38,7 +38,7 @@ def join(low: Any, high: Any, elements: Any) -> None:
 
 
 def entropy_ratio(layers: list[Bytes]) -> float:
-    """Best ratio that any order-0 coder of the byte planes could reach, layer by layer."""
+    """Return the best ratio of any order-0 coder of the byte planes, layer by layer."""
     bits = 0.0
     for layer in layers:
         for plane in (layer[0::2], layer[1::2]):

@@ -48,7 +48,7 @@ class Text:
     queries: list[torch.Tensor]
     """For each layer the queries (after rotation) of the next tokens, [heads, NEXT, head_dim]."""
     logits: torch.Tensor
-    """Of the next tokens, [NEXT, vocabulary], float32."""
+    """Logits of the next tokens, [NEXT, vocabulary], float32."""
     run: Callable[[list[Layer]], torch.Tensor]
     """Logits of the next tokens on top of another cache."""
 
@@ -111,14 +111,14 @@ def block_bytes(layer: Layer, block: int) -> npt.NDArray[np.uint8]:
 
 
 def from_bytes(stored: npt.NDArray[np.uint8], shape: LayerShape) -> Layer:
-    """The block's K and V again."""
+    """Return the block's K and V again."""
     h, n, d = shape.kv_heads, shape.block_tokens, shape.head_dim
     both = torch.from_numpy(stored).view(torch.bfloat16).view(h, 2, n * d)
     return both[:, 0].reshape(h, d, n).transpose(1, 2), both[:, 1].reshape(h, n, d)
 
 
 def decoded(layers: list[Layer], codec: Codec, window_tokens: int) -> list[Layer]:
-    """The layers as they come back from `codec`, the blocks of the window untouched."""
+    """Return the layers as they come back from `codec`, the blocks of the window untouched."""
     kept = range((CONTEXT - window_tokens) // BLOCK_TOKENS, CONTEXT // BLOCK_TOKENS)
     if not codec.lossy:
         return layers

@@ -1,4 +1,4 @@
-"""What a codec's errors are: of K, V and the attention's output, and of the next token."""
+"""A codec's errors: of K, V and the attention's output, and of the next token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def attend(queries: torch.Tensor, layer: Layer) -> torch.Tensor:
 
 
 def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean KL(exact || other) of the next token, in nats."""
+    """Return the mean KL(exact || other) of the next token, in nats."""
     p, q = exact.log_softmax(-1), other.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def errors(texts: list[Text], codec: Codec, window_tokens: int) -> dict[str, float]:
-    """Means over texts (and layers, for the first three) of one codec's errors."""
+    """Return the means over texts (and layers, for the first three) of one codec's errors."""
     seen: dict[str, list[float]] = {"k_rms": [], "v_rms": [], "attention_rms": []}
     seen |= {"kl": [], "top1": []}
     for text in texts:

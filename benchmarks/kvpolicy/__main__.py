@@ -1,4 +1,4 @@
-"""Which eviction policy saves most: ``python -m benchmarks.kvpolicy [--trace FILE] [--json FILE]``.
+"""Savings of eviction policies: ``python -m benchmarks.kvpolicy [--trace FILE] [--json FILE]``.
 
 Replays a production trace and a synthetic workload through the store's own slot table and policies
 at five capacities. Costs are those of `workload.Costs`. A prompt's saving is, over its leading
@@ -6,9 +6,10 @@ blocks that were found, the seconds to compute them less the seconds to load the
 
 - ``lru``, ``lfu`` (half-life 10 min), ``s3fifo``, all leaf first
 - ``priority``: prompts of at most 32 blocks (interactive) above longer ones, LRU among equals
-- ``ours``: cost-aware, learning from nothing as the replay goes
-- ``foresight``: ours with the true next use in place of its forecast; no policy, a yardstick
-- ``optimum``: the best schedule found by one who knows all prompts; ``bound``: what nobody can pass
+- ``ours``: cost-aware; it begins with nothing learned and learns during the replay
+- ``foresight``: ours with the true next use in place of its forecast, for comparison only
+- ``optimum``: the best schedule found with all prompts known; ``bound``: an upper bound of any
+  schedule
 
 ``share_of_optimum`` is the share of the bound, so the true share of the optimum is no lower.
 """
@@ -49,7 +50,7 @@ ARMS: dict[str, Callable[[Workload, int], Policy]] = {
 
 
 def savings_s(work: Workload, costs: Costs) -> NDArray[np.float64]:
-    """Seconds saved by a hit of m leading blocks, for m from 0."""
+    """Return the seconds saved by a hit of m leading blocks, for m from 0."""
     depth = np.arange(int(np.diff(work.starts).max(initial=1)))
     return np.concatenate([[0.0], np.cumsum(costs.compute_s(depth) - costs.load_s)])
 

@@ -1,7 +1,7 @@
-"""What a choice of victims costs, and whether anybody waits for it.
+"""Cost of choosing blocks to evict, and whether other calls wait for it.
 
-Room is made for 1/64 of a full table of `slots` blocks, in prompts of 32 that all have a history,
-at a time, as the arena does: the cost of one choice is shared by so many blocks.
+As in the arena, each choice frees 1/64 of a full table of `slots` blocks, so that many blocks share
+its cost. Prompts have 32 blocks and all have a history.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LFU with decay: what was used least often lately goes first."""
+"""LFU with decay: the blocks with the fewest recent uses are evicted first."""
 
 from __future__ import annotations
 

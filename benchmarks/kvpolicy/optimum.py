@@ -40,7 +40,7 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Optimum:
-    """Of the best schedule found: blocks found by each prompt. And the bound on what they save."""
+    """The best schedule found: blocks found by each prompt, saved seconds, and their bound."""
 
     hits: _Ints
     saved_s: _Floats

@@ -1,12 +1,13 @@
-"""Which prompts' blocks to bring from disk before their next turn asks for them.
+"""Choice of the prompts whose blocks are fetched from disk before their next turn needs them.
 
-A block in DRAM that was given up may be worth its room again: because room has become cheaper, or
-because its conversation's next turn is nearer than it was. With the policy's forecast,
+A block that was evicted from DRAM may be worth its space again: because space has become cheaper,
+or because its conversation's next turn is nearer than before. With the policy's forecast,
 
     worth(b) = rate(b) * (compute_s - load_s) / bytes        as when a victim is chosen
 
-a block on disk is fetched when that exceeds what room costs by `MARGIN` (so that nothing goes back
-and forth), nothing where room is free, the most valuable prompt first, each from its root on. Pure.
+a block on disk is fetched if its worth exceeds the price of space by the factor `MARGIN`, which
+prevents blocks from moving back and forth. Nothing is fetched if space is free. The most valuable
+prompt comes first, each from its root on. Pure.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ MARGIN = 1.25
 def worth_fetching(
     worth: NDArray[np.float64], in_dram: NDArray[np.bool_], price: float, most: int
 ) -> NDArray[np.int64]:
-    """Positions of the blocks of one prompt to fetch, root first, at most `most`.
+    """Return the positions of the blocks of one prompt to fetch, root first, at most `most`.
 
-    A block is of use only with all before it, so a leading run counts: of those that lead to the
-    best mean worth of what is not in DRAM, none if that is no more than `MARGIN` prices.
+    A block is useful only with all blocks before it, so a leading run is fetched: the longest one
+    whose blocks outside of DRAM have a mean worth above `MARGIN` times the price.
 
     Args:
-        worth: per byte, of each block on disk, from the root on, (n,).
-        in_dram: which of them DRAM has already, (n,).
+        worth: worth per byte of each block on disk, from the root on, (n,).
+        in_dram: whether DRAM has the block already, (n,).
     """
     missing = np.flatnonzero(~in_dram)[:most]
     if not len(missing):

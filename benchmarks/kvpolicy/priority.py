@@ -1,4 +1,4 @@
-"""Priority: what the operator or the request ranked lowest goes first, LRU among equals."""
+"""Priority: blocks ranked lowest by operator or request are evicted first, LRU among equals."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Replay:
         slots = self.slot_of[chain]
         gaps = np.flatnonzero(slots < 0)
         leading = int(gaps[0]) if len(gaps) else len(chain)
-        found = slots[slots >= 0]  # those behind a gap are computed again and not written again
+        found = slots[slots >= 0]  # blocks after a gap are computed again and not written again
         table["used_s"][found] = now_s
         table["lease_until_s"][found] = now_s + LEASE_S
         table["hits"][slots[:leading]] += 1

@@ -1,4 +1,4 @@
-"""What is replayed: prompts as chains of blocks with arrival times, and what blocks cost."""
+"""Workloads to replay: prompts as chains of blocks with arrival times, and costs of blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Workload:
         return np.arange(len(self.blocks)) - np.repeat(self.starts[:-1], np.diff(self.starts))
 
     def endless_hits(self) -> NDArray[np.int64]:
-        """Leading blocks of each prompt that an endless cache holds."""
+        """Return the leading blocks of each prompt that an endless cache holds."""
         first_seen = np.full(self.distinct, len(self), np.int64)
         prompt = np.repeat(np.arange(len(self)), np.diff(self.starts))
         np.minimum.at(first_seen, self.blocks, prompt)
@@ -87,7 +87,7 @@ def from_chains(name: str, chains: list[list[int]], arrival_s: list[float]) -> W
 
 
 def read_trace(path: Path, *, partial_blocks: bool = False) -> Workload:
-    """A trace in Mooncake's form: `timestamp` in ms, `input_length` in tokens, `hash_ids`.
+    """Return a trace in Mooncake's form: `timestamp` in ms, `input_length` in tokens, `hash_ids`.
 
     vLLM caches full blocks only, so a prompt's last block counts only if it is full, unless
     `partial_blocks` is set.

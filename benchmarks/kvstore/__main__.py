@@ -1,18 +1,18 @@
-"""What the KV store's tiers cost beside the bare hardware, a peer, and an engine without them.
+"""Cost of the KV store's tiers against the bare hardware, a peer, and an engine without them.
 
     python -m benchmarks.kvstore [--quick] [--parts dram,nvme,...] [--json FILE] [--markdown FILE]
 
 Parts, each described in its module:
-    dram: arena and worker half against a plain copy
+    dram: arena and worker side against a plain copy
     nvme: the NVMe tier against the same NIXL backend alone
     remote: blocks of another node against the same NIXL backend alone
     object: the object tier against its client's bare requests
     mooncake: the arena against Mooncake's store
-    ttft, idle, itl: real vLLM engines; `engine` stands for the three
-    overlap: loading under the computation; in an engine too, unless --quick
+    ttft, idle, itl: real vLLM engines; `engine` selects all three
+    overlap: loading during the computation; also in an engine, unless --quick
 
-A part that has not what it needs says so in one line; that fails the run only where the part was
-asked for by name. The exit status is 1 then, or if a part broke.
+A part whose requirements are missing prints one line; this fails the run only if the part was
+selected by name. The exit status is then 1, and also if a part failed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def measure(figures: Figures, quick: bool = False) -> None:
 
 
 def check(stage: Stage) -> None:
-    """Raises RuntimeError unless what was saved is what is loaded."""
+    """Raise RuntimeError unless a load returns the saved bytes."""
     before = stage.content()
     stage.save()
     stage.wipe()
@@ -44,7 +44,7 @@ def check(stage: Stage) -> None:
 
 
 def plain_copy(size_bytes: int, threads: int) -> Callable[[], None]:
-    """A copy of that many bytes, shared by threads."""
+    """Return a copy of that many bytes, shared by threads."""
     source, target = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
     cuts = [size_bytes * i // threads for i in range(threads + 1)]
     parts = [slice(a, b) for a, b in pairwise(cuts)]

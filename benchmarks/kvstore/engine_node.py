@@ -56,11 +56,11 @@ class Engine:
             self._half = scheduler.connector._scheduler
 
     def first_token(self, tokens: int, seed: int, tail: int = 0, tail_seed: int = 0) -> Any:
-        """[seconds to the first token, prompt tokens found in the store] of one prompt.
+        """Return [seconds to the first token, prompt tokens found in the store] of one prompt.
 
         Args:
-            tokens, seed: length of the prompt, and which one.
-            tail, tail_seed: tokens behind it, and which ones.
+            tokens, seed: length and random seed of the prompt.
+            tail, tail_seed: number and random seed of the tokens after it.
         """
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the engine's own prefix cache was not reset")
@@ -82,7 +82,7 @@ class Engine:
             time.sleep(SETTLE_S)
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
-        """Seconds from token to token of one running request, but for the first two."""
+        """Return the seconds from token to token of one running request, but for the first two."""
         self._add(noise(prompt, next(self._numbers)), tokens)
         times_s = []
         while self._engine.has_unfinished_requests():
@@ -166,7 +166,7 @@ class SlowCache:
 
 
 def connector_worker() -> Any:
-    """The worker half's shell in this process."""
+    """Return the worker half's shell in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()

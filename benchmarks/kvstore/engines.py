@@ -31,7 +31,7 @@ DISK_FOLDER = Path(os.environ.get("TMPDIR", "/var/tmp"))
 
 @contextlib.contextmanager
 def store(dram_bytes: str = "1GiB", **settings: Any) -> Iterator[dict[str, Any]]:
-    """A store's settings, whose arena is gone afterwards."""
+    """Yield a store's settings; remove its arena afterwards."""
     name = f"headrace-bench-{uuid.uuid4().hex[:12]}"
     try:
         yield {"name": name, "dram_bytes": dram_bytes, **settings}
@@ -112,7 +112,7 @@ class NodeTool:
         self._name = name
 
     def stats(self) -> dict[str, Any]:
-        """As `StoreNode.stats`; empty while nobody answers."""
+        """Return `StoreNode.stats`; empty while the node does not answer."""
         from headrace_kvstore.protocol import wire
         from headrace_kvstore.protocol.client import call
 

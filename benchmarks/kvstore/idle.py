@@ -1,13 +1,13 @@
-"""What the connector costs a step in which it has nothing to do.
+"""Cost of the connector in a step in which it has nothing to do.
 
 Three engines run at once and take turns, one decoding while the others wait: two without a
-connector and one with the store, loading and saving on. One request runs, too short to fill a
-block, so that nothing is loaded or saved. A turn counts as its median step, a round as
+connector and one with the store, with loading and saving enabled. One request runs, too short to
+fill a block, so nothing is loaded or saved. A turn counts with its median step, a round with
 
     overhead = the store's step / mean of the two plain ones' steps
     noise    = one plain one's step / the other's
 
-`idle.noise` is what the method makes of no difference at all.
+`idle.noise` is the method's result for two equal engines.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What saving costs a running decode: its inter-token latencies while others' blocks are saved.
+"""Cost of saving for a running decode: its inter-token latencies while others' blocks are saved.
 
-One request decodes. Every 16 tokens another comes with 512 new tokens, is computed in one step with
-it, and its four blocks (24 MB) are saved under the steps that follow. Saving is switched on and off
-from one such cycle to the next, in one engine, so that both meet the same machine.
+One request decodes. Every 16 tokens another request with 512 new tokens arrives and is computed in
+one step with it; its four blocks (24 MB) are saved during the next steps. Saving is switched on and
+off from one such cycle to the next, in one engine, so both have the same machine conditions.
 
 `save.itl_p99_vs_off` is over all gaps between the running request's tokens, those that contain a
 prefill included. Since those are the longest, `save.step_p99_vs_off` and `save.step_p50_vs_off`
-are over the others alone, which is where the saves are.
+are over the other gaps only, in which the saves happen.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def measure(figures: Figures, quick: bool = False) -> None:
 
 
 def decode_steps(cycles: list[list[float]]) -> list[float]:
-    """The gaps without a prefill: of each cycle all but the longest."""
+    """Return the gaps without a prefill: of each cycle all but the longest."""
     return [gap for cycle in cycles for gap in sorted(cycle)[:-1]]

@@ -162,7 +162,7 @@ def _chosen(times: Times, what: str) -> Times:
 
 
 def _check(writer: Child, reader: Child) -> None:
-    """Raises RuntimeError unless the reader gets the writer's bytes."""
+    """Raise RuntimeError unless the reader gets the writer's bytes."""
     writer.do("fill")
     writer.do("put", shape="layers")
     reader.do("wipe")
@@ -211,7 +211,7 @@ class System:
             yield f"127.0.0.1:{port}"
 
     def node(self, environment: Mapping[str, str] | None = None, **options: Any) -> Child:
-        """A client process.
+        """Return a client process.
 
         Raises:
             CannotRun: Mooncake does not start here.

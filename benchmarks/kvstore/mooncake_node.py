@@ -58,7 +58,7 @@ class Node:
             self.cache[:, place] = self._content(number)
 
     def check(self) -> None:
-        """Raises RuntimeError unless the cache holds what `fill` would write."""
+        """Raise RuntimeError unless the cache holds what `fill` would write."""
         for place, number in zip(self.places, range(self.args.blocks), strict=True):
             if not np.array_equal(self.cache[:, place], self._content(number)):
                 raise RuntimeError(f"block {number} has other bytes")
@@ -112,12 +112,12 @@ class Node:
         return [self.block_bytes] * self.args.blocks
 
     def _runs(self, memory: np.ndarray) -> list[int]:
-        """Addresses of blocks that stand one after the other."""
+        """Return the addresses of blocks that stand one after the other."""
         start = memory.ctypes.data
         return [start + i * self.block_bytes for i in range(self.args.blocks)]
 
     def _pieces(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Of each block the addresses and sizes of its layers."""
+        """Return the addresses and sizes of each block's layers."""
         at, size = self.cache.ctypes.data, self.args.layer_bytes
         steps = [at + layer * self.args.blocks * size for layer in range(self.args.layers)]
         addresses = [[step + int(place) * size for step in steps] for place in self.places]

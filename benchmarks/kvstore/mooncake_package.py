@@ -17,7 +17,7 @@ DOWNLOAD_S = 300.0
 
 
 def install() -> Path:
-    """The folder that holds the package `mooncake`, filled from PyPI the first time.
+    """Return the folder that holds the package `mooncake`, filled from PyPI the first time.
 
     Raises:
         CannotRun: it cannot be had, or does not load here.

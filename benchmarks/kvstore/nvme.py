@@ -206,7 +206,7 @@ class Disk:
                 os.close(fd)
 
     def cold(self, read: Callable[[], None]) -> float:
-        """Seconds of a read whose files are not in the page cache."""
+        """Return the seconds of a read whose files are not in the page cache."""
         for path in {place.path for place in self._places()}:
             drop_from_page_cache(path)
         return seconds(read)
@@ -229,7 +229,7 @@ class Disk:
         return [place for place in places if place is not None]
 
     def _layers(self, start: int) -> np.ndarray:
-        """Addresses u64 [blocks, layers]."""
+        """Return the addresses u64 [blocks, layers]."""
         steps = np.arange(BLOCKS * LAYERS, dtype=np.uint64) * np.uint64(self.shape.layer_bytes)
         return (np.uint64(start) + steps).reshape(BLOCKS, LAYERS)
 
@@ -245,7 +245,7 @@ class Disk:
         return checksum(addresses, self.shape.layer_bytes, seeds[first : first + len(addresses)])
 
     def _agent(self, operation: str) -> dict[str, Any]:
-        """A NIXL agent of the mover's own settings for a direction."""
+        """Return a NIXL agent of the mover's own settings for a direction."""
         if operation not in self._raw:
             from nixl._api import nixl_agent, nixl_agent_config
 
@@ -259,7 +259,7 @@ class Disk:
         return known
 
     def _direct(self, path: str, keep: bool = True) -> int:
-        """An O_DIRECT descriptor that the agent knows."""
+        """Return an O_DIRECT descriptor that the agent knows."""
         known = self._agent("READ" if keep else "WRITE")
         if path not in known["files"]:
             fd = os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -285,7 +285,7 @@ class Disk:
 
 
 def drop_from_page_cache(path: str) -> None:
-    """Raises CannotRun where the file stays in the page cache."""
+    """Raise CannotRun if the file stays in the page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fdatasync(fd)
@@ -297,7 +297,7 @@ def drop_from_page_cache(path: str) -> None:
 
 
 def cached_share(fd: int) -> float:
-    """Which share of a file's pages is in the page cache."""
+    """Return the share of a file's pages that are in the page cache."""
     size = os.fstat(fd).st_size
     if not size:
         return 0.0

@@ -1,13 +1,13 @@
 """The object tier against its own client's bare requests, to one S3 server on loopback.
 
-46 blocks of 5.9 MB lie in an object each. Bare means the same client, the same objects, as many
-requests at once, answers dropped. Through the tier means all of it: finding the
-blocks, copying each layer to where it is wanted, comparing its checksum. Writes: packing, summing
-and putting, against putting bytes that lie ready.
+46 blocks of 5.9 MB lie in one object each. "Bare" means the same client, the same objects and as
+many requests at once, with answers dropped. "Through the tier" includes finding the blocks, copying
+each layer to its place and comparing its checksum. Writes are packing, summing and putting, against
+putting bytes that are ready.
 
-What small blocks lose is read from `get_*` and `put_*`: bare requests of 1, 4 and 16 MiB, one after
-the other. The server is moto, in a process of its own; it
-is slow, and a real store is farther: what a request costs beyond its bytes is more there.
+`get_*` and `put_*` show the loss with small blocks: bare requests of 1, 4 and 16 MiB, one after the
+other. The server is moto, in a separate process. It is slow; a real store is farther away, so the
+cost of a request beyond its bytes is higher there.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Bench:
         self.packed_bytes = sum(map(len, self._ready))
 
     def load(self) -> float:
-        """Seconds of reading all blocks through the tier."""
+        """Return the seconds of reading all blocks through the tier."""
 
         def run() -> None:
             read = self.tier.read(self._objects, self._addresses(1), self._sums)
@@ -123,7 +123,7 @@ class Bench:
         return seconds(run)
 
     def get(self) -> float:
-        """Seconds of the same requests alone."""
+        """Return the seconds of the same requests alone."""
 
         def one(held: Held) -> None:
             self.client.get(held.text, 0, held.name.size_bytes)
@@ -131,11 +131,11 @@ class Bench:
         return seconds(lambda: list(self._pool.map(one, self._objects)))
 
     def save(self) -> float:
-        """Seconds of packing and putting some blocks."""
+        """Return the seconds of packing and putting some blocks."""
         return seconds(lambda: self.tier.put(self._packed()))
 
     def put(self) -> float:
-        """Seconds of putting as many bytes, as many requests at once."""
+        """Return the seconds of putting as many bytes, as many requests at once."""
 
         def one(data: memoryview) -> None:
             self.client.put(self._fresh(), data)
@@ -143,7 +143,7 @@ class Bench:
         return seconds(lambda: list(self._pool.map(one, self._ready)))
 
     def single(self, size_bytes: int, rounds: int) -> dict[str, list[float]]:
-        """Seconds of single requests of one size."""
+        """Return the seconds of single requests of one size."""
         data = self._memory.reshape(-1)[:size_bytes].data
         self.client.put(f"one{size_bytes}", data)
         return take_turns(
@@ -159,7 +159,7 @@ class Bench:
         self._pool.shutdown()
 
     def _fresh(self) -> str:
-        """A name that nothing has."""
+        """Return a name that nothing has."""
         return f"raw/{next(self._numbers)}"
 
     def _packed(self) -> list[Packed]:

@@ -1,20 +1,20 @@
-"""Loading under the computation: how much of a slow tier's time a step still sees.
+"""Loading during the computation: how much of a slow tier's time adds to a step.
 
-A layer source stands for a slow tier: it answers so long after it was asked, its link carries so
-many bytes a second, and what has come is copied into the engine's cache and verified, for real. The
-computation is one matrix product a layer on one thread. Link and product are set so that loading
-alone (deep enough for the latency not to count) and computing alone take equally long, where
-overlapping can save most:
+A layer source emulates a slow tier with a latency and a bandwidth; the received bytes are really
+copied into the engine's cache and verified. The computation is one matrix product for each layer on
+one thread. Bandwidth and product are set so that loading alone (deep enough to hide the latency)
+and computing alone take equally long, where overlapping can save most:
 
-    total_vs_max = step / max(load alone, compute alone)      1 at best, 2 when nothing overlaps
+    total_vs_max = step / max(load alone, compute alone)      1 at best, 2 without any overlap
 
-`overlap.total_vs_max` is with the pipeline's own depth; `overlap.depth_N`
-and `overlap.serial` are the curve. The latency is 1.5 times what a layer's bytes take. A step can
-never do better than wait for the first layer: 1 + 2.5 / 30 here.
+`overlap.total_vs_max` is with the pipeline's own depth; `overlap.depth_N` and `overlap.serial` are
+the curve. The latency is 1.5 times the transfer time of a layer's bytes. A step must at least wait
+for the first layer, so the best possible value is 1 + 2.5 / 30 here.
 
 `overlap.engine_total_vs_max` is a real engine's step: a prompt of 6,016 tokens found in the arena
-and 512 new ones, where each layer's load sleeps so long that loads and the step without the sleep
-take equally long. Only bandwidth is slowed there, since the arena's layers are not asked for ahead.
+and 512 new ones. Each layer's load sleeps so long that the loads and the step without the sleep
+take equally long. Only bandwidth is reduced there, since the arena's layers are not requested
+ahead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
 ROUNDS, QUICK_ROUNDS = 10, 3
 DEPTHS = (1, 2, 4, 8)
 LAYER_S = 0.012
-"""What a layer's bytes, and its computation, take."""
+"""Seconds to transfer a layer's bytes, and to compute a layer."""
 LATENCY_LAYERS = 1.5
 ROWS, SIDE = 64, 1024
 CALIBRATION_STEPS = 3
@@ -111,7 +111,7 @@ def _in_engine(figures: Figures) -> None:
         engine.do("saving", on=False)
 
         def step(layer_s: float, number: int) -> tuple[float, float]:
-            """Seconds of one prompt to its first token, and of its loads."""
+            """Return the seconds of one prompt to its first token, and of its loads."""
             engine.do("slow", layer_s=layer_s)
             total_s, found = engine.do(
                 "first_token", tokens=PREFIX, seed=0, tail=TAIL, tail_seed=1 + number
@@ -176,7 +176,7 @@ def _measure(figures: Figures, stage: Stage, threads: ThreadPoolExecutor, rounds
 
 
 def calibrate(load: Callable[[float], float], compute: Callable[[], float]) -> float:
-    """Seconds a layer on the link for which `load(seconds)` takes as long as `compute()`."""
+    """Return seconds a layer on the link for which `load(seconds)` takes as long as `compute()`."""
     wanted_s = sorted(compute() for _ in range(CALIBRATION_STEPS))[CALIBRATION_STEPS // 2]
     layer_s = wanted_s / LAYERS
     for _ in range(CALIBRATION_STEPS):
@@ -185,6 +185,6 @@ def calibrate(load: Callable[[float], float], compute: Callable[[], float]) -> f
 
 
 def _load(stage: Stage, threads: ThreadPoolExecutor, layer_s: float) -> float:
-    """Seconds of a load alone, deep enough."""
+    """Return the seconds of a load alone, deep enough."""
     tier = SlowTier(stage, LATENCY_LAYERS * layer_s, layer_s)
     return seconds(LayerPipeline([tier], LAYERS, threads, max(DEPTHS)).finish)

@@ -1,12 +1,12 @@
 """The remote tier against the same NIXL backend alone: two nodes on one machine, the same blocks.
 
-46 blocks of 5.9 MB lie in one node's arena; another node, in another process, brings them into its
-own. Both ways use NIXL's UCX backend with what it chooses here (shared memory: CMA), read the same
-memory into the same memory, one piece a block. Alone means one agent, one transfer of all pieces, a
-poll every 50 microseconds. Through the tier means all of it: the lease, the reservation of slots,
-reads in groups, every block's tag, publication, release. A first load has the owner make the tags
-meanwhile, as when blocks are lent for the first time; the others find them made. The owner's bytes
-lie in memory, as they do in production; there is no page cache to be cold.
+46 blocks of 5.9 MB lie in one node's arena; another node, in another process, loads them into its
+own. Both ways use NIXL's UCX backend with the transport that it chooses here (shared memory: CMA),
+and read the same memory into the same memory, one piece for each block. "Alone" means one agent,
+one transfer of all pieces, and a poll every 50 microseconds. "Through the tier" includes the lease,
+the reservation of slots, reads in groups, every block's tag, publication and release. During a
+first load the owner makes the tags, as when blocks are lent for the first time; later loads find
+the tags. The owner's bytes are in memory, as in production, so no page cache can be cold.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Pair:
         return spent
 
     def first_load(self) -> float:
-        """As `load`, of blocks that have no tags yet."""
+        """Do the same as `load`, with blocks that have no tags yet."""
         self._owner.do("forget_tags")
         return self.load()
 

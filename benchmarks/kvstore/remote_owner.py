@@ -60,7 +60,7 @@ class Owner:
         self._closing = threading.Event()
 
     def where(self) -> dict[str, Any]:
-        """The node's address for peers."""
+        """Return the node's address for peers."""
         neighbours = self._node.tiers.neighbours
         return {"address": None if neighbours is None else neighbours.address}
 
@@ -81,7 +81,7 @@ class Owner:
         return {}
 
     def stats(self) -> dict[str, Any]:
-        """Of the node's remote part."""
+        """Return the statistics of the node's remote part."""
         remote: dict[str, Any] = self._node.operations.stats()["remote"]
         return remote
 
@@ -96,13 +96,13 @@ class Owner:
 
 
 def hashes(blocks: int) -> list[bytes]:
-    """The blocks' hashes."""
+    """Return the blocks' hashes."""
     rng = np.random.default_rng(1)
     return [rng.bytes(32) for _ in range(blocks)]
 
 
 def raw_agent(address: int, size_bytes: int) -> Any:
-    """A NIXL agent with UCX on some memory, as the node's own, and nothing else."""
+    """Return a NIXL agent with UCX on some memory, as the node's own, and nothing else."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(

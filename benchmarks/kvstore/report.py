@@ -1,4 +1,4 @@
-"""Figures as a table, with what each is meant to reach. Pure."""
+"""Figures as a table, with their targets. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGETS = {
 
 
 def reached(name: str, value: float) -> bool | None:
-    """Whether a figure is what it should be; None if nothing is asked of it."""
+    """Return whether a figure meets its target; None if it has none."""
     if name not in TARGETS:
         return None
     sign, target = TARGETS[name]
@@ -33,7 +33,7 @@ def reached(name: str, value: float) -> bool | None:
 
 
 def table(figures: Figures) -> str:
-    """Markdown: every figure, the quartiles of medians, and the targets."""
+    """Return Markdown: every figure, the quartiles of medians, and the targets."""
     lines = ["| figure | value | quartiles | target |", "|---|---:|---:|---:|"]
     for name, value in figures.values.items():
         low, high = figures.quartiles.get(name, (math.nan, math.nan))
@@ -50,7 +50,7 @@ def table(figures: Figures) -> str:
 def document(
     figures: Figures, environment: Mapping[str, Any], failure: str | None
 ) -> dict[str, Any]:
-    """What the JSON file holds; NaN, which is no JSON, becomes null."""
+    """Return the content of the JSON file; NaN, which JSON does not have, becomes null."""
     return {
         "figures": {n: None if math.isnan(v) else v for n, v in figures.values.items()},
         "quartiles": figures.quartiles,

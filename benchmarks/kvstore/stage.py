@@ -82,7 +82,7 @@ class Stage:
         self.worker.close()
 
     def seeds(self, hashes: Sequence[bytes]) -> np.ndarray:
-        """Checksum seeds u64 [n, pieces], as the connector makes them."""
+        """Return the checksum seeds u64 [n, pieces], as the connector makes them."""
         return layer_seeds([block_seed(self.digest, each) for each in hashes], PIECES)
 
     def save(self) -> None:
@@ -112,7 +112,7 @@ class Stage:
             raise RuntimeError(f"{len(failed)} blocks were not loaded")
 
     def load_unverified(self, threads: int) -> None:
-        """As `load`, in the caller's thread, without sums."""
+        """Do the same as `load`, in the caller's thread and without sums."""
         slots = self.arena.lookup(self.row, self.hashes)
         self.arena.lease(self.row, self.hashes, LEASE_S)
         targets = self.layout.engine_addresses(self.blocks)
@@ -130,7 +130,7 @@ class Stage:
             self._bytes_of(cache)[:] = 0
 
     def content(self) -> np.ndarray:
-        """A copy of all bytes of the engine's cache, u8 [layers, bytes]."""
+        """Return a copy of all bytes of the engine's cache, u8 [layers, bytes]."""
         return np.stack([self._bytes_of(cache) for cache in self.caches.values()])
 
     @staticmethod

@@ -16,14 +16,14 @@ class CannotRun(RuntimeError):
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
 
 
 def take_turns(arms: Mapping[str, Arm], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm, one a round, after a round that does not count.
+    """Return the seconds of each arm, one a round, after a round that does not count.
 
     Each round begins with another arm, so that none always follows the same one.
     """
@@ -44,7 +44,7 @@ def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The `q` quantile by linear interpolation; NaN of nothing."""
+    """Return the `q` quantile by linear interpolation; NaN of nothing."""
     if not values:
         return math.nan
     ordered = sorted(values)

@@ -1,10 +1,11 @@
 """Time to first token of a prompt whose prefix is in the store, against a cold one.
 
-One engine computes prompts and saves them, a StoreNode writes them behind, and the engine ends.
-Another one, which saves nothing, then takes in turns one of these prompts, which is in DRAM, and
-one that nobody has seen. At last the arena is emptied, and the same prompts come from NVMe: from
-files that were written with O_DIRECT and are read so, past the page cache. Its own prefix cache is
-emptied before each. A prompt is 47 full blocks, 6,016 tokens, that can be found, and 32 more.
+One engine computes prompts and saves them, a StoreNode writes them to disk in the background, and
+the engine ends. Another engine, which saves nothing, then takes in turns one of these prompts,
+which is in DRAM, and a new one. Then the arena is emptied, and the same prompts come from NVMe:
+from files that are written and read with O_DIRECT, without the page cache. The engine's own prefix
+cache is emptied before each prompt. A prompt has 47 full blocks, 6,016 tokens, that can be found,
+and 32 more tokens.
 """
 
 from __future__ import annotations

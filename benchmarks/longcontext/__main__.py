@@ -1,11 +1,11 @@
-"""What answers lose when KV of a long context is dropped, by what rule decides, at equal bytes.
+"""Error of answers after KV of a long context is dropped, by rule, at equal bytes.
 
     python -m benchmarks.longcontext --json FILE [--texts N] [--tokens N] [--processes N] [--quick]
 
-SmolLM2-135M in fp32. A context is prefilled exactly; KV is dropped once, by rules that have not
-seen what is asked; then questions and answers are computed over what is left. NVIDIA's kvpress
-runs on the same tokens in an environment of its own, which the first run makes in build/kvpress.
-FILE keeps what is done, so a run can go on later.
+SmolLM2-135M in fp32. A context is prefilled exactly; KV is dropped once, by rules that do not know
+the questions; then questions and answers are computed over the rest. NVIDIA's kvpress runs on the
+same tokens in a separate environment, which the first run makes in build/kvpress. FILE keeps the
+results so far, so a run can be resumed.
 
     kl_vs_best_kvpress_at_25pct    KL of ours / of the best press, over the answers (target 0.85)
     arms                           KL, top-1, perplexity, recall of facts by depth, and of the first

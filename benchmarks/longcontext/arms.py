@@ -1,4 +1,4 @@
-"""What is compared: a rule for what stays of a context, as held KV. kvpress's are in `peers`."""
+"""The compared rules, each of which returns the KV kept of a context. kvpress's are in `peers`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ AS_ENGINES = f"{OURS}, as an engine keeps it"
 SHARES = 0.5, 0.25, 0.12
 MAIN_SHARE = 0.25
 UNIT_TOKENS = 32
-"""Of what an engine's heads keep."""
+"""Tokens of a unit that an engine's heads keep."""
 HEADS_FLOOR = 0.02
-"""Of a head's tokens, under budgets that follow from entropy."""
+"""Minimum share of a head's tokens, under budgets from entropy."""
 Ridges = tuple[float | None, float | None]
 VALUES, BOTH, LEFT = (RIDGE, None), (RIDGE, KEY_RIDGE), (None, None)
-"""What is fitted."""
+"""Ridges for fitting values only, values and keys, or nothing."""
 Scores = Callable[[LM, Context], Tensor]
 """fp32 [layers, heads, tokens]."""
 
 
 def both(lm: LM, context: Context) -> Tensor:
-    """From queries that repeat the context, and from its own as if they came later."""
+    """Score by queries of the repeated context, and by the context's own as if they came later."""
     parts = zip(context.repeated, context.expected, strict=True)
     return torch.stack([pooled(one) for one in parts])
 
 
 def latest(lm: LM, context: Context) -> Tensor:
-    """As `both`, the context's own queries being those of its last rows."""
+    """Score like `both`, but of the context's own queries use those of its last rows."""
     parts = zip(context.repeated, context.latest, strict=True)
     return torch.stack([pooled(one) for one in parts])
 
@@ -54,12 +54,12 @@ def largest(lm: LM, context: Context) -> Tensor:
 
 
 def expected(lm: LM, context: Context) -> Tensor:
-    """From queries of the context itself, as if they came later: no repetition."""
+    """Score by queries of the context itself, as if they came later, without repetition."""
     return torch.stack([one.root_mean_square() for one in context.expected])
 
 
 def window(lm: LM, context: Context) -> Tensor:
-    """From the last rows' queries (SnapKV)."""
+    """Score by the last rows' queries (SnapKV)."""
     found = []
     for keys, queries in zip(context.kv.keys, context.window, strict=True):
         by_head = queries.unflatten(1, (lm.kv_heads, -1)).transpose(0, 1).flatten(1, 2)
@@ -83,7 +83,7 @@ def times_values(inner: Scores) -> Scores:
 
 
 def gated(gate: Gate) -> Scores:
-    """As `latest`, a gate standing for queries that repeat the context."""
+    """Return a score like `latest` in which a gate replaces queries of the repeated context."""
 
     def scores(lm: LM, context: Context) -> Tensor:
         found = []
@@ -102,13 +102,15 @@ class Arm:
     """One rule.
 
     Attributes:
-        scores: what tokens are ranked by.
-        ridges: of the fits of values and of keys (`headrace_decode.bounded.refit.fit`).
+        scores: function that ranks the tokens.
+        ridges: for the fits of values and of keys (`headrace_decode.bounded.refit.fit`).
         budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
-        queries: that both are fitted to: "sampled" repeating rows, "earlier" ones, "both", or the
-            "last" rows, as an engine does.
-        unit_tokens: heads keep whole units of so many tokens, and all behind the last full one.
-        codec: of the store, that what is kept lies in; then it is so much more. None: as it is.
+        queries: the queries that both fits use: of "sampled" repeating rows, of "earlier" ones, of
+            "both", or of the "last" rows, as an engine does.
+        unit_tokens: heads keep whole units of this many tokens, and all tokens after the last full
+            unit.
+        codec: codec of the store in which the kept KV is stored, so that more of it fits; None:
+            without a codec.
         main: whether it is measured at every share.
     """
 
@@ -123,7 +125,7 @@ class Arm:
     main: bool = False
 
     def held(self, lm: LM, context: Context, share: float) -> Held:
-        """What stays under a share of the bytes."""
+        """Return the KV that is kept under a share of the bytes."""
         scores = self.scores(lm, context)
         pairs = min(1.0, share / self.bytes_of_pair(lm)) * scores.numel()
         kept = self._kept(lm, context, scores, int(pairs))
@@ -133,7 +135,7 @@ class Arm:
         return held if self.codec is None else quantised(held, self.codec)
 
     def bytes_of_pair(self, lm: LM) -> float:
-        """Of what it keeps, over those of the engine's own KV."""
+        """Return the bytes of a kept pair over those of a pair of the engine's own KV."""
         return 1.0 if self.codec is None else ratio(self.codec, lm.dim)
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
@@ -161,7 +163,7 @@ class Arm:
         return kept
 
     def _asked(self, lm: LM, context: Context) -> list[Tensor]:
-        """Queries that both are fitted to, by layer."""
+        """Return the queries that both are fitted to, by layer."""
         if self.queries == "last":
             return [some(as_later(one, lm.rope)) for one in context.last]
         kinds = {"sampled": context.sampled, "earlier": context.earlier}
@@ -171,7 +173,7 @@ class Arm:
 
 
 def entropy_budgets(entropy: Tensor, total: int, tokens: int, always: Always) -> Tensor:
-    """As `by_entropy`, behind the layers that stay whole."""
+    """Return budgets as `by_entropy` does, after the first layers, which stay whole."""
     layers, heads = entropy.shape
     floor = int(HEADS_FLOOR * tokens) + always.sinks + always.newest
     whole = min(always.whole_layers, layers)
@@ -180,7 +182,8 @@ def entropy_budgets(entropy: Tensor, total: int, tokens: int, always: Always) ->
 
 
 def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
-    """Of the last rows' attention, meaned over the heads of a group: fp32 [kv_heads]."""
+    """Return the entropy of the last rows' attention, averaged over the heads of a group: fp32
+    [kv_heads]."""
     queries = context.window[layer].transpose(0, 1) * lm.dim**-0.5
     group = lm.heads // lm.kv_heads
     keys = context.kv.keys[layer].transpose(0, 1).repeat_interleave(group, 0)

@@ -18,11 +18,11 @@ BLOCK_TOKENS = 2048
 LAST_TOKENS = 256
 WINDOW_TOKENS = 64
 SAMPLED_ROWS = 512
-"""Of each layer, whose queries values are fitted to."""
+"""Number of rows of each layer to whose queries values are fitted."""
 
 
 class Looked(Received):
-    """Keeps the largest weight that each key gets, too, as KVzip does."""
+    """Received attention that also has the largest weight of each key, as in KVzip."""
 
     def __init__(self, heads: int, tokens: int, scale: float) -> None:
         super().__init__(heads, tokens, scale)
@@ -35,15 +35,16 @@ class Looked(Received):
 
 @dataclass(frozen=True)
 class Context:
-    """
+    """A context with its exact KV, and the queries and attention by which rules score.
+
     Attributes:
-        kv: of the context, exact.
-        exact: log-probabilities behind the judged rows, fp32 [judged, vocabulary].
+        kv: exact KV of the context.
+        exact: log-probabilities after the judged rows, fp32 [judged, vocabulary].
         last: queries of the last rows, by layer, fp32 [rows, heads, head_dim].
-        sampled: queries of some repeating rows, likewise.
-        earlier: queries of some of the context's rows, turned to positions behind it.
-        repeated, expected, latest: attention that keys get from repeating rows, from `earlier`, and
-            from `last`, turned likewise.
+        sampled: queries of some repeating rows, in the same form.
+        earlier: queries of some of the context's rows, rotated to positions after it.
+        repeated, expected, latest: attention to keys from repeating rows, from `earlier`, and from
+            `last`, the latter rotated in the same way.
     """
 
     case: Case
@@ -96,7 +97,8 @@ def computed(lm: LM, case: Case) -> Context:
 def repetition(
     lm: LM, tokens: Tensor, kv: KV, repeated: Sequence[Received], some: Tensor
 ) -> list[Tensor]:
-    """Repeat the context behind itself; queries of `some` of the repeating rows, by layer."""
+    """Compute the context a second time after itself; return the queries of `some` of the repeated
+    rows, by layer."""
     parts: list[list[Tensor]] = [[] for _ in range(lm.layers)]
 
     def watch(layer: int, begin: int, q: Tensor) -> None:

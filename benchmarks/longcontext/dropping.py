@@ -102,14 +102,14 @@ def served(
 
 
 def read_bytes(blocks: float) -> float:
-    """What a step reads that attends to all of so many blocks."""
+    """Return the bytes that a step reads if it attends to all of so many blocks."""
     facts = describe(resolve(None))
     assert facts.params is not None
     return facts.params * facts.dtype_bytes + blocks * BLOCK_TOKENS * facts.kv_bytes_per_token
 
 
 def measured(gate: Path | None) -> Figures:
-    """The figures."""
+    """Return the figures."""
     file = None if gate is None else str(gate)
     few = apart(served, SMALL, SHARE, file)
     many = apart(served, AT_ONCE * WHOLE, None)
@@ -129,7 +129,7 @@ def measured(gate: Path | None) -> Figures:
 
 
 def compared(run: dict[str, Any], exact: dict[str, Any], cache_blocks: int) -> Figures:
-    """A small engine to the large one."""
+    """Return the figures of a small engine over those of the large one."""
     return {
         "cache_vs_contexts": cache_blocks / (AT_ONCE * WHOLE),
         "held_vs_contexts": statistics.median(run["held"]),

@@ -72,7 +72,7 @@ def _third(depth: str) -> str:
 
 
 def _share(right: int, known: int) -> float | None:
-    """Of the tokens that the exact model gets right."""
+    """Return the share of right tokens among those that the exact model gets right."""
     return right / known if known else None
 
 

@@ -15,7 +15,7 @@ from headrace_lab.models.lm import KV, LM, Attend
 
 @dataclass(frozen=True)
 class Held:
-    """What is held, by layer and KV head.
+    """Kept KV, by layer and KV head.
 
     Attributes:
         keys, values: fp32 [k, head_dim] each, keys rotated for the positions they had.
@@ -26,7 +26,7 @@ class Held:
 
     @classmethod
     def whole(cls, kv: KV, begin: int, end: int) -> Held:
-        """All heads hold the same positions."""
+        """Return KV of which all heads keep the same positions, `begin` to `end` - 1."""
         keys, values = (
             [list(layer[begin:end].transpose(0, 1)) for layer in one]
             for one in (kv.keys, kv.values)
@@ -45,12 +45,12 @@ class Held:
         ridge: float | None,
         key_ridge: float | None,
     ) -> Held:
-        """What stays of it, with keys and values that make up for what leaves.
+        """Return a part of this KV, with keys and values fitted to compensate for the dropped rest.
 
         Args:
-            stays: int64 [k] by layer and head, of what the head holds.
-            queries: that both are fitted to, by layer, fp32 [rows, heads, head_dim].
-            ridge, key_ridge: as of `fit`.
+            stays: int64 [k] by layer and head, indices of the rows to keep.
+            queries: queries that both are fitted to, by layer, fp32 [rows, heads, head_dim].
+            ridge, key_ridge: as in `fit`.
         """
         found = Held([], [])
         for layer, asked in enumerate(queries):
@@ -96,7 +96,7 @@ class Held:
         return attend
 
     def follow(self, lm: LM, tokens: Tensor, first: int) -> Tensor:
-        """Log-probabilities behind each token from `first` on: fp32 [tail, vocabulary]."""
+        """Return log-probabilities after each token from `first` on: fp32 [tail, vocabulary]."""
         rows = torch.arange(first, len(tokens))
         kv = lm.empty(len(tokens))
         return lm.compute(tokens, kv, rows, attend=self.attend(first)).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""What an arm's predictions are worth, beside the exact model's."""
+"""Quality of an arm's predictions, compared with the exact model's."""
 
 from __future__ import annotations
 

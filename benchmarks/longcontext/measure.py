@@ -95,13 +95,13 @@ def streamed(
 
 
 def gate_of(folder: str, file: Path) -> Gate:
-    """Of the model in a folder."""
+    """Return the gate in a file, for the model in a folder."""
     shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
     return read_gate(file, shape, UNIT_TOKENS)
 
 
 def gated_arms(folder: str, gate: Path) -> tuple[Arm, Arm]:
-    """As an engine with this file keeps contexts, and without its fits."""
+    """Return the arm of an engine with this file, and the same arm without its fits."""
     scores, name = gated(gate_of(folder, gate)), f"{OURS}, with a gate"
     fits = Arm(name, scores, BOTH, queries="last", unit_tokens=UNIT_TOKENS, main=True)
     return fits, replace(fits, name=f"{name}, keys and values as they were", ridges=LEFT)

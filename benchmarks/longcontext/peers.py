@@ -34,7 +34,7 @@ def environment() -> Path:
 
 
 def pressed(folder: str, case: Case, shares: tuple[float, ...]) -> list[Row]:
-    """A row of each press at each share."""
+    """Return a row of each press at each share."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     with tempfile.TemporaryDirectory() as place:

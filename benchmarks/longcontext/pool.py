@@ -3,18 +3,18 @@
     python -m benchmarks.longcontext.pool --json FILE
 
 SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 7,900 tokens.
-One engine has KV memory for all of them. The other has a quarter: its cache, the summaries of all
-units, in the cache and in host memory, and the buffer that KV is lined up in together. It attends
-sparsely, and KV that a step does not attend to lies in host memory (docs/sparse.md). All bytes are
-those of the tensors that the engines made. Each engine is a process of its own.
+One engine has KV memory for all of them. The other has a quarter for its cache, the summaries of
+all units, in the cache and in host memory, and the buffer in which KV is made contiguous. It
+attends sparsely, and KV that a step does not attend to is in host memory (docs/sparse.md). All
+bytes are those of the tensors that the engines made. Each engine is a separate process.
 
     kv_bytes_vs_contexts    of the small engine, over those of the four contexts in full
     itl_vs_unbounded        median seconds of a step in which all four answer and no prompt is
                             computed, over those of the large engine, sparse in both
     itl_vs_exact            the same over the large engine's own attention
-    itl.NAME_ms, itl.NAME_steps   of each, and how many steps these are
+    itl.NAME_ms, itl.NAME_steps   median of each, and the number of steps
     cache_mb, summaries_mb, buffer_mb, host_mb    of the small engine
-    peak_blocks_vs_cache    most blocks of the cache that its requests held
+    peak_blocks_vs_cache    maximum share of the cache's blocks that its requests held
     serving_vs_exact        of the small engine from the first request to the last token, over the
                             large one's, exact
 """
@@ -33,19 +33,20 @@ from headrace_decode.sparse.engine.settings import GIB, SparseSettings
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 7900, 176, 0.08
 BLOCK_TOKENS, BATCH_TOKENS = 128, 256
 CACHE = 0.2
-"""Of the contexts' blocks, in the small engine's cache; the rest of a quarter is for the others."""
+"""Share of the contexts' blocks that the small engine's cache holds; the rest of the quarter of the
+memory is for summaries and the buffer."""
 LEAST_STEPS = 20
 
 Figures = dict[str, float]
 
 
 def blocks() -> int:
-    """Of all contexts."""
+    """Return the number of blocks of all contexts."""
     return AT_ONCE * math.ceil((PROMPT + ANSWER) / BLOCK_TOKENS)
 
 
 def engine_of(cache_blocks: int, host_gib: float) -> Engine:
-    """An engine with so many blocks, and host memory for what leaves them."""
+    """Return an engine with so many blocks, and host memory for what leaves them."""
     return Engine(
         SparseSettings(offload_gib=host_gib),
         num_gpu_blocks_override=cache_blocks + 1,  # vLLM's null block
@@ -78,7 +79,7 @@ def served(engine: Engine, prompts: list[list[int]], share: float | None) -> dic
 
 
 def large() -> dict[str, Any]:
-    """Of the engine that holds all."""
+    """Return the figures of the engine whose cache holds all contexts."""
     engine = engine_of(blocks(), 0.0)
     prompts = engine.prompts(PROMPT, AT_ONCE)
     exact = served(engine, prompts, None)
@@ -86,7 +87,7 @@ def large() -> dict[str, Any]:
 
 
 def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
-    """Of the engine that holds a part."""
+    """Return the figures of the engine whose cache holds a part of the contexts."""
     engine = engine_of(cache_blocks, host_gib)
     memory = engine.bound.offloading
     if memory is None or engine.bound.book is None:
@@ -103,13 +104,13 @@ def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
 
 
 def apart(function: Any, *arguments: Any) -> Any:
-    """What it returns, in a process of its own."""
+    """Call a function in a separate process, and return its result."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def measured() -> Figures:
-    """The figures."""
+    """Return the figures."""
     from headrace.model import resolve
     from headrace.model.facts import describe
 

@@ -48,7 +48,7 @@ PRESSES: dict[str, Callable[[float], Any]] = {
 
 
 class Pressed:
-    """What one press kept: keys and values of each layer, and (head, token) pairs to leave out."""
+    """KV that one press kept: keys and values of each layer, and (head, token) pairs to mask."""
 
     def __init__(self) -> None:
         self.keys, self.values = list[Tensor](), list[Tensor]()
@@ -139,7 +139,7 @@ def tail_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of the tail: causal, and blind to the pairs that a press left out.
+    """Return the attention of the tail: causal, and blind to the pairs that a press left out.
 
     kvpress puts keys there whose weight underflows to 0. Left out outright, the weight is 0.
     """
@@ -159,7 +159,7 @@ ALL_ATTENTION_FUNCTIONS.register("tail", tail_attention)
 
 
 def tail(model: Any, tokens: Tensor, first: int, judged: Tensor, pressed: Pressed) -> Tensor:
-    """Log-probabilities behind the judged rows, over what was kept."""
+    """Return the log-probabilities after the judged rows, over the kept KV."""
     cache = DynamicCache(config=model.config)
     for number, (keys, values) in enumerate(zip(pressed.keys, pressed.values, strict=True)):
         cache.update(keys, values, number)

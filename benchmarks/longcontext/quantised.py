@@ -10,23 +10,23 @@ from benchmarks.longcontext.held import Held
 from headrace_kvstore.codec import CODECS, Coder, LayerShape, Order
 
 TOKENS = 32
-"""That share scales: a unit of a head, the last one filled up with the head's last token."""
+"""Tokens of a head that share scales; the last ones are padded with the head's last token."""
 ENGINE_BYTES = 2
-"""Of an element of the KV that shares are of."""
+"""Bytes of an element of the KV to which shares refer."""
 
 
 def coder_of(codec: str, dim: int) -> Coder:
-    """Of a head's units."""
+    """Return the coder of a head's units."""
     return CODECS[codec]().bind(LayerShape(1, TOKENS, dim, "float32", Order.VEC))
 
 
 def ratio(codec: str, dim: int) -> float:
-    """Bytes over those of the engine's own KV."""
+    """Return the codec's bytes over those of the engine's own KV."""
     return coder_of(codec, dim).stored_bytes / (2 * TOKENS * dim * ENGINE_BYTES)
 
 
 def quantised(held: Held, codec: str) -> Held:
-    """As it comes back."""
+    """Return KV after encoding and decoding with a codec."""
     found, coder = Held([], []), coder_of(codec, held.keys[0][0].shape[1])
     for keys, values in zip(held.keys, held.values, strict=True):
         both = [_there_and_back(coder, k, v) for k, v in zip(keys, values, strict=True)]

@@ -42,8 +42,8 @@ GIB = 2**30
 
 @dataclass
 class Made:
-    """What one layer keeps: arrays on the card and in host memory; bytes that the card has once for
-    all layers."""
+    """Arrays of one layer on the card and in host memory, and the card's bytes that all layers
+    share."""
 
     card: list[Any] = field(default_factory=list)
     host: list[Any] = field(default_factory=list)
@@ -94,7 +94,7 @@ def int4(tokens: int, kv_heads: int) -> Made:
 
 
 def dropped(dtype: torch.dtype) -> Maker:
-    """The `KEPT` best of all (head, token) pairs by random scores, packed by head."""
+    """Return the `KEPT` best of all (head, token) pairs by random scores, packed by head."""
 
     def make(tokens: int, kv_heads: int) -> Made:
         kept = keep(torch.rand(1, kv_heads, tokens), int(KEPT * kv_heads * tokens))[0]
@@ -135,7 +135,7 @@ def lines() -> Iterator[Line]:
 
 
 def weighed(line: Line, tokens: int, card_bytes: int) -> dict[str, float]:
-    """A line's figures."""
+    """Return a line's figures."""
     line.make(BLOCK_TOKENS * 32, 1)  # compiles, and fills the allocator's own caches
     gc.collect()
     before = psutil.Process().memory_info().rss

@@ -1,13 +1,13 @@
-"""A context that never is in memory as a whole: prefilled block by block under the budget.
+"""A context that is never in memory as a whole: it is prefilled block by block under the budget.
 
-`Streaming`: each block is computed over what is held of those before it. It is repeated once, so
-that its tokens and the older ones are ranked by the same attention. What does not fit leaves, and
-what stays is fitted. Never is more held than the budget and one block. Positions stay as
-they are.
+`Streaming`: each block is computed over the KV kept of the blocks before it. It is repeated once,
+so that its tokens and the older ones are ranked by the same attention. Tokens that do not fit are
+dropped, and the others are fitted. The kept KV never exceeds the budget and one block. Positions
+do not change.
 
-`ByEntropy`: blocks, and what is dropped by entropy in place of that.
+`ByEntropy`: the same by blocks, with tokens dropped by entropy.
 
-`Gated`: as an engine streams with a gate.
+`Gated`: streaming with a gate, as in an engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Streaming:
     ridges: Ridges = VALUES
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
-        """What is held of the context in the end, and the most pairs that were ever held."""
+        """Return the KV kept of the context in the end, and the maximum number of kept pairs."""
         held, at, most = *nothing(lm), 0
         squares = torch.full((lm.layers, lm.kv_heads, len(tokens)), ABSENT)
         size = -(-len(tokens) // self.blocks)
@@ -102,13 +102,15 @@ class Streaming:
 
 @dataclass(frozen=True)
 class ByEntropy:
-    """Blocks, and what a block's last rows look at: tokens are ranked by the attention that they
-    pay, heads have budgets by its entropy, and two layers stay whole. Nothing is repeated."""
+    """Streaming by blocks, without repetition.
+
+    Tokens are ranked by the attention of a block's last rows, heads have budgets by the entropy of
+    that attention, and two layers stay whole."""
 
     blocks: int
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
-        """As `Streaming.held`."""
+        """Return the same as `Streaming.held`."""
         held, at, most = *nothing(lm), 0
         size = -(-len(tokens) // self.blocks)
         for begin in range(0, len(tokens), size):
@@ -138,24 +140,24 @@ class ByEntropy:
 
 
 Positions = list[list[Tensor]]
-"""Of what is held, by layer and head: int64 [k], ascending."""
+"""Positions of the kept tokens, by layer and head: int64 [k], ascending."""
 
 
 def nothing(lm: LM) -> tuple[Held, Positions]:
-    """What is held before the first block."""
+    """Return the kept KV and positions before the first block: none."""
     empty = [[torch.empty(0, lm.dim)] * lm.kv_heads for _ in range(lm.layers)]
     at = [[torch.empty(0, dtype=torch.int64)] * lm.kv_heads for _ in range(lm.layers)]
     return Held(empty, empty), at
 
 
 def with_all(at: Positions, begin: int, end: int) -> Positions:
-    """With all tokens of a block behind them."""
+    """Return the positions with all positions of a block appended."""
     fresh = torch.arange(begin, end)
     return [[torch.cat([one, fresh]) for one in layer] for layer in at]
 
 
 def of_these(at: Positions, kept: Tensor) -> tuple[Positions, Positions]:
-    """Which of what is held stays, as of `Held.kept`, and its positions."""
+    """Return the indices of the rows to keep, as `Held.kept` takes them, and their positions."""
     stays = [
         [kept[layer, head, one].nonzero()[:, 0] for head, one in enumerate(heads)]
         for layer, heads in enumerate(at)
@@ -178,7 +180,8 @@ class Gated:
     turns: tuple[float, ...] = ()
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int] | None:
-        """As `Streaming.held`; None where an engine would not stream so short a context."""
+        """Return the same as `Streaming.held`; None if the context is too short for an engine to
+        stream it."""
         share = total / (lm.layers * lm.kv_heads * len(tokens))
         turns = [int(part * len(tokens)) for part in self.turns]
         found = Streamed.of(lm, lm.rope, tokens, self.gate, share, UNIT_TOKENS, turns)
@@ -194,7 +197,8 @@ class Gated:
 
 
 def _mean_squares(keys: list[Tensor], queries: Tensor) -> list[Tensor]:
-    """Of the attention that each head's keys get from queries [rows, heads, head_dim]."""
+    """Return the mean squares of the attention of queries [rows, heads, head_dim] to each head's
+    keys."""
     found = []
     for one, asked in zip(keys, queries.unflatten(1, (len(keys), -1)).unbind(1), strict=True):
         received = Received(1, len(one), one.shape[-1] ** -0.5)

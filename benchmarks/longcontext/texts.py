@@ -1,13 +1,13 @@
-"""Contexts whose KV is dropped in part, and what is asked of them afterwards.
+"""Contexts whose KV is dropped in part, and the questions about them.
 
-    source, prose, dialogue, copy   `benchmarks.sparse.texts`; the context ends where what is
-                                    measured begins
+    source, prose, dialogue, copy   `benchmarks.sparse.texts`; the context ends where the measured
+                                    part begins
     needle                          facts at even depths of a prose context; then all are asked for
     turns                           a first sentence, prose, five turns about other passages, and
                                     a question about the first sentence
 
-A context is prefilled exactly. Then KV is dropped, by whoever has not seen what follows. The tail
-follows with its own words: questions and right answers.
+A context is prefilled exactly. Then a rule that does not know the tail drops KV. The tail has the
+questions and the right answers.
 """
 
 from __future__ import annotations

@@ -4,18 +4,17 @@
 
 SmolLM2 in bfloat16 on one thread, with a file of `headrace lab calibrate bounded`. A prompt of
 4,000 tokens is answered with 100; a quarter of its KV is kept. The next prompt has all of these and
-200 more tokens. The same prompt under another salt finds nothing of what was held. Under a third
-one the engine has forgotten what it held, as one that never had it, and finds it in the node's
+200 more tokens. The same prompt under another salt finds none of the kept KV. Under a third salt,
+the engine has removed the kept KV, like an engine that never had it, and finds it in the node's
 store. The cache has room for the model's 8,192 tokens.
 
     first_token_vs_anew     seconds to the first token of the next turn, over those of the same
                             prompt under another salt; median of the conversations
-    stored_vs_anew          the same of one that begins with what the store has
+    stored_vs_anew          the same for a turn that starts from the store's KV
     first_token.turn_s, first_token.stored_s, first_token.anew_s
-    same_tokens             of an answer of 50, before it differs from that of a prompt that was
-                            computed anew; mean
-    stored_same_tokens      before the answer that begins with what the store has differs from that
-                            which begins with what the engine held
+    same_tokens             number of the answer's 50 tokens before it differs from the answer to
+                            the prompt that was computed from scratch; mean
+    stored_same_tokens      the same between the answers over the store's KV and over the engine's
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PROMPT, ANSWER, MORE, NEXT, CONVERSATIONS = 4000, 100, 200, 50, 5
 
 
 def measured(gate: Path | None) -> dict[str, float]:
-    """The figures."""
+    """Return the figures."""
     if gate is None:
         raise SystemExit(
             "--gate FILE is needed: `headrace lab calibrate bounded --out FILE` makes one"

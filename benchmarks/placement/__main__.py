@@ -1,8 +1,8 @@
-"""Which router places best: ``python -m benchmarks.placement [--trace FILE] [--json FILE]``.
+"""Placement of several routers: ``python -m benchmarks.placement [--trace FILE] [--json FILE]``.
 
 Plays a production trace on simulated engines (`headrace.simulate`; an 8B model on GPUs of the H100
 kind), once for each policy, load and seed, with the same requests at the same times. Every policy
-sees the same: exact prefixes, reports 5 times a second, its own requests in flight.
+has the same view: exact prefixes, reports 5 times a second, its own requests in flight.
 
 Load 1.0 is the rate at which the prefill engines would compute all the time if each block of KV
 were computed only once (`capacity_rate`).
@@ -11,7 +11,8 @@ Goodput is the share of requests with their first token within 2 s plus 0.1 ms a
 prompt, and at most 50 ms a token after it on average.
 
 ``ttft_p90_vs_best_peer``: ours over the best peer's of the same seed, mean over seeds; without a
-size in its name the worst of the sizes. ``goodput_vs_best_peer`` likewise, the lowest of the sizes.
+size in its name, the worst of the sizes. ``goodput_vs_best_peer`` is the same for goodput; without
+a size, the lowest of the sizes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is played: engines of each side, seconds of requests and the share of them that only
-    fills caches, loads and seeds."""
+    """Settings of the runs: engines of each role, seconds of requests and the share of them that
+    only fills caches, loads, and seeds."""
 
     engines: int
     seconds: float
@@ -67,7 +68,7 @@ Results = dict[tuple[int, float, str], list[Outcome]]
 
 
 class Cell(NamedTuple):
-    """What all policies play alike."""
+    """Settings of a run that are the same for all policies."""
 
     plan: Plan
     load: float
@@ -102,7 +103,7 @@ def play(
 
 
 def play_cell(trace: Trace, hardware: Hardware, policies: list[str], cell: Cell) -> list[Outcome]:
-    """The outcome of each policy."""
+    """Return the outcome of each policy."""
     plan, load, rate, seed = cell
     work = multiply(trace, load * rate, plan.seconds, seed)
     settings = Settings(seed=seed, warm_share=plan.warm_share, targets=TARGETS)
@@ -126,7 +127,7 @@ def play_cell(trace: Trace, hardware: Hardware, policies: list[str], cell: Cell)
 
 
 def figures_of(results: Results) -> dict[str, float]:
-    """Means over seeds, and ours against the best peer of each seed."""
+    """Return the means over seeds, and ours against the best peer of each seed."""
     figures: dict[str, float] = {}
     sizes = sorted({size for size, _, _ in results})
     for (size, load, name), outcomes in results.items():
@@ -164,7 +165,7 @@ def figures_of(results: Results) -> dict[str, float]:
 
 
 def table(figures: dict[str, float], size: int, loads: list[float], policies: list[str]) -> str:
-    """Markdown: goodput, and mean, p90 and p99 TTFT in seconds."""
+    """Return Markdown: goodput, and mean, p90 and p99 TTFT in seconds."""
     lines = [
         "| policy | " + " | ".join(f"load {load}" for load in loads) + " |",
         "|---|" + "---|" * len(loads),

@@ -1,12 +1,12 @@
-"""What lossy techniques do to answers, against the exact model.
+"""Quality of answers with lossy techniques, against the exact model.
 
     python -m benchmarks.quality --json FILE [--technique reuse store] [--plots FOLDER]
 
 Prompts are multi-document questions (`headrace_lab.texts.prompts`) and tasks with known answers
-(`tasks`), made of texts of installed packages. The model is SmolLM2-135M in fp32. FILE keeps what
-is done, so a run can go on later.
+(`tasks`), made from texts of installed packages. The model is SmolLM2-135M in fp32. FILE keeps the
+results so far, so a run can be resumed.
 
-    kl, kl_p99, top1, perplexity   as `headrace_lab.models.exact.Score`, means over prompts
+    kl, kl_p99, top1, perplexity   as in `headrace_lab.models.exact.Score`, means over prompts
     task_score_vs_exact            share of the answers' tokens that are right / the exact model's,
                                    over task prompts of which it gets 0.8 right (target 0.97 for
                                    reuse at its default budget)
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """Means by arm and budget."""
+    """Return the means by arm and budget."""
     found: dict[str, Any] = {}
     solved = {r["prompt"] for r in rows if r["arm"] == "exact" and r.get("task", 0.0) >= SOLVED}
     exact = np.mean([r["task"] for r in rows if r["arm"] == "exact" and r["prompt"] in solved] or 0)

@@ -1,4 +1,4 @@
-"""What each lossy technique makes of a prompt's KV; a technique registers its arms in `ARMS`."""
+"""A prompt's KV under each lossy technique; a technique registers its arms in `ARMS`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Arm = Callable[[LM, Case, float], KV | None]
 
 
 def exact(lm: LM, case: Case, budget: float) -> KV:
-    """The model's own."""
+    """Return the model's own KV."""
     return case.exact.kv
 
 
@@ -29,13 +29,13 @@ def reused(lm: LM, case: Case, budget: float) -> KV | None:
 
 
 def uncorrected(lm: LM, case: Case, budget: float) -> KV:
-    """The same as it was placed; what is no document's is computed."""
+    """Return the chunks' KV as it was placed; compute only tokens outside of documents."""
     depths = np.where(case.offsets < 0, lm.layers, 0)
     return with_depths(lm, case, depths).kv
 
 
 def stored(codec: str, lm: LM, case: Case, budget: float) -> KV:
-    """Whole blocks as the store's codec gives them back, but for its window at the end."""
+    """Return whole blocks as the store's codec decodes them, except for its window at the end."""
     chosen, kv = CODECS[codec](), case.exact.kv.clone()
     left = len(case.exact.tokens) - chosen.window_tokens
     for layer in range(lm.layers):

@@ -52,7 +52,7 @@ def measured(
 
 
 def right(lm: LM, case: Case, kv: KV) -> float:
-    """Share of the known answer's tokens that greedy decoding over this KV gets right."""
+    """Return the share of the known answer's tokens that greedy decoding over this KV predicts."""
     wanted = case.prompt.answer
     said = lm.greedy(case.exact.tokens, kv, len(wanted))[len(case.exact.tokens) :].tolist()
     return sum(a == b for a, b in zip(said, wanted, strict=True)) / len(wanted)

@@ -1,6 +1,6 @@
-"""Prompts whose right answer is known, since it stands in one of their documents.
+"""Prompts whose right answer is known, since it is in one of their documents.
 
-    copying     a passage of a document is begun; the answer is how it goes on
+    copying     the question begins a passage of a document; the answer is its continuation
     recall      a document lists codes of names; after a few, the answer is one of them
     arguments   a document lists where people live; after a few calls of a tool, the answer is an
                 argument of the next one

@@ -1,17 +1,18 @@
 """The rules that are compared: each turns placed KV into corrected KV at a given budget.
 
-A budget is a share of the (token of a chunk, layer) pairs, and all that a rule computes to learn
-what to recompute counts: a peer's check layer as one layer over all tokens of chunks, our probe as
-its rows in all layers. Tokens outside of chunks are computed by every rule, and counted by none.
+A budget is a share of the (token of a chunk, layer) pairs. It includes all that a rule computes to
+choose what to recompute: a peer's check layer counts as one layer over all tokens of chunks, our
+probe as its rows in all layers. Every rule computes tokens outside of chunks, and they do not
+count.
 
     V-L2, K-L2, K-L1    the tokens whose V or K changed most at layer 1, in all layers from there on
                         (CacheBlend arXiv 2405.16444; LMCache; UCM)
     EPIC                the first tokens of each chunk, in all layers (arXiv 2410.15332)
     article             drift of K and V at each layer among those that the layer before computed,
                         above a threshold, the share falling linearly to none (UCM's article)
-    oracle              the tokens whose K and V are truly most wrong, meaned over layers
-    ours                `headrace_prefill.reuse.rules`; "question-free" probes with a question
-                        that stands in for any
+    oracle              the tokens whose K and V really have the largest error, mean over layers
+    ours                `headrace_prefill.reuse.rules`; "question-free" probes with a generic
+                        question
 """
 
 from __future__ import annotations
@@ -136,18 +137,18 @@ def question_free(lm: LM, case: Case, budget: float) -> Corrected | None:
 
 
 def no_probe(lm: LM, case: Case, budget: float) -> Corrected:
-    """The prior alone."""
+    """Correct by the prior only, without a probe."""
     depths = Rule().depths(case.offsets, None, lm.layers, budget)
     return with_depths(lm, case, depths, drifts=True)
 
 
 def no_draft(lm: LM, case: Case, budget: float) -> Corrected | None:
-    """The probe is the prompt's last tokens alone."""
+    """Correct by our rule with a probe of the prompt's last tokens only, without a draft."""
     return corrected(lm, case, budget, drafts=0)
 
 
 def drift_left(lm: LM, case: Case, budget: float) -> Corrected | None:
-    """Tokens that are not computed stay as they were placed."""
+    """Correct by our rule, but leave tokens that are not computed as they were placed."""
     return corrected(lm, case, budget, drifts=False)
 
 

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def figures(rows: list[Row]) -> dict[str, Any]:
-    """KL of each arm; the ratios, of all prompts with rows of ours and of the peers."""
+    """Return the KL of each arm; the ratios, of all prompts with rows of ours and of the peers."""
     found: dict[str, Any] = {"prompts": len({row["prompt"] for row in rows}), "kl": {}}
     for arm in dict.fromkeys(row["arm"] for row in rows):
         budgets = sorted({row["budget"] for row in rows if row["arm"] == arm})

@@ -1,4 +1,4 @@
-"""Which errors of reused KV the answer feels, and what share of them each choice of rows leaves.
+"""Effect of errors of reused KV on the answer, and its share that each choice of rows leaves.
 
     python -m benchmarks.reuse.first_order --json FILE [--prompts N]
 
@@ -6,10 +6,10 @@ The KL of an answer over placed KV changes with an error of K or V of token i at
 
     felt(l, i) = |dKL/dK[l, i] . (K_exact - K_placed) + dKL/dV[l, i] . (V_exact - V_placed)|
 
-to first order, through all that is computed behind it: text of no chunk, the question, the answer.
-What a choice leaves is the share of `felt` in pairs that it does not compute. That is no KL, but it
-has no luck of single tokens in it, and takes one backward pass for any number of choices. The first
-four tokens of each chunk are exact here: every rule computes them, and their error is no small one.
+to first order, through all that is computed after it: text of no chunk, the question, the answer.
+A choice leaves the share of `felt` in pairs that it does not compute. This is not a KL, but it does
+not depend on chance at single tokens, and takes one backward pass for any number of choices. The
+first four tokens of each chunk are exact here: every rule computes them, and their error is large.
 
     left.<choice>.<budget>   mean over prompts; texts for tuning, 1,900 to 2,800 tokens
 """
@@ -39,7 +39,7 @@ Int = NDArray[np.int64]
 
 
 def felt(lm: LM, case: Case) -> Float:
-    """Float32 [layers, tokens of chunks]."""
+    """Return `felt` of the module's docstring, float32 [layers, tokens of chunks]."""
     n, count = len(case.exact.tokens), len(case.exact.logits)
     start = case.placed.clone()
     firsts = torch.from_numpy(np.flatnonzero((case.offsets >= 0) & (case.offsets < STARTS)))
@@ -63,7 +63,7 @@ def felt(lm: LM, case: Case) -> Float:
 
 
 def answers_mass(lm: LM, case: Case) -> Float:
-    """What the exact answer attends to, as a probe's mass."""
+    """Return the exact answer's attention, in the form of a probe's mass."""
     n, count = len(case.exact.tokens), len(case.exact.logits)
     kv, found = lm.empty(n + count - 1), np.zeros((lm.layers, n), np.float32)
     kv.keys[:, :n], kv.values[:, :n] = case.exact.kv.keys, case.exact.kv.values

@@ -14,7 +14,7 @@ GROUPS = "peers", "ours", "ablations", "all"
 
 
 def plan(groups: Collection[str]) -> Iterator[tuple[str, arms.Correct, float]]:
-    """What is measured of each prompt: (arm, rule, budget)."""
+    """Yield the measurements for each prompt: (arm, rule, budget)."""
     if {"peers", "all"} & set(groups):
         yield "nothing", arms.nothing, 0.0
         for name, rule in arms.PEERS.items():

@@ -37,7 +37,7 @@ SALT = "reader"
 
 
 def asked(client: httpx.Client, prompt: list[int], **extra: Any) -> tuple[float, int, str]:
-    """Seconds to the first token, that token, and what the header says."""
+    """Return the seconds to the first token, that token, and what the header says."""
     body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True, **extra}
     body |= {"return_token_ids": True}
     started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What a routing decision costs: ``python -m benchmarks.router [--json FILE]``.
+"""Cost of a routing decision: ``python -m benchmarks.router [--json FILE]``.
 
-Plans on a warm router (full indexes, 8 running streams, fitted models), prompts of random tokens
-so that no two share a block. Median microseconds of single calls; no engine, no network.
+It plans on a warm router (full indexes, 8 running streams, fitted models), with prompts of random
+tokens, so that no two share a block. Median microseconds of single calls; no engine, no network.
 """
 
 from __future__ import annotations

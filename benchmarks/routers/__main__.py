@@ -1,15 +1,15 @@
-"""Which router serves a production trace best, on real processes: ``python -m benchmarks.routers``.
+"""Routers compared on a production trace, with real processes: ``python -m benchmarks.routers``.
 
 Eight emulated engines (`engine`: vLLM's scheduler and prefix cache, step times of a calibrated
-model, no computing) stand behind our gateway and then, one after the other, behind the routers that
-are installed in the folder that HEADRACE_ROUTER_PEERS names. The same requests come at the same
-times, whatever became of those before.
+model, no computing) serve our gateway and then, one after the other, the routers that are installed
+in the folder that HEADRACE_ROUTER_PEERS names. The same requests come at the same times, whatever
+the outcome of earlier ones.
 
     python -m benchmarks.routers [--quick] [--trace FILE] [--json FILE] [--routers NAME ...]
 
-Of the trace's conversations a part is taken (`--keep`), each whole, so that a few minutes have the
-hits of many; and the trace is played so fast that the engines are at `--load` of what they can do:
-of the rate at which they complete such requests when a queue never ends (`work.capacity`).
+A part of the trace's conversations is used (`--keep`), each whole, so that a few minutes have the
+hits of many. The trace is played so fast that the engines are at `--load` of their capacity: the
+rate at which they complete such requests when a queue never ends (`work.capacity`).
 
 Engines are `--slow` times as slow as a GPU of the H100 kind with an 8B model, and so are the
 targets: a first token within 2 s plus 0.1 ms a token of the prompt, 50 ms a token after it on
@@ -19,9 +19,9 @@ Figures, of each router: TTFT mean and percentiles, ITL, goodput (share of reque
 targets), share of prompt tokens that were hits, errors, busiest engine, CPU seconds of the router.
 ``conversation.ttft_p90_vs_best_peer``, ``conversation.goodput_vs_best_peer``: ours over the best.
 ``NAME.added_ms_cN``: median TTFT at N streams minus that without a router, with engines that answer
-at once; ``added_ms_c64``: ours minus the least of the Rust routers.
-``client.*``: what guidellm, a client of others, sees of our gateway, beside what our own client
-sees of the same requests (`other_client`).
+at once; ``added_ms_c64``: ours minus the minimum of the Rust routers.
+``client.*``: figures of guidellm, another project's client, for our gateway, and those of our own
+client for the same requests (`other_client`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def conversation(arm: Arm, settings: Settings, place: tuple[Path, Path], work: W
 async def _played(
     cluster: Cluster, work: Work, texts: list[list[bytes]], targets: Targets
 ) -> Outcome:
-    """Figures count from the first measured request on."""
+    """Play the requests; return the outcome, which counts from the first measured request on."""
 
     async def look(at_s: float) -> _Look:
         await asyncio.sleep(at_s)
@@ -131,7 +131,7 @@ async def _warm_up(url: str) -> None:
 
 
 def added(arm: Arm, settings: Settings, place: tuple[Path, Path], size: Size) -> dict[int, float]:
-    """Median TTFT in ms, by the number of streams, with engines that answer at once."""
+    """Return the median TTFT in ms, by the number of streams, with engines that answer at once."""
     folder, logs = place
     settings = replace(settings, gap_s=GAP_S)
     rng = np.random.default_rng(0)
@@ -249,7 +249,7 @@ def _installed(names: list[str] | None, peers: Path | None) -> list[tuple[Arm, P
 def _work(
     args: argparse.Namespace, size: Size, settings: Settings, figures: dict[str, float]
 ) -> Work:
-    """As many requests as come in the time, at the load that is wanted."""
+    """Return as many requests as arrive in the run's time at the wanted load."""
     trace, engine = trace_of(args.trace), settings.machine()
     known = round(0.9 * args.keep * len(trace))  # about so many there are
     probe = cut(trace, min(known - 300, 1200), 300, keep=args.keep)
@@ -275,7 +275,7 @@ def _work(
 
 
 def _tried(arm: Arm, play: Callable[[], Told]) -> Told | None:
-    """What a router's run came to; None if it did not start, which is said."""
+    """Return the result of a router's run; if it did not start, print that and return None."""
     try:
         return play()
     except NotStartedError as error:
@@ -286,7 +286,7 @@ def _tried(arm: Arm, play: Callable[[], Told]) -> Told | None:
 def _added(
     arms: list[tuple[Arm, Path]], settings: Settings, logs: Path, size: Size
 ) -> dict[str, float]:
-    """What each router adds to the time to a first token."""
+    """Return the time that each router adds to the time to a first token."""
     direct = added(ARMS[DIRECT], settings, (Path(), logs), size)
     figures = {f"direct.ttft_ms_c{streams}": ms for streams, ms in direct.items()}
     for arm, folder in arms:

@@ -33,12 +33,13 @@ _READY_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is up of one arm.
+    """The running processes of one arm.
 
     Attributes:
-        url: where clients ask. router: its programs.
-        stats: of each engine, as the engines' processes tell them.
-        engine_cpu_s: CPU seconds of these processes.
+        url: the URL for clients.
+        router: the router's programs.
+        stats: returns the statistics of each engine, as the engines' processes report them.
+        engine_cpu_s: returns the CPU seconds of these processes.
     """
 
     url: str

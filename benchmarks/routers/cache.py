@@ -21,12 +21,12 @@ class Change(NamedTuple):
 class PrefixCache:
     """Blocks of one engine.
 
-    A block is *held* by the requests that run, *idle* when nobody runs that needs it but it can
-    still be hit, *plain* when it belongs to a request and cannot be hit (its end is not computed
-    yet, or another block with the same tokens came first), or free.
+    A block is *held* by running requests, *idle* if no running request needs it but it can still be
+    hit, *plain* if it belongs to a request and cannot be hit (its end is not computed yet, or
+    another block with the same tokens came first), or free.
 
     Attributes:
-        changes: what came and went, in order. Whoever tells of it empties it.
+        changes: blocks that were added and removed, in order. The reporter empties it.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -52,14 +52,14 @@ class PrefixCache:
         return [*self._held, *self._idle]
 
     def match(self, keys: Sequence[Key]) -> int:
-        """How many leading blocks can be hit."""
+        """Return how many leading blocks can be hit."""
         for number, key in enumerate(keys):
             if key not in self._held and key not in self._idle:
                 return number
         return len(keys)
 
     def room(self, keys: Sequence[Key], more: int) -> bool:
-        """Whether `more` blocks are available beside `keys`, which can be hit."""
+        """Return whether `more` blocks are available beside `keys`, which can be hit."""
         idle = sum(key in self._idle for key in keys)
         return self.available - idle >= more
 

@@ -21,12 +21,14 @@ from headrace_engine.steptime import StepTime, pairs_of
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an engine can do.
+    """Capacities of an engine.
 
     Attributes:
-        steps: its step times. slow: by how much each step takes longer.
-        blocks: of its KV cache, of `block_tokens` tokens each.
-        step_tokens, most_requests: of one step (vLLM's max_num_batched_tokens, max_num_seqs).
+        steps: its step times.
+        slow: factor on each step's time.
+        blocks: number of blocks of its KV cache, of `block_tokens` tokens each.
+        step_tokens, most_requests: maximum tokens and requests of one step (vLLM's
+            max_num_batched_tokens, max_num_seqs).
     """
 
     steps: StepTime
@@ -37,11 +39,11 @@ class Machine:
     most_requests: int = 256
 
     def seconds(self, prompt: int, rows: int, context: int, pairs: int) -> float:
-        """Of a step; see `StepTime.seconds`."""
+        """Return the seconds of a step; see `StepTime.seconds`."""
         return self.slow * self.steps.seconds(prompt, rows, 0, context, pairs)
 
     def fit(self) -> dict[str, object]:
-        """What a replica reports of its step times."""
+        """Return the step times as a replica reports them."""
         told = self.steps.to_dict()
         state = list(told["state"])
         state[-4] += math.log(self.slow)  # the level, by which all of a step is multiplied
@@ -109,7 +111,7 @@ class Engine:
         return [*self.waiting, *(one for one in self.running if one.done < one.prompt)]
 
     def queue(self) -> tuple[int, int]:
-        """Prompt tokens ahead of a new request, and the pairs that these are."""
+        """Return the prompt tokens ahead of a new request, and the pairs that these are."""
         tokens = pairs = 0
         for one in self.running:
             tokens += one.prompt - one.done
@@ -145,7 +147,7 @@ class Engine:
     # Steps
 
     def begin(self) -> float | None:
-        """Seconds of the next step, which begins now; None without work."""
+        """Return the seconds of the next step, which begins now; None without work."""
         budget = self.machine.step_tokens
         self._rows = [one for one in self.running if one.done == one.prompt]
         budget -= len(self._rows)
@@ -195,7 +197,7 @@ class Engine:
         return -(-(request.prompt + request.answer) // self.machine.block_tokens)
 
     def _usable(self, request: Request) -> int:
-        """Leading blocks that spare computation: at least the last token is computed."""
+        """Return the leading blocks that spare computation: at least the last token is computed."""
         most = (request.prompt - 1) // self.machine.block_tokens
         return min(self.cache.match(request.keys), most)
 

@@ -1,4 +1,4 @@
-"""What a router's run came to, and how ours stands to the best of the others. Pure."""
+"""Figures of a router's run, and ours against the best of the others. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.routers.load import Answer
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a request keeps to count for goodput: its first token within `ttft_s` plus
+    """Targets that a request must meet to count for goodput: its first token within `ttft_s` plus
     `ttft_token_s` for each token of its prompt, and `itl_s` a token after it, on average."""
 
     ttft_s: float = 2.0
@@ -20,11 +20,11 @@ class Targets:
     itl_s: float = 0.05
 
     def times(self, slow: float) -> Targets:
-        """Those of engines that take so many times as long."""
+        """Return the targets for engines that are `slow` times as slow."""
         return Targets(slow * self.ttft_s, slow * self.ttft_token_s, slow * self.itl_s)
 
     def kept(self, answer: Answer) -> bool:
-        """Whether a request kept them."""
+        """Return whether a request met the targets."""
         return (
             not answer.error
             and answer.ttft_s <= self.ttft_s + self.ttft_token_s * answer.prompt
@@ -34,7 +34,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of the measured requests of one router. Seconds; `goodput` and `errors` are shares."""
+    """Figures of one router's measured requests, in seconds; `goodput` and `errors` are shares."""
 
     requests: int
     errors: float
@@ -142,7 +142,7 @@ COLUMNS = {
 
 
 def table(found: Mapping[str, Outcome]) -> str:
-    """Markdown: a line a router."""
+    """Return Markdown: a line a router."""
     lines = ["| router | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, one in found.items():
         cells = []

@@ -29,7 +29,7 @@ from headrace.router.plan import RouterSettings
 
 
 class EmulatedCluster(EmptyCluster):
-    """What the gateway asks of the cluster (`headrace.gateway.Backend`).
+    """The emulated cluster as the gateway's backend (`headrace.gateway.Backend`).
 
     Args:
         admin: the engines' process.

@@ -24,7 +24,7 @@ Handler = Callable[["Exchange"], None]
 
 
 def chunk(event: bytes) -> bytes:
-    """An event as a chunk of HTTP/1.1's chunked coding."""
+    """Return an event as a chunk of HTTP/1.1's chunked coding."""
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 
@@ -50,11 +50,11 @@ class Exchange(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
+        """Keep the transport of a client that has connected."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Parse received bytes."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -64,7 +64,7 @@ class Exchange(asyncio.Protocol):
                 self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
+        """Handle a client's disconnection."""
         self._transport = None
         lost, self.on_lost = self.on_lost, None
         if lost is not None:
@@ -73,25 +73,25 @@ class Exchange(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Begin a request."""
         self._parts, self._url, self.headers = [], b"", {}
 
     def on_url(self, url: bytes) -> None:
-        """A part of its target."""
+        """Take a part of the request's target."""
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of its headers."""
+        """Take one of the request's headers."""
         self.headers[name.lower()] = value
         if name.lower() == b"expect" and self._transport is not None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, part: bytes) -> None:
-        """A part of its body."""
+        """Take a part of the request's body."""
         self._parts.append(part)
 
     def on_message_complete(self) -> None:
-        """The whole request is there."""
+        """Handle the complete request."""
         self.method = self._parser.get_method().decode()
         self.path = self._url.split(b"?", 1)[0].decode("latin-1")
         self.body = b"".join(self._parts)

@@ -23,12 +23,14 @@ DEAD_S = 300.0
 
 @dataclass(slots=True)
 class Answer:
-    """What a client saw of one request. Times on `time.perf_counter`.
+    """A client's measurements of one request. Times are on `time.perf_counter`.
 
     Attributes:
-        due_s: when it was to be sent; waiting for it is part of its TTFT. sent_s: when it was.
-        tokens: how many came. gaps_s: between two of them.
-        error: what went wrong; empty if nothing did.
+        due_s: time at which it should be sent; a delay of sending is part of its TTFT.
+        sent_s: time at which it was sent.
+        tokens: number of received tokens.
+        gaps_s: seconds between two of them.
+        error: the error; empty if there was none.
     """
 
     due_s: float
@@ -48,7 +50,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float:
-        """Mean seconds a token behind the first."""
+        """Mean seconds of a token after the first."""
         return (self.last_s - self.first_s) / max(1, self.tokens - 1)
 
 
@@ -178,7 +180,7 @@ class Client:
 
 
 async def _due(times_s: Sequence[float]) -> AsyncIterator[tuple[int, float]]:
-    """Numbers of the times, each when it has come, with the time on `time.perf_counter`."""
+    """Yield each time's number when the time is reached, with that time on `time.perf_counter`."""
     began_s = time.perf_counter()
     for number, at_s in enumerate(times_s):
         wait_s = began_s + at_s - time.perf_counter()

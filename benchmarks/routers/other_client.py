@@ -1,7 +1,8 @@
-"""Checks our own client with one that others wrote: guidellm asks our gateway for the same answers
-to the same prompts, with as many streams, and its figures are compared with ours.
+"""Check of our own client against another project's: guidellm.
 
-The engines start anew for each client, so neither finds prompts in their caches.
+guidellm asks our gateway for the same answers to the same prompts, with as many streams, and its
+figures are compared with ours. The engines are restarted for each client, so neither client finds
+prompts in their caches.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LIMIT_S = 300.0
 
 
 def compared(arm: Arm, settings: Settings, logs: Path, folder: Path) -> dict[str, float]:
-    """Medians of both clients in ms, and theirs over ours.
+    """Return the medians of both clients in ms, and theirs over ours.
 
     Args:
         folder: where guidellm is installed.
@@ -100,6 +101,6 @@ def _guidellm(
         raise NotStartedError(f"{NAME} counted {metrics['request_totals']}")
     return {
         "ttft_ms": float(metrics["time_to_first_token_ms"]["successful"]["median"]),
-        # Of the tokens behind the first, as ours.
+        # Over the tokens after the first, as in our client.
         "token_ms": float(metrics["inter_token_latency_ms"]["successful"]["median"]),
     }

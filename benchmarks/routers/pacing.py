@@ -12,12 +12,12 @@ from collections.abc import Callable
 from benchmarks.routers.engine import Engine, Request
 
 MOST_BEHIND_S = 0.05
-"""By so much a step may begin in the past. An engine that is later than that has stood still, as
-this process had no core; its clock is set anew, and `lost_s` counts it."""
+"""Maximum seconds by which a step may begin in the past. An engine that is later stood still, since
+this process had no core; its clock is then reset, and `lost_s` counts the delay."""
 
 
 class Pacer:
-    """One engine's. Used from one event loop.
+    """The clock of one engine. Used from one event loop.
 
     Args:
         told: called after each step and each arrival.

@@ -103,7 +103,7 @@ class Program:
         raise NotStartedError(f"{url} does not answer; {self.last_words()}")
 
     def last_words(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         text = self._log.read_text("utf-8", errors="replace")
         return f"{' '.join(self.command[:4])} said: {text[-1500:]}"
 
@@ -140,13 +140,13 @@ def running(program: Program) -> Iterator[Program]:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """Return a port that no process uses now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
 
 
 def get_json(url: str) -> Any:
-    """A document."""
+    """Return a document."""
     with urllib.request.urlopen(url, timeout=30.0) as answer:
         return json.loads(answer.read())

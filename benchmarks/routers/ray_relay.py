@@ -87,7 +87,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def choose(self, text: str) -> str:
-        """As `PrefixCacheAffinityRouter` without a limit for imbalance, its default."""
+        """Choose like `PrefixCacheAffinityRouter` without a limit for imbalance, its default."""
         matched, tenants = self._tree.prefix_match(text, list(self._queues))
         if len(matched) < MATCH_RATE * len(text):
             tenants = self._tree.get_smallest_tenants()

@@ -35,7 +35,7 @@ _LAST = chunk(_EVENT % (ANSWER.encode(), b'"length"')) + chunk(b"data: [DONE]\n\
 
 
 class Asked(msgspec.Struct):
-    """Of a completion's body, what counts here."""
+    """The fields of a completion's body that are used here."""
 
     prompt: str
     max_tokens: int = 16
@@ -51,13 +51,13 @@ _decode_keys = msgspec.json.Decoder(_KeysAsked).decode
 
 
 class Ears(Protocol):
-    """Who is told of an engine's doings."""
+    """Receiver of an engine's events."""
 
     def heard(self, plan: bytes) -> None:
-        """A request came with this plan."""
+        """Called when a request with this plan arrives."""
 
     def changed(self) -> None:
-        """A step ended, or a request came."""
+        """Called when a step ends or a request arrives."""
 
 
 class Replica:
@@ -93,7 +93,7 @@ class Replica:
             self._routes[path] = lambda asked: asked.json(self._about())
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return JSON-able counts."""
         engine = self.engine
         return {
             "requests": self.requests,
@@ -121,7 +121,7 @@ class Replica:
     def request(
         self, tokens: NDArray[np.uint32], answer: int, emit: Callable[[int], None]
     ) -> Request:
-        """The engine's form of a request."""
+        """Return the engine's form of a request."""
         keys = hash_prompt(tokens, self._machine.block_tokens, ROOT)
         if self.remember is not None:
             self.remember(tokens, keys)

@@ -1,4 +1,4 @@
-"""How an emulated engine tells what it holds: over our line, or as vLLM's KV events over ZMQ."""
+"""An emulated engine's reports of its blocks: our own, or vLLM's KV events over ZMQ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _decode_plan = msgspec.json.Decoder(_PlanId).decode
 
 
 class OurLine:
-    """What one of our decode replicas tells gateways: numbered reports, and blocks.
+    """Reports of one of our decode replicas to gateways: numbered reports, and blocks.
 
     Args:
         name: the replica's id.
@@ -52,11 +52,11 @@ class OurLine:
         self.changed()
 
     def heard(self, plan: bytes) -> None:
-        """A request came with this plan."""
+        """Record the plan of a request that arrived."""
         self._heard.add(_decode_plan(plan).request_id, time.monotonic())
 
     def changed(self) -> None:
-        """A step ended, a request came, or time has passed."""
+        """Report a change: a step ended, a request arrived, or time has passed."""
         engine = self._engine
         if engine is None:
             return
@@ -92,7 +92,8 @@ class OurLine:
 
 
 class VllmEvents:
-    """What vLLM's publisher tells: batches of blocks with their tokens, numbered from 0, over PUB.
+    """Events of vLLM's publisher: batches of blocks with their tokens, numbered from 0, over PUB.
+
     Blocks are named by the low 64 bits of their hashes, as vLLM does by default."""
 
     def __init__(self, block_tokens: int) -> None:
@@ -112,17 +113,17 @@ class VllmEvents:
         self._engine = engine
 
     def remember(self, tokens: NDArray[np.uint32], keys: Sequence[Key]) -> None:
-        """A request with these tokens, and the keys of their blocks, has come."""
+        """Record the tokens of a new request, and the keys of their blocks."""
         size = self._size
         for number, key in enumerate(keys):
             if key not in self._tokens:
                 self._tokens[key] = tokens[number * size : (number + 1) * size].tolist()
 
     def heard(self, plan: bytes) -> None:
-        """Nobody sends plans here."""
+        """Do nothing: routers with vLLM's events send no plans."""
 
     def changed(self) -> None:
-        """A step ended, or a request came."""
+        """Publish changes after a step ended or a request arrived."""
         if self._engine is None:
             return
         cache = self._engine.cache

@@ -1,8 +1,8 @@
 """Text whose tokenizer is trivial: a token is a word of three hexadecimal digits and a space.
 
-All routers get their prompts as text, as the Rust ones take no token ids. Four characters a token
-is what English has. Whoever wants tokens reads numbers of 12 bits; Dynamo, which tokenises by
-itself, gets a tokenizer of whole words in Hugging Face's form (`write_tokenizer`).
+All routers get their prompts as text, since the Rust ones take no token ids. English has about four
+characters for each token. A router that needs tokens reads numbers of 12 bits; Dynamo, which has
+its own tokenising, gets a tokenizer of whole words in Hugging Face's form (`write_tokenizer`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VALUES[_DIGITS] = np.arange(16)
 
 
 def text_of(tokens: NDArray[np.integer]) -> bytes:
-    """The text of token ids below 4096, [tokens]: four ASCII characters each, no quotes."""
+    """Return the text of token ids below 4096, [tokens]: four ASCII characters each, no quotes."""
     words = np.full((len(tokens), TOKEN_CHARS), ord(" "), np.uint8)
     for place, shift in enumerate((8, 4, 0)):
         words[:, place] = _DIGITS[(tokens >> shift) & 15]
@@ -34,7 +34,7 @@ def text_of(tokens: NDArray[np.integer]) -> bytes:
 
 
 def tokens_of(text: str) -> NDArray[np.uint32]:
-    """The tokens of a text that `text_of` made, [tokens] u32; of any other, some."""
+    """Return the tokens of a text that `text_of` made, [tokens] u32; of any other, some."""
     data = np.frombuffer(text.encode()[: len(text) // TOKEN_CHARS * TOKEN_CHARS], np.uint8)
     digits = _VALUES[data.reshape(-1, TOKEN_CHARS)]
     return (digits[:, 0] << 8 | digits[:, 1] << 4 | digits[:, 2]).astype(np.uint32)

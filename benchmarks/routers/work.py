@@ -19,7 +19,7 @@ from headrace.simulate.trace import BLOCK_TOKENS, Trace, parse_trace, read_trace
 from headrace_kvstore.prompt_hash import hash_prompt, root_hash
 
 ROOT = root_hash("vllm-none-hash")
-"""Of the engines' block hashes."""
+"""Root of the engines' block hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Work:
         return len(self.at_s)
 
     def texts(self) -> list[list[bytes]]:
-        """The prompts, each in parts that requests share."""
+        """Return the prompts, each in parts that requests share."""
         known: dict[bytes, bytes] = {}
         texts = []
         for prompt in self.prompts:
@@ -51,20 +51,22 @@ class Work:
         return texts
 
     def at_rate(self, factor: float) -> Work:
-        """The same requests, so many times as often."""
+        """Return the same requests, so many times as often."""
         return replace(self, at_s=[at_s / factor for at_s in self.at_s])
 
 
 def cut(trace: Trace, requests: int, warm: int, seed: int = 0, keep: float = 1.0) -> Work:
-    """The trace's first requests, of which the first `warm` only fill caches, at its own speed.
-    Those of one tick of the trace's clock come at random times within it.
+    """Return the trace's first requests, of which the first `warm` only fill caches, at its speed.
+
+    Requests of one tick of the trace's clock arrive at random times within it.
 
     Args:
-        keep: share of the conversations that are taken, each with all of its requests. Requests
-            belong to one if their second block is the same (the first is nearly everybody's).
+        keep: share of the conversations that are used, each with all of its requests. Requests
+            belong to one conversation if their second block is the same (nearly all requests have
+            the same first block).
 
     Raises:
-        ValueError: the trace has not so many.
+        ValueError: the trace has fewer requests.
     """
     count, rng = requests + warm, np.random.default_rng(seed)
     at = trace.arrival_s + rng.uniform(0.0, trace.tick_s, len(trace))
@@ -87,7 +89,7 @@ def cut(trace: Trace, requests: int, warm: int, seed: int = 0, keep: float = 1.0
 
 
 def _taken(trace: Trace, rng: np.random.Generator) -> NDArray[np.float64]:
-    """A random number from 0 to 1 for each request, the same within a conversation."""
+    """Return a random number from 0 to 1 for each request, the same within a conversation."""
     drawn, alone = rng.random(trace.distinct), rng.random(len(trace))
     long = np.diff(trace.starts) > 1
     second = trace.keys[np.where(long, trace.starts[:-1] + 1, 0)]
@@ -99,7 +101,7 @@ def _block(rng: np.random.Generator, tokens: int) -> NDArray[np.uint32]:
 
 
 def trace_of(path: Path | None) -> Trace:
-    """The trace of a file; without one, conversations that are made up in its likeness."""
+    """Return the trace of a file; without one, conversations that are made up in its likeness."""
     return made_up() if path is None else read_trace(path)
 
 
@@ -180,7 +182,7 @@ def _requests(work: Work, machine: Machine, ended: list[int]) -> list[Request]:
 
 
 def reachable(work: Work, block_tokens: int) -> float:
-    """Share of the measured prompts' tokens that an endless cache would have had."""
+    """Return the share of the measured prompts' tokens that an endless cache would have had."""
     seen: set[bytes] = set()
     cached = total = 0
     for number, (prompt, keys) in enumerate(_keyed(work, block_tokens)):

@@ -1,12 +1,12 @@
-"""What a routing decision costs, on one core.
+"""Cost of a routing decision, on one core.
 
     python -m benchmarks.routing [--parts known plans] [--json FILE]
 
 Parts, each described in its module:
-    known: learning from events who holds which blocks, keeping it and asking it
+    known: the index of which engine holds which blocks: learning from events, memory, look-ups
     plans: placing a prompt
 
-Where Dynamo is installed (``DYNAMO_TARGET=DIR`` or on the path), the same questions are put to it.
+If Dynamo is installed (``DYNAMO_TARGET=DIR`` or on the path), it gets the same calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGETS = {
 
 
 def flat(report: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Figures by their dotted names."""
+    """Return the figures by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in report.items():
         if isinstance(value, dict):
@@ -48,7 +48,7 @@ def flat(report: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """A line for each figure, with what is asked of it."""
+    """Return a line for each figure, with what is asked of it."""
     lines = []
     for name, value in flat(report).items():
         asked = ""

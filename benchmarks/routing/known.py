@@ -1,11 +1,11 @@
-"""What the router knows: what it costs to learn it from events, to keep it and to ask it.
+"""Costs of the router's index: learning from events, memory, and look-ups.
 
 - ``events.per_s``: blocks a second from encoded batches to the index, half stored, half removed.
   Batches are as vLLM 0.29 sends them: a run of 16 to 64 blocks of 16 tokens is one event with its
   token ids, a removed block is an event of its own. ``_of_numbers``: hashes sent as 64-bit numbers,
   vLLM's default; else 32 bytes each.
 - ``index.bytes_per_entry``: a million blocks with one holder each, by the index's own count;
-  ``resident_bytes_per_entry``: by what the process has grown. Sharing makes it less:
+  ``resident_bytes_per_entry``: by the growth of the process. Sharing reduces it:
   ``staggered`` are 100 holders of prefixes of one prompt; ``scattered``, the worst, are blocks with
   three holders of 1,000 each, drawn at random.
 - ``match_vs_dynamo``: the longest prefix of each of 100 workers, which hold prefixes of different
@@ -14,8 +14,8 @@
 - ``match.N``: the same for N holders, in an index that also has a million other blocks.
 - ``hash``: 100,000 tokens to vLLM's ``sha256_cbor`` hashes at 16 tokens a block, beside vLLM's own
   loop, a chain of BLAKE3 (``vs_blake3``) and Dynamo's hash, which is not vLLM's.
-- ``hub_ms``: a block with 100,000 blocks behind it, held by 100 engines, is taken from one of them
-  that has none of those; all of them are looked at.
+- ``hub_ms``: a block that 100,000 blocks follow, held by 100 engines, is removed from an engine
+  that has none of those blocks; the index looks at all of them.
 
 Times are CPU seconds of the thread, so other programs on the machine count less; beside Dynamo,
 whose tree may answer in a thread of its own, they are by the clock for both.
@@ -169,7 +169,7 @@ def _fill(index: BlockIndex, holders: list[int], rng: np.random.Generator, block
 
 
 def _stagger(index: BlockIndex, holders: list[int], rng: np.random.Generator) -> Keys:
-    """A prompt of which each holder has another part, in random order."""
+    """Return a prompt of which each holder has another part, in random order."""
     keys = rng.integers(1, 1 << 63, BLOCKS, np.uint64)
     for i, holder in enumerate(rng.permutation(holders)):
         index.stored(int(holder), None, keys[: BLOCKS * (i + 1) // len(holders)])

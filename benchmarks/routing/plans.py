@@ -1,4 +1,4 @@
-"""What a placement costs, for prompts of 100,000 tokens with their blocks' keys given.
+"""Cost of a placement, for prompts of 100,000 tokens with their blocks' keys given.
 
 - ``plan.p50_us``, ``plan.p99_us``: looking a prompt up in the index and placing it, over 500
   prefill and 500 decode engines on 125 nodes. Queues, batches and step times differ. Of each
@@ -9,7 +9,7 @@
   engines only). Both are given hashes and all cores, and are asked in turn.
   ``plan.dynamo_tokens_us`` is theirs from tokens.
 
-Dynamo is left out where it is not installed; a line then says how to have it.
+Dynamo is left out if it is not installed; a line then says how to install it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def prompts(number: int, seed: int = 0) -> list[Keys]:
 
 
 def seconds(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Of each call, `rounds` times in turn, after two that do not count."""
+    """Return the seconds of each call, `rounds` times in turn, after two that do not count."""
     times = []
     for at in range(-2, rounds):
         for call in calls:

@@ -151,7 +151,7 @@ def _listed(kind: type, allowed: Sequence[str] | None, text: str) -> list[Any]:
 
 
 def _room_for(arms: Sequence[str], decodes: int) -> bool:
-    """Whether memory holds all arms at once, with a tenth of it left."""
+    """Return whether memory holds all arms at once, with a tenth of it left."""
     apart = sum(PREFILLS[a] for a in arms)
     needed = ENGINE_GB * (len(arms) + apart * decodes) + NODE_GB * apart
     memory = psutil.virtual_memory()
@@ -168,7 +168,7 @@ def _write(document: dict[str, Any], args: argparse.Namespace) -> None:
     if args.json:
         args.json.write_text(json.dumps(_no_nan(document), indent=1) + "\n")
     if not document["cells"]:
-        return  # what an earlier run left is worth more than an empty table
+        return  # keep an earlier run's table instead of writing an empty one
     for page in args.markdown:
         try:
             contents = {"serving": table, "measured": report.brief(document)}

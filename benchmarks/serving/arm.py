@@ -110,7 +110,7 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
 
 
 def _application(kind: str, config: HeadraceConfig) -> Any:
-    """The Serve application that the arm measures."""
+    """Return the Serve application that the arm measures."""
     args = to_app_args(config)
     if kind == "headrace":
         from headrace.app import build_app
@@ -134,7 +134,7 @@ def _application(kind: str, config: HeadraceConfig) -> Any:
 
 
 def _follow_parent(parent: int, stop: threading.Event) -> None:
-    """Stop when the benchmark is gone, even if it was killed."""
+    """Stop when the benchmark's process ends, even if it was killed."""
     while os.getppid() == parent:
         time.sleep(1.0)
     stop.set()

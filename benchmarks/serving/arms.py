@@ -41,7 +41,7 @@ class ArmError(RuntimeError):
 def settings(
     model: str, port: int, token_path: str = "relay", policy: str = "cost", decodes: int = 1
 ) -> HeadraceConfig:
-    """The configuration that all arms take their engine settings from.
+    """Return the configuration that all arms take their engine settings from.
 
     Args:
         model: a model folder or a hub id.
@@ -68,7 +68,7 @@ class Arm:
     """One arm.
 
     Args:
-        name: what it is called in tables.
+        name: its name in tables.
         kind: `vllm`, `ray_pd`, `headrace` or `paced` (`benchmarks.serving.paced`).
         model: a model folder or a hub id.
         token_path: of Headrace.
@@ -182,7 +182,7 @@ class Arm:
         return self._belongings.processes()
 
     def rss_bytes(self) -> int:
-        """Resident memory of all its processes; pages shared between them count in each."""
+        """Return the resident memory of all its processes; shared pages count in each of them."""
         total = 0
         for process in self.processes().values():
             with contextlib.suppress(psutil.Error):
@@ -209,7 +209,7 @@ class Arm:
 
 
 class CpuClock:
-    """CPU seconds of the arms, of this process and of everybody else between two looks."""
+    """CPU seconds of the arms, of this process and of all other processes between two looks."""
 
     def __init__(self, arms: Iterable[Arm]) -> None:
         self._groups = {arm.name: arm.processes() for arm in arms}
@@ -219,7 +219,7 @@ class CpuClock:
         self._busy = _machine_busy_s()
 
     def cores(self) -> dict[str, float]:
-        """Cores that each arm, `client` and `outside` kept busy since this clock was made.
+        """Return the cores that each arm, `client` and `outside` used since this clock was made.
 
         Processes that were started since count as `outside`; an arm's set is looked up only once,
         before the measurement.

@@ -1,4 +1,4 @@
-"""What a run's numbers depend on besides the code: machine, versions, settings, date."""
+"""Conditions of a run besides the code: machine, versions, settings, date."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSIONS = {
 
 
 def machine() -> dict[str, Any]:
-    """JSON-able facts that do not depend on a model."""
+    """Return JSON-able facts that do not depend on a model."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu_model(),

@@ -25,7 +25,8 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """Of a chat `delta`, of a completion `text`, which may be empty: half a character."""
+    """A choice of a chunk: a chat has `delta`, a completion `text`. `text` may be empty if a token
+    is half a character."""
 
     delta: _Delta = msgspec.field(default_factory=_Delta)
     text: str | None = None
@@ -66,7 +67,7 @@ class Sample:
 
 @dataclass
 class Load:
-    """What one repeat of a cell saw. `client_cpu_s`: CPU seconds of this process meanwhile."""
+    """Measurements of one repeat of a cell. `client_cpu_s`: CPU seconds of this process in it."""
 
     samples: list[Sample]
     wall_s: float
@@ -132,7 +133,7 @@ async def ask(
 async def complete(
     session: aiohttp.ClientSession, model: str, token_ids: Sequence[int], output_tokens: int
 ) -> Sample:
-    """As `ask`, a completion of a prompt of token ids."""
+    """Measure a completion of a prompt of token ids, like `ask`."""
     body = {"model": model, "prompt": token_ids}
     return await _stream(session, "/v1/completions", body, output_tokens)
 

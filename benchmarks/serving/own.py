@@ -1,12 +1,12 @@
-"""What our own code adds to each request: the gateway before it forwards, and making the plan.
+"""Time that our own code adds to each request: the gateway before it forwards, and planning.
 
     python -m benchmarks.serving.own [--quick] --json FILE
 
-Headrace on the laptop preset under the `short` workload, at 1 client and at 8; read from its own
-metrics, `headrace_gateway_own_seconds` and `headrace_plan_own_seconds`, as wall-clock time in the
-processes that serve, so at 8 clients it holds waits for a busy core too. The sum of the two medians
-is the figure `own.added_ms_p50`. Engine, network and Ray are not in it, nor is relaying each chunk,
-which `python -m benchmarks.gateway` measures.
+Headrace runs with the laptop preset under the `short` workload, at 1 client and at 8. The times are
+read from its own metrics, `headrace_gateway_own_seconds` and `headrace_plan_own_seconds`. They are
+wall-clock times in the serving processes, so at 8 clients they include waits for a busy core. The
+sum of the two medians is the figure `own.added_ms_p50`. It does not include engine, network and
+Ray, nor the relaying of each chunk, which `python -m benchmarks.gateway` measures.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def read(arm: Arm) -> dict[str, Histogram]:
 
 
 def settled(arm: Arm, before: dict[str, Histogram], requests: int) -> dict[str, Histogram]:
-    """What was observed since `before`, once it counts `requests` requests.
+    """Return the observations since `before`, once they count `requests` requests.
 
     Raises:
-        TimeoutError: it never did.
+        TimeoutError: they did not within `EXPORT_TIMEOUT_S`.
     """
     deadline = time.monotonic() + EXPORT_TIMEOUT_S
     while True:
@@ -58,7 +58,7 @@ def settled(arm: Arm, before: dict[str, Histogram], requests: int) -> dict[str, 
 
 
 def measure(arm: Arm, clients: int, requests: int) -> tuple[dict[str, float], list[str]]:
-    """Milliseconds by part at so many clients, and the errors."""
+    """Return the milliseconds by part at so many clients, and the errors."""
     cell = workloads.Cell(workloads.WORKLOADS["short"], clients, requests, clients)
     warm = workloads.conversations(cell, clients, seed=0, scope="own/warm-up")
     uvloop.run(load.run(arm.url, MODEL_ID, warm, clients, output_tokens=4))
@@ -101,7 +101,7 @@ def main() -> int:
             say(f"{clients} clients: {parts['added_ms_p50']:.3f} ms added at p50")
     finally:
         arm.stop()
-    # What the machine's load does to us is not our own code's doing: the figure is of one client.
+    # The figure is that of one client, since the machine's load is not a cost of our own code.
     figures["own.added_ms_p50"] = figures["own.c1.added_ms_p50"]
     figures = {name: round(value, 4) for name, value in figures.items()}
     about = environment(model)

@@ -1,9 +1,9 @@
-"""A replica that streams tokens at a GPU's pace without computing, behind the real token paths.
+"""A replica that streams tokens at a GPU's pace without computing, for the real token paths.
 
-With a real engine on a CPU a step takes 50 to 200 ms, so that a token path's milliseconds drown.
-Here the first token comes at once and the others `GAP_S` apart: what remains is the path. The relay
-is Headrace's own gateway; direct streaming is Ray's own HAProxy and request router. There is no
-classic path here: it needs a whole LLM server, as it calls its methods.
+With a real engine on a CPU a step takes 50 to 200 ms, so a token path's milliseconds are lost in
+the noise. Here the first token comes at once and the others follow `GAP_S` apart, so only the
+path's time remains. The relay is Headrace's own gateway; direct streaming is Ray's own HAProxy and
+request router. There is no classic path here: it calls methods of a whole LLM server.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PacedReplica:
         return answer
 
     async def headrace_replica(self) -> dict[str, Any]:
-        """What the gateway asks of a decode replica."""
+        """Return the facts that the gateway requests from a decode replica."""
         return {
             "replica_id": serve.get_replica_context().replica_id.unique_id,
             "url": f"http://127.0.0.1:{self._listener.port}" if self._listener else None,
@@ -77,7 +77,7 @@ class PacedReplica:
 
 
 def build_paced_app(config: HeadraceConfig) -> Application:
-    """The app of one token path, `relay` or `direct`, in front of a `PacedReplica`."""
+    """Return the app of one token path, `relay` or `direct`, in front of a `PacedReplica`."""
     relayed = config.token_path == "relay"
     options = {"name": "decode", "max_ongoing_requests": 10_000}
     if relayed:

@@ -41,7 +41,7 @@ TINY = replace(WORKLOADS["short"], name="tiny", user_words=4)
 
 @dataclass(frozen=True)
 class Shape:
-    """What one repeat asks of each path."""
+    """Load of one repeat on each path."""
 
     clients: int
     requests: int
@@ -76,7 +76,7 @@ def figures(repeats: Sequence[Repeat]) -> dict[str, float]:
 
 
 def table(repeats: Sequence[Repeat], env: Mapping[str, Any]) -> str:
-    """The medians by part, clients and path, and the figures."""
+    """Return the medians by part, clients and path, and the figures."""
     lines = [f"{env['date']}, {env['cpu']}, {env['cores']} cores.", ""]
     lines += ["| part | clients | path | TTFT p50 ms | tokens/s |", "|---|---:|---|---:|---:|"]
     for row in report.cells(repeats):

@@ -29,12 +29,13 @@ class Histogram:
         return self.total / self.count if self.count else math.nan
 
     def since(self, before: Histogram) -> Histogram:
-        """What was observed after `before` was read."""
+        """Return the observations after `before` was read."""
         counts = {b: n - before.counts.get(b, 0) for b, n in self.counts.items()}
         return Histogram(counts, self.total - before.total)
 
     def quantile(self, q: float) -> float:
-        """By linear interpolation within a bucket, as Prometheus does; NaN of nothing.
+        """Return a quantile by linear interpolation within a bucket, as Prometheus does; NaN if
+        there are no observations.
 
         A quantile in the last bucket is the greatest finite bound: it is at least that.
         """
@@ -51,7 +52,7 @@ class Histogram:
 
 
 def histogram(text: str, name: str) -> Histogram:
-    """The histogram `name`, summed over all its label sets; empty if it is not there."""
+    """Return the histogram `name`, summed over all its label sets; empty if it is not there."""
     counts: dict[float, float] = {}
     total = 0.0
     for line in text.splitlines():

@@ -1,8 +1,8 @@
-"""From samples to figures, table and plot. Pure, but for the two functions that write a file.
+"""Figures, table and plot from samples. Pure, except for the two functions that write a file.
 
-A repeat of a cell is summed up by `summarise`; a cell by the median of its repeats, with the least
-and the greatest beside it. A figure compares Headrace with a peer repeat by repeat, as those ran
-one after the other, and is the median of these ratios: a machine that grows slower moves it less.
+`summarise` sums up a repeat of a cell. A cell has the median of its repeats, with the minimum and
+the maximum. A figure compares Headrace with a peer repeat by repeat, since repeats ran one after
+the other, and is the median of these ratios: a machine that gets slower changes it less.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Repeat:
 
     @property
     def cell(self) -> str:
-        """As in the figures' names."""
+        """Name of the cell in the figures' names."""
         return f"{self.workload}.c{self.concurrency}"
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The `q` quantile by linear interpolation; NaN of nothing."""
+    """Return the `q` quantile by linear interpolation; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -146,7 +146,7 @@ def figures(repeats: Sequence[Repeat]) -> dict[str, float]:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The table of a run, with the machine and the date."""
+    """Return the table of a run, with the machine and the date."""
     env = document["environment"]
     rows: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
     for row in document["cells"]:
@@ -187,7 +187,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def brief(document: Mapping[str, Any]) -> str:
-    """The medians alone, for the README."""
+    """Return the medians alone, for the README."""
     env = document["environment"]
     rows = {(r["workload"], r["concurrency"], r["arm"]): r for r in document["cells"]}
     arms = [a for a in TITLES if any(arm == a for _, _, arm in rows)]
@@ -204,7 +204,7 @@ def brief(document: Mapping[str, Any]) -> str:
 
 
 def describe(env: Mapping[str, Any]) -> str:
-    """The line above a table: date, machine, versions, settings, order."""
+    """Return the line above a table: date, machine, versions, settings, order."""
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items() if v)
     each = ", ".join(f"{k}={v}" for k, v in env["engine"].items())
     decodes = env.get("decodes", 1)

@@ -101,7 +101,7 @@ class Run:
         return arms * workloads.predicted_s(cell, cell.requests + cell.warmup)
 
     def _look_at_idle(self, arms: Sequence[Arm]) -> None:
-        """What each arm costs when nobody asks it anything; leaves all of them paused."""
+        """Measure the CPU time of each arm without requests; leave all of them paused."""
         for arm in arms:
             arm.pause()
         for arm in arms:
@@ -188,7 +188,7 @@ def start_all(arms: Sequence[Arm], stack: ExitStack) -> None:
 
 
 def _explain(arm: Arm, sample: load.Sample) -> dict[str, Any]:
-    """The plan of a request beside what became of it; empty where there is none."""
+    """Return the plan of a request beside what became of it; empty where there is none."""
     if arm.kind != "headrace" or sample.request_id is None:
         return {}
     plan = arm.get(f"/headrace/v1/plans/chatcmpl-{sample.request_id}")

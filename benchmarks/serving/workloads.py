@@ -1,7 +1,7 @@
-"""What is asked: the three workloads, their prompts, and how much of each a run holds.
+"""The three workloads, their prompts, and how much of each a run has.
 
-Every prompt is drawn anew for each arm, repeat and request, so that an engine's prefix cache helps
-only where the workload itself shares text: the system prompt and the history of a conversation.
+A new prompt is drawn for each arm, repeat and request, so that an engine's prefix cache helps only
+where the workload itself shares text: the system prompt and the history of a conversation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ snow wind sand grass leaf root seed fruit bread milk salt sugar coffee table cha
 class Workload:
     """One kind of request.
 
-    `new_tokens` is about what a turn has to prefill when all earlier text of its conversation is
-    cached; it only weighs cells against each other when time is dealt out.
+    `new_tokens` is the approximate number of tokens that a turn must prefill if all earlier text of
+    its conversation is cached. It is only used to divide the run's time among cells.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What one client says, turn by turn; `system` is None for the model's own default."""
+    """One client's messages, turn by turn; `system` is None for the model's own default."""
 
     system: str | None
     users: tuple[str, ...]
@@ -67,12 +67,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As in the figures' names: `short.c8`."""
+        """Name of the cell in the figures' names, such as `short.c8`."""
         return f"{self.workload.name}.c{self.concurrency}"
 
     @property
     def requests(self) -> int:
-        """Requests per repeat and arm."""
+        """Number of requests per repeat and arm."""
         return self.conversations * self.workload.turns
 
 
@@ -94,7 +94,7 @@ _FULL = {"short": (10, 4), "long": (2, 1), "shared": (2, 1)}
 
 
 def cells(names: Sequence[str], concurrencies: Sequence[int], *, quick: bool) -> list[Cell]:
-    """The cells of a run, in order.
+    """Return the cells of a run, in order.
 
     Raises:
         KeyError: there is no workload of that name.
@@ -138,14 +138,14 @@ def conversations(
 
 
 def text(rng: random.Random, words: int) -> str:
-    """That many random words; two texts agree on their first ten once in 10^23."""
+    """Return `words` random words; two texts agree on their first ten once in 10^23."""
     return " ".join(rng.choices(WORDS, k=words))
 
 
 def predicted_s(
     cell: Cell, requests: int, *, step_s: float = 0.05, token_s: float = 0.0021
 ) -> float:
-    """Rough seconds for `requests` requests of a cell on one engine.
+    """Return the rough seconds for `requests` requests of a cell on one engine.
 
     An engine step is taken to cost `step_s` and `token_s` for each token in it (measured with
     SmolLM2-135M in float32 on one thread). Only for sharing time out.
@@ -159,28 +159,28 @@ def predicted_s(
 
 
 def allowance_s(once_s: Sequence[float], left_s: float) -> float:
-    """Seconds that the first of the remaining cells may use.
+    """Return the seconds that the first of the remaining cells may use.
 
-    Each cell is sure of one repeat; what is left beyond that is dealt out evenly, so that the cells
-    that cost little, which are also those whose times scatter most, are repeated most.
+    Each cell gets at least one repeat. The remaining time is divided evenly, so cheap cells, whose
+    times also vary most, have the most repeats.
 
     Args:
         once_s: predicted seconds of one repeat, for each remaining cell.
-        left_s: of the whole run.
+        left_s: remaining seconds of the whole run.
     """
     spare_s = left_s - sum(once_s)
     return once_s[0] + max(0.0, spare_s) / len(once_s)
 
 
 def one_more(done: int, longest_s: float, spent_s: float, share_s: float, most: int) -> bool:
-    """Whether a cell gets another repeat: always a first, then while one more fits its share.
+    """Return whether a cell gets another repeat: always a first, then while one more fits.
 
     Args:
-        done: repeats so far.
-        longest_s: the longest of them took this long, all arms together.
-        spent_s: what the cell has used of its share, its warm-up included.
-        share_s: its share.
-        most: repeats at most.
+        done: number of repeats so far.
+        longest_s: seconds of the longest of them, all arms together.
+        spent_s: seconds of its share that the cell has used, its warm-up included.
+        share_s: its share in seconds.
+        most: maximum number of repeats.
     """
     if done == 0:
         return True
@@ -188,6 +188,6 @@ def one_more(done: int, longest_s: float, spent_s: float, share_s: float, most: 
 
 
 def rotated(arms: Sequence[str], by: int) -> list[str]:
-    """The arms in order, beginning `by` places on: each repeat begins with another arm."""
+    """Return the arms rotated by `by` places, so that each repeat begins with another arm."""
     by %= len(arms)
     return [*arms[by:], *arms[:by]]

@@ -95,7 +95,7 @@ async def play(url: str, requests: work.Requests) -> list[Sample]:
 
 
 def simulated(requests: work.Requests, status: Any) -> Run:
-    """The same requests on the engines that the status describes."""
+    """Return the same requests on the engines that the status describes."""
     hardware = calibrated(Hardware(), status)
     settings = Settings(warm_share=0.0)
     load = requests.workload(hardware.block_tokens)
@@ -105,7 +105,7 @@ def simulated(requests: work.Requests, status: Any) -> Run:
 def compared(
     requests: work.Requests, seen: list[Sample], plans: list[Any], run: Run
 ) -> dict[str, Any]:
-    """What was measured beside what was simulated, request by request and in the mean."""
+    """Compare measurements with the simulation, request by request and in the mean."""
     req = run.state.req
     rows = [
         {

@@ -1,4 +1,4 @@
-"""The rules that are compared, and what each is given."""
+"""The rules that are compared, and the budget and inputs of each."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def of_coordinates(
 
 
 def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
-    """What is measured of a text."""
+    """Yield the arms that are measured on a text."""
     ours, own, oracle = kept(bases.ours), kept(None), baseline(ORACLE)
     mean = baseline(BASELINES["mean"])
     basis = first(bases.ours[0], COORDINATES)

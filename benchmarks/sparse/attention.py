@@ -1,4 +1,4 @@
-"""Which units the last rows of a text attend to, by scores and budgets."""
+"""The units that the last rows of a text attend to, by scores and budgets."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SINKS, RECENT = 1, 2
 
 
 class Layer(shared.Layer):
-    """With what rules need that are not ours."""
+    """A layer with the additional functions that other projects' rules need."""
 
     def visible(self) -> Tensor:
-        """Which units lie before each row's own: bool [r, n]."""
+        """Return which units precede each row's own: bool [r, n]."""
         return torch.arange(self.keys.shape[1]) < self.counts[:, None] - 1
 
     def combined(self, logits: Tensor, softmax: bool = True) -> Tensor:
-        """One score for each KV head: [H, r * G, n] -> [H, r, n], summed over the group."""
+        """Return one score for each KV head: [H, r * G, n] -> [H, r, n], summed over the group."""
         each = logits.unflatten(1, self.queries.shape[1:3])
         if softmax:
             each = each.masked_fill(~self.visible()[:, None], -torch.inf).softmax(-1)
         return each.sum(2)
 
     def attention(self) -> Tensor:
-        """fp32 [H, r, G, n * T], exact."""
+        """Return the exact attention weights, fp32 [H, r, G, n * T]."""
         flat = self.keys.flatten(1, 2)
         logits = torch.einsum("hrgd,htd->hrgt", self.queries, flat)
         unseen = torch.arange(flat.shape[1]) > self.rows[:, None]

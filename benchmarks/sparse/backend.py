@@ -28,13 +28,13 @@ from headrace_decode.sparse.engine.offload.rows import Offloading
 from headrace_decode.sparse.engine.rows import BatchRow, SparseRows
 
 SCHEDULER_TOKENS = 128
-"""Of the scheduler's block, which is handed out as a whole."""
+"""Tokens of the scheduler's block, which is allocated as a whole."""
 LAYER: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, isa="")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model's attention."""
+    """Shape of a model's attention."""
 
     heads: int = 9
     kv_heads: int = 3
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        """Of the logits."""
+        """Scale of the logits."""
         return float(self.head_dim**-0.5)
 
 
@@ -122,7 +122,7 @@ class Rig:
             self._bind(basis)
 
     def _bind(self, basis: Basis | None) -> None:
-        """As the worker does."""
+        """Bind the layer to its summaries, as the worker does."""
         assert isinstance(self.impl, SparseImpl)
         keys = LayerKeys(self.cache)
         self.book = Book([keys], None if basis is None else [basis])
@@ -168,7 +168,7 @@ class Rig:
         )
 
     def metadata(self, batch: Sequence[Request], common: Any) -> CPUAttentionMetadata:
-        """What the builder makes of a step, as within one of the engine."""
+        """Return the builder's metadata of a step, as in an engine's step."""
         if not self._sparse:
             return self.builder.build(0, common)
         BOUND.bind(

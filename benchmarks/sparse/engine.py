@@ -1,4 +1,4 @@
-"""What sparse attention costs and saves inside vLLM's CPU backend.
+"""Cost and savings of sparse attention inside vLLM's CPU backend.
 
     python -m benchmarks.sparse.engine --json FILE
 
@@ -41,7 +41,7 @@ TURNS = 60
 
 
 def times_us(calls: list[Callable[[], object]], turns: int = TURNS) -> list[float]:
-    """The least of many times of calls that take turns: others use this machine, too."""
+    """Return the least of many times of calls that take turns: others use this machine, too."""
     found: list[list[float]] = [[] for _ in calls]
     for turn in range(turns + 3):
         for call, into in zip(calls, found, strict=True):
@@ -75,14 +75,14 @@ class Pair:
         return self.vllms.metadata([self.request], self.vllms.common([self.request], self.tables))
 
     def attention_us(self) -> list[float]:
-        """Ours, vLLM's."""
+        """Return the microseconds of the layer's attention: ours, vLLM's."""
         query, sparse, dense = self.request.queries, self.metadata(), self.dense_metadata()
         return times_us(
             [lambda: self.ours.forward(query, sparse), lambda: self.vllms.forward(query, dense)]
         )
 
     def exact_us(self) -> list[float]:
-        """An exact row: ours, vLLM's."""
+        """Return the microseconds of an exact row: ours, vLLM's."""
         request = self.request
         exact = Request(request.keys, request.values, request.queries)
         ours = self.ours.metadata([exact], self.ours.common([exact], self.our_tables))

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """The ratios, and what each arm reached."""
+    """Return the ratios, and what each arm reached."""
     names = list(dict.fromkeys(row["arm"] for row in rows))
     by = {name: {row["text"]: row for row in rows if row["arm"] == name} for name in names}
     found: dict[str, Any] = {"texts": len({row["text"] for row in rows})}
@@ -68,7 +68,7 @@ def _mean(rows: Any, name: str) -> float:
 
 
 def _tasks(rows: Any) -> float:
-    """Of the answers that the exact model gets right, the share that stays right."""
+    """Return the share of answers that stay right, among those that the exact model gets right."""
     rows = list(rows)
     answers = sum(row["answers"] for row in rows)
     return sum(row["answered"] for row in rows) / answers if answers else float("nan")

@@ -42,7 +42,7 @@ def answered(
 
 
 def measured() -> dict[str, float]:
-    """The figures."""
+    """Return the figures."""
     engine = Engine(SparseSettings())
     [prompt] = engine.prompts(PROMPT)
     exact, _ = answered(engine, prompt, None)

@@ -1,19 +1,19 @@
-"""What a coarse level over blocks of 128 tokens could gain and would lose, before it is built.
+"""Estimate of the gain and loss of a coarse level over blocks of 128 tokens, before it is built.
 
     python -m benchmarks.sparse.levels --json FILE [--texts N]
 
-Two levels would score blocks by a cheap rule first, and then, by their summaries, the units of the
-best blocks alone: of as many blocks as hold three times the units that are chosen.
+With two levels, a cheap rule would score blocks first. Then, by their summaries, only the units of
+the best blocks would be scored: of as many blocks as hold three times the units that are chosen.
 
-    levels.scores_share.K.U  of the time of a layer's sparse attention in the engine's backend, the
-                             part that scores all units
-    levels.ceiling.K.U       that time over what is left if three tenths of the units are scored and
-                             the coarse level costs nothing
+    levels.scores_share.K.U  share of the time of a layer's sparse attention in the engine's backend
+                             that scores all units
+    levels.ceiling.K.U       that time over the rest if three tenths of the units are scored and the
+                             coarse level costs nothing
     levels.mass.RULE         share of the exact model's attention that falls on chosen units of 16,
                              mean of the texts for tuning, heads and layers; `one level` beside
 
-K is of KV, U a unit with a basis. Calls are timed in turns, one thread. Rules have exact numbers,
-where a level that is built would round.
+K is the length of KV, U a unit with a basis. Calls are timed in turns, on one thread. Rules use
+exact numbers; a real coarse level would round them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ Coarse = Callable[[Layer], Tensor]
 
 
 def _blocks(layer: Layer) -> Tensor:
-    """Keys of blocks, the last one without its lacking units: [H, blocks, units, T, D]."""
+    """Return the keys of blocks, padded in the last one: [H, blocks, units, T, D]."""
     per = BLOCK_TOKENS // layer.unit_tokens
     lacking = -layer.keys.shape[1] % per
     last = layer.keys[:, -1:].expand(-1, lacking, -1, -1)
@@ -102,7 +102,7 @@ def of_unit_means(layer: Layer) -> Tensor:
 
 
 def of_attention(layer: Layer) -> Tensor:
-    """The best that any coarse level could do."""
+    """Return the best that any coarse level could do."""
     return torch.einsum("hqd,hbutd->hqbut", _asked(layer), _blocks(layer)).logsumexp((-2, -1))
 
 
@@ -131,7 +131,7 @@ def two_levels(fine: Tensor, layer: Layer, coarse: Coarse, candidates: int) -> T
 
 
 def masses(number: int, bases: Path) -> dict[str, float]:
-    """Of one text for tuning."""
+    """Return the figures of one text for tuning."""
     from headrace.model import resolve
 
     lm, encode = model(str(resolve(None)))

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 LEARNED_TOKENS = 4096
 LEARNED_KINDS = "source", "prose", "dialogue"
-"""Of texts for tuning, one each, that bases are learned from."""
+"""Kinds of texts for tuning; bases are learned from one text of each."""
 
 
 def measured(folder: str, number: int, held_out: bool, ablated: bool, bases: str) -> list[Row]:
@@ -75,7 +75,7 @@ def learned(lm: LM, encode: Callable[[str], list[int]], file: Path) -> Bases:
 
 
 def measured_text(lm: LM, one: Text, chosen: list[Arm]) -> list[Row]:
-    """A row of each arm.
+    """Return a row of each arm.
 
     The prefix is computed once, exactly. Then each arm computes the tail's positions as decoding
     would, one after the other's KV, with sparse attention in all layers.
@@ -119,7 +119,7 @@ def measured_text(lm: LM, one: Text, chosen: list[Arm]) -> list[Row]:
 
 
 def _sparse(lm: LM, tokens: Tensor, kv: KV, first: int, arm: Arm) -> tuple[Tensor, list[float]]:
-    """Log-probabilities behind each position of the tail, and the share of units of each layer."""
+    """Return log-probabilities after each position of the tail, and each layer's share of units."""
     shares = []
 
     def attend(layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -128,13 +128,13 @@ def _sparse(lm: LM, tokens: Tensor, kv: KV, first: int, arm: Arm) -> tuple[Tenso
         shares.append(float((chosen.sum(-1) / here.counts).mean()))
         return attended(here, chosen)
 
-    # Only the tail's KV is written, and each arm writes it anew.
+    # Only the tail's KV is written, and each arm writes it again.
     logits = lm.compute(tokens, kv, torch.arange(first, len(tokens)), attend=attend)
     return logits.log_softmax(-1), shares
 
 
 def _recalls(asked: list[Tensor], kv: KV, rows: Tensor, chosen: list[Arm]) -> dict[str, float]:
-    """Share of the exact model's attention that falls on the units that each arm chooses."""
+    """Return the share of the exact model's attention to the units that each arm chooses."""
     found: dict[str, list[float]] = {arm.name: [] for arm in chosen}
     for layer, q in enumerate(asked):
         for size in {arm.unit_tokens for arm in chosen}:
@@ -148,6 +148,6 @@ def _recalls(asked: list[Tensor], kv: KV, rows: Tensor, chosen: list[Arm]) -> di
 
 
 def _right(found: Tensor, one: Text, first: int) -> Tensor:
-    """Which of the text's answers are the likeliest token."""
+    """Return which of the text's answers are the likeliest token."""
     at = torch.tensor(one.answers, dtype=torch.int64)
     return found[at - 1 - first].argmax(-1) == torch.tensor(one.tokens)[at]

@@ -1,4 +1,4 @@
-"""What offload costs a sparse request: time between its answer's tokens, and their error.
+"""Cost of offload for a sparse request: time between its answer's tokens, and their error.
 
     python -m benchmarks.sparse.offload --json FILE
 
@@ -16,11 +16,11 @@ left out. Then four whose KV comes as a whole, and eight whose contexts are four
     blocks_vs_all_in_memory             of the cache that an answer holds
     kl.in_memory, kl.offloaded          KL(exact || sparse) in nats by token of greedy answers, as
                                         far as both have the same tokens
-    kl.offloaded_vs_in_memory           of the two to each other
-    kl.tokens                           that these are means of
+    kl.offloaded_vs_in_memory           ratio of the two
+    kl.tokens                           number of tokens that these are means over
     at_once.contexts_vs_cache           of the eight
     at_once.offloaded                   of them
-    at_once.running                     most of them whose answers grew in one step
+    at_once.running                     maximum number of them whose answers grew in one step
     at_once.tokens_vs_alone             tokens a second of a step of that many, over those of a step
                                         of one with offload
     at_once.no_prompt.running, .tokens_vs_alone  the same of steps that compute no piece of a prompt
@@ -50,7 +50,7 @@ AT_ONCE = 8
 ARRIVED, ARRIVED_ANSWER = 4, 512
 BLOCKS, BATCH_TOKENS = 125, 256
 LEAST_STEPS = 5
-"""That a median is of."""
+"""Minimum number of steps for a median."""
 
 
 class OffloadEngine(Engine):
@@ -75,7 +75,7 @@ class OffloadEngine(Engine):
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def hit_rates(self) -> dict[str, float]:
-        """Of all requests that ended, as far as the worker knows."""
+        """Return the hit rates over all requests that ended, from the worker's counts."""
         seen = self.offloading
         warm = 1 - (seen.missed - seen.cold) / max(seen.asked - seen.cold, 1)
         return {"hit_rate": warm, "hit_rate.with_first_steps": 1 - seen.missed / max(seen.asked, 1)}
@@ -86,13 +86,13 @@ Row = NDArray[np.float64]
 
 @dataclass
 class Answer:
-    """Of one request.
+    """The answer to one request.
 
     Attributes:
-        tokens: of it.
-        seconds: of the steps that were sparse.
-        blocks: of the cache that it held last.
-        logits: [vocabulary] of each token, logarithms of probabilities, if they were asked for.
+        tokens: its tokens.
+        seconds: seconds of the steps that were sparse.
+        blocks: number of blocks of the cache that it held last.
+        logits: log-probabilities of each token, [vocabulary], if they were requested.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Answer:
 def answered(
     engine: OffloadEngine, prompt: list[int], share: float | None, offload: bool, **options: Any
 ) -> Answer:
-    """A request alone."""
+    """Serve one request alone and return its answer."""
     engine.scheduler.offload = offload
     name = engine.add(prompt, options.pop("answer", ANSWER), share, **options)
     answer = Answer()
@@ -119,14 +119,14 @@ def answered(
 
 
 def _row(logprobs: Any) -> Row:
-    """Of a token, in the vocabulary's order."""
+    """Return a token's log-probabilities in the vocabulary's order."""
     found = np.empty(len(logprobs))
     found[np.fromiter(logprobs, np.int64)] = [each.logprob for each in logprobs.values()]
     return found
 
 
 def times(engine: OffloadEngine, prompt: list[int]) -> dict[str, float]:
-    """Figures of requests one at a time."""
+    """Return the figures of requests one at a time."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     blocks = {}
     for _ in range(TURNS):
@@ -144,7 +144,7 @@ def times(engine: OffloadEngine, prompt: list[int]) -> dict[str, float]:
 
 
 def errors(engine: OffloadEngine, prompts: list[list[int]]) -> dict[str, float]:
-    """KL of each way, by the tokens of answers that begin alike."""
+    """Return the KL of each way, by the tokens of answers that begin alike."""
     found: dict[str, list[float]] = {}
     ways = {"exact": (None, False), "in_memory": (SHARE, False), "offloaded": (SHARE, True)}
     pairs = ("exact", "in_memory"), ("exact", "offloaded"), ("in_memory", "offloaded")
@@ -169,7 +169,7 @@ def divergences(exact: Answer, other: Answer) -> list[float]:
 
 
 def at_once(engine: OffloadEngine, prompts: list[list[int]], alone_s: float) -> dict[str, float]:
-    """Figures of requests that come together, which the scheduler serves as it decides."""
+    """Return figures of requests that come together, which the scheduler serves as it decides."""
     engine.scheduler.offload = None
     names = [engine.add(prompt, ANSWER, SHARE) for prompt in prompts]
     lengths, offloaded = dict.fromkeys(names, 0), 0
@@ -204,7 +204,7 @@ def at_once(engine: OffloadEngine, prompts: list[list[int]], alone_s: float) -> 
 
 
 def arrived(engine: OffloadEngine, prompts: list[list[int]]) -> dict[str, float]:
-    """Figures of contexts that come as from a prefill engine."""
+    """Return the figures of contexts that come as from a prefill engine."""
     seconds, running = dict[bool | None, float](), dict[bool | None, int]()
     for offload in (False, None):
         engine.scheduler.offload = offload
@@ -221,7 +221,7 @@ def arrived(engine: OffloadEngine, prompts: list[list[int]]) -> dict[str, float]
 
 
 def measured() -> dict[str, float]:
-    """The figures."""
+    """Return the figures."""
     engine = OffloadEngine()
     prompts = engine.prompts(PROMPT, AT_ONCE)
     figures = times(engine, prompts[0])

@@ -1,21 +1,21 @@
-"""How often a chosen unit has a slot already when a step asks for it, by rule and slots.
+"""Share of chosen units that have a slot already when a step needs them, by rule and slots.
 
     python -m benchmarks.sparse.prefetch --json FILE [--texts N]
 
-SmolLM2-135M in fp32, its own queries and keys over the texts that `benchmarks.sparse` holds out.
-That engines fetch on demand was decided on them. Units of 32 tokens, 10 % of them chosen by own
-directions; each of the last 128 positions is a decode step. Units of the newest 256 tokens count
-for nothing: they are in the engine's memory anyway. FILE.npz keeps the scores.
+SmolLM2-135M in fp32, with its own queries and keys over the texts that `benchmarks.sparse` holds
+out. Engines fetch on demand because of these figures. Units have 32 tokens, and 10 % of them are
+chosen by own directions; each of the last 128 positions is a decode step. Units of the newest 256
+tokens do not count: they are in the engine's memory anyway. FILE.npz keeps the scores.
 
     hit_rate.RULE.SLOTS     of chosen units; SLOTS over the units that a step chooses
     moved.RULE.SLOTS        units fetched in a step, on demand and ahead, over those chosen
-    slack.SLACK.left_out    misses that a unit with a slot stands in for
-    slack.SLACK.lost        of the attention that the choice covers
+    slack.SLACK.left_out    share of misses that a unit with a slot replaces
+    slack.SLACK.lost        lost share of the attention that the choice covers
 
-Rules: `lru` evicts what was chosen longest ago and fetches on demand only; `demand` evicts the unit
-of least worth and fetches on demand only; `ahead` also brings units of high worth before the next
-step; `fading F` is `ahead` with another fading; `layer` is `ahead` by this step's scores of the
-layer before, added to the unit's own.
+Rules: `lru` evicts the unit that was chosen longest ago and fetches on demand only; `demand` evicts
+the unit of least worth and fetches on demand only; `ahead` also fetches units of high worth before
+the next step; `fading F` is `ahead` with another fading; `layer` is `ahead` with this step's scores
+of the layer before added to the unit's own worth.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Scores = NDArray[np.float32]
 
 
 def scores_of(folder: str, number: int) -> tuple[Scores, int]:
-    """A text's scores, and its length in tokens."""
+    """Return a text's scores, and its length in tokens."""
     import torch
     from transformers import AutoTokenizer
 
@@ -79,7 +79,7 @@ def scores_of(folder: str, number: int) -> tuple[Scores, int]:
 
 
 def chosen_of(scores: Scores, tokens: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Of each step and layer: units before the newest, and those that are chosen of them."""
+    """Yield for each step and layer: the number of units before the newest, and the chosen ones."""
     layers, steps = scores.shape[:2]
     for step in range(steps):
         at = tokens - steps + step
@@ -106,7 +106,7 @@ class Lru:
 
 
 def replayed(scores: Scores, tokens: int, ratio: float, rule: str) -> list[int]:
-    """Hits, chosen and moved units of all steps behind the first."""
+    """Return the numbers of hits, chosen and moved units of all steps after the first."""
     layers, steps, heads, units = scores.shape
     most = max(chosen.shape[1] for _, chosen in chosen_of(scores[:1], tokens))
     slots = int(ratio * most)
@@ -126,7 +126,7 @@ def replayed(scores: Scores, tokens: int, ratio: float, rule: str) -> list[int]:
             moved = len(mine.demand(layer, cold, n).units)
             if rule == "layer":
                 before = mine._worth[layer].copy()
-                if step + 1 < steps:  # what the layer before asks at the next step is known in time
+                if step + 1 < steps:  # the layer before has its scores of the next step in time
                     nearby = scores[max(layer - 1, 0), step + 1, :, :newest]
                     mine._worth[layer, :, :newest] += nearby.mean(0)
                 moved += len(mine.ahead(layer, newest, slots).units)

@@ -23,12 +23,12 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-"""Of the process, from its begin: torch has as many threads as this says when it is imported."""
+"""Environment of the process from its start: on import, torch reads the number of threads in it."""
 LONGEST = 8192
 
 
 def report(about: str, measured: Callable[..., Mapping[str, float]], *files: str) -> None:
-    """The main function of a benchmark of one thread: measure, write and print.
+    """Run a benchmark of one thread as a main function: measure, write and print.
 
     Args:
         about: the program's docstring. measured: makes its figures.
@@ -47,7 +47,7 @@ def report(about: str, measured: Callable[..., Mapping[str, float]], *files: str
 
 
 def _begin_in_environment() -> None:
-    """Begin this program anew in `ENVIRONMENT`, unless it has it."""
+    """Restart this program in `ENVIRONMENT`, unless it has it."""
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **ENVIRONMENT})

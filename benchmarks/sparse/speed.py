@@ -1,4 +1,4 @@
-"""What choosing and attending to chosen units costs beside dense attention, on one core.
+"""Cost of choosing units and attending to them, against dense attention, on one core.
 
     speed.LENGTH.UNIT.attention_us_vs_dense  (score + choose + gathered attention) / dense attention
                                              of one query of a layer; the median of turns
@@ -91,7 +91,7 @@ def _by_turns(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def _us(call: Callable[[], object], times: int) -> float:
-    """The median of so many calls."""
+    """Return the median of so many calls."""
     taken = []
     for _ in range(times):
         begun = time.perf_counter()

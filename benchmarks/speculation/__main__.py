@@ -1,10 +1,10 @@
-"""What drafting brings, and whether it costs: ``python -m benchmarks.speculation --json FILE``.
+"""Gain and cost of drafting: ``python -m benchmarks.speculation --json FILE``.
 
 Real engines (SmolLM2-135M, one thread each, a process each) decode a draftable and an undraftable
 workload at several concurrencies. All arms take turns, those of one engine by switching the
-planner's mode, those of other engines by waiting in their processes, so that a slower minute meets
-all of them. All arms get the same requests in the same order, none twice, and draft from what they
-answered themselves, never from another arm's answers. Steps that compute prompts do not count.
+planner's mode, those of other engines by waiting in their processes, so that a slower minute
+affects all of them. All arms get the same requests in the same order, none twice, and draft from
+their own answers, never from another arm's. Steps that compute prompts do not count.
 
 - ``plain``: vLLM without a speculative configuration. ``ngram``, ``suffix``: vLLM with its own
   proposers, the second with Arctic Inference's cache.
@@ -39,15 +39,17 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 WORKLOADS = ("draftable", "undraftable")
 NEIGHBOURS = 2
 WARM_UP_STEPS, STEADY_STEPS, STEPS_MAX = 8, 40, 400
-"""Most steps of a turn: where each brings about the same, and where that varies with the text."""
+"""Steps that warm up, and maximum steps of a turn: if each step yields about the same number of
+tokens, and if the number varies with the text."""
 UNDRAFTABLE_TOKENS = 240
-"""Of a turn at least, if nothing is accepted: 40 steps of one request say nothing about others."""
+"""Minimum number of tokens of a turn if no draft is accepted: 40 steps of a single request would
+not represent the others."""
 
 
 def cell(
     nodes: Mapping[str, Child], workload: str, concurrency: int, rounds: int, *, noisy: bool
 ) -> dict[str, list[dict[str, float]]]:
-    """The turns of every arm in one cell, a round that does not count before them."""
+    """Run the turns of every arm in one cell, after a round that does not count."""
     turns = [
         (node, arm, mode)
         for name, node in nodes.items()
@@ -77,14 +79,15 @@ def cell(
 
 
 def steps_of(arm: str, workload: str, concurrency: int) -> int:
-    """Most steps of a turn."""
+    """Return the maximum number of steps of a turn."""
     if workload == "undraftable":
         return max(STEADY_STEPS, UNDRAFTABLE_TOKENS // concurrency)
     return STEADY_STEPS if arm in ("plain", "off") else STEPS_MAX
 
 
 def requests_of(concurrency: int) -> int:
-    """Of a turn: enough to have all kinds among them, and to go on when the first ones end."""
+    """Return the number of requests of a turn: enough to include all kinds, and to continue when
+    the first ones end."""
     return max(6, 2 * concurrency if concurrency <= 16 else concurrency * 3 // 2)
 
 

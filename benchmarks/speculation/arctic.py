@@ -14,7 +14,7 @@ DOWNLOAD_S = 300.0
 
 
 def install() -> Path:
-    """The folder that holds the package `arctic_inference`, filled from PyPI the first time.
+    """Return the folder that holds the package `arctic_inference`, filled from PyPI the first time.
 
     Raises:
         CannotRun: it cannot be had.

@@ -1,10 +1,10 @@
-"""What a new engine's first requests cost: ``python -m benchmarks.speculation.cold --answers F``.
+"""Cost of a new engine's first requests: ``python -m benchmarks.speculation.cold --answers F``.
 
-A drafter that has learned nothing drafts too little or too much. An engine shows that once a start,
-in its own time. Here the model's answers are replayed through the memory, the planner and the
-session instead, as an engine would call them one request at a time, and each step takes what
-`seconds` says. A draft token is accepted where it equals the answer: for greedy answers that is
-what an engine does, for sampled ones it has the same distribution.
+A drafter that has learned nothing drafts too little or too much. A real engine shows this only once
+after each start, in real time. Here the model's answers are instead replayed through the memory,
+the planner and the session, as an engine would call them, one request at a time. Each step takes
+the time that `seconds` returns. A draft token is accepted if it equals the answer: an engine does
+the same for greedy answers, and for sampled ones the distribution is the same.
 
 Every arm begins with nothing learned and answers the same 12 draftable requests, then the same 12
 undraftable ones (`workloads`). F holds the answers; the first run writes it (five minutes).
@@ -39,12 +39,13 @@ DRAFT_TOKENS, NOISE = 16, 0.03
 
 
 def seconds(tokens: int, drafted: int) -> float:
-    """Of a step that computes so many tokens: SmolLM2-135M with one thread, verifying included."""
+    """Return the seconds of a step that computes `tokens` tokens: SmolLM2-135M with one thread,
+    verification included."""
     return 0.0218 + 0.00075 * tokens + 0.0005 * (drafted > 0)
 
 
 def record() -> Answers:
-    """What the model answers."""
+    """Return the model's answers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,7 +119,7 @@ class Engine:
 
 
 def measure(answers: Answers, seeds: int) -> dict[str, float]:
-    """The figures, means over the seeds of noise and of control steps."""
+    """Return the figures, means over the seeds of noise and of control steps."""
     found: dict[str, float] = {}
     for even in (False, True):
         runs = [_run(answers, even, seed) for seed in range(seeds)]

@@ -66,7 +66,7 @@ LONG, SHORT = 20, 2
 
 @dataclass
 class Day:
-    """What the machine is like, and whether any request is draftable."""
+    """Properties of the machine, and whether any request is draftable."""
 
     noisy: bool = False
     draftable: bool = True
@@ -74,7 +74,8 @@ class Day:
     def seconds(
         self, rows: int, drafted: NDArray[np.int64] | int, hour: float
     ) -> NDArray[np.float64]:
-        """Of a step: a knee, padding, a neighbour in the evening, and what verifying costs."""
+        """Return the seconds of a step, with a knee, padding, a neighbour in the evening, and the
+        cost of verification."""
         n = np.ceil((rows + np.asarray(drafted)) / PAD) * PAD
         factor = (1.5 if 20.0 <= hour < 22.0 else 1.0) * np.where(
             np.asarray(drafted) > 0, VERIFYING, 1.0
@@ -103,12 +104,12 @@ class Request:
 
 
 def running(hour: float) -> int:
-    """Requests at once: 1 to 64, least at 4 o'clock, most at 16 o'clock."""
+    """Return the requests at once: 1 to 64, least at 4 o'clock, most at 16 o'clock."""
     return round(math.exp((0.5 - 0.5 * math.cos((hour - 4.0) / 24.0 * 2 * math.pi)) * math.log(64)))
 
 
 def arrive(day: Day, hour: float, rng: np.random.Generator) -> Request:
-    """A request of this hour."""
+    """Return a request of this hour."""
     draftable = rng.random() < (0.2 if hour < 7.0 else 0.6) and day.draftable
     right = rng.uniform(0.75, 0.97) if draftable else rng.uniform(0.0, 0.3)
     if 9.0 <= hour < 12.0 and draftable and rng.random() < 0.7:
@@ -177,7 +178,7 @@ class Policy:
 
 
 class Oracle(Policy):
-    """Knows what nobody knows."""
+    """Policy that knows the true step times and acceptance, which no real policy does."""
 
     def __init__(self, day: Day) -> None:
         super().__init__(day)
@@ -327,7 +328,7 @@ def ablate(steps: int, seeds: int = 3) -> dict[str, float]:
 
 
 def _hours(rates: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Harmonic means by the hour."""
+    """Return the harmonic means by the hour."""
     return np.asarray(1.0 / (1.0 / rates).reshape(24, -1).mean(axis=1))
 
 

@@ -1,8 +1,8 @@
-"""An engine that answers requests of a workload, so many at once, and counts: an arm's turn.
+"""An engine that answers requests of a workload at a given concurrency, and counts: an arm's turn.
 
-Driven by JSON lines (`benchmarks.kvstore.child`). Every arm gets the same requests in one order,
-none twice, and is a tenant of its own: its drafts come from its own past answers only, as if it
-had the engine for itself. Steps that compute prompts do not count: what is compared is decoding.
+It is driven by JSON lines (`benchmarks.kvstore.child`). Every arm gets the same requests in one
+order, none twice, and is a separate tenant: its drafts come from its own past answers only, as if
+it had the engine for itself. Steps that compute prompts do not count, since decoding is compared.
 """
 
 from __future__ import annotations

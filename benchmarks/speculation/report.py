@@ -10,16 +10,16 @@ Slices = Mapping[str, Sequence[Mapping[str, float]]]
 
 PEERS = ("ngram", "suffix")
 NOISY = "_noisy"
-"""Behind a workload's name: beside busy neighbours."""
+"""Suffix of a workload's name for runs with busy neighbours."""
 
 
 def rate(slices: Sequence[Mapping[str, float]]) -> float:
-    """Tokens per second over all slices."""
+    """Return the tokens per second over all slices."""
     return sum(s["tokens"] for s in slices) / sum(s["seconds"] for s in slices)
 
 
 def figures(workload: str, concurrency: int, slices: Slices) -> dict[str, float]:
-    """The figures of one cell, `W.cC.*`; what lacks an arm is left out."""
+    """Return the figures of one cell, `W.cC.*`; what lacks an arm is left out."""
     at = f"{workload}.c{concurrency}"
     rates = {arm: rate(taken) for arm, taken in slices.items()}
     found = {f"{at}.{arm}.tok_s": value for arm, value in rates.items()}
@@ -52,7 +52,7 @@ def figures(workload: str, concurrency: int, slices: Slices) -> dict[str, float]
 
 
 def target(name: str) -> float | None:
-    """What a figure must reach at least; None if nothing is asked of it."""
+    """Return the minimum target of a figure; None if it has none."""
     workload, _, rest = name.partition(".c")
     concurrency, _, figure = rest.partition(".")
     if figure == "tok_s_vs_best_static_k":
@@ -69,7 +69,7 @@ def target(name: str) -> float | None:
 
 
 def table(found: Mapping[str, float]) -> str:
-    """Markdown: a row a cell; what misses its target is bold."""
+    """Return Markdown: a row a cell; what misses its target is bold."""
     columns = ("none", "none_same_engine", "best_static_k", *PEERS)
     lines = [
         "| workload | at once | tok/s | tokens a row and step | "

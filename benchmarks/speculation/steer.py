@@ -25,7 +25,8 @@ CASES = {
     "one_half_as_fast": [(0.020, 0.00075, DRAFT_TOKENS), (0.040, 0.0015, DRAFT_TOKENS)],
     "one_capped": [(0.020, 0.00075, DRAFT_TOKENS), (0.020, 0.00075, 0)],
 }
-"""Of each replica: seconds of a step, seconds of each token in it, and most draft tokens a row."""
+"""For each replica: seconds of a step, seconds of each token in it, and maximum draft tokens of a
+row."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Replica:
 def simulate(
     case: list[tuple[float, float, int]], rate: float, seed: int, *, steered: bool
 ) -> tuple[float, float]:
-    """Mean seconds of draftable requests and of others."""
+    """Return the mean seconds of draftable requests and of others."""
     rng = random.Random(seed)
     replicas = [Replica(str(number), *kind) for number, kind in enumerate(case)]
     requests: list[Request] = []

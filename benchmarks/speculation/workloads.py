@@ -42,7 +42,7 @@ _SUBJECTS = (
 
 
 class Workload:
-    """An endless supply of prompts, the same for everybody."""
+    """An endless supply of prompts, the same for all arms."""
 
     def __init__(self, name: str, encode: Encode) -> None:
         """`name`: "draftable" or "undraftable"."""

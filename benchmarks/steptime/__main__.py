@@ -1,11 +1,11 @@
-"""How well step times are predicted: ``python -m benchmarks.steptime [--json FILE]``.
+"""Accuracy of predicted step times: ``python -m benchmarks.steptime [--json FILE]``.
 
 Replays the steps of a real engine (`steps.csv`, made by `benchmarks.steptime.record`) in order:
 each model predicts a step, then learns it. Errors are relative; the first 50 steps of each model
-are left out. `steptime` is what is used now; the others are what was used before (`peers`). Models
-of prompts alone see steps with prompts alone.
+are left out. `steptime` is the current model; the others are earlier ones (`peers`). Models of
+prompts only get the steps that have only prompts.
 
-Then a simulated machine halves its speed: how far decode steps are off 10, 100 and 500 steps later.
+Then a simulated machine halves its speed: the error of decode steps 10, 100 and 500 steps later.
 No engine, no network; a minute.
 """
 
@@ -64,7 +64,7 @@ def recorded(file: Path) -> list[tuple[Shape, float]]:
 
 
 def replay(model: Model, steps: list[tuple[Shape, float]]) -> dict[str, float]:
-    """Median and root mean square of log(predicted / measured), by kind of step."""
+    """Return the median and root mean square of log(predicted / measured), by kind of step."""
     errors: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number, (shape, seconds) in enumerate(steps):
         if number >= WARM:
@@ -80,7 +80,7 @@ def replay(model: Model, steps: list[tuple[Shape, float]]) -> dict[str, float]:
 
 
 def halved(make: Callable[[], Model], after: int, seeds: int = 8) -> float:
-    """Mean error of decode steps so many steps after a machine's speed has halved."""
+    """Return the mean error of decode steps so many steps after a machine's speed has halved."""
     errors = []
     for seed in range(seeds):
         rng, model = np.random.default_rng(seed), make()
@@ -97,12 +97,12 @@ def halved(make: Callable[[], Model], after: int, seeds: int = 8) -> float:
 
 
 def law_s(prompt: int, rows: int) -> float:
-    """Seconds of a simulated machine's step."""
+    """Return the seconds of a simulated machine's step."""
     return 0.012 + 0.00004 * prompt + 0.0008 * rows + 1e-9 * prompt**2
 
 
 def measure(file: Path) -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     steps = recorded(file)
     with_prompts = [step for step in steps if step[0].prompt]
     found: dict[str, float] = {}

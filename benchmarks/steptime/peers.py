@@ -1,7 +1,8 @@
-"""The models of a step that this project had before: one for each user, as they stood.
+"""This project's earlier models of a step, unchanged: one for each user.
 
 `Line` priced prompts in the router, `Curve` drafts in the planner, `Pairs` loads in the KV
-connector, and `GateLine` told the compute gate how many prompt tokens are as dear as a step.
+connector, and `GateLine` gave the compute gate the number of prompt tokens that cost as much as a
+step.
 """
 
 from __future__ import annotations

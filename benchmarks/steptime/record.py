@@ -49,12 +49,12 @@ class RecordingExecutor(UniProcExecutor):
     _shape: tuple[int, ...] | None = None
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """As vLLM's."""
+        """Start the clock, then run vLLM's method."""
         self._shape, self._begun_s = shape(scheduler_output), time.perf_counter()
         return super().execute_model(scheduler_output, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """As vLLM's."""
+        """Run vLLM's method, then record the step."""
         output = super().sample_tokens(grammar_output, non_block)
         if self._shape is not None:
             steps.append((*self._shape, time.perf_counter() - self._begun_s))
@@ -62,7 +62,7 @@ class RecordingExecutor(UniProcExecutor):
 
 
 def shape(output: Any) -> tuple[int, ...]:
-    """All of `FIELDS` but the last."""
+    """Return all of `FIELDS` except the last."""
     cached = output.scheduled_cached_reqs
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -91,7 +91,7 @@ class Nonsense:
     def extend_many(self, *_: Any) -> None: ...
 
     def draft_many(self, handles: Any, max_tokens: Any) -> DraftBatch:
-        """Of each request the same token, over and over."""
+        """Return the same token for each request in every draft."""
         self._step += 1
         n, length = len(handles), self.LENGTHS[self._step % len(self.LENGTHS)]
         source = np.full(n, int(Source.PROMPT), np.int32)
@@ -105,13 +105,13 @@ class Nonsense:
 
 
 class Load:
-    """What the engine is given."""
+    """The load on the engine."""
 
     def __init__(self, llm: Any, seed: int) -> None:
         self._engine, self._random, self._number = llm.llm_engine, random.Random(seed), 0
 
     def turn(self) -> None:
-        """A batch that decodes, with prompts between."""
+        """Run a batch that decodes, with prompts in between."""
         rng = self._random
         context = int(2 ** rng.uniform(4, 11))
         drafts = rng.random() < 0.5

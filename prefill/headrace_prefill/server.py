@@ -1,8 +1,7 @@
-"""The prefill replica: makes KV for prompts that decode replicas send, as token ids, and holds it
-for them.
+"""The prefill replica, which computes KV for decode replicas and holds it until they pull it.
 
-Prompts arrive rendered and tokenised (the decode replica did that once); the answer names where
-the KV lies and what it cost, so that the caller's models learn from every request.
+Decode replicas send prompts as token ids: they have rendered and tokenised them. The answer says
+where the KV lies and what it cost, so the caller's models learn from every request.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ logger = logging.getLogger("headrace.prefill")
 
 
 class StandIn(Protocol):
-    """Answers clients with a prefill replica's engine while no decode replica can."""
+    """A server that answers clients with a prefill replica's engine while no decode replica can."""
 
     async def start(self) -> None: ...
     def info(self) -> dict[str, Any]: ...
@@ -58,11 +57,11 @@ class StandIn(Protocol):
 
 @dataclass(frozen=True)
 class Standby:
-    """What lets a prefill replica answer clients; both are importable by name."""
+    """Engine class and server of a prefill replica that can answer clients, importable by name."""
 
     engine_cls: type[MeteredVLLMEngine]
     stand_in: Callable[[Callable[[], Awaitable[Any]], Any], StandIn]
-    """(maker of vLLM's application, the engine) -> the port."""
+    """Called with (maker of vLLM's ASGI application, the engine); returns the server."""
 
 
 class PrefillServer(PDPrefillServer):
@@ -72,7 +71,7 @@ class PrefillServer(PDPrefillServer):
         llm_config: the prefill `LLMConfig`.
         setup: called once in the replica before the engine starts (logging, tracing).
         store: the deployment that keeps the machines' StoreNodes; None without a store.
-        standby: how it stands in for decode replicas; None if it does not.
+        standby: how it answers clients while no decode replica can; None if it never does.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -120,7 +119,7 @@ class PrefillServer(PDPrefillServer):
 
     @property
     def _kv(self) -> str:
-        """With whom the engine can exchange KV."""
+        """Identity of the engine's KV, which decides the engines that it can exchange KV with."""
         return str(self._kind.of_epoch(self.engine.meter.kv_epoch))
 
     async def prefill(self, request: PrefillRequest, replica: str = "") -> PrefillResult:
@@ -128,7 +127,7 @@ class PrefillServer(PDPrefillServer):
 
         Args:
             request: the prompt.
-            replica: read by the caller's request router; another replica may have been taken.
+            replica: for the caller's request router, which may have chosen another replica.
 
         Raises:
             PrefillError: the caller could not use the KV, or the engine left none to pull.
@@ -175,7 +174,7 @@ class PrefillServer(PDPrefillServer):
             detokenize=False,
             extra_args={PARAMS_KEY: produce_params(request.check, reuse)},
         )
-        # vLLM's own: what a stand-in puts before it is for clients' requests.
+        # vLLM's own method: a standby engine class may override it for clients' requests.
         outputs = AsyncLLM.generate(
             self.engine.llm,
             prompt,
@@ -190,7 +189,7 @@ class PrefillServer(PDPrefillServer):
         return output
 
     async def _reuse_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:
-        """The stored runs of a request, if this engine can make KV from them."""
+        """Return the stored runs of a request; None if this engine cannot make KV from them."""
         if request.reuse and self._reuses is None:
             try:
                 self._reuses = "reuse" not in await unsupported(self.engine.llm)
@@ -200,7 +199,7 @@ class PrefillServer(PDPrefillServer):
         return request.reuse if self._reuses else None
 
     def _arrived(self, request: PrefillRequest, prompt_tokens: int, compute_tokens: int) -> None:
-        """Have gateways know of a prompt at once."""
+        """Report a prompt to the gateways at once."""
         if request.plan_id:
             self._heard.add(request.plan_id, time.monotonic())
         self._ahead.arrived(request.request_id, prompt_tokens, compute_tokens)
@@ -232,10 +231,10 @@ class PrefillServer(PDPrefillServer):
         await super().__del__()
 
     async def alive(self, replica: str = "") -> str:
-        """Answer a caller that wants to know whether a replica works again, with this one's id.
+        """Return this replica's id to a caller that asks whether a replica works again.
 
         Args:
-            replica: read by the caller's request router; another replica may have been taken.
+            replica: for the caller's request router, which may have chosen another replica.
 
         Raises:
             Exception: the engine is dead.
@@ -244,13 +243,13 @@ class PrefillServer(PDPrefillServer):
         return self._replica_id
 
     async def headrace_replica(self) -> dict[str, Any]:
-        """What gateways need to follow this replica's reports and blocks, and to ask it for answers
-        where it stands in."""
+        """Return the facts with which gateways follow this replica's reports and blocks, and those
+        with which they send it clients' requests if it has a `Standby`."""
         stands_in = {} if self._stand_in is None else self._stand_in.info()
         return {"replica_id": self._replica_id, **stands_in, **self._line.info()}
 
     async def headrace_status(self) -> dict[str, Any]:
-        """JSON-able state of this replica."""
+        """Return the state of this replica, JSON-able."""
         context = serve.get_replica_context()
         return {
             "role": "prefill",

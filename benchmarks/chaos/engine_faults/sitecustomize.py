@@ -26,7 +26,7 @@ PULLS = "headrace_engine.integrity.halves"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module that pulls as everybody would, and changes it once it is loaded."""
+    """Import hook that finds the module that pulls KV as usual, and patches it after loading."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

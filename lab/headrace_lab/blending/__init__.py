@@ -1,1 +1,1 @@
-"""What reuse costs in quality, measured with a plain torch model beside any engine."""
+"""Quality loss of non-prefix reuse, measured with a plain torch model outside of any engine."""

@@ -1,4 +1,4 @@
-"""Places KV for a prompt's chunks as an engine does, probes, and computes chosen rows again."""
+"""Non-prefix reuse as in an engine: placed KV of a prompt's chunks, a probe, and computed rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ Sees = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
-        mass: float32 [layers, n], what the prompt's last tokens and the draft attend to before the
-            question, of what has KV by then: the text before the first chunk, and the chunks.
-        rows: that the probe computed, in all layers.
+        mass: float32 [layers, n], mean attention of the prompt's last tokens and the draft to the
+            positions before the question that have KV then: the text before the first chunk, and
+            the chunks.
+        rows: number of rows that the probe computed in all layers.
     """
 
     mass: NDArray[np.float32]
@@ -63,8 +64,8 @@ class Case:
         return np.flatnonzero(self.offsets >= 0)
 
     def probed(self, lm: LM, stand_in: bool = False, drafts: int = DRAFT_TOKENS) -> Probed:
-        """Probe with the prompt's question, or with one that stands in for any, and a draft of so
-        many tokens."""
+        """Probe with the prompt's question, or with a generic one if `stand_in`, and with a draft
+        of `drafts` tokens."""
         if (stand_in, drafts) not in self._probed:
             asks, question = self.exact.tokens, self.prompt.question
             if stand_in:
@@ -98,7 +99,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Corrected KV, and how many pairs of each layer were computed for it."""
+    """Corrected KV, and the number of rows that each layer computed for it."""
 
     kv: KV
     by_layer: list[int]
@@ -115,16 +116,16 @@ def corrected(
     sees: Sees | None = None,
     drifts: bool = True,
 ) -> Corrected | None:
-    """Correct by a rule and a probe, which the budget pays for.
+    """Correct a prompt's placed KV by a rule and a probe; the budget covers both.
 
     Args:
-        budget: share of (token of a chunk, layer) pairs.
-        stand_in: probe without the prompt's question.
+        budget: share of (token of a chunk, layer) pairs that are computed.
+        stand_in: whether to probe with a generic question instead of the prompt's.
         drafts: tokens of the probe's draft.
-        drifts: as of `with_depths`.
+        drifts: as in `with_depths`.
 
     Returns:
-        None where the probe alone costs more.
+        The corrected KV; None if the probe alone exceeds the budget.
     """
     probed = case.probed(lm, stand_in, drafts)
     left = budget - probed.rows / len(case.chunk)
@@ -142,11 +143,11 @@ def with_depths(
     sees: Sees | None = None,
     drifts: bool = False,
 ) -> Corrected:
-    """Compute each position in so many leading layers.
+    """Compute each position in its number of leading layers.
 
     Args:
-        depths: int64 [n].
-        drifts: whether tokens that are not computed get the drift that others show.
+        depths: int64 [n], number of leading layers for each position.
+        drifts: whether the drift that computed tokens show is added to the others.
     """
     kv, going = case.placed.clone(), torch.from_numpy(depths)
     rows = torch.from_numpy(np.flatnonzero(depths))
@@ -156,7 +157,7 @@ def with_depths(
     def keep(layer: int, at: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for run in runs:
             run.see(layer, at, k, v)
-        # K and V of a row's last layer need no attention; nor does the prompt's last token.
+        # Neither a row's last layer nor the prompt's last token needs attention, only K and V.
         return going[at] > layer + 1
 
     lm.compute(case.exact.tokens, kv, rows, keep, sees=sees)
@@ -165,7 +166,7 @@ def with_depths(
 
 
 class _Run:
-    """A chunk whose tokens get the drift that those show which are computed."""
+    """A chunk, to whose tokens the drift of its computed tokens is added."""
 
     def __init__(
         self, lm: LM, placed: KV, into: KV, depths: Tensor, first: int, length: int
@@ -176,7 +177,7 @@ class _Run:
         self._drift = Drift(lm.rope, lm.layers, lm.kv_heads, lm.dim, first, mine)
 
     def see(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """A layer has computed K and V of these rows and not written them."""
+        """Correct the chunk by rows that a layer has computed and not yet written."""
         mine = torch.isin(rows, self._positions)
         if not layer or not mine.any():
             return

@@ -1,4 +1,4 @@
-"""The error of reuse by its budget, for one model: which budget keeps to a target."""
+"""The error of reuse by its budget, for one model, and the budget that meets a target."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ class Curve:
     """Scores by budget.
 
     Attributes:
-        scores: of each prompt that a budget sufficed for.
+        scores: by budget, the scores of the prompts whose probe the budget covers.
     """
 
     scores: dict[float, list[Score]] = field(default_factory=dict)
 
     def add(self, points: Iterable[tuple[float, Score]]) -> None:
-        """Count a prompt."""
+        """Add a prompt's scores."""
         for budget, one in points:
             self.scores.setdefault(budget, []).append(one)
 
     def kl(self, budget: float) -> float:
-        """Mean over prompts of KL(exact || reused), nats a token."""
+        """Return the mean over prompts of KL(exact || reused), nats a token."""
         return float(np.mean([one.kl for one in self.scores[budget]]))
 
     def budget_for(self, target_kl: float) -> float | None:
-        """The least budget that keeps to a target, between measured ones in log scale of both; None
-        if the largest does not."""
+        """Return the smallest budget that meets a target; None if the largest one does not.
+
+        Between measured budgets, it is interpolated in the log scale of both."""
         budgets = sorted(self.scores)
         kls = [max(self.kl(budget), 1e-12) for budget in budgets]
         for n, (budget, kl) in enumerate(zip(budgets, kls, strict=True)):
@@ -51,7 +52,7 @@ class Curve:
 
 
 def points(lm: LM, prompt: Prompt) -> Iterator[tuple[float, Score]]:
-    """Score one prompt at all budgets that pay for its probe."""
+    """Score one prompt at all budgets that cover its probe."""
     case = Case.of(lm, prompt, Exact.of(lm, prompt.tokens, ANSWER_TOKENS))
     for budget in BUDGETS:
         done = corrected(lm, case, budget)

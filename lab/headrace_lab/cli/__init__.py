@@ -11,7 +11,7 @@ from headrace_lab.cli.calibrate import calibrate_app
 from headrace_lab.cli.cross_layer import cross_layer_app
 
 NEEDED = ("safetensors", "torch", "transformers")
-"""Packages that every command imports; the extra `lab` brings them, and so does an engine."""
+"""Packages that every command imports; the extra `lab` installs them, and so does vLLM."""
 
 lab_app = typer.Typer(
     help="Calibrate lossy techniques, and make models that keep less KV: see docs/lab.md.",

@@ -1,1 +1,1 @@
-"""KV cache compression in plain torch: its predictor is learned, and its error measured."""
+"""KV cache compression in plain torch: learning its predictor, and measuring its error."""

@@ -1,8 +1,8 @@
-"""Learns a model's gate from contexts that were read again.
+"""Training of a model's gate on contexts that were read again.
 
-The loss is the mean square of what is wrong in log(s + floor), over tokens and heads. The floor is
-the median score: what leaves under any budget need not be told apart. The first tokens stay
-whatever their score, so nothing is learned of them.
+The loss is the mean square error of log(s + floor), over tokens and heads. The floor is the median
+score: tokens that are dropped under any budget need not be distinguished. The first tokens are
+always kept, so the gate does not learn from them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS, TOKENS_A_STEP, RATE = 1000, 384, 3e-3
 
 
 class Samples:
-    """KV of contexts, and what reading them again said of each token.
+    """KV of contexts, and each token's score from reading them again.
 
     Memory: 4 head_dim + 4 bytes for each token, layer and KV head.
     """
@@ -28,10 +28,10 @@ class Samples:
         self._scores: list[Tensor] = []
 
     def add(self, keys: Tensor, values: Tensor, scores: Tensor) -> None:
-        """Count a context.
+        """Add a context.
 
         Args:
-            keys, values: [layers, kv_heads, tokens, head_dim]; keys turned back to position 0.
+            keys, values: [layers, kv_heads, tokens, head_dim]; keys rotated back to position 0.
             scores: fp32 [layers, kv_heads, tokens].
         """
         first = Always().sinks
@@ -39,7 +39,7 @@ class Samples:
         self._scores.append(scores[..., first:])
 
     def learned(self, width: int = WIDTH, steps: int = STEPS) -> Gate:
-        """The gate that says most nearly the same."""
+        """Return a gate trained to predict the scores."""
         inputs, scores = torch.cat(self._inputs, 2), torch.cat(self._scores, 2)
         logs = (scores + scores.median()).log()
         layers, heads, tokens, size = inputs.shape
@@ -68,7 +68,7 @@ class Samples:
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-        # The gate takes inputs as they are: centre, spread and scale go into its weights.
+        # The gate takes inputs that are not normalised: its weights include centre, spread, scale.
         into, shift, out, straight, bias = (part.detach() for part in parts)
         into, straight = (part / spread.transpose(-1, -2) for part in (into, straight))
         shift, bias = shift - centre @ into, bias - centre @ straight
@@ -82,8 +82,9 @@ class Samples:
 
 
 def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation over tokens: fp32 [layers, heads, 1, size] each. By layer, since all
-    inputs in fp32 may be more than there is memory for."""
+    """Return mean and deviation over tokens, fp32 [layers, heads, 1, size] each.
+
+    They are computed layer by layer, since all inputs in fp32 may not fit in memory."""
     both = [torch.std_mean(layer.float(), 1, keepdim=True) for layer in inputs]
     spread, centre = (torch.stack(part) for part in zip(*both, strict=True))
     return centre, spread + 1e-4

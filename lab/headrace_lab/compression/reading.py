@@ -1,5 +1,5 @@
-"""Reads contexts again in plain torch, outside of an engine: what their keys are worth, and what
-answers lose when some leave."""
+"""Rereading of contexts in plain torch, outside of an engine: scores of their keys, and the error
+of answers after some keys are dropped."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headrace_lab.sparse.calibrate import TAIL_TOKENS
 SHARES = 0.5, 0.25, 0.12
 BLOCK_TOKENS = 2048
 LEAST_KL = 1e-9
-"""That is told: less is rounding."""
+"""Lower limit of a returned KL: smaller values are rounding errors."""
 Watch = Callable[[int, int, Tensor], None]
-"""(layer, first of the context's tokens that the rows repeat, their rotated queries
+"""Called with (layer, first of the context's tokens that the rows repeat, their rotated queries
 [rows, heads, head_dim])."""
 
 
@@ -35,11 +35,13 @@ def repeat(
     repeated: Sequence[Received],
     watch: Watch | None = None,
 ) -> None:
-    """Repeat a context behind itself, part by part.
+    """Compute a context a second time after itself, part by part.
 
     Args:
-        tokens: int64 [n]. keys, values: fp32 [layers, n, kv_heads, head_dim], of the context.
-        repeated: of each layer; gets the queries of rows that repeat. watch: gets them, too.
+        tokens: int64 [n].
+        keys, values: fp32 [layers, n, kv_heads, head_dim], of the context.
+        repeated: one for each layer, to which the queries of the repeated rows are added.
+        watch: called with the same queries.
     """
     n = len(tokens)
     by_head = keys.transpose(1, 2).contiguous()
@@ -65,9 +67,9 @@ class Computed:
     Attributes:
         tokens: int64 [n].
         keys, values: fp32 [layers, n, kv_heads, head_dim].
-        turned: keys at position 0, [layers, kv_heads, n, head_dim].
+        turned: keys rotated to position 0, [layers, kv_heads, n, head_dim].
         asked: queries of its last rows as if they came later, [layers, rows, heads, head_dim].
-        latest: fp32 [layers, kv_heads, n], the attention that they pay.
+        latest: fp32 [layers, kv_heads, n], the attention of these queries to each token.
     """
 
     tokens: Tensor
@@ -79,7 +81,7 @@ class Computed:
 
     @classmethod
     def of(cls, model: LM, rope: Rope, tokens: Tensor) -> Computed:
-        """Compute it."""
+        """Compute a context exactly."""
         n, kv = len(tokens), model.empty(len(tokens))
         last = Newest()
 
@@ -97,7 +99,7 @@ class Computed:
         return cls(tokens, kv.keys, kv.values, turned, asked, torch.stack(latest))
 
     def repeated(self, model: LM) -> Tensor:
-        """Attention that keys get from rows that repeat: fp32 [layers, kv_heads, n]."""
+        """Return the attention of the repeated rows to each key: fp32 [layers, kv_heads, n]."""
         found = [
             Received(model.kv_heads, len(self.tokens), model.dim**-0.5) for _ in range(model.layers)
         ]
@@ -105,14 +107,16 @@ class Computed:
         return torch.stack([one.root_mean_square() for one in found])
 
     def scores(self, gate: Gate) -> Tensor:
-        """As an engine has them: fp32 [layers, kv_heads, n]."""
+        """Return the scores that an engine computes: fp32 [layers, kv_heads, n]."""
         pairs = zip(self.turned, self.values, strict=True)
         told = [gate.scores(n, keys, v.transpose(0, 1)) for n, (keys, v) in enumerate(pairs)]
         return torch.hypot(torch.stack(told), self.latest)
 
     def fitted(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V as an engine has them that keeps these, bool [layers, kv_heads, n]: fp32
-        [layers, n, kv_heads, head_dim] each."""
+        """Return K and V after an engine's refit of the kept tokens, fp32
+        [layers, n, kv_heads, head_dim] each.
+
+        `kept`: bool [layers, kv_heads, n]."""
         keys, values = self.keys.clone(), self.values.clone()
         for layer, (stays, asked) in enumerate(zip(kept, self.asked, strict=True)):
             k, v = (one[layer].transpose(0, 1) for one in (self.keys, self.values))
@@ -126,11 +130,12 @@ class Computed:
 def divergences(
     model: LM, rope: Rope, text: Sequence[int], gate: Gate, unit_tokens: int
 ) -> dict[float, float]:
-    """Mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`: the larger
-    of a context that is chosen from once and of one that is streamed.
+    """Return the mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`.
+
+    It is the larger KL of two: a context that is compressed once, and one that is streamed.
 
     Args:
-        text: whose whole units but the last tokens are the context.
+        text: the text; its whole units before the last `TAIL_TOKENS` tokens are the context.
     """
     n = (len(text) - TAIL_TOKENS) // unit_tokens * unit_tokens
     whole = torch.tensor(text[: n + TAIL_TOKENS])

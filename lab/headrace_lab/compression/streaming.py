@@ -1,6 +1,6 @@
-"""Streams contexts in plain torch, outside of an engine, as `bounded.engine.streaming` does in one.
+"""Streaming of contexts in plain torch, as `bounded.engine.streaming` does it in an engine.
 
-What has left stays in the arrays and is masked, so nothing here saves memory.
+Dropped tokens stay in the arrays and are masked, so nothing here saves memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from headrace_engine.rope import Rope
 from headrace_lab.models.lm import LM
 
 BLOCK_TOKENS, STEP_TOKENS = 128, 512
-"""Of an engine's blocks, and of a prompt in one step."""
+"""Tokens of an engine's block, and tokens of a prompt that one step computes."""
 
 
 class Newest(dict[int, Tensor]):
-    """Queries of the newest rows, by layer, as `LM.compute` shows them."""
+    """Queries of the newest rows, by layer, recorded from `LM.compute`."""
 
     def see(self, layer: int, rows: Tensor, q: Tensor) -> None:
         before = [self[layer]] if layer in self else []
@@ -33,17 +33,17 @@ class Newest(dict[int, Tensor]):
 
 
 class Masked:
-    """Attention of a model's rows to what heads keep.
+    """Attention of a model's rows to the tokens that heads keep.
 
     Args:
-        kept: bool [layers, kv_heads, positions]; may change meanwhile.
+        kept: bool [layers, kv_heads, positions]; may change between calls.
     """
 
     def __init__(self, kept: Tensor) -> None:
         self._kept = kept
 
     def attend(self, layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend in the form that `LM.compute` takes."""
+        """Compute attention; the signature is that of `LM.compute`'s `attend`."""
         end = int(rows[-1]) + 1
         causal = torch.arange(end) <= rows[:, None]
         seen = (self._kept[layer, :, None, :end] & causal)[:, None]
@@ -61,9 +61,9 @@ class Streamed:
     """A context that was streamed.
 
     Attributes:
-        keys, values: fp32 [layers, n, kv_heads, head_dim], as they are held.
-        kept: bool [layers, kv_heads, n], what is held in the end.
-        most: (layer, head, token) that were held at once, at most.
+        keys, values: fp32 [layers, n, kv_heads, head_dim], after the refit.
+        kept: bool [layers, kv_heads, n], the tokens kept in the end.
+        most: maximum number of (layer, head, token) triples kept at a time.
     """
 
     keys: Tensor
@@ -82,14 +82,18 @@ class Streamed:
         unit_tokens: int,
         turns: Sequence[int] = (),
     ) -> Streamed | None:
-        """Stream it; None where the share leaves no unit for each head beside what stands behind
-        the last whole block.
+        """Stream a context.
+
+        Return None if, besides the tokens after the last whole block, the share leaves fewer units
+        than there are heads.
 
         Args:
-            tokens: int64 [n]. share: of all pairs, that is held in the end.
-            unit_tokens: of what heads keep.
-            turns: first tokens that earlier prompts had, ascending. Each goes on from what is held
-                of the one before. Of those that are too short in the same way nothing is held.
+            tokens: int64 [n].
+            share: share of all (layer, head, token) triples that is kept in the end.
+            unit_tokens: tokens of a unit that heads keep.
+            turns: lengths in tokens of earlier prompts, which are prefixes of `tokens`, ascending.
+                Each continues from the tokens kept of the one before. Prompts that are too short
+                in the same sense are skipped.
         """
         n, heads = len(tokens), model.layers * model.kv_heads
 

@@ -1,1 +1,1 @@
-"""Makes models that keep less KV: trained from scratch, or converted from checkpoints."""
+"""Models that keep less KV: trained from scratch, or converted from checkpoints."""

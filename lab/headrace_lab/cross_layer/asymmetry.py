@@ -1,7 +1,7 @@
-"""From which layers readers draw keys, and from which values.
+"""The layers from which readers draw keys, and those from which they draw values.
 
-The article finds that upper layers' values come from the bottom layer above all, and their keys
-from the bottom and the middle layer both.
+The FusedKV article finds that upper layers' values come mostly from the bottom layer, and their
+keys from both the bottom and the middle layer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from headrace_lab.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Nearest:
-    """For one upper layer of a model that was not made for sharing.
+    """Best sources of one upper layer, in a model that was not made for sharing.
 
     Attributes:
         layer: the upper layer.
-        keys, values: the layer of the lower half that each fits best.
-        key_error, value_error: the fit's, as a share of the energy.
-        first_key_error, first_value_error: of the fit to layer 0.
+        keys, values: the layer of the lower half from which its K, and its V, are fitted best.
+        key_error, value_error: errors of these fits, as a share of the energy.
+        first_key_error, first_value_error: errors of the fits from layer 0.
     """
 
     layer: int
@@ -37,7 +37,7 @@ class Nearest:
 
 
 def nearest(sums: Sums) -> list[Nearest]:
-    """For each layer of the upper half."""
+    """Return the best sources of each layer of the upper half."""
     half, found = sums.layers // 2, []
     for layer in range(half, sums.layers):
         keys = [fit_keys(sums, layer, [below]).error for below in range(half)]
@@ -50,8 +50,10 @@ def nearest(sums: Sums) -> list[Nearest]:
 
 @torch.no_grad()
 def learned(model: Decoder, tokens: Tensor) -> dict[int, tuple[float, float]]:
-    """For each reader of a `fused` model that was trained so: the energy that its keys, and that
-    its values, draw from the lower of its two layers, as a share of what they draw from both."""
+    """Return how much each reader of a trained `fused` model draws from its lower layer.
+
+    The result has, by reader, the share of the energy of its keys and that of its values. The share
+    is over the sum of the energies drawn from both layers."""
     kv, fusion, found = Trace.of(model, tokens).kv, model.shape.fusion, {}
     for layer in range(fusion.layers):
         if fusion.stores(layer):

@@ -1,6 +1,6 @@
-"""Trains several kinds of models at equal tokens, in a folder from which it can go on.
+"""Training of several kinds of models on equal tokens, in a folder from which it can be resumed.
 
-    settings.json           what is trained; another call must ask for the same
+    settings.json           settings of the runs; another call must ask for the same
     tokenizer.json          learned from the training texts
     train.npy, valid.npy
     losses/KIND-SEED.json   of each run so far
@@ -8,8 +8,8 @@
     KIND-SEED/              a run: its checkpoint, then config.json, weights and tokenizer for vLLM
 
 All kinds are trained with one seed before the next seed begins. Several processes may work in one
-folder: each takes runs that no other has. A run whose file of losses says that it ended is not
-trained again, also if that file is all there is of it.
+folder: each takes runs that no other process has. A run whose file of losses says that it ended is
+not trained again, even if only that file is left.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is trained.
+    """Settings of the runs that are compared.
 
     Attributes:
-        config: of the models, without `kv_fusion` and `architectures`.
-        storage_layers: of all kinds but vanilla.
-        texts: a folder of texts; None takes those of the installed packages.
+        config: the models' config.json, without `kv_fusion` and `architectures`.
+        storage_layers: number of storage layers of all kinds except vanilla.
+        texts: a folder of texts; None for those of the installed packages.
     """
 
     config: Mapping[str, Any]
@@ -79,11 +79,10 @@ class Comparison:
     texts: Path | None = None
 
     def described(self, kind: Kind) -> dict[str, Any]:
-        """The config.json of a kind.
+        """Return the config.json of a kind.
 
-        Raises:
-            FusionError: by whoever reads it, if the number of storage layers suits neither the
-                kind nor the model.
+        It is not checked here. `KVFusion.of` raises FusionError when it reads it if the number of
+        storage layers does not suit the kind or the model.
         """
         layers = self.config["num_hidden_layers"]
         stored = layers if kind == "vanilla" else self.storage_layers
@@ -94,7 +93,7 @@ class Comparison:
         }
 
     def runs(self) -> Iterator[tuple[Kind, int]]:
-        """(kind, seed), in the order in which they are trained."""
+        """Yield (kind, seed) in the order of training."""
         for seed in self.seeds:
             for kind in self.kinds:
                 yield kind, seed
@@ -107,11 +106,13 @@ def compare(
     report: Callable[[str, Losses], None] = lambda name, losses: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Losses]:
-    """Train what is neither trained yet nor in work elsewhere. Returns the losses by KIND-SEED.
+    """Train the runs that have not ended and that no other process trains.
+
+    Return the losses by KIND-SEED.
 
     Args:
-        report: called with a run's name at each of its validations.
-        stop: asked after each step; if True, a checkpoint is written and the work ends.
+        report: called with a run's name and losses at each of its validations.
+        stop: called after each step; if it returns True, a checkpoint is written and training ends.
 
     Raises:
         SettingsError, CorpusError, FusionError.
@@ -149,14 +150,14 @@ def compare(
 
 
 def read_losses(folder: Path) -> dict[str, Losses]:
-    """Of all runs so far, by KIND-SEED; kinds in the order of `KINDS`."""
+    """Return the losses of all runs so far, by KIND-SEED; kinds in the order of `KINDS`."""
     files = (folder / LOSSES / f"{kind}-*.json" for kind in KINDS)
     found = [file for each in files for file in sorted(each.parent.glob(each.name))]
     return {file.stem: Losses(**json.loads(file.read_text())) for file in found}
 
 
 def digest(asked: Comparison, folder: Path) -> str:
-    """Of the settings and the tokens: losses with the same one can be compared."""
+    """Return a digest of the settings and the tokens; losses with the same one are comparable."""
     settings = [dict(asked.config), asked.storage_layers, asdict(asked.recipe)]
     found = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in ("train.npy", "valid.npy"):
@@ -165,7 +166,7 @@ def digest(asked: Comparison, folder: Path) -> str:
 
 
 def validation(folder: Path, windows: int) -> Tensor:
-    """The first windows of validation, int64 [windows, context]."""
+    """Return the first windows of the validation tokens, int64 [windows, context]."""
     context = json.loads((folder / SETTINGS).read_text())["recipe"]["context"]
     tokens = np.load(folder / "valid.npy", mmap_mode="r")
     found = windows_of(tokens, context)[:windows, :-1]
@@ -173,7 +174,7 @@ def validation(folder: Path, windows: int) -> Tensor:
 
 
 def plot(losses: Mapping[str, Losses], file: Path) -> None:
-    """Loss on validation by tokens, and how far each kind is from vanilla with the same seed.
+    """Plot the validation loss by tokens, and its difference from vanilla with the same seed.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -202,7 +203,7 @@ def plot(losses: Mapping[str, Losses], file: Path) -> None:
 
 
 def _agree(asked: Comparison, folder: Path) -> None:
-    """Write the settings, or compare them. More kinds and seeds than before are welcome."""
+    """Write the settings, or compare them. Kinds and seeds may differ from earlier calls."""
     mine = {
         "config": dict(asked.config),
         "storage_layers": asked.storage_layers,
@@ -222,7 +223,7 @@ def _agree(asked: Comparison, folder: Path) -> None:
 
 
 def _data(asked: Comparison, folder: Path) -> tuple[Tokenizer, Tokens, Tokens]:
-    """Tokenizer, and the tokens of both sides; made once."""
+    """Return the tokenizer, and the tokens for training and validation; make them if missing."""
     known, cut = folder / "tokenizer.json", [folder / "train.npy", folder / "valid.npy"]
     if not cut[1].exists():
         train, valid = sides(asked.texts)
@@ -241,7 +242,8 @@ def _data(asked: Comparison, folder: Path) -> tuple[Tokenizer, Tokens, Tokens]:
 
 @contextmanager
 def _only_one(folder: Path, wait: bool = False) -> Iterator[bool]:
-    """Whether this process alone may write to a folder. The kernel ends the right of a dead one."""
+    """Lock a folder, and yield whether this process holds the lock. If a process dies, the kernel
+    releases its lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         try:
@@ -253,7 +255,7 @@ def _only_one(folder: Path, wait: bool = False) -> Iterator[bool]:
 
 
 def _write(file: Path, content: Any) -> None:
-    """Replace a JSON file; a reader finds the old one or the new one, whole."""
+    """Replace a JSON file; a reader finds either the whole old file or the whole new one."""
     file.parent.mkdir(exist_ok=True)
     beside = file.with_suffix(".new")
     beside.write_text(json.dumps(content, indent=1))

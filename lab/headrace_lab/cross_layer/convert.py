@@ -1,14 +1,15 @@
-"""Makes layers of a trained decoder read other layers' KV, without training.
+"""Conversion of a trained decoder, without training, so that layers read other layers' KV.
 
-A reader's K and V are fitted in closed form (`fit`). Its query projection takes up the phase of the
-fitted keys. Its output projection is then fitted anew, by ridge regression: of what the exact
-layer's attention adds on what attention to the fitted KV gives. Readers are fitted from the lowest
-up, each behind the readers below it, so a reader repairs a part of the error that comes from them.
+A reader's K and V are fitted in closed form (`fit`). The phase of the fitted keys is merged into
+the reader's query projection. Then its output projection is fitted again by ridge regression: the
+target is the attention output of the exact layer, the input is the attention to the fitted KV.
+Readers are fitted from the lowest to the highest, each on the output of the readers below it, so a
+reader corrects a part of their error.
 
-Two choices:
+Two choices are made:
 
-- Which layers become readers: those whose conversion alone makes the least KL.
-- Which storage layers a reader reads: those below it that fit with the least error.
+- The readers are the layers whose conversion alone causes the least KL.
+- A reader reads the storage layers below it that fit with the least error.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from headrace_prefill.fusion.config import FusionError, KVFusion
 Pair = tuple[int, int]
 ConvertKind = Literal["fused", "lite"]
 LEAST_STORED = 2
-"""The lowest layers, which have no two layers below them."""
+"""Number of lowest layers that always keep KV: they have no two layers below them."""
 CHOOSING = 2
-"""Of the texts, so many are not fitted on: layers are chosen on them."""
+"""Number of texts that are left out of the fit: layers are chosen on them."""
 OUTPUT_RIDGE = 1e-2
-"""As a share of the mean of the diagonal; it pulls towards the weights as they were. Measured on
+"""Ridge, as a share of the mean of the diagonal; it pulls towards the original weights. Measured on
 SmolLM2's layer 25, KL on other texts for 1e-3, 1e-2, 1e-1: `fused` 0.0129, 0.0111, 0.0115; `lite`
 0.0271, 0.0186, 0.0183."""
 
@@ -44,9 +45,9 @@ class Point:
     """One model of the curve.
 
     Attributes:
-        fusion: which layers read what.
+        fusion: the readers, and the layers that they read.
         layer: the reader that this point adds.
-        error: against the exact model.
+        error: error against the exact model.
     """
 
     fusion: KVFusion
@@ -55,19 +56,19 @@ class Point:
 
     @property
     def saved(self) -> float:
-        """Of the model's KV."""
+        """Saved share of the model's KV."""
         return len(self.fusion.readers) / self.fusion.layers
 
 
 class Converter:
-    """A decoder, and what it computes of calibration texts.
+    """A decoder, and its states on calibration texts.
 
     Args:
         config: its parsed config.json.
-        tokens: int64 [texts, n], to fit and to choose on; `CHOOSING` + 1 texts at least.
+        tokens: int64 [texts, n], to fit and to choose on; at least `CHOOSING` + 1 texts.
 
     Raises:
-        FusionError: it is no plain Llama.
+        FusionError: it is not a plain Llama, or it has too few layers.
     """
 
     def __init__(self, config: Mapping[str, Any], model: Decoder, tokens: Tensor) -> None:
@@ -82,7 +83,7 @@ class Converter:
         self.layers = shape.fusion.layers
 
     def described(self, fusion: KVFusion) -> dict[str, Any]:
-        """The config.json of the converted model."""
+        """Return the config.json of the converted model."""
         return {
             **self._config,
             "architectures": ["KVFusionLlamaForCausalLM"],
@@ -90,7 +91,7 @@ class Converter:
         }
 
     def fusion(self, kind: ConvertKind, readers: Iterable[int]) -> KVFusion:
-        """These layers as readers, each of the storage layers that fit it best."""
+        """Return these layers as readers, each with the storage layers that fit it best."""
         chosen = frozenset(readers)
         found = {}
         for layer in chosen:
@@ -102,7 +103,7 @@ class Converter:
 
     @torch.no_grad()
     def convert(self, fusion: KVFusion) -> Decoder:
-        """The model with these readers."""
+        """Return the model with these readers."""
         made = Decoder(self.described(fusion))
         kept = made.state_dict().keys()
         weights = {name: one for name, one in self._model.state_dict().items() if name in kept}
@@ -121,10 +122,10 @@ class Converter:
         return made
 
     def curve(self, kind: ConvertKind, truth: Truth, most: int) -> Iterator[Point]:
-        """Models with one reader, two, and so on up to `most`.
+        """Yield models with one reader, two, and so on up to `most`.
 
         Args:
-            truth: of other texts than those of the fit, for the errors of the points.
+            truth: on texts other than those of the fit, for the errors of the points.
         """
         alone = self.alone(kind)
         order = sorted(alone, key=alone.__getitem__)
@@ -135,7 +136,8 @@ class Converter:
             yield Point(fusion, order[count - 1], error)
 
     def alone(self, kind: ConvertKind) -> dict[int, float]:
-        """KL of the model with this layer as its only reader, on texts that were not fitted on."""
+        """Return, by layer, the KL of the model with this layer as its only reader, on texts that
+        were left out of the fit."""
         some, found = Truth(self._model, self._choosing), {}
         for layer in range(LEAST_STORED, self.layers):
             made = self.convert(self.fusion(kind, [layer]))
@@ -143,7 +145,8 @@ class Converter:
         return found
 
     def _best(self, kind: ConvertKind, layer: int, stored: list[int]) -> Pair:
-        """The two storage layers with the least error: of keys and of values, each as a share."""
+        """Return the two storage layers with the least error of keys plus that of values, each as a
+        share of the energy; for `lite`, one is chosen for keys and one for values."""
         values = {below: fit_values(self.sums, layer, [below]).error for below in stored}
         if kind == "lite":
             keys = {below: fit_keys(self.sums, layer, [below]).error for below in stored}
@@ -156,7 +159,7 @@ class Converter:
         )
 
     def _fit(self, made: Decoder, fusion: KVFusion, layer: int) -> None:
-        """Set a reader's mixing weights, and turn its queries."""
+        """Set a reader's mixing weights, and rotate its query projection."""
         attention = made.model.layers[layer].self_attn
         keys = fit_keys(self.sums, layer, fusion.keys(layer))
         scale = keys.weights[0] if fusion.kind == "lite" else torch.ones_like(keys.phase)
@@ -174,7 +177,7 @@ class Converter:
                 getattr(attention.mix, name).copy_(weight)
 
     def _refit_output(self, made: Decoder, layer: int, hidden: Tensor, kv: KV) -> None:
-        """Fit the output projection to what the exact layer's attention adds."""
+        """Fit the output projection to the attention output of the exact layer."""
         block = made.model.layers[layer]
         attention, seen = block.self_attn, list[Tensor]()
         hook = attention.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -190,7 +193,7 @@ class Converter:
 
 
 def turned(weight: Tensor, keys: KeyFit, scale: Tensor) -> Tensor:
-    """A query projection that takes up the phase of the keys and a scale.
+    """Return a query projection that includes the phase of the keys and a scale.
 
     Args:
         weight: [heads * D, hidden], or a bias [heads * D].

@@ -1,7 +1,7 @@
-"""Trains the layers without KV to say what the exact model says.
+"""Distillation of the exact model into the layers without KV.
 
-Loss: KL from the exact model's distribution, on one text a step. Only the readers' layers learn, so
-no token's KV changes.
+The loss is the KL from the exact model's distribution, on one text in each step. Only the readers'
+layers are trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace_lab.models.decoder import Decoder
 
 LEARNING_RATE = 3e-4
 MIX_RATE = 3e-3
-"""Of mixing weights, which are about 1, where matrices have elements of about 0.03."""
+"""Learning rate of mixing weights, which are about 1; elements of matrices are about 0.03."""
 CLIP = 1.0
 
 
@@ -30,9 +30,9 @@ def distill(
     """Train `model`.
 
     Args:
-        exact: the model that it was made of.
+        exact: the model that it was converted from.
         texts: token ids, int64 [n] each; each is used once.
-        report: called with the step, from 1 on, and its loss.
+        report: called with the number of each step, from 1, and its loss.
     """
     groups = _groups(model)
     learning = [weight for group in groups for weight in group["params"]]

@@ -1,4 +1,4 @@
-"""How far a model is from the one that it was made of: perplexity and KL on texts."""
+"""The error of a converted model against the exact one: perplexity and KL on texts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from headrace_lab.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Error:
-    """Of a model, against the exact one.
+    """Error of a model against the exact one.
 
     Attributes:
-        perplexity: over the exact model's, on the same tokens.
+        perplexity: its perplexity over the exact model's, on the same tokens.
         kl: mean KL from the exact model's distribution, nats a token.
     """
 
@@ -26,7 +26,7 @@ class Error:
 
 
 class Truth:
-    """What the exact model says of texts.
+    """States of the exact model on texts, with which other models are compared.
 
     Args:
         tokens: int64 [texts, n].
@@ -42,17 +42,19 @@ class Truth:
         self.perplexity = float(torch.tensor(self._loss).exp())
 
     def error(self, other: Decoder, first: int = 0) -> Error:
-        """Of another model.
+        """Return the error of another model.
 
         Args:
-            first: the first layer that differs; those below are not computed.
+            first: the first layer that differs; the layers below it are not computed.
         """
         loss, kl = self._compare(other, self._trace.last(other, first))
         return Error(float(torch.tensor(loss - self._loss).exp()), kl)
 
     @torch.no_grad()
     def _compare(self, other: Decoder, hidden: Tensor) -> tuple[float, float]:
-        """Loss and KL, nats a token, of what the last layer gives. One text's logits at a time."""
+        """Return loss and KL, nats a token, given the last layer's output `hidden`.
+
+        Logits exist for one text at a time."""
         loss, kl = 0.0, 0.0
         for mine, its, tokens in zip(self._trace.inputs[-1], hidden, self._tokens, strict=True):
             logits = other.logits(its)

@@ -1,26 +1,26 @@
-"""How well one layer's K and V can be made of other layers', in closed form.
+"""Fits of one layer's K and V by those of other layers, in closed form, and their errors.
 
-The fits need only sums of products over calibration tokens, `Sums`. Where a reader's own
-projections can undo a map, the fit is up to that map.
+The fits need only sums of products over calibration tokens, `Sums`. If a reader's own projections
+can undo a map, the fit is up to that map.
 
 Keys. Channels j and j + D/2 are one complex number k, which a rotary embedding multiplies by
-exp(i * position * w_j). A constant factor c commutes with that, and a query can take it up:
-q . (c k) = (conj(c) q) . k. So the keys of layer i are fitted as
+exp(i * position * w_j). A constant factor c commutes with that, and can be moved to the query:
+q . (c k) = (conj(c) q) . k. Therefore the keys of layer i are fitted as
 
-    k_i ~ exp(i phi) (a_s k_s + a_t k_t)        a real: one weight a pair of channels
+    k_i ~ exp(i phi) (a_s k_s + a_t k_t)        a real: one weight for each pair of channels
 
-and the query projection takes up the phase. With b_m = sum conj(k_m) k_i and
+and the phase is merged into the query projection. With b_m = sum conj(k_m) k_i and
 A_mn = Re sum conj(k_m) k_n over the sources m and n, the best a for a phase is A^-1 beta,
 beta = Re(exp(-i phi) b), and explains beta^T A^-1 beta of the energy. That is a quadratic form in
 (cos phi, sin phi), so the best phase is its main axis.
 
-Values. The output projection can take up any linear map M of a head's channels, so the values are
-fitted as
+Values. Any linear map M of a head's channels can be merged into the output projection, so the
+values are fitted as
 
     v_i ~ M (b_s * v_s + b_t * v_t)
 
-by turns: M by ridge regression for given b, and b by least squares for given M, whose normal
-equations have the matrix (M^T M) * sum v v^T, elementwise. Each turn lowers the error.
+in alternating steps: M by ridge regression for given b, and b by least squares for given M, whose
+normal equations have the matrix (M^T M) * sum v v^T, elementwise. Each step lowers the error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 from headrace_lab.models.decoder import KV
 
 RIDGE = 1e-4
-"""Added to a matrix's diagonal, as a share of its mean."""
+"""Amount added to a matrix's diagonal, as a share of the diagonal's mean."""
 TURNS = 4
 
 
@@ -53,7 +53,7 @@ class Sums:
 
     @staticmethod
     def of(kv: KV) -> Sums:
-        """Of K, rotated, and V of every layer."""
+        """Compute the sums from K (rotated) and V of every layer."""
         keys = torch.stack([kv[n][0].flatten(0, 1) for n in range(len(kv))])  # [l, t, h, D]
         pairs = torch.complex(*keys.chunk(2, -1)).permute(2, 3, 0, 1)  # [h, D/2, l, t]
         values = torch.stack([kv[n][1].flatten(0, 1) for n in range(len(kv))]).permute(2, 0, 3, 1)
@@ -68,10 +68,12 @@ class Sums:
 
 
 class KeyFit(NamedTuple):
-    """Attributes:
-    weights: [sources, kv_heads, D/2].
-    phase: radians [kv_heads, D/2].
-    error: squared, as a share of the energy of the keys.
+    """Fit of one layer's keys.
+
+    Attributes:
+        weights: [sources, kv_heads, D/2].
+        phase: radians [kv_heads, D/2].
+        error: squared error, as a share of the energy of the keys.
     """
 
     weights: Tensor
@@ -80,9 +82,11 @@ class KeyFit(NamedTuple):
 
 
 class ValueFit(NamedTuple):
-    """Attributes:
-    weights: [sources, kv_heads, D].
-    error: squared, as a share of the energy of the values, if M is taken up.
+    """Fit of one layer's values.
+
+    Attributes:
+        weights: [sources, kv_heads, D].
+        error: squared error if M is applied, as a share of the energy of the values.
     """
 
     weights: Tensor
@@ -90,7 +94,7 @@ class ValueFit(NamedTuple):
 
 
 def fit_keys(sums: Sums, layer: int, sources: Sequence[int]) -> KeyFit:
-    """Weights of the sources' keys, and the phase that the queries take up."""
+    """Fit the weights of the sources' keys, and the phase to merge into the query projection."""
     chosen = list(sources)
     products = _ridged(sums.keys[:, :, chosen][..., chosen].real)
     wanted = sums.keys[:, :, chosen, layer]
@@ -106,7 +110,7 @@ def fit_keys(sums: Sums, layer: int, sources: Sequence[int]) -> KeyFit:
 
 
 def fit_values(sums: Sums, layer: int, sources: Sequence[int]) -> ValueFit:
-    """Weights of the sources' values, up to a linear map of a head's channels."""
+    """Fit the weights of the sources' values, up to a linear map of a head's channels."""
     chosen = list(sources)
     heads, dim = sums.values.shape[0], sums.values.shape[2]
     products = sums.values[:, chosen][:, :, :, chosen]  # [h, s, D, s, D]
@@ -125,7 +129,7 @@ def fit_values(sums: Sums, layer: int, sources: Sequence[int]) -> ValueFit:
         normal = (squares[:, None, :, None] * products).flatten(3).flatten(1, 2)
         right = torch.einsum("had,hasd->hsd", own, wanted).flatten(1)
         weights = torch.linalg.solve(_ridged(normal), right).unflatten(1, (len(chosen), dim))
-        # M takes up any scale, so weights are kept about 1.
+        # M can have any scale, so the weights are normalised to about 1.
         weights = weights / weights.square().mean((1, 2), keepdim=True).sqrt()
     return ValueFit(weights.transpose(0, 1), float(1 - explained / energy))
 

@@ -1,7 +1,7 @@
 """Cross-entropy of an output head, a few rows at a time: logits of all rows never exist at once.
 
-The gradients are computed on the way forward, while a part's logits are in the CPU's cache. That
-saves a tenth of a training step with a vocabulary of 4,096 and layers of 256.
+The gradients are computed in the forward pass, while a part's logits are in the CPU's cache. That
+saves a tenth of a training step with a vocabulary of 4,096 and a hidden size of 256.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 ROWS = 256
-"""Of logits at a time."""
+"""Number of rows whose logits exist at a time."""
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean cross-entropy of `hidden @ weight.T`, float32; its gradient reaches both.
+    """Return the mean cross-entropy of `hidden @ weight.T`, float32, with gradients to both.
 
     Args:
         hidden: [n, hidden].
         weight: [vocabulary, hidden], of the head.
         targets: int64 [n].
-        dtype: in which matrix products are computed. The rest is float32.
+        dtype: dtype of matrix products. The rest is float32.
     """
     loss: Tensor = _HeadLoss.apply(hidden, weight, targets, dtype)
     return loss

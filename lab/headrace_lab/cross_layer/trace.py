@@ -1,4 +1,4 @@
-"""What a decoder computes of texts, layer by layer."""
+"""A decoder's states on texts, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headrace_lab.models.decoder import KV, Decoder
 
 @dataclass(frozen=True)
 class Trace:
-    """All layers' states.
+    """All layers' states on texts.
 
     Attributes:
-        inputs: what each layer takes, and what the last one gives: each [texts, n, hidden].
-        attended: what each layer's attention adds to its input.
-        kv: of the layers that have KV.
+        inputs: the input of each layer, and the output of the last one: each [texts, n, hidden].
+        attended: the output of each layer's attention, which is added to the layer's input.
+        kv: K and V of the layers that have KV.
     """
 
     inputs: list[Tensor]
@@ -27,7 +27,7 @@ class Trace:
     @staticmethod
     @torch.no_grad()
     def of(model: Decoder, tokens: Tensor) -> Trace:
-        """Of texts, int64 [texts, n]."""
+        """Compute the states on texts, int64 [texts, n]."""
         rope, kv = model.rotation(tokens.shape[1]), KV()
         inputs, attended = [model.model.embed_tokens(tokens)], []
         for layer in model.model.layers:
@@ -38,7 +38,7 @@ class Trace:
 
     @torch.no_grad()
     def last(self, model: Decoder, first: int) -> Tensor:
-        """What the last layer of a model gives that is the same below layer `first`."""
+        """Return the last layer's output of a model whose layers below `first` are the same."""
         kv = KV({layer: both for layer, both in self.kv.items() if layer < first})
         hidden = self.inputs[first]
         rope = model.rotation(hidden.shape[1])

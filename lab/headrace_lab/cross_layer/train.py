@@ -1,8 +1,8 @@
-"""Trains a decoder from scratch; a run that was killed goes on from its last checkpoint.
+"""Training of a decoder from scratch; a run that was killed continues from its last checkpoint.
 
 Kinds of models are compared at equal tokens: runs of one seed see the same windows in the same
-order, and parameters of the same name begin with the same values. A run that goes on computes what
-it would have computed in one piece.
+order, and parameters of the same name begin with the same values. A run that continues has the same
+result as a run without interruption.
 
 AdamW with a linear warm-up and a linear decay to zero; no weight decay for norms and mixing
 weights.
@@ -34,21 +34,23 @@ CHECKPOINT_S = 180.0
 INITIAL_STD = 0.02
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 WARM_UP = 0.05
-"""Share of the steps."""
+"""Share of the steps in which the learning rate rises."""
 LOOKS, LOOK_WINDOWS = 20, 64
-"""Validations of a run, and the windows that each takes. After the last step all are taken."""
+"""Number of validations of a run, and the windows that each uses. After the last step all windows
+are used."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained.
+    """Hyperparameters of a run.
 
     Attributes:
-        tokens: in all.
+        tokens: total number of tokens.
         context: tokens of a window.
         batch: windows of a step.
-        learning_rate: at its highest.
-        bfloat16: whether steps compute matrix products in it; weights and validation are float32.
+        learning_rate: maximum learning rate.
+        bfloat16: whether steps compute matrix products in bfloat16; weights and validation are
+            float32.
     """
 
     tokens: int
@@ -63,16 +65,16 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Whole steps in the tokens."""
+        """Number of whole steps in the tokens."""
         return self.tokens // self.step_tokens
 
     @property
     def valid_tokens(self) -> int:
-        """To validate on: a twentieth, but a step's at least."""
+        """Number of tokens to validate on: a twentieth of `tokens`, at least a step's, plus one."""
         return max(self.tokens // 20, self.step_tokens) + 1
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, from 0 on."""
+        """Return the learning rate of a step; steps count from 0."""
         warm = max(1, round(WARM_UP * self.steps))
         falling = (self.steps - step) / max(1, self.steps - warm)
         return self.learning_rate * min((step + 1) / warm, falling)
@@ -80,14 +82,14 @@ class Recipe:
 
 @dataclass
 class Losses:
-    """Of one run, in nats a token.
+    """Losses of one run, in nats a token.
 
     Attributes:
-        settings: digest of what all runs that are compared have in common.
-        parameters: of the model.
+        settings: digest of the settings and tokens that all compared runs have in common.
+        parameters: number of parameters of the model.
         train: (tokens so far, mean loss since the point before).
-        valid: (tokens so far, loss on the first windows of validation).
-        final: the loss on all of validation, when the run has ended.
+        valid: (tokens so far, loss on the first windows of the validation tokens).
+        final: the loss on all validation windows, when the run has ended.
         compute_s: seconds that steps took.
     """
 
@@ -104,8 +106,8 @@ class Run:
 
     Args:
         config: a parsed config.json with `kv_fusion`.
-        seed: of the first weights and of the order of windows.
-        settings: to be kept with the losses.
+        seed: seed of the initial weights and of the order of windows.
+        settings: digest that is stored with the losses.
         folder: for the checkpoint; made if it does not exist.
     """
 
@@ -130,11 +132,12 @@ class Run:
         report: Callable[[Losses], None] = lambda losses: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Train to the end; False if it was stopped before.
+        """Train to the end; return False if the run was stopped before.
 
         Args:
             report: called at each validation.
-            stop: asked after each step; if True, a checkpoint is written and the run ends.
+            stop: called after each step; if it returns True, a checkpoint is written and the run
+                ends.
         """
         recipe, losses = self._recipe, self.losses
         windows, validation = windows_of(train, recipe.context), windows_of(valid, recipe.context)
@@ -166,7 +169,7 @@ class Run:
         return True
 
     def _learn(self, windows: Tokens) -> None:
-        """One step of the optimizer."""
+        """Run one step of the optimizer."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate(self._step)
         with torch.enable_grad():
@@ -179,7 +182,7 @@ class Run:
         self._since_look[1] += 1
 
     def _save(self) -> None:
-        """Replace the checkpoint; a reader finds the old one or the new one, whole."""
+        """Replace the checkpoint; a reader finds either the whole old file or the whole new one."""
         beside = self._state.with_suffix(".new")
         with beside.open("wb") as file:
             torch.save(
@@ -205,17 +208,17 @@ class Run:
 
 
 class Order:
-    """The order of windows: each once, then each once more in another order.
+    """The order of windows: in each epoch every window once, in a different order.
 
     Args:
-        windows: how many there are.
+        windows: number of windows.
     """
 
     def __init__(self, windows: int, seed: int) -> None:
         self._windows, self._seed = windows, seed
 
     def at(self, first: int, count: int) -> NDArray[np.int64]:
-        """The windows at these places of the order."""
+        """Return the windows at these places of the order."""
         epochs, places = np.divmod(np.arange(first, first + count), self._windows)
         orders = {number: self._epoch(number) for number in set(epochs.tolist())}
         return np.array([orders[e][p] for e, p in zip(epochs.tolist(), places, strict=True)])
@@ -225,8 +228,11 @@ class Order:
 
 
 def begin(model: Decoder, seed: int) -> None:
-    """First weights: normal, smaller in the projections back to the residual, norms 1, mixtures
-    the mean. A parameter's depend on its name, shape and the seed alone."""
+    """Set the initial weights of a model.
+
+    They are normal, with a smaller deviation in the projections back to the residual. Norms are 1,
+    mixtures are the mean. A parameter's values depend only on its name, its shape, the number of
+    layers and the seed."""
     residual = INITIAL_STD / math.sqrt(2 * model.shape.fusion.layers)
     for name, weight in model.named_parameters():
         if weight.ndim < 2 or ".mix." in name:
@@ -237,14 +243,14 @@ def begin(model: Decoder, seed: int) -> None:
 
 
 def windows_of(tokens: Tokens, context: int) -> Tokens:
-    """[windows, context + 1]; a window's last token is the next one's first."""
+    """Return windows [windows, context + 1]; a window's last token is the next one's first."""
     count = (len(tokens) - 1) // context
     return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context][:count]
 
 
 @torch.no_grad()
 def loss_of(model: Decoder, windows: Tokens, batch: int) -> float:
-    """Mean loss on windows [n, context + 1], nats a token."""
+    """Return the mean loss on windows [n, context + 1], nats a token."""
     parts = [windows[at : at + batch] for at in range(0, len(windows), batch)]
     return sum(float(_loss(model, part)) * len(part) for part in parts) / len(windows)
 
@@ -256,7 +262,7 @@ def _loss(model: Decoder, windows: Tokens) -> Tensor:
 
 
 def _loss_to_learn(model: Decoder, windows: Tokens, bfloat16: bool) -> Tensor:
-    """As `_loss`, quicker where gradients are wanted."""
+    """Return the same as `_loss`, faster if gradients are needed."""
     tokens = torch.from_numpy(windows.astype(np.int64))
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
         hidden = model.model.norm(model.states(tokens[:, :-1]))

@@ -1,1 +1,1 @@
-"""Models in plain torch, and scores of what they compute."""
+"""Models in plain torch, and scores of their answers."""

@@ -1,4 +1,4 @@
-"""Model folders of decoders: read, and written so that vLLM serves them."""
+"""Reading of decoders' model folders, and writing of folders that vLLM serves."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from headrace_prefill.fusion.config import FusionError
 
 WEIGHTS = "model.safetensors"
 TYPES = ("llama", "qwen3")
-"""Types of models that are served with `kv_fusion`, too."""
+"""Model types that can also be served with `kv_fusion`."""
 
 
 def read(folder: Path, types: Sequence[str] = TYPES) -> tuple[dict[str, Any], Decoder]:
     """Read a parsed config.json, and the decoder in float32.
 
     Args:
-        types: of models, that are taken.
+        types: model types that are accepted.
 
     Raises:
-        FusionError: the model is of another type, or its weights are not as config.json says.
+        FusionError: the model is of another type, or its weights do not match config.json.
     """
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") not in types:
         known = ", ".join(types)
         raise FusionError(f"model_type is {config.get('model_type')!r}, must be one of {known}")
-    with torch.device("meta"):  # no weights but those of the files take memory
+    with torch.device("meta"):  # only the weights of the files take memory
         model = Decoder(config)
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -54,7 +54,7 @@ def write(
 
     Args:
         folder: made if it does not exist.
-        source: the folder of the model that this one was made of; its tokenizer is copied.
+        source: the folder of the model that this one was converted from; its tokenizer is copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir() if source is not None else ():

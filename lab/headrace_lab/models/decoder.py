@@ -1,8 +1,8 @@
 """A Llama- or Qwen3-shaped decoder whose layers read KV as `KVFusion` says, in plain torch.
 
-It is what the vLLM models must agree with, and it can be trained: no kernel, no cache, autograd
-throughout. Its parameters have the names of the checkpoint, so `load_state_dict` takes one as it
-is:
+It is the reference of the vLLM models, and it can be trained: no kernel, no cache, autograd
+throughout. Its parameters have the names of the checkpoint, so `load_state_dict` takes a checkpoint
+unchanged:
 
     model.layers.I.self_attn.{q,k,v,o}_proj.weight   k and v in storage layers only
     model.layers.I.self_attn.{q,k}_norm.weight       with `qk_norm`; k in storage layers only
@@ -25,15 +25,15 @@ from headrace_prefill.fusion.mixing import by_channel, mix
 from headrace_prefill.fusion.shape import Shape
 
 SHORT = 512
-"""Tokens up to which attention is computed as two matrix products. On a CPU that takes half the
-time of torch's kernel at 256 tokens, forward and backward. Beyond, the scores take too much memory.
-"""
+"""Maximum number of tokens for which attention is computed as two matrix products. On a CPU that
+takes half the time of torch's kernel at 256 tokens, forward and backward. For more tokens, the
+scores take too much memory."""
 KV = dict[int, tuple[Tensor, Tensor]]
 """K, rotated, and V of each storage layer so far, each [batch, n, kv_heads, D]."""
 
 
 class Mixture(nn.Module):
-    """The weights of one layer that mixes; it begins as the mean of the two layers."""
+    """The mixing weights of one layer; initially they give the mean of the two layers."""
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class Mixture(nn.Module):
         )
 
     def keys(self, first: Tensor, last: Tensor) -> Tensor:
-        """Rotated keys of two layers [..., kv_heads, D], mixed."""
+        """Return the mixture of two layers' rotated keys [..., kv_heads, D]."""
         return mix(first, last, by_channel(self.first_keys), by_channel(self.last_keys))
 
     def values(self, first: Tensor, last: Tensor) -> Tensor:
-        """Values of two layers [..., kv_heads, D], mixed."""
+        """Return the mixture of two layers' values [..., kv_heads, D]."""
         return mix(first, last, self.first_values, self.last_values)
 
 
@@ -73,7 +73,9 @@ class Attention(nn.Module):
             self.mix = Mixture(shape.kv_heads, dim)
 
     def forward(self, hidden: Tensor, rope: Rotation, kv: KV) -> Tensor:
-        """[batch, n, hidden] to the same; a storage layer adds its K and V to `kv`."""
+        """Return the attention output [batch, n, hidden] of `hidden`, which has the same shape.
+
+        A storage layer adds its K and V to `kv`."""
         shape, query = self._shape, rope(self.query(hidden))
         if shape.fusion.stores(self._layer):
             key, value = self.key_value(hidden)
@@ -88,12 +90,14 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def query(self, hidden: Tensor) -> Tensor:
-        """Queries before the rotation: [..., n, hidden] to [..., n, heads, D]."""
+        """Return queries before the rotation: [..., n, hidden] to [..., n, heads, D]."""
         query = self._heads(self.q_proj(hidden))
         return self.q_norm(query) if self._shape.qk_norm else query
 
     def key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys before the rotation and values of a storage layer, each [..., n, kv_heads, D]."""
+        """Return a storage layer's keys before the rotation, and its values.
+
+        Each is [..., n, kv_heads, D]."""
         key = self._heads(self.k_proj(hidden))
         return (
             self.k_norm(key) if self._shape.qk_norm else key,
@@ -105,7 +109,7 @@ class Attention(nn.Module):
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention, in the inputs' dtype.
+    """Compute causal attention, in the inputs' dtype.
 
     Args:
         query: [batch, heads, n, D].
@@ -133,14 +137,14 @@ class Rotation:
         self._cos, self._sin = angles.cos(), angles.sin()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [batch, n, heads, D]"""
+        """Rotate x: [batch, n, heads, D]."""
         cos, sin = self._cos.to(x), self._sin.to(x)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU MLP."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -153,7 +157,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
@@ -168,7 +172,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """All but the output head."""
+    """The model without its output head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -178,7 +182,7 @@ class Model(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model that a parsed config.json describes, its weights random.
+    """The model that a parsed config.json describes, with random weights.
 
     Raises:
         FusionError: `kv_fusion` is not valid.
@@ -188,7 +192,7 @@ class Decoder(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         self.shape = Shape.of(config)
-        with torch.device("cpu"):  # its few numbers are needed where weights have no memory, too
+        with torch.device("cpu"):  # its few numbers are also needed if weights are on "meta"
             self.rope = Rope.of(config)
         self.model = Model(self.shape)
         self.lm_head = nn.Linear(self.shape.hidden, self.shape.vocabulary, bias=False)
@@ -196,11 +200,11 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, n, vocabulary] of token ids [batch, n]."""
+        """Return the logits [batch, n, vocabulary] of token ids [batch, n]."""
         return self.logits(self.states(tokens))
 
     def states(self, tokens: Tensor) -> Tensor:
-        """What the last layer gives [batch, n, hidden] of token ids [batch, n]."""
+        """Return the last layer's output [batch, n, hidden] for token ids [batch, n]."""
         rope, kv = self.rotation(tokens.shape[1]), KV()
         hidden = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
@@ -208,9 +212,9 @@ class Decoder(nn.Module):
         return hidden
 
     def rotation(self, tokens: int) -> Rotation:
-        """The rotary embedding of positions 0 to `tokens` - 1."""
+        """Return the rotary embedding of positions 0 to `tokens` - 1."""
         return Rotation(self.rope, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of what the last layer gives [..., hidden]."""
+        """Return the logits [..., vocabulary] of the last layer's output [..., hidden]."""
         return self.lm_head(self.model.norm(hidden))

@@ -1,4 +1,4 @@
-"""One prompt beside the exact model: what it answers, and how far another KV leads from that."""
+"""The exact model's answer to a prompt, and the error of the answer over other KV."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from headrace_lab.models.lm import KV, LM
 
 @dataclass(frozen=True)
 class Exact:
-    """What the model computes for a prompt by itself.
+    """The exact model's KV and answer for a prompt.
 
     Attributes:
-        tokens: int64 [n].
-        kv: of all of them.
-        answer: int64 [n + m], the prompt and what follows it.
-        logits: log-probabilities, fp32 [m, vocabulary], of each token that follows.
+        tokens: int64 [n], the prompt.
+        kv: KV of all of them.
+        answer: int64 [n + m], the prompt and the answer.
+        logits: log-probabilities, fp32 [m, vocabulary], at each token of the answer.
     """
 
     tokens: Tensor
@@ -30,7 +30,7 @@ class Exact:
 
     @staticmethod
     def of(lm: LM, tokens: Sequence[int], count: int) -> Exact:
-        """The `count` likeliest tokens follow."""
+        """Compute a prompt and its greedy answer of `count` tokens."""
         prompt = torch.tensor(tokens)
         kv = lm.prefill(prompt)
         answer = lm.greedy(prompt, kv, count)
@@ -39,13 +39,13 @@ class Exact:
 
 @dataclass(frozen=True)
 class Score:
-    """How an approximation answers, against the exact model on the exact model's own answer.
+    """Error of an approximation against the exact model, on the exact model's own answer.
 
     Attributes:
         kl: mean over tokens of KL(exact || approximation), nats.
-        kl_p99: of its tokens.
-        top1: share of tokens where both hold the same one likeliest.
-        perplexity: approximation's / exact's.
+        kl_p99: 99th percentile of the KL over tokens.
+        top1: share of tokens where both have the same likeliest token.
+        perplexity: the approximation's perplexity over the exact model's.
     """
 
     kl: float
@@ -55,7 +55,7 @@ class Score:
 
 
 def score(lm: LM, exact: Exact, kv: KV) -> Score:
-    """Score KV of the prompt. K and V of its last token are computed again over the others."""
+    """Score KV of the prompt. K and V of its last token are computed again over that KV."""
     n = len(exact.tokens)
     found = _follow(lm, exact.answer, kv, n)
     kl = (exact.logits.exp() * (exact.logits - found)).sum(-1).double()

@@ -1,6 +1,6 @@
 """A model in plain torch that computes chosen rows over given KV, layer by layer, in fp32.
 
-Attention is masked by absolute position: row p sees positions 0 to p, whichever of them are fresh.
+Attention is masked by absolute position: row p sees positions 0 to p, fresh or not.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ class KV:
 
 
 Keep = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, rows int64 [r], fresh K, fresh V [r, kv_heads, head_dim]) -> bool [r], the rows that the
-next layer computes. The KV still holds what lay there before."""
+"""(layer, rows int64 [r], fresh K, fresh V [r, kv_heads, head_dim]) -> bool [r], the rows that
+continue with this layer's attention. At the call, the KV has not been overwritten yet."""
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [r, heads, head_dim], rows int64 [r], K, V [n, kv_heads, head_dim]) -> fp32
-[r, heads * head_dim]: attention in place of the exact one."""
+[r, heads * head_dim]: replaces exact attention."""
 
 
 class LM:
-    """The Llama, Mistral or Qwen3 in a folder.
+    """A Llama, Mistral or Qwen3 model from a folder.
 
     Raises:
-        ValueError: the model is another, layers keep no KV, or attention has a window.
+        ValueError: the model is of another type, layers keep no KV, or attention has a window.
 
     Attributes:
-        layers, heads, kv_heads, dim: of the model.
-        pairs: (row, layer) pairs whose KV was computed so far.
+        layers, heads, kv_heads, dim: sizes of the model.
+        pairs: number of (row, layer) pairs whose KV was computed so far.
     """
 
     def __init__(self, folder: str) -> None:
@@ -88,13 +88,14 @@ class LM:
 
         Args:
             tokens: int64 [n].
-            kv: of n positions at least; what is stale is attended to as it is.
-            rows: int64 ascending, computed in the first layer.
-            keep: as `Keep`; None computes all rows in all layers.
-            watch: gets the layer, the rows that go on, and their queries [r, heads, head_dim].
+            kv: of at least n positions; rows attend to its KV even where it is stale.
+            rows: int64 ascending, the rows that the first layer computes.
+            keep: see `Keep`; None computes all rows in all layers.
+            watch: called with the layer, its remaining rows, and their queries
+                [r, heads, head_dim].
             sees: rows -> the last position that each attends to, ascending; None: their own.
-            attend: as `Attend`; None: exact attention.
-            there: bool, of the positions of `kv`: what exact attention sees; None: all.
+            attend: see `Attend`; None: exact attention.
+            there: bool, positions of `kv` that exact attention sees; None: all.
 
         Returns:
             fp32 [r, vocabulary]: logits of the rows that went through all layers.
@@ -125,7 +126,7 @@ class LM:
         return self._decoder.logits(hidden)
 
     def prefill(self, tokens: Tensor) -> KV:
-        """The exact KV of a text."""
+        """Return the exact KV of a text."""
         kv = self.empty(len(tokens))
         last = torch.arange(len(tokens)) == len(tokens) - 1
 
@@ -136,14 +137,15 @@ class LM:
         return kv
 
     def follow(self, tokens: Tensor, kv: KV, first: int) -> Tensor:
-        """Logits of the tokens from `first` on, over the KV before them, which stays as it is."""
+        """Return the logits of the tokens from `first` on, over the KV before them, which does not
+        change."""
         n = len(tokens)
         longer = self.empty(n)
         longer.keys[:, :first], longer.values[:, :first] = kv.keys[:, :first], kv.values[:, :first]
         return self.compute(tokens, longer, torch.arange(first, n))
 
     def greedy(self, tokens: Tensor, kv: KV, count: int) -> Tensor:
-        """`tokens` with so many of the likeliest tokens behind them; `kv` is of `tokens`."""
+        """Return `tokens` and the `count` likeliest tokens after them; `kv` is that of `tokens`."""
         n = len(tokens)
         longer = self.empty(n + count)
         longer.keys[:, :n], longer.values[:, :n] = kv.keys, kv.values
@@ -153,13 +155,13 @@ class LM:
         return tokens
 
     def mass(self, q: Tensor, rows: Tensor, keys: Tensor, there: Tensor) -> Tensor:
-        """Attention that rows pay to each position, meaned over rows and heads: fp32 [n].
+        """Return the rows' attention to each position, averaged over rows and heads: fp32 [n].
 
         Args:
             q: [r, heads, head_dim], rotated.
             rows: int64 [r].
             keys: [n, kv_heads, head_dim], rotated.
-            there: bool [n], what they attend to.
+            there: bool [n], the positions that the rows attend to.
         """
         all_keys = keys.repeat_interleave(self.heads // self.kv_heads, 1)
         scores = torch.einsum("rhd,thd->hrt", q, all_keys) * self.dim**-0.5
@@ -186,6 +188,6 @@ class LM:
         return torch.cat(mixed)
 
     def output(self, layer: int) -> Tensor:
-        """What heads' results are multiplied by: fp32 [hidden, kv_heads, group, head_dim]."""
+        """Return the output projection, fp32 [hidden, kv_heads, group, head_dim]."""
         matrix = self._layers[layer].self_attn.o_proj.weight
         return matrix.unflatten(1, (self.kv_heads, -1, self.dim))

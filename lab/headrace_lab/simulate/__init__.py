@@ -1,1 +1,1 @@
-"""Additions to `headrace.simulate`: rules of other routers, admission, and replicas that scale."""
+"""Additions to `headrace.simulate`: rules of other routers, admission, and autoscaling."""

@@ -1,17 +1,17 @@
 """The gateway's admission in the simulator, before the gateway's own placement.
 
-Classes, tickets, fair shares, costs and the room of the replicas are the gateway's code
-(`headrace.gateway.admission`). The queue around them (`admission.door`: turns, looks at the
-replicas, what other gateways tell) is written again here for the simulation's clock. It leaves out
-two terms of the room: requests that no report shows yet (`sent`), and `stretch`.
+SLO classes, tickets, fair shares, costs and the room of the replicas are the gateway's code
+(`headrace.gateway.admission`). The queue around them (`admission.door`: turns, polls of the
+replicas, reports of other gateways) is implemented again here for the simulation's clock. It leaves
+out two terms of the room: requests that no report shows yet (`sent`), and `stretch`.
 
-A request that comes goes, waits or is refused, as at a gateway; one that waits is placed when it is
-its turn. A gateway knows of a prompt only its bytes: here the bytes are the tokens, and what of
-them is cached it learns by the plans. Several gateways get the requests in turn, share the engines,
-and tell each other once a second what tenants have had.
+A new request is sent, waits or is refused, as at a gateway. A waiting request is placed at its
+turn. A real gateway knows only the number of bytes of a prompt; here the bytes are the tokens. The
+gateway learns from the plans how many of them are cached. Several gateways get the requests in
+turn, share the engines, and tell each other once a second how much each tenant has used.
 
-The gateways' queues live in the simulation's clock. A request that is placed again after a failure
-was admitted before, and is not asked again.
+The gateways' queues run on the simulation's clock. A request that is placed again after a failure
+was admitted before, and does not pass admission again.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _PROMPT_TOKENS, _GAIN = 2048.0, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """Whose the requests are, and what they want.
+    """Tenants and SLO classes of the requests, and the gateways that get them.
 
     Attributes:
         tenant: number of each request's tenant, int [requests].
-        slo: the class of each tenant's requests.
-        gateways: how many share the engines. gateway: the one that gets each request, int
-            [requests]; None for one after the other.
-        max_waiting: most requests in each one's queue.
+        slo: SLO class of each tenant's requests; further tenants have the last one.
+        gateways: number of gateways that share the engines.
+        gateway: number of the gateway that gets each request, int [requests]; None for in turn.
+        max_waiting: maximum number of requests in a gateway's queue.
     """
 
     tenant: NDArray[np.int64]
@@ -63,12 +63,14 @@ class Tenancy:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """What became of each request; arrays [requests].
+    """Outcome of each request's admission; arrays [requests].
 
     Attributes:
-        refused: at once. expired: after it had waited. queued_s: in the queue; nan where it did not
-            go. retry_s: `Retry-After` of those that were refused, else nan.
-        admissions: of the gateways, as they ended.
+        refused: whether the request was refused at once.
+        expired: whether it was refused after it had waited.
+        queued_s: its seconds in the queue; nan if it was not admitted.
+        retry_s: `Retry-After` of a refused request, else nan.
+        admissions: the gateways' `Admission` objects at the end.
     """
 
     refused: NDArray[np.bool_]
@@ -235,7 +237,7 @@ def simulate_admitted(
     """Play a workload as `simulate` does, with admission before the placement.
 
     Raises:
-        SimulationError: as `simulate`.
+        SimulationError: as in `simulate`.
     """
     settings = settings or Settings()
     check(work, hardware, prefills, decodes, settings)
@@ -243,7 +245,7 @@ def simulate_admitted(
     player.play(None)
     from_s = settings.warm_share * work.seconds
     reachable = best_case(work, hardware, from_s).hit_rate
-    with np.errstate(invalid="ignore"):  # those that were refused have no end
+    with np.errstate(invalid="ignore"):  # refused requests have no end
         until_s = float(player.s.now_s[0])
         outcome = outcome_of(player.s, settings.targets, reachable, from_s, until_s)
     course = {name: np.array(values) for name, values in player.course.items()}

@@ -1,13 +1,13 @@
-"""Replicas that start and go during a run, as a scaling policy says.
+"""Replicas that a scaling policy starts and stops during a run.
 
-A replica that was ordered serves after `start_s`, with an empty cache; the stores of the nodes are
-there. One that must go takes no new requests, finishes what it has, and then its engine is free.
-The newest is taken away first, of those that start any that have not begun to serve.
-Its GPU is paid for from the order to start until it is free. A request that comes when no decode
-engine is open waits, and is placed as soon as one is.
+An ordered replica serves after `start_s`, with an empty KV cache; the nodes' stores are running. To
+scale down, replicas that are still starting are cancelled first, the latest first; then the latest
+ready one is drained: it takes no new requests and finishes its own, after which its engine is free.
+A replica's GPU is paid for from the order until the engine is free. A request that arrives while no
+decode engine is open waits, and is placed again every `RETRY_S` until one is.
 
-Engines keep their numbers: those that are not there are closed. A run has as many as the most
-replicas of each role.
+Engines keep their numbers: engines that do not exist at a time are closed. A run has as many
+engines of each role as the maximum number of replicas.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ from headrace.simulate.state import DONE, NEW
 from headrace.simulate.trace import Workload
 
 RETRY_S = 0.2
-"""A request that nobody can take is placed again after so long."""
+"""Seconds after which a request that no decode engine could take is placed again."""
 
 
 class Role(NamedTuple):
     """The replicas of one role, as a scaling policy sees them.
 
     Attributes:
-        ready: that take requests. starting: ordered. draining: that finish their requests.
-        ongoing: requests that are on its way or on its engines. busy: share of the time since the
-            last look that a ready engine computed, on average.
+        ready: number of replicas that take requests.
+        starting: number of replicas that were ordered and do not serve yet.
+        draining: number of replicas that finish their requests.
+        ongoing: requests on their way to the role's engines or on them; for decode also those that
+            are not placed yet.
+        busy: share of the time since the last look that a ready engine computed, on average.
     """
 
     ready: int
@@ -50,10 +53,12 @@ class Role(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a scaling policy sees.
+    """State of the replicas and requests that a scaling policy sees.
 
     Attributes:
-        arrived: requests since the last look. seen: numbers of the requests that ended since.
+        arrived: number of requests that arrived since the last look.
+        ended: numbers of the requests that ended since the last look.
+        requests: the simulation's table of all requests.
     """
 
     now_s: float
@@ -65,16 +70,17 @@ class Look(NamedTuple):
 
 
 Scaler = Callable[[Look], tuple[int, int]]
-"""Replicas that there should be of each role, prefill and decode."""
+"""Returns the wanted numbers of replicas, prefill and decode."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """How replicas start.
+    """Settings of how replicas start.
 
     Attributes:
-        start_s: from the order until a replica serves. every_s: between two looks of the policy.
-        first: replicas of each role at the begin.
+        start_s: seconds from the order until a replica serves.
+        every_s: seconds between two looks of the policy.
+        first: number of replicas of each role at the start.
     """
 
     start_s: float = 120.0
@@ -84,11 +90,12 @@ class FleetSettings:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What the replicas came to.
+    """Cost and number of the replicas in a run.
 
     Attributes:
-        gpu_s: engine seconds paid for, of the measured part. ordered: replicas that were started.
-        course: time, replicas of each role that are paid for, one row a look.
+        gpu_s: engine seconds paid for in the measured part.
+        ordered: number of replicas that were ordered.
+        course: one row for each look: time, and the paid replicas of each role.
     """
 
     gpu_s: float
@@ -98,7 +105,7 @@ class Fleet:
 
 @dataclass(slots=True)
 class _Replicas:
-    """Engines of one role, by what they do."""
+    """Engines of one role, by state."""
 
     first: int
     count: int
@@ -168,7 +175,7 @@ class _ElasticPlayer(Player):
             self.rows.append((at_s, float(self.roles[0].paid), float(self.roles[1].paid)))
 
     def _turn(self, role: _Replicas, now_s: float) -> None:
-        """Those that have started serve, and those that have nothing left to do are gone."""
+        """Open the engines that have started, and close drained engines without requests."""
         while role.starting and role.starting[0][0] <= now_s:
             _, e = heapq.heappop(role.starting)
             loop.recover(self.s, e)
@@ -185,7 +192,7 @@ class _ElasticPlayer(Player):
         wanted = min(max(wanted, 0), role.count)
         there = len(role.ready) + len(role.starting)
         while there < wanted and (role.closed or role.draining):
-            if role.draining:  # it has its cache, and serves at once
+            if role.draining:  # a draining replica still has its cache, and serves at once
                 e = role.draining.pop()
                 self.s.eng[e]["open"] = 1
                 role.ready.append(e)
@@ -239,14 +246,14 @@ def simulate_elastic(
     fleet: FleetSettings | None = None,
     policy: Headrace | None = None,
 ) -> tuple[Run, Fleet]:
-    """Play a workload on replicas that come and go.
+    """Play a workload on replicas that start and stop.
 
     Args:
-        most: prefill and decode replicas there is room for.
-        scaler: is asked every `fleet.every_s`. It serves one run.
+        most: maximum numbers of prefill and decode replicas.
+        scaler: called every `fleet.every_s` seconds. It must not be used for another run.
 
     Raises:
-        SimulationError: as `simulate`.
+        SimulationError: as in `simulate`.
     """
     settings, fleet = settings or Settings(), fleet or FleetSettings()
     check(work, hardware, *most, settings)

@@ -1,9 +1,10 @@
-"""Placement rules of other routers, as published, each a function of what a router sees.
+"""Placement rules of other routers, as published, each a function of a router's view (`Sight`).
 
-All see the same: exact prefixes of every engine and of the store of its node, through events, with
-what was placed counted as there (`known`), and requests in flight counted exactly. That is more
-than some of these routers have. Where a rule is published for one kind of replica only, it chooses
-the prefill engine, and decode engines are chosen as that project's own prefill/decode mode does.
+Each rule has the same view: exact prefixes of every engine and of its node's store, from events,
+where the blocks of placed requests count as present (`known`), and exact counts of requests in
+flight. Some of these routers know less. If a rule is published for one kind of replica only, it
+chooses the prefill engine, and decode engines are chosen as in that project's own prefill/decode
+mode.
 
 Ties go to the lowest number unless the rule says otherwise.
 """
@@ -20,14 +21,14 @@ from headrace.simulate.sight import Ask, Choice, Floats, Sight
 
 
 def ray(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """Ray Serve 2.60's `PrefixCacheAffinityRouter` for prefill, its default for decode.
+    """Place by Ray Serve 2.60's `PrefixCacheAffinityRouter` for prefill, its default for decode.
 
-    Queues that differ by more than `imbalanced_threshold`: power of two choices. A match of at
-    least `match_rate_threshold` = 10 % of the prompt: the engines that match most, of these the
-    shortest queue. Else the engine with the least cache. The threshold is infinite by default,
-    which sends whole sessions to one queue; taken is 5, as in Ray's own example (docs.ray.io,
-    prefix-aware-request-router). Its tree holds the prompts that were sent; here
-    the store's match stands for it.
+    If queues differ by more than `imbalanced_threshold`: power of two choices. If the best match is
+    at least `match_rate_threshold` = 10 % of the prompt: the shortest queue among the engines with
+    the best match. Else the engine with the least cache in use. The threshold is infinite by
+    default, which sends whole sessions to one queue; here it is 5, as in Ray's own example
+    (docs.ray.io, prefix-aware-request-router). Ray's tree holds the prompts that were sent; the
+    store's match replaces it here.
     """
     p, d = sides(sight)
     decode = better_of_two(sight, d, rng)
@@ -42,12 +43,12 @@ def ray(sight: Sight, ask: Ask, rng: Random) -> Choice:
 
 
 def dynamo(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """Dynamo 1.x's KV router: the least of ``prefill blocks - credit + decode blocks``.
+    """Place by Dynamo 1.x's KV router: the least of ``prefill blocks - credit + decode blocks``.
 
-    `credit` is 1.0 a block in the GPU and 0.75 a block in host memory; prefill blocks are those of
-    active prompts and of this one (docs.nvidia.com/dynamo, Routing Concepts; `--router-kv-overlap-
-    score-credit`, `--router-host-cache-hit-weight`). Apart, prefill workers are weighed by their
-    prompts, decode workers by their active blocks.
+    `credit` is 1.0 for a block in GPU memory and 0.75 for one in host memory; prefill blocks are
+    those of active prompts and of this one (docs.nvidia.com/dynamo, Routing Concepts;
+    `--router-kv-overlap-score-credit`, `--router-host-cache-hit-weight`). With disaggregation,
+    prefill workers are weighed by their prompts, decode workers by their active blocks.
     """
     p, d = sides(sight)
     decode = d[np.argmin(sight.sent_blocks[d])]
@@ -55,10 +56,11 @@ def dynamo(sight: Sight, ask: Ask, rng: Random) -> Choice:
 
 
 def dynamo_conditional(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """Dynamo with its conditional disaggregation, which is off by default: the decode worker
-    computes the prompt if fewer than 2,048 tokens and less than 0.7 of it are not cached there
-    (`lib/kv-router/src/conditional_disagg.rs`). The decode worker is the one of least cost with its
-    overlap counted."""
+    """Place by Dynamo with its conditional disaggregation, which is off by default.
+
+    The decode worker computes the prompt if fewer than 2,048 tokens and less than 0.7 of it are not
+    cached there (`lib/kv-router/src/conditional_disagg.rs`). The decode worker is the one with the
+    least cost, its overlap included."""
     p, d = sides(sight)
     overlap = ask.match[d] + 0.75 * (ask.store[d] - ask.match[d])
     decode = d[np.argmin(sight.sent_blocks[d] - overlap)]
@@ -78,12 +80,13 @@ def _dynamo_prefill(sight: Sight, ask: Ask, p: Indices) -> int | None:
 
 
 def llm_d(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """llm-d's endpoint picker: the weighted sum of three scores from 0 to 1, once for each side.
+    """Place by llm-d's endpoint picker: a weighted sum of three scores from 0 to 1, for each role.
 
-    Queue 2 (the shortest reported queue has 1, the longest 0), KV cache 2 (the free share), prefix
-    3 (the matched share); the highest wins, at random among equals (llm-d-router, `queue-scorer`,
-    `kv-cache-utilization-scorer`, `prefix-cache-scorer`, `max-score-picker`). Prompts always go to
-    a prefill engine (the decider's threshold is 0 by default).
+    Weights: queue 2 (the shortest reported queue has 1, the longest 0), KV cache 2 (the free
+    share), prefix 3 (the matched share). The highest sum wins, at random among equals
+    (llm-d-router, `queue-scorer`, `kv-cache-utilization-scorer`, `prefix-cache-scorer`,
+    `max-score-picker`). Prompts always go to a prefill engine (the decider's threshold is 0 by
+    default).
     """
     p, d = sides(sight)
     prefill = _llm_d_pick(sight, ask, p, sight.hardware.prefill.kv_blocks, rng)
@@ -102,12 +105,13 @@ def _llm_d_pick(sight: Sight, ask: Ask, side: Indices, kv_blocks: int, rng: Rand
 
 
 def mooncake(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """Mooncake's conductor: the prefill instance of the least predicted TTFT, queue plus prefill
-    with the prefix that it has (Qin et al., Mooncake, FAST 2025, algorithm 1), and the decode
-    instance with the most free KV.
+    """Place by Mooncake's conductor: the prefill instance with the least predicted TTFT, and the
+    decode instance with the most free KV.
 
-    The queue is the predicted time of the prompts ahead; the true step times are given. The part of
-    the rule that copies a hot prefix from another instance is left out: no engine here can.
+    The TTFT is the queue time plus the time to prefill the tokens after the instance's own prefix
+    (Qin et al., Mooncake, FAST 2025, algorithm 1). The queue time is the predicted time of the
+    prompts ahead; the true step times are given. The part of the rule that copies a hot prefix from
+    another instance is left out: no engine here can do that.
     """
     p, d = sides(sight)
     decode = d[np.argmin(sight.sent_blocks[d])]
@@ -118,10 +122,11 @@ def mooncake(sight: Sight, ask: Ask, rng: Random) -> Choice:
 
 
 def sglang(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """SGLang's gateway, `cache_aware`, with its prefill/decode mode's default for decode.
+    """Place by SGLang's gateway, `cache_aware`, with its prefill/decode mode's default for decode.
 
-    Unbalanced if the queues differ by more than 32 and by more than 10 %: the shortest. Else the
-    best match, if it is above 0.3 of the prompt (`--cache-threshold`); else the shortest queue.
+    If the queues are unbalanced (they differ by more than 32 and by more than 10 %): the shortest.
+    Else the best match, if it is above 0.3 of the prompt (`--cache-threshold`); else the shortest
+    queue.
     """
     p, d = sides(sight)
     decode = better_of_two(sight, d, rng)
@@ -135,10 +140,12 @@ def sglang(sight: Sight, ask: Ask, rng: Random) -> Choice:
 
 
 def aibrix(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """AIBrix's `prefix-cache`: requests in flight that differ by more than 8: the fewest. Else the
-    best match of an engine with at most the mean and one standard deviation of requests; without
-    one the fewest (vllm-project/aibrix, `pkg/plugins/gateway/algorithms/prefix_cache.go`). Decode:
-    the fewest requests."""
+    """Place by AIBrix's `prefix-cache` (vllm-project/aibrix,
+    `pkg/plugins/gateway/algorithms/prefix_cache.go`).
+
+    If requests in flight differ by more than 8: the engine with the fewest. Else the best match
+    among engines whose requests are at most the mean plus one standard deviation; if none matches,
+    the engine with the fewest. Decode: the engine with the fewest requests."""
     p, d = sides(sight)
     decode = least(d, sight.sent_requests[d], None, rng)
     if not len(p):
@@ -153,8 +160,11 @@ def aibrix(sight: Sight, ask: Ask, rng: Random) -> Choice:
 
 
 def queue_s(sight: Sight) -> Floats:
-    """Predicted seconds until each engine's prompts ahead are computed: those that it reported and
-    those sent since, in full steps, less the time since the report; float64 [engines]."""
+    """Return the predicted seconds until each engine has computed the prompts ahead, float64
+    [engines].
+
+    Prompts ahead are those that it reported and those sent since, in full steps. The time since the
+    report is subtracted if none was sent since."""
     tokens = sight.report.queue_tokens + sight.since_tokens
     pairs = sight.report.queue_pairs + sight.since_pairs
     age_s = max(0.0, sight.now_s - sight.report.at_s)
@@ -167,7 +177,8 @@ def queue_s(sight: Sight) -> Floats:
 
 
 def compute_s(sight: Sight, ask: Ask) -> Floats:
-    """Predicted seconds for each engine to load and compute what it lacks, alone [engines]."""
+    """Return the predicted seconds for each engine to load and compute the missing part of the
+    prompt without other load, [engines]."""
     hardware, found = sight.hardware, np.empty(len(ask.store))
     size = hardware.block_tokens
     most = (ask.prompt - 1) // size

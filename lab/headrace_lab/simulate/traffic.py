@@ -11,23 +11,24 @@ from headrace.advice import Load
 from headrace_engine.steptime import StepTime
 
 KEPT = 16_384
-"""An hour of them at 4.5 a second. Fewer make the means waver: of a few thousand prompts the few
-longest take most of the time, and replicas come and go with them."""
+"""Number of requests kept: an hour at 4.5 a second. With fewer, the means fluctuate: of a few
+thousand prompts the few longest take most of the time, so the number of replicas would fluctuate
+with them."""
 LEAST = 32
-"""Below, nothing is said."""
+"""Minimum number of requests for a mean."""
 COLUMNS = ("prompt_tokens", "answer_tokens", "local_s", "remote_s")
 
 
 @dataclass(slots=True)
 class Traffic:
-    """The last requests: tokens of the prompt and of the answer, and the seconds that it takes to
-    compute the prompt on a decode engine and on a prefill engine."""
+    """The last requests: tokens of the prompt and of the answer, and the seconds to compute the
+    prompt on a decode engine and on a prefill engine."""
 
     _rows: NDArray[np.float64] = field(default_factory=lambda: np.zeros((KEPT, len(COLUMNS))))
     _seen: int = 0
 
     def ended(self, rows: NDArray[np.float64]) -> None:
-        """Requests that ended, one a row; float64 [requests, 4]."""
+        """Record requests that ended, one for each row; float64 [requests, 4]."""
         rows = rows[-KEPT:]
         at = (self._seen + np.arange(len(rows))) % KEPT
         self._rows[at] = rows
@@ -36,10 +37,11 @@ class Traffic:
     def load(
         self, decode_steps: StepTime, kv_tokens: int, move_s: float, share: float = 0.0
     ) -> Load | None:
-        """Means, at a rate of 0; None while too little is known.
+        """Return the means as a `Load` with a rate of 0; None with fewer than `LEAST` requests.
 
         Args:
-            kv_tokens: that a decode engine's cache holds. move_s, share: as in `Load`.
+            kv_tokens: tokens that a decode engine's cache holds.
+            move_s, share: as in `Load`.
         """
         if self._seen < LEAST:
             return None

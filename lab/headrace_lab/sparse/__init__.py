@@ -1,1 +1,1 @@
-"""What sparse attention costs in quality, measured with a plain torch model beside any engine."""
+"""Quality loss of sparse attention, measured with a plain torch model outside of any engine."""

@@ -1,4 +1,4 @@
-"""Attention of a text's last rows to chosen units alone, in a plain torch model."""
+"""Attention of a text's last rows to chosen units only, in a plain torch model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from headrace_decode.sparse.summaries import Summaries
 
 @dataclass(frozen=True)
 class Layer:
-    """What rows of one layer ask, and of what.
+    """Queries of some rows of one layer, and the layer's K and V, cut into units.
 
     Attributes:
-        keys: fp32 [H, n, T, D], all units, the last one filled up with zeros.
-        values: likewise.
+        keys: fp32 [H, n, T, D], all units, the last one padded with zeros.
+        values: in the same shape.
         queries: fp32 [H, r, G, D], times the scale of the logits.
         rows: int64 [r], positions.
-        number: of the layer.
+        number: the layer's number.
     """
 
     keys: Tensor
@@ -55,15 +55,17 @@ class Layer:
 
     @property
     def counts(self) -> Tensor:
-        """Units that each row sees, its own included: int64 [r]."""
+        """Number of units that each row sees, its own included: int64 [r]."""
         return self.rows // self.unit_tokens + 1
 
 
 def estimated(layer: Layer, basis: Basis | None) -> Tensor:
-    """Scores from summaries, as an engine's: fp32 [H, r, n]; 0 of a row's own unit and later ones.
+    """Return scores from summaries, as an engine computes them: fp32 [H, r, n].
+
+    The score is 0 for a row's own unit and later ones.
 
     Args:
-        basis: of the layer; None for own directions.
+        basis: the layer's basis; None for own directions.
     """
     heads, units, tokens, dim = layer.keys.shape
     summaries = Summaries(units, heads, tokens, dim, basis=basis)
@@ -77,7 +79,7 @@ def estimated(layer: Layer, basis: Basis | None) -> Tensor:
 
 
 def attended(layer: Layer, chosen: Tensor) -> Tensor:
-    """Exact attention to the chosen units: fp32 [r, heads * D], as `LM.compute` wants it.
+    """Return exact attention to the chosen units: fp32 [r, heads * D], as `LM.compute` takes it.
 
     Args:
         chosen: bool [H, r, n].

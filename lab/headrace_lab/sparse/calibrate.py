@@ -1,7 +1,7 @@
-"""Learns a model's bases from some texts, and measures on others what a share costs.
+"""Bases of a model, learned from some texts, and the error of each share, measured on others.
 
-A text's prefix is computed exactly. Then its last rows are computed as decoding would, one after
-the other's KV, with attention in all layers to the units that an engine would choose.
+A text's prefix is computed exactly. Then its last rows are computed as in decoding, each over the
+KV of the rows before it, with attention in all layers to the units that an engine would choose.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from headrace_lab.sparse.attention import Layer, attended, estimated
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.3)
 TAIL_TOKENS = 128
-"""Of a text, that are measured."""
+"""Number of a text's last tokens that are measured."""
 EVERY = 8
-"""Of the last layer's rows, one in so many has its query counted: each costs a row of logits."""
+"""In the last layer, one row in this many has its query counted: each costs a row of logits."""
 
 
 class Learning:
-    """Adds up what texts teach of a model."""
+    """Sums over texts from which a model's bases are learned."""
 
     def __init__(self, model: LM, unit_tokens: int) -> None:
         self._model, self._unit_tokens = model, unit_tokens
         self._moments = [Moments(model.kv_heads, model.dim) for _ in range(model.layers)]
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Count a text; its tokens beyond the last whole unit are left out."""
+        """Count a text, without its tokens after the last whole unit."""
         model, whole = self._model, len(tokens) // self._unit_tokens * self._unit_tokens
         text, kv = torch.tensor(tokens[:whole]), model.empty(whole)
 
@@ -50,7 +50,7 @@ class Learning:
             moments.add_units(keys.unflatten(0, (-1, self._unit_tokens)).transpose(1, 2).numpy())
 
     def bases(self) -> list[Basis]:
-        """Of each layer."""
+        """Return the basis of each layer."""
         rank = min(COORDINATES, self._model.dim)
         return [moments.basis(rank) for moments in self._moments]
 
@@ -58,10 +58,10 @@ class Learning:
 def divergences(
     model: LM, tokens: Sequence[int], bases: Sequence[Basis], unit_tokens: int
 ) -> dict[float, float]:
-    """Mean KL(exact || sparse) over a text's last tokens, nats, by share of `SHARES`.
+    """Return the mean KL(exact || sparse) over a text's last tokens, nats, by share of `SHARES`.
 
     Args:
-        tokens: as many as an engine needs to attend sparsely, at least.
+        tokens: the text, at least as long as an engine needs in order to attend sparsely.
     """
     text, kv = torch.tensor(tokens), model.empty(len(tokens))
     first = len(tokens) - TAIL_TOKENS
@@ -79,7 +79,7 @@ def divergences(
             here = Layer.of(layer, q, rows, keys, values, unit_tokens)
             return attended(here, chosen(estimated(here, bases[layer]), here, share))
 
-        # Only the tail's KV is written, and each share writes it anew.
+        # Only the tail's KV is written, and each share writes it again.
         logits = model.compute(text, kv, torch.arange(first, len(tokens)), attend=attend)
         kl = (exact.exp() * (exact - logits.log_softmax(-1))).sum(-1).double()
         found[share] = float(kl.mean())
@@ -87,7 +87,7 @@ def divergences(
 
 
 def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
-    """The units that an engine would choose: bool [H, r, n]. Rows that it leaves dense have all.
+    """Return the units that an engine would choose: bool [H, r, n]; all units for dense rows.
 
     Args:
         scores: fp32 [H, r, n].
@@ -102,5 +102,5 @@ def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
 
 
 def least_share(kl: Mapping[float, float], target_kl: float) -> float | None:
-    """The least share whose KL keeps to a target; None if none does."""
+    """Return the smallest share whose KL is at most the target; None if there is none."""
     return min((share for share, one in kl.items() if one <= target_kl), default=None)

@@ -1,14 +1,14 @@
-"""When a miss is left out, and what stands in for it. Engines leave none out:
+"""Substitution of chosen units that have no slot. Engines do not substitute any:
 `benchmarks.sparse.prefetch` measures what that would cost.
 
-A chosen unit that has no slot is fetched, and the step waits for it. Or the best unit that has a
-slot and was not chosen stands in for it: that costs no time, and the attention
+A chosen unit that has no slot is fetched, and the step waits for it. Alternatively, it is replaced
+by the best unit that has a slot and was not chosen. That costs no time, and this much attention:
 
-    loss = score(missing) - score(stand-in)
+    loss = score(missing) - score(substitute)
 
 Losses of one KV head may add up to `slack` times the attention that the choice itself leaves out.
-Within that the least losses are taken first. With `slack` 0 nothing is left out, and a step
-attends to what it would have attended to without offload.
+Within this limit the smallest losses are taken first. With `slack` 0 no unit is replaced, and a
+step attends to the same units as without offload.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def stand_ins(
     recent: int,
     slack: float,
 ) -> NDArray[np.int64]:
-    """The choice with units that are there in place of some that are not.
+    """Return the choice after replacing some units without a slot by units that have one.
 
     Args:
         scores: float32 [kv_heads, n].
-        chosen: int64 [kv_heads, c] ascending, as of `choosing.choose`.
-        slots: int [kv_heads, n]; below 0 for units that are not there.
-        sinks, recent: first and last units, which are never replaced.
-        slack: losses allowed, over the attention to units that are not chosen.
+        chosen: int64 [kv_heads, c] ascending, as from `choosing.choose`.
+        slots: int [kv_heads, n]; below 0 for units without a slot.
+        sinks, recent: numbers of first and last units, which are never replaced.
+        slack: allowed losses, over the attention to units that are not chosen.
 
     Returns:
         int64 [kv_heads, c] ascending.
@@ -70,7 +70,7 @@ def _stand_in(
             taken[unit] = True
             total -= scores[head, unit]
         left = slack * total
-        # Lowest first: the pairs of least loss are the lowest miss with the best stand-in.
+        # Lowest first: the smallest losses pair the lowest miss with the best substitute.
         for place in order[head]:
             unit = chosen[head, place]
             if slots[head, unit] >= 0 or unit < sinks or unit >= n - recent:

@@ -1,4 +1,4 @@
-"""The rule in plain torch, for any rank and precision: what the compiled code is tested against.
+"""Reference of the rule in plain torch, for any rank and precision, to test the compiled code with.
 
 Shapes: H KV heads, n units, T tokens of a unit, D dimensions, m queries of a KV head.
 """
@@ -16,13 +16,13 @@ from headrace_decode.sparse.summaries import RANK_ALONE, RANK_BESIDE
 
 @dataclass(frozen=True)
 class Summary:
-    """Summaries of units, each part quantised and back.
+    """Summaries of units; each part is quantised and converted back.
 
     Attributes:
         mean: fp32 [H, n, D].
         directions: fp32 [H, n, rank, D].
         coefficients: fp32 [H, n, T, rank].
-        kept: fp32 [H, n, kept, D], keys that are kept whole; not part of the others.
+        kept: fp32 [H, n, kept, D], keys that are kept whole; the other parts do not cover them.
     """
 
     mean: Tensor
@@ -33,14 +33,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class Form:
-    """What is kept of a unit's keys.
+    """Form of a unit's summary.
 
     Attributes:
-        rank: directions beside the mean.
-        bits: of each number; None for fp32. Queries then have 8, or fp32.
-        largest: estimate a unit by its largest logit, not by the sum of its exponentials.
-        kept: keys of each unit that are kept whole.
-        by_norm: those of largest norm; else those farthest from the mean.
+        rank: number of directions besides the mean.
+        bits: bits of each number; None for fp32. Queries then have 8 bits, or fp32.
+        largest: whether a unit is estimated by its largest logit, not by the sum of exponentials.
+        kept: number of keys of each unit that are kept whole.
+        by_norm: whether these are the keys of largest norm; else those farthest from the mean.
     """
 
     rank: int = RANK_ALONE
@@ -50,7 +50,9 @@ class Form:
     by_norm: bool = False
 
     def nbytes(self, tokens: int, dim: int) -> float:
-        """Of one unit and head, with an fp32 scale a row and kept keys in the same precision."""
+        """Return the bytes of one unit and head, with an fp32 scale for each row.
+
+        Kept keys have the same precision."""
         rows = 1 + self.rank + self.kept
         numbers = rows * dim + self.rank * (tokens - self.kept)
         scales = 0 if self.bits is None else 4 * rows
@@ -74,18 +76,18 @@ class Form:
         return Summary(self.quantised(mean), *own, self.quantised(kept))
 
     def directions(self, deviations: Tensor) -> tuple[Tensor, Tensor]:
-        """Own directions of units and the tokens' coefficients.
+        """Return the units' own directions and the tokens' coefficients.
 
         Args:
             deviations: fp32 [H, n, T, D].
         """
-        # eigh of the Gram matrix: an order faster than batched svd, and the same vectors.
+        # eigh of the Gram matrix is ten times faster than batched svd and has the same vectors.
         _, vectors = torch.linalg.eigh(deviations @ deviations.mT)
         basis = vectors[..., -self.rank :].flip(-1) if self.rank else vectors[..., :0]
         return self.quantised(basis.mT @ deviations), self.quantised(basis.mT).mT
 
     def quantised(self, rows: Tensor) -> Tensor:
-        """Round to a scale for each last dimension."""
+        """Round numbers to `bits`, with one scale for each row of the last dimension."""
         if self.bits is None or not rows.numel():
             return rows
         most = 2 ** (self.bits - 1) - 1
@@ -93,7 +95,7 @@ class Form:
         return (rows / scale).round() * scale
 
     def logits(self, summary: Summary, queries: Tensor) -> Tensor:
-        """Logarithm of the attention that queries pay to units, but for the softmax's sum.
+        """Return the logarithm of the attention of queries to units, without the softmax's sum.
 
         Args:
             queries: fp32 [H, m, D], times the scale of the logits.
@@ -116,10 +118,10 @@ class Coordinates:
     """Units as their mean, in 4 bits, and coordinates in a basis.
 
     Attributes:
-        basis: of the layer.
-        bits: of a coordinate; None for fp32. Queries then have 8, or fp32.
+        basis: the layer's basis.
+        bits: bits of a coordinate; None for fp32. Queries then have 8 bits, or fp32.
         largest: as in `Form`.
-        own: directions of the unit's own, for what the coordinates leave out.
+        own: number of the unit's own directions, for the residual of the coordinates.
     """
 
     basis: Basis
@@ -128,12 +130,12 @@ class Coordinates:
     own: int = RANK_BESIDE
 
     def nbytes(self, tokens: int, dim: int) -> float:
-        """Of one unit and head."""
+        """Return the bytes of one unit and head."""
         numbers = self.basis.into.shape[2] * tokens + self.own * (tokens + dim)
         return dim / 2 + 8 + 4 * self.own + numbers * (self.bits or 32) / 8
 
     def logits(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """As `Form.logits`, from the keys."""
+        """Return the same as `Form.logits`, computed from the keys."""
         origin, into, back = (
             torch.from_numpy(one) for one in (self.basis.origin, self.basis.into, self.basis.back)
         )
@@ -158,6 +160,6 @@ class Coordinates:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """In 8 bits and back, each last dimension with a step of its own."""
+    """Round to 8 bits and convert back, with one step for each row of the last dimension."""
     step = (rows.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return (rows / step + 0.5).floor() * step

@@ -1,4 +1,4 @@
-"""Token streams to train and to validate on, cut from files of text.
+"""Token streams for training and validation, cut from files of text.
 
 A file is either for training or for validation. A text that occurs twice is used once. Texts follow
 one another with an end token between them.
@@ -19,11 +19,11 @@ from headrace_lab.texts.prompts import documents, passage
 END = "<|endoftext|>"
 END_TOKEN = 0
 LEARNED_BYTES = 16_000_000
-"""Of text that the vocabulary is learned from, at most."""
+"""Maximum size of the text that the vocabulary is learned from, counted in characters."""
 VALIDATING = 20
-"""Of a folder's files, one in so many is for validation."""
+"""One in this many of a folder's files is for validation."""
 MOST_CHARACTERS = 8
-"""A token, of what is encoded of a file."""
+"""Maximum number of characters of a file that are encoded for each wanted token."""
 
 Tokens = NDArray[np.uint32]
 
@@ -33,7 +33,7 @@ class CorpusError(ValueError):
 
 
 def sides(folder: Path | None) -> tuple[list[Path], list[Path]]:
-    """Files for training and for validation: of a folder, or of the installed packages.
+    """Return the files for training and for validation: of a folder, or of the installed packages.
 
     A package is on one side only. The order is that of a hash, so it mixes kinds of text.
     """
@@ -45,7 +45,9 @@ def sides(folder: Path | None) -> tuple[list[Path], list[Path]]:
 
 
 def learn_vocabulary(files: Sequence[Path], size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of so many tokens. Any text can be encoded; token 0 is `END`."""
+    """Learn a byte-level BPE tokenizer with `size` tokens. Token 0 is `END`.
+
+    It can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +62,7 @@ def learn_vocabulary(files: Sequence[Path], size: int) -> Tokenizer:
 
 
 def texts(files: Sequence[Path], seen: set[bytes]) -> Iterator[str]:
-    """The files' texts but for those in `seen`, which their digests are added to."""
+    """Yield the files' texts whose digests are not in `seen`, and add their digests to it."""
     for file in files:
         text = file.read_text("utf-8", errors="replace")
         digest = hashlib.sha256(text.encode()).digest()
@@ -70,13 +72,13 @@ def texts(files: Sequence[Path], seen: set[bytes]) -> Iterator[str]:
 
 
 def stream(tokenizer: Tokenizer, files: Sequence[Path], tokens: int, seen: set[bytes]) -> Tokens:
-    """So many tokens of the files' texts.
+    """Return the first `tokens` tokens of the files' texts.
 
     Args:
         seen: digests of texts that were used before and are not used again.
 
     Raises:
-        CorpusError: the texts have fewer.
+        CorpusError: the texts have fewer tokens.
     """
     parts, count = [], 0
     for text in texts(files, seen):
@@ -91,10 +93,10 @@ def stream(tokenizer: Tokenizer, files: Sequence[Path], tokens: int, seen: set[b
 def passages(
     encode: Callable[[str], list[int]], files: Sequence[Path], count: int, tokens: int
 ) -> Tokens:
-    """[count, tokens]: so many tokens of so many files, from a random line on.
+    """Return [count, tokens]: `tokens` tokens of each of `count` files, from a random line on.
 
     Raises:
-        CorpusError: too few files are as long.
+        CorpusError: too few files have as many tokens.
     """
     found: list[list[int]] = []
     left, rng = iter(files), np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """Prompts of several documents, some of which were seen elsewhere before.
 
-Documents are passages of the sources and texts that installed packages bring. A package is either
-for tuning or for measuring, so nothing that is measured on was tuned on.
+Documents are passages of the sources and texts of installed packages. A package is either for
+tuning or for measuring, so no text is used for both.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ QUESTIONS = (
     'Which document has the line "{line}"? Name its number, and quote the next lines.',
 )
 STAND_IN = "Summarise the documents above. What do they define, and what are the main points?"
-"""Asks in place of a question that is not known."""
+"""Generic question, used instead of an unknown one."""
 ALONE, AFTER_SYSTEM, INSIDE = "alone", "after system", "inside"
 PLACES = (ALONE, AFTER_SYSTEM, INSIDE)
-"""Where a document was seen: as a prompt of its own, behind the system prompt, or behind another
-document in another prompt."""
+"""Places where a document was seen before: as a prompt of its own, after the system prompt, or
+after another document in another prompt."""
 
 CHATML = (
     f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n",
     "<|im_end|>\n<|im_start|>assistant\n",
 )
-"""What stands before and behind a user's message in the prompts of many models."""
+"""Text before and after a user's message in the prompts of many models."""
 
 Encode = Callable[[str], list[int]]
 
@@ -48,15 +48,15 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        name: tells seed and shape.
-        tokens: all of it.
+        name: number, place and share of the prompt.
+        tokens: all tokens of the prompt.
         chunks: (first position, length) of each document that was seen before.
-        before: for each, the tokens that stood before it where it was seen.
+        before: for each chunk, the tokens before it at the place where it was seen.
         question: first position of the question.
-        place: of `PLACES`.
-        share: of the documents' tokens that were seen before.
-        stand_in: tokens of `STAND_IN`, as they would stand from the question's first position on.
-        answer: what follows, where that is known (`tasks`).
+        place: one of `PLACES`.
+        share: share of the documents' tokens that were seen before.
+        stand_in: tokens of `STAND_IN`, to replace those from the question's first position on.
+        answer: the answer, if it is known (`tasks`).
     """
 
     name: str
@@ -72,7 +72,7 @@ class Prompt:
 
 @cache
 def documents(held_out: bool) -> list[Path]:
-    """Files of this side of the split, in an order that is the same everywhere."""
+    """Return the files of one side of the split, in an order that is the same on all machines."""
     found = []
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"].lower()
@@ -97,15 +97,15 @@ def prompts(
     frame: tuple[str, str] = CHATML,
     seed: int = 0,
 ) -> Iterator[Prompt]:
-    """Prompts that differ in place, share and length.
+    """Yield prompts that differ in place, share and length.
 
     Args:
-        encode: of the model's tokenizer, without special tokens of its own.
-        count: of prompts.
-        files: texts, taken in turn, over and over.
-        tokens: fewest and most, about.
-        frame: what the model's template puts before and behind a user's message.
-        seed: other prompts of the same texts.
+        encode: the model's tokenizer, which adds no special tokens.
+        count: number of prompts.
+        files: texts, used in turn and repeatedly.
+        tokens: minimum and maximum length, approximate.
+        frame: text that the model's template puts before and after a user's message.
+        seed: another seed gives other prompts of the same texts.
     """
     left = itertools.cycle(files)
     for number in range(count):
@@ -156,7 +156,7 @@ def _prompt(
 def seen_behind(
     place: str, encode: Encode, system: list[int], files: Iterator[Path], rng: np.random.Generator
 ) -> list[int]:
-    """Tokens that stood before a document where it was seen."""
+    """Return the tokens before a document at the place where it was seen."""
     if place == ALONE:
         return []
     if place == AFTER_SYSTEM:
@@ -165,7 +165,7 @@ def seen_behind(
 
 
 def passage(files: Iterator[Path], rng: np.random.Generator) -> str:
-    """The next file's text, from a line in its first third on."""
+    """Return the next file's text, from a line in its first third on."""
     text = next(files).read_text("utf-8", errors="replace")
     start = int(rng.integers(0, max(1, len(text) // 3)))
     return text[text.find("\n", start) + 1 :]

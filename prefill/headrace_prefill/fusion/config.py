@@ -1,4 +1,4 @@
-"""Which layers keep KV, and from which layers the others read theirs: `kv_fusion` in config.json.
+"""`kv_fusion` in config.json: the layers that keep KV, and the layers whose KV the others read.
 
     "kv_fusion": {"kind": "fused", "storage_layers": 15}
 
@@ -12,10 +12,10 @@ With L layers, of which n are storage layers (numbers from 0):
 | lite    | 0 to n - 1       | K of layer n - 1, V of layer 0                  | arXiv 2512.03870 |
 | fused   | 0 to n - 1       | learned mixtures of layers 0 and n - 1, K and V | arXiv 2512.03870 |
 
-`storage_layers` is the number of layers with a KV cache for every kind, so whoever sizes KV needs
-no more than that number.
+`storage_layers` is the number of layers with a KV cache for every kind, so this number is enough to
+compute the size of KV.
 
-Models that are converted from others name the layers that keep no KV, anywhere in the model:
+Converted models name the layers that keep no KV; they may be anywhere in the model:
 
     "kv_fusion": {"kind": "fused", "storage_layers": 28, "readers": {"9": [2, 8], "14": [3, 13]}}
 
@@ -35,18 +35,18 @@ _KEYS = {"kind", "storage_layers", "readers"}
 
 
 class FusionError(ValueError):
-    """`kv_fusion` in config.json makes no sense; the message says why and what would."""
+    """Error: `kv_fusion` in config.json is not valid; the message says why and what would be."""
 
 
 @dataclass(frozen=True)
 class KVFusion:
-    """Which layer reads whose KV. Made by `of` or `parse`, which check it.
+    """The layers of a model that read other layers' KV. Made by `of` or `parse`, which check it.
 
     Attributes:
-        layers: of the model, L.
-        storage_layers: how many of them have a KV cache, n.
-        readers: for each layer that has none, the two storage layers that it reads; empty if the
-            kind alone says that.
+        layers: number of layers of the model, L.
+        storage_layers: number of layers with a KV cache, n.
+        readers: for each layer without a KV cache, the two storage layers that it reads; empty if
+            the kind alone determines them.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class KVFusion:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> KVFusion:
-        """From a parsed config.json; vanilla if it has no `kv_fusion`.
+        """Read a parsed config.json; the kind is vanilla if it has no `kv_fusion`.
 
         Raises:
             FusionError: it is not valid.
@@ -71,7 +71,7 @@ class KVFusion:
 
     @staticmethod
     def parse(section: Any, layers: int) -> KVFusion:
-        """From the section itself, in a model of this many layers.
+        """Read the `kv_fusion` section of a model with this many layers.
 
         Raises:
             FusionError: it is not valid.
@@ -91,7 +91,7 @@ class KVFusion:
         return fusion
 
     def section(self) -> dict[str, Any]:
-        """What `parse` takes."""
+        """Return the `kv_fusion` section, as `parse` takes it."""
         found: dict[str, Any] = {"kind": self.kind, "storage_layers": self.storage_layers}
         if self.readers:
             found["readers"] = {str(n): list(pair) for n, pair in sorted(self.readers.items())}
@@ -138,15 +138,15 @@ class KVFusion:
                 )
 
     def stores(self, layer: int) -> bool:
-        """Whether the layer has a KV cache of its own."""
+        """Return whether the layer has a KV cache of its own."""
         return self.keys(layer) == (layer,)
 
     def keys(self, layer: int) -> tuple[int, ...]:
-        """The storage layers whose K the layer reads; two of them are mixed."""
+        """Return the storage layers whose K the layer reads; if there are two, K is mixed."""
         return self._read(layer, 0, (self.storage_layers - 1,))
 
     def values(self, layer: int) -> tuple[int, ...]:
-        """The storage layers whose V the layer reads; two of them are mixed."""
+        """Return the storage layers whose V the layer reads; if there are two, V is mixed."""
         return self._read(layer, 1, (0,) if self.kind == "lite" else (self.storage_layers - 1,))
 
     def _read(self, layer: int, which: int, shared: tuple[int, ...]) -> tuple[int, ...]:
@@ -167,16 +167,16 @@ class KVFusion:
 
     @property
     def first_after_storage(self) -> int:
-        """The first layer behind the last storage layer: no token's KV depends on it or on those
-        above it, so a prompt's rows without logits need not run in them."""
+        """The first layer after the last storage layer. No token's KV depends on it or on the
+        layers above it, so a prompt's rows without logits need not run in them."""
         return 1 + max(layer for layer in range(self.layers) if self.stores(layer))
 
 
 def _readers(given: Any) -> dict[int, tuple[int, int]]:
-    """`readers` as JSON has it, with numbers for keys.
+    """Return `readers` of the JSON section, with numbers as keys.
 
     Raises:
-        FusionError: it is no such object.
+        FusionError: it is not an object of layers and pairs of layers.
     """
     if not isinstance(given, Mapping):
         raise FusionError(f"kv_fusion.readers is {given!r}: write an object of layers")

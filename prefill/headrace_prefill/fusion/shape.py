@@ -31,7 +31,7 @@ class Shape:
         """Read a parsed config.json; `qk_norm` is true for the model type qwen3.
 
         Raises:
-            FusionError: its `kv_fusion` is not valid, or layers do not attend to all before.
+            FusionError: its `kv_fusion` is not valid, or a layer has no full attention.
         """
         windows = set(config.get("layer_types") or ()) - {"full_attention"}
         if windows:

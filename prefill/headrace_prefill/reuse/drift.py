@@ -1,17 +1,17 @@
-"""Tells from the tokens of a run that are computed again how far off its other tokens' KV is.
+"""Estimate of the error of a run's placed KV from those of its tokens that are computed again.
 
-A run's KV was stored behind other text. It is off by a part that all tokens of the run share: keys
-of a whole run point a little elsewhere, so the run as a whole gets too much or too little
-attention. Each token that is computed again shows that part, and what is its own. For one layer and
-KV head, with the n tokens of the run that the layer computes,
+A run's KV was stored after other text. Its error has a part that all tokens of the run share: the
+keys of the whole run point in a slightly different direction, so the run gets too much or too
+little attention. A token that is computed again shows this part plus an error of its own. For one
+layer and KV head, with the n tokens of the run that the layer computes,
 
-    d_j = K_fresh,j - K_placed,j                  K turned to position 0; V likewise, as it is
+    d_j = K_fresh,j - K_placed,j                  K rotated to position 0; V without rotation
     D   = n / (n + 8) * (sum_j d_j / |d_j|) / (sum_j 1 / |d_j|)
 
 and D is added to K (V) of the tokens that the layer does not compute. The weights 1 / |d_j| are the
 first step, from 0, towards the spatial median (Weiszfeld 1937; Vardi and Zhang, PNAS 97(4), 2000).
-A mean follows the few that are far off, and tokens were chosen for what is special about them. The
-first factor is for runs of which few tokens are computed.
+A mean would follow the few tokens with a large error, and the chosen tokens are not typical ones.
+The first factor makes D small for a run of which few tokens are computed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 from headrace_engine.rope import Rope, turn
 
 DOUBT_ROWS = 8
-"""As many tokens of no drift count besides those of a run that are computed."""
+"""Number of imaginary tokens without drift that are counted with a run's computed tokens."""
 LEAST = 1e-6
-"""A drift below this is none."""
+"""Lower limit of |d_j|, so that no weight is infinite."""
 
 
 class Drift:
-    """One run's.
+    """The shared error of one run, D, in each layer and KV head.
 
     Args:
-        rope: of the model. layers, kv_heads, head_dim: likewise.
+        rope, layers, kv_heads, head_dim: of the model.
         first: position of the run's first token.
-        depths: int64 [length], in how many leading layers each of its tokens is computed.
+        depths: int64 [length], number of leading layers that compute each of its tokens.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Drift:
     def saw(
         self, layer: int, tokens: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A layer has computed some more of the run's tokens.
+        """Record that a layer has computed some more of the run's tokens.
 
         Args:
-            tokens: int64 [n], from 0; n above 0.
-            keys, values: fresh less placed, fp32 [n, kv_heads, head_dim]; keys rotated.
+            tokens: int64 [n], indices within the run, from 0; n above 0.
+            keys, values: fresh minus placed, fp32 [n, kv_heads, head_dim]; keys rotated.
 
         Returns:
-            What is to be added to K, rotated, and to V, besides what earlier calls said: fp32
-            [length, kv_heads, head_dim], 0 for tokens that the layer computes.
+            The amounts to add to K (rotated) and to V, in addition to those that earlier calls
+            returned: fp32 [length, kv_heads, head_dim], 0 for tokens that the layer computes.
         """
         both = torch.cat([turn(keys, (self._cos[tokens], -self._sin[tokens])), values], 1)
         weights = both.norm(dim=-1, keepdim=True).clamp(min=LEAST).reciprocal()

@@ -1,4 +1,4 @@
-"""`headrace lab calibrate`: the budget of each lossy technique for the error that is allowed."""
+"""`headrace lab calibrate`: the budget of each lossy technique for an allowed error."""
 
 from headrace_lab.cli.calibrate.commands import calibrate_app
 

@@ -1,7 +1,7 @@
-"""`headrace lab calibrate bounded`: the gate of a model, and what bounded contexts cost with it.
+"""`headrace lab calibrate bounded`: the gate of a model, and the error of bounded contexts with it.
 
-The gate learns from some texts, which are read again, and shares are measured on others, with the
-scores and units that an engine has.
+The gate learns from some texts, which are read again. The error of each share is measured on other
+texts, with the scores and units that an engine uses.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def bounded(
     """Learn, measure, print the curve, and write the file.
 
     Raises:
-        CliError: the model cannot be computed so, the texts are too short, or the file cannot be
-            written.
+        CliError: plain torch cannot compute the model, the texts are too short, or the file cannot
+            be written.
     """
     import torch
 

@@ -1,5 +1,5 @@
-"""What commands that write a calibration file do alike: look at what they are given before anything
-is computed, and print the curve."""
+"""Common parts of commands that write a calibration file: check of the arguments before anything is
+computed, and print of the curve."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """A model and texts, to be computed.
+    """A model, the texts to calibrate it on, and the file to write.
 
     Attributes:
-        model: its name, for messages. shape: of it.
-        texts: token ids, all of one length. file: to be written.
+        model: the model's name, for messages.
+        shape: the model's shape.
+        texts: token ids, all of one length.
+        file: the file to write.
     """
 
     lm: LM
@@ -48,15 +50,15 @@ class Asked:
         tokens: int,
         output: Path | None,
     ) -> Asked:
-        """Read all of it.
+        """Read the model and the texts, and check that the file can be written.
 
         Args:
-            kind: of the file, in its name where no `output` is given.
-            count, tokens: of texts.
+            kind: kind of the file, part of its name if no `output` is given.
+            count, tokens: number of texts, and tokens of each.
 
         Raises:
-            CliError: the model cannot be computed so, the texts are too short, or the file cannot
-                be written.
+            CliError: plain torch cannot compute the model, the texts are too short, or the file
+                cannot be written.
         """
         from headrace_decode.sparse.calibration_file import Shape
         from headrace_lab.texts.prompts import documents
@@ -72,16 +74,16 @@ class Asked:
         return cls(lm, known, shape, list(long_texts(encode, files, count, tokens)), file)
 
     def done(self, number: int, what: str) -> None:
-        """Say that a text is."""
+        """Print that a text is done."""
         taken = time.monotonic() - self._begun
         stderr().print(f"text {number} of {len(self.texts)} {what}, {taken:.0f} s", markup=False)
 
 
 def means(scores: Sequence[dict[float, float]]) -> dict[float, float]:
-    """Mean KL by share, which is printed with that of the worst text.
+    """Return the mean KL by share; print it with the KL of the worst text.
 
     Args:
-        scores: of each text.
+        scores: KL of each text by share.
     """
     kl = {share: sum(one[share] for one in scores) / len(scores) for share in scores[0]}
     table = Table("share", "KL mean", "KL worst text")

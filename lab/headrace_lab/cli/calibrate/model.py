@@ -1,4 +1,4 @@
-"""The model that a calibration computes: in plain torch, apart from any engine."""
+"""The model that a calibration computes, in plain torch, outside of any engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def model(name: str | None) -> tuple[str, LM, Any, Callable[[str], list[int]]]:
-    """Folder, model, tokenizer, and text to tokens without special ones.
+    """Return the folder, the model, its tokenizer, and a function from text to tokens, which adds
+    no special ones.
 
     Raises:
-        CliError: the model cannot be computed so.
+        CliError: plain torch cannot compute the model.
     """
     import torch
     from transformers import AutoTokenizer

@@ -1,7 +1,8 @@
-"""`headrace lab calibrate reuse`: which budget of reuse keeps to a target error, for one model.
+"""`headrace lab calibrate reuse`: the budget of reuse that meets a target error, for one model.
 
-The model is computed in plain torch, apart from any engine, over prompts of several documents, most
-of which were seen elsewhere. Documents are the user's own texts, or those of installed packages.
+The model is computed in plain torch, outside of any engine, on prompts of several documents, most
+of which were seen elsewhere before. Documents are the user's own texts, or those of installed
+packages.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ def reuse(
     target_kl: float,
     output: Path | None,
 ) -> None:
-    """Measure, print the curve, and the budget for the target.
+    """Measure, print the curve, and print the budget for the target.
 
     Raises:
-        CliError: the model cannot be computed so, or there are too few texts.
+        CliError: plain torch cannot compute the model, there are too few texts, or no budget meets
+            the target.
     """
     from headrace_lab.blending import curve as curves
     from headrace_lab.texts.prompts import documents
@@ -72,7 +74,7 @@ def reuse(
 
 
 def frame(tokenizer: Any) -> tuple[str, str]:
-    """What the model's chat template puts before and behind a user's message."""
+    """Return the text that the model's chat template puts before and after a user's message."""
     from headrace_lab.texts.prompts import SYSTEM
 
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": MARK}]

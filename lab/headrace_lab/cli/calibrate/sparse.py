@@ -1,7 +1,7 @@
-"""`headrace lab calibrate sparse`: a model's bases, and the share that keeps to a target error.
+"""`headrace lab calibrate sparse`: a model's bases, and the share that meets a target error.
 
-The bases are learned from some texts, and shares are measured on others, with summaries and choice
-as an engine has them.
+The bases are learned from some texts. The error of each share is measured on other texts, with an
+engine's summaries and choice of units.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def sparse(
     """Learn, measure, print the curve, and write the file for the target.
 
     Raises:
-        CliError: the model cannot be computed so, the texts are too short, the file cannot be
-            written, or no share keeps to the target.
+        CliError: plain torch cannot compute the model, the texts are too short, the file cannot be
+            written, or no share meets the target.
     """
     from headrace_decode.sparse.engine.calibration import Calibration, write
     from headrace_lab.sparse.calibrate import Learning, divergences, least_share

@@ -10,11 +10,11 @@ from headrace.cli.console import CliError
 
 LEAST_TEXTS = 8
 CHARACTERS_A_TOKEN = 8
-"""At most, of what is read of a file."""
+"""Maximum number of characters of a file that are read for each missing token."""
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files of a folder and of those in it.
+    """Return all files in a folder and its subfolders.
 
     Raises:
         CliError: there are too few.
@@ -30,7 +30,7 @@ def files_of(folder: Path) -> list[Path]:
 def long_texts(
     encode: Callable[[str], list[int]], files: Sequence[Path], count: int, tokens: int
 ) -> Iterator[list[int]]:
-    """Texts of so many tokens, each of files of its own, one after another.
+    """Yield `count` texts of `tokens` tokens each; no two texts have tokens of the same file.
 
     Raises:
         CliError: the files are too short.

@@ -1,4 +1,4 @@
-"""`headrace lab cross-layer convert`: a model that keeps less KV, made of one that keeps all."""
+"""`headrace lab cross-layer convert`: a model that keeps less KV, made from one that keeps all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 REPORT, PLOT = "report.json", "report.png"
 NO_PLOT = "No plot: it takes matplotlib; pip install 'headrace[lab]' brings it"
 BEYOND = 4
-"""The curve goes on to so many times the increase of perplexity that is allowed."""
+"""The curve continues up to this many times the allowed increase of perplexity."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def convert(name: str, out: Path, asked: Asked) -> None:
 
 
 def last_within(points: Sequence[Point], limit: float) -> Point | None:
-    """The point with the most KV saved whose perplexity is within the limit."""
+    """Return the last point, with the most KV saved, whose perplexity is within the limit."""
     within = [point for point in points if point.error.perplexity <= limit]
     return within[-1] if within else None
 
 
 def verdict(chosen: Point, distilled: Error | None, out: Path) -> str:
-    """What was written, and what it costs."""
+    """Return the message about the written model and its error."""
     count, layers = len(chosen.fusion.readers), chosen.fusion.layers
     text = (
         f"{out}: {count} of {layers} layers keep no KV, {chosen.saved:.1%} of it is saved; "
@@ -115,7 +115,7 @@ def verdict(chosen: Point, distilled: Error | None, out: Path) -> str:
 
 
 def table(points: Sequence[Point]) -> Table:
-    """The curve, layer by layer."""
+    """Return the curve as a table, one row for each layer."""
     found = Table("KV saved", "layer", "keys of", "values of", "perplexity, times", "KL")
     for point in points:
         fusion, layer = point.fusion, point.layer
@@ -134,7 +134,7 @@ def report_of(
     distilled: Error | None,
     nearest: Sequence[Nearest],
 ) -> dict[str, Any]:
-    """All that was measured, for JSON."""
+    """Return all measurements, for JSON."""
     return {
         "perplexity": perplexity,
         "curve": [

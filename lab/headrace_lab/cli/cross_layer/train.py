@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headrace_prefill.fusion.config import Kind
 
 DRAWN_WINDOWS = 8
-"""Windows of validation on which the readers' sources are compared."""
+"""Number of validation windows on which the readers' sources are compared."""
 
 
 def train(
@@ -34,7 +34,7 @@ def train(
     learning_rate: float,
     bfloat16: bool,
 ) -> None:
-    """Train what the folder has not, and print the losses of what it has.
+    """Train the runs that are missing in the folder, and print the losses of all its runs.
 
     Raises:
         CliError: an option is wrong, there is too little text, or the folder holds other runs.
@@ -81,7 +81,8 @@ def train(
 
 
 def table(losses: dict[str, Losses]) -> Table:
-    """Final losses by kind: mean, spread, and how far from vanilla's with the same seed."""
+    """Return a table of final losses by kind: mean, spread, and difference from vanilla's with the
+    same seed."""
     found = Table("kind", "parameters", "seeds", "loss", "highest - lowest", "above vanilla")
     for kind in dict.fromkeys(name.rsplit("-")[0] for name in losses):
         runs = {
@@ -107,7 +108,7 @@ def table(losses: dict[str, Losses]) -> Table:
 
 
 def _print_drawn(out: Path, losses: dict[str, Losses]) -> None:
-    """Where the readers of each `fused` model that is trained draw keys and values from."""
+    """Print how much the readers of each trained `fused` model draw from their lower layer."""
     from headrace_lab.cross_layer.asymmetry import learned
     from headrace_lab.cross_layer.comparison import validation
     from headrace_lab.models.checkpoint import WEIGHTS, read

@@ -1,5 +1,6 @@
-"""All that the fusion models take from vLLM beyond its documented API; an upgrade breaks this file
-first. `tests/unit/test_contracts_fusion.py` pins what is used here.
+"""The fusion models' uses of vLLM beyond its documented API; an upgrade breaks this file first.
+
+`tests/unit/test_contracts_fusion.py` checks each of these uses.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ __all__ = [
 
 
 def on_cpu() -> bool:
-    """Whether this engine computes on the CPU."""
+    """Return whether this engine computes on the CPU."""
     return bool(current_platform.is_cpu())
 
 
 def on_gpu() -> bool:
-    """Whether it computes on a GPU for which vLLM has its Triton attention."""
+    """Return whether this engine computes on a GPU for which vLLM has its Triton attention."""
     return bool(current_platform.is_cuda_alike())
 
 
 def rows_with_logits(layer_name: str) -> Tensor | None:
-    """The rows of this step's batch whose logits are needed, int64 [r].
+    """Return the rows of this step's batch whose logits are needed, int64 [r].
 
-    None if all rows are to be run: the engine was not started with `kv_sharing_fast_prefill`, the
+    Return None if all rows must run: the engine was not started with `kv_sharing_fast_prefill`, the
     layer has a KV cache of its own, or this is a dummy run, such as one that records a CUDA graph.
     """
     by_layer = get_forward_context().attn_metadata
@@ -69,19 +70,21 @@ def rows_with_logits(layer_name: str) -> Tensor | None:
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of a layer's cache [blocks, kv_heads, block, 2 * D], as the kernel takes them: each
-    [blocks, kv_heads, block, D] without a copy, K's order inside a block being the kernel's own."""
+    """Return K and V of a layer's cache [blocks, kv_heads, block, 2 * D], as the kernel takes them.
+
+    Each is [blocks, kv_heads, block, D], without a copy. K's order inside a block is the kernel's
+    own."""
     blocks, heads, tokens, _ = kv_cache.shape
     keys, values = kv_cache.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
     return keys, values
 
 
 def packed(keys: Tensor, values: Tensor, kv_cache: Tensor, isa: str) -> Tensor:
-    """One block in the kernel's order, all its tokens having these K and V.
+    """Return one block in the kernel's order, all of whose tokens have these K and V.
 
     Args:
         keys, values: [kv_heads, D].
-        kv_cache: the layout to take, [blocks, kv_heads, block, 2 * D].
+        kv_cache: gives the layout, [blocks, kv_heads, block, 2 * D].
 
     Returns:
         [kv_heads, block, 2 * D], in the cache's dtype.
@@ -110,11 +113,11 @@ def attend(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """vLLM's CPU attention to K and V which may be of two layers.
+    """Run vLLM's CPU attention over K and V, which may be from two layers.
 
     Args:
         query, output: [rows, heads, D].
-        keys, values: as `halves` gives them, of equal shapes and strides.
+        keys, values: as `halves` returns them, of equal shapes and strides.
     """
     rows = metadata.num_actual_tokens
     ops.cpu_attention_with_kv_cache(
@@ -145,14 +148,14 @@ class MixedMetadata(CPUAttentionMetadata):
     """Metadata whose block table numbers the blocks of this batch, not those of the cache.
 
     Attributes:
-        blocks: [n], the cache's number of each.
+        blocks: [n], each block's number in the cache.
     """
 
     blocks: NDArray[np.int64] | None = None
 
 
 class MixedMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Numbers the blocks that a batch attends to from 0, shared ones once."""
+    """Builder that numbers the blocks that a batch attends to from 0, each shared block once."""
 
     def build(
         self,

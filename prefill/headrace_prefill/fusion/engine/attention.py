@@ -1,12 +1,13 @@
 """Attention of layers without KV to the KV of two storage layers, on vLLM's CPU kernel.
 
 `Attention(kv_sharing_target_layer_name=...)` gives a layer no cache of its own, but K and V of one
-layer. The two backends here are given to such a layer with `attn_backend=`:
+other layer. Such a layer gets one of the two backends here with `attn_backend=`:
 
 - Lite reads K where vLLM bound it and V in another layer's cache: one kernel call, no copy.
 - Fused mixes the blocks that this step's rows attend to into a scratch cache, then makes the same
-  kernel call. The scratch is one for all layers, of one layer's cache: 1/n of the KV memory of n
-  storage layers, taken at the start. docs/fusion.md says what the alternatives cost.
+  kernel call. All layers share one scratch cache. It has the size of one layer's cache, 1/n of the
+  KV memory of n storage layers, and is allocated at the start. docs/fusion.md has the costs of the
+  alternatives.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from headrace_prefill.fusion.engine.mixture import Mixture
 
 
 class LiteImpl(CPUAttentionBackendImpl):
-    """K of one layer, V of another.
+    """Attention to K of one layer and V of another.
 
     Args:
-        keys, values: the attention of these layers.
+        keys, values: vLLM's attention modules of these layers.
     """
 
     def __init__(self, *args: Any, keys: Attention, values: Attention, **options: Any) -> None:
@@ -67,12 +68,12 @@ class LiteBackend(CPUAttentionBackend):
 
 
 class FusedImpl(CPUAttentionBackendImpl):
-    """K and V mixed of two layers.
+    """Attention to a mixture of two layers' K and V.
 
     Args:
-        first, last: the attention of these layers.
-        mixture: its weights.
-        mixer: one for all layers.
+        first, last: vLLM's attention modules of these layers.
+        mixture: the weights.
+        mixer: mixes the blocks; shared by all layers.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Mixes KV blocks of two layers into a scratch cache: one pass, one rounding.
+"""The mixture of two layers' KV blocks, written to a scratch cache: one pass, one rounding.
 
     output[i] = first[blocks[i]] * first_weight + last[blocks[i]] * last_weight
 
-A weight is a constant of its channel, so K and V of a block are mixed alike, in whatever order the
-attention kernel keeps a block. Sums are float32.
+Each channel has one weight, so K and V of a block are mixed in the same way, whatever the attention
+kernel's order inside a block. Sums are float32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _mix(
 
 
 class Mixer:
-    """Mixes blocks with as many threads as torch computes with, in memory of one layer's cache."""
+    """Mixer of blocks, with as many threads as torch has, into memory the size of a layer's
+    cache."""
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
@@ -47,7 +48,7 @@ class Mixer:
         self._memory = torch.empty(0)
 
     def reserve(self, cache: Tensor, least: int = 0) -> None:
-        """Take memory for all blocks of a layer's cache, and for so many elements at least."""
+        """Allocate memory for all blocks of a layer's cache, and for at least `least` elements."""
         wanted = max(cache.numel(), least)
         if wanted and (self._memory.dtype != cache.dtype or self._memory.numel() < wanted):
             self._memory = torch.empty(wanted, dtype=cache.dtype)
@@ -61,13 +62,13 @@ class Mixer:
         first_weight: Tensor,
         last_weight: Tensor,
     ) -> Tensor:
-        """The mixed blocks [n, *block shape], until the next call.
+        """Return the mixed blocks [n, *block shape], valid until the next call.
 
         Args:
-            first, last: contiguous caches of two layers, [any, *block shape], of float32, bfloat16
+            first, last: contiguous caches of two layers, [any, *block shape], in float32, bfloat16
                 or float16.
-            blocks: [n].
-            first_weight, last_weight: [*block shape], of their dtype.
+            blocks: [n], numbers of the blocks.
+            first_weight, last_weight: [*block shape], in the same dtype.
         """
         size = first_weight.numel()
         self.reserve(first, len(blocks) * size)
@@ -84,5 +85,5 @@ class Mixer:
 
 
 def _elements(x: Tensor) -> NDArray[Any]:
-    """The bits of a contiguous tensor's elements, as `lanes` takes them."""
+    """Return the bits of a contiguous tensor's elements, as `lanes` takes them."""
     return x.view(_BITS[x.dtype]).view(-1).numpy()

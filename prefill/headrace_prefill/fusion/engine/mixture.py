@@ -19,8 +19,8 @@ class Mixture(nn.Module):
         self.first_values, self.last_values = (_weight(kv_heads, head_dim) for _ in range(2))
 
     def packed(self, kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-        """Weights of the first and of the last layer for each element of a block, each [kv_heads,
-        block, 2 * D]."""
+        """Return the weights of the first and of the last layer for each element of a block, each
+        [kv_heads, block, 2 * D]."""
         return (
             packed(by_channel(self.first_keys), self.first_values, kv_cache, isa),
             packed(by_channel(self.last_keys), self.last_values, kv_cache, isa),
@@ -34,7 +34,7 @@ def _weight(kv_heads: int, width: int) -> nn.Parameter:
 
 
 def _load(weight: nn.Parameter, loaded: Tensor) -> None:
-    """Take this rank's KV heads, of which several ranks hold the same where there are too few."""
+    """Copy the weights of this rank's KV heads; ranks share a head if there are more ranks."""
     kept, ranks = len(weight), get_tensor_model_parallel_world_size()
     copies = max(1, ranks // len(loaded))
     first = get_tensor_model_parallel_rank() // copies * kept

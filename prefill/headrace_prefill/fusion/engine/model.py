@@ -1,13 +1,13 @@
 """Llama- and Qwen3-shaped models with `kv_fusion`, for vLLM.
 
-They are vLLM's own layers put together anew; only these things differ from its Llama and Qwen3:
+They are built from vLLM's own layers. They differ from its Llama and Qwen3 in these points only:
 
 - A layer without KV has no K and V projection and attends to storage layers' caches.
-- If the engine runs with `kv_sharing_fast_prefill`, only the rows whose logits are needed go on
-  behind the last storage layer. Nothing that later tokens read depends on the others there. vLLM
-  says in such a layer's attention metadata which rows they are: the last of each request, and the
-  draft tokens. It refuses prompt log-probabilities in such an engine. Without the option all rows
-  run, and prompt log-probabilities are right.
+- If the engine runs with `kv_sharing_fast_prefill`, only the rows whose logits are needed run in
+  the layers after the last storage layer. Later tokens read nothing that depends on the other rows
+  there. vLLM lists the needed rows in such a layer's attention metadata: the last row of each
+  request, and the draft tokens. It refuses prompt log-probabilities in such an engine. Without the
+  option all rows run, and prompt log-probabilities are right.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class FusionAttention(nn.Module):
     """Attention of one layer.
 
     Args:
-        below: the attention of the layers below.
-        mixer: for mixed blocks.
+        below: vLLM's attention modules of the layers below.
+        mixer: the `Mixer` or `Scratch` for mixed blocks.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FusionAttention(nn.Module):
     def _sources(
         self, shape: Shape, layer: int, below: list[Attention], mixer: Any
     ) -> dict[str, Any]:
-        """What makes vLLM's attention read other layers' caches."""
+        """Return the arguments with which vLLM's attention reads other layers' caches."""
         if self.stores:
             return {}
         keys = [below[source] for source in shape.fusion.keys(layer)]
@@ -163,7 +163,7 @@ class FusionAttention(nn.Module):
 
 
 def backends(kind: str) -> tuple[type[Any], type[Any]]:
-    """Attention of `lite` and of `fused` layers on this engine's device.
+    """Return the attention backends of `lite` and of `fused` layers on this engine's device.
 
     Raises:
         FusionError: there is none.
@@ -183,7 +183,7 @@ def backends(kind: str) -> tuple[type[Any], type[Any]]:
 
 
 def mixing_memory(config: VllmConfig, shape: Shape) -> Any:
-    """Return what the mixing layers of an engine share."""
+    """Return the `Mixer` or `Scratch` that the mixing layers of an engine share."""
     if on_cpu() or not on_gpu():
         return Mixer()
     from headrace_prefill.fusion.engine.device.scratch import Scratch, usable_bytes
@@ -195,7 +195,7 @@ def mixing_memory(config: VllmConfig, shape: Shape) -> Any:
 
 
 class FusionLayer(nn.Module):
-    """Attention and MLP, each behind a norm that takes up the residual."""
+    """Attention and MLP, each after a norm that adds the residual."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class FusionLayer(nn.Module):
 
 
 class FusionModel(nn.Module):
-    """All but the output head."""
+    """The model without its output head."""
 
     def __init__(self, config: VllmConfig, shape: Shape, prefix: str) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class FusionModel(nn.Module):
         self._cut = shape.fusion.first_after_storage
 
     def forward(self, tokens: Tensor | None, positions: Tensor, embeds: Tensor | None) -> Tensor:
-        """[rows, hidden]. Rows that were left out are zero."""
+        """Return the output of the last norm, [rows, hidden]; zero for rows that were left out."""
         hidden = self.embed_tokens(tokens) if embeds is None else embeds
         residual: Tensor | None = None
         for layer in self.layers[: self._cut]:
@@ -267,7 +267,7 @@ class FusionModel(nn.Module):
 
 
 class KVFusionForCausalLM(nn.Module):
-    """What vLLM loads.
+    """The model class that vLLM loads.
 
     Raises:
         FusionError: `kv_fusion` in config.json is not valid, or this engine has no attention for

@@ -1,4 +1,4 @@
-"""Makes the models known to vLLM: the entry point `headrace_fusion` of `vllm.general_plugins`."""
+"""Registration of the models with vLLM: entry point `headrace_fusion` of `vllm.general_plugins`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ ARCHITECTURES = {
     "KVFusionLlamaForCausalLM": "headrace_prefill.fusion.engine.model:KVFusionForCausalLM",
     "KVFusionQwen3ForCausalLM": "headrace_prefill.fusion.engine.model:KVFusionForCausalLM",
 }
-"""What `architectures` in config.json may name. `model_type` tells the two styles apart."""
+"""Allowed names in `architectures` of config.json. `model_type` distinguishes the two styles."""
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, perhaps twice."""
+    """Register the models; vLLM calls this in each of its processes, perhaps twice."""
     from vllm import ModelRegistry
 
     for architecture, model in ARCHITECTURES.items():

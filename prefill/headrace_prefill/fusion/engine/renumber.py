@@ -1,6 +1,6 @@
-"""Numbers the blocks that a batch attends to from 0, those that requests share once.
+"""Renumbering of the blocks that a batch attends to, from 0; blocks that requests share count once.
 
-Only those blocks are then mixed, and the kernel finds the mixed ones by the new numbers.
+Only those blocks are then mixed, and the kernel finds the mixed blocks by the new numbers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def renumbered(table: Tensor, seq_lens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """The blocks that are read, int64 [n], and a table of their new numbers.
+    """Return the blocks that are read, int64 [n], and a table of their new numbers.
 
     On a GPU the host waits for n, once a step.
 
     Args:
-        table: blocks of each request, int32 [requests, most blocks]; behind a request's last block
-            stands anything.
+        table: blocks of each request, int32 [requests, maximum blocks]; entries after a request's
+            last block are arbitrary.
         seq_lens: tokens of each request.
     """
     used = (seq_lens + block_size - 1) // block_size

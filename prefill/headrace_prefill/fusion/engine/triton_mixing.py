@@ -1,8 +1,8 @@
-"""Mixes KV blocks of two layers on a GPU: one Triton kernel, one pass, one rounding.
+"""The mixture of two layers' KV blocks on a GPU: one Triton kernel, one pass, one rounding.
 
     output[i] = first[blocks[i]] * first_weight + last[blocks[i]] * last_weight
 
-What `blocks.Mixer` does on the CPU. Sums are float32.
+`blocks.Mixer` does the same on the CPU. Sums are float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 1024
-"""Elements that a program mixes."""
+"""Number of elements that one Triton program mixes."""
 
 
 @triton.jit
@@ -51,14 +51,16 @@ def mix_blocks(
     last_weight: Tensor,
     memory: Tensor | None = None,
 ) -> Tensor:
-    """Mixed blocks of two layers' K, or of their V.
+    """Return mixed blocks of two layers' K, of their V, or of both.
 
     Args:
         first, last: caches [blocks, ...], each block contiguous, such as vLLM's on a GPU:
             [blocks, tokens, kv_heads, D].
         blocks: numbers of the blocks, int [n].
-        first_weight, last_weight: as the last axes of a block, [kv_heads, D] for the layout above.
-        memory: elements to mix into, as many as the blocks have or more; None for new ones.
+        first_weight, last_weight: of the shape of a block's last axes, [kv_heads, D] for the layout
+            above.
+        memory: tensor to mix into, with at least as many elements as the blocks; None for a new
+            one.
 
     Returns:
         [n, ...], in the dtype of `first`.

@@ -1,5 +1,6 @@
-"""All that the recompute pass takes from vLLM beyond its documented API; an upgrade breaks this
-file first. `tests/unit/test_contracts_reuse.py` pins what is used here.
+"""The recompute pass's uses of vLLM beyond its documented API; an upgrade breaks this file first.
+
+`tests/unit/test_contracts_reuse.py` checks each of these uses.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from headrace_prefill.reuse.engine.paged import Order, PagedKV
 
 DECODERS = frozenset({"LlamaModel", "Qwen2Model", "Qwen3Model"})
-"""Classes of vLLM whose forward is: embed, each layer as `layer(positions, hidden, residual)`,
-norm. Read one before adding it: others with the same signature scale their embeddings."""
+"""Model classes of vLLM whose forward pass is: embedding, each layer as
+`layer(positions, hidden, residual)`, norm. Read a class before adding it: others with the same
+signature scale their embeddings."""
 
 
 class Unsupported(ValueError):
@@ -33,14 +35,14 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model, opened up.
+    """The parts of a model with which rows are computed.
 
     Attributes:
         embed: token ids [n] -> hidden [n, width].
         layers: in order; each `layer(positions, hidden, residual) -> hidden, residual`.
         attention: each layer's attention module of vLLM.
         norm: (hidden, residual) -> (hidden, _), after the last layer.
-        logits: what it returns -> [n, vocabulary].
+        logits: the output of `norm` -> [n, vocabulary].
     """
 
     embed: Any
@@ -51,10 +53,10 @@ class Decoder:
 
 
 def decoder(model: nn.Module) -> Decoder:
-    """Open a model up.
+    """Return the parts of a model.
 
     Raises:
-        Unsupported: it is no Llama-shaped decoder.
+        Unsupported: it is not a Llama-shaped decoder.
     """
     inner = getattr(model, "model", None)
     if type(inner).__name__ not in DECODERS:
@@ -87,7 +89,7 @@ def decoder(model: nn.Module) -> Decoder:
 
 
 def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise `Unsupported` for an engine in which a side pass would not be the model's own."""
+    """Raise `Unsupported` for an engine in which a side pass would not compute the model's rows."""
     parallel = config.parallel_config
     for kind in (
         *("pipeline_parallel", "tensor_parallel", "data_parallel"),
@@ -103,7 +105,7 @@ def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
 
 
 def paged_kv(opened: Decoder, kv_cache_config: KVCacheConfig) -> PagedKV:
-    """The engine's KV cache in the model's order of layers.
+    """Return the engine's KV cache in the model's order of layers.
 
     Raises:
         Unsupported: its layout is not known.
@@ -122,12 +124,12 @@ def paged_kv(opened: Decoder, kv_cache_config: KVCacheConfig) -> PagedKV:
 
 
 class Contexts:
-    """Makes forward contexts of our own: which rows attend to what.
+    """A maker of vLLM forward contexts, which say what each row attends to.
 
     Args:
         config, kv_cache_config: of the engine.
         opened: its model.
-        kernel_tokens: of the attention kernel's block.
+        kernel_tokens: tokens in a block of the attention kernel.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Contexts:
         device = opened.attention[0].kv_cache.device
         backend = opened.attention[0].get_attn_backend()
         spec = replace(group.kv_cache_spec, block_size=kernel_tokens)
-        # A builder of our own: the engine's may keep buffers of its current step.
+        # Use a separate builder: the engine's may keep buffers of its current step.
         self._builder = backend.get_builder_cls()(spec, self._names, config, device)
         self._device = device
 
@@ -153,12 +155,12 @@ class Contexts:
         tables: NDArray[np.int64],
         slots: Tensor,
     ) -> Any:
-        """vLLM's attention metadata of some pseudo-requests.
+        """Return vLLM's attention metadata of some pseudo-requests.
 
         Args:
-            queries: int64 [r], rows of each.
+            queries: int64 [r], number of rows of each.
             lengths: int64 [r], KV length of each: its last row's position + 1.
-            tables: int64 [r, most blocks], in the kernel's numbering.
+            tables: int64 [r, maximum blocks], block tables in the kernel's numbering.
             slots: int64 [rows].
         """
         starts = torch.from_numpy(np.concatenate([[0], np.cumsum(queries)]).astype(np.int32))
@@ -175,12 +177,12 @@ class Contexts:
             block_table_tensor=torch.from_numpy(tables.astype(np.int32)).to(self._device),
             slot_mapping=slots,
         )
-        # Fast: no schedule ahead of time, whose buffer has room for the engine's requests only.
+        # fast_build makes no schedule ahead of time: its buffer fits the engine's requests only.
         return self._builder.build(0, common, fast_build=True)
 
     @contextmanager
     def layer(self, number: int, metadata: Any, slots: Tensor) -> Iterator[None]:
-        """The context in which one layer computes these rows."""
+        """Enter the forward context in which one layer computes these rows."""
         name = self._names[number]
         with set_forward_context(
             {name: metadata},

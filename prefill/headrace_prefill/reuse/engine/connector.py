@@ -1,18 +1,19 @@
-"""A connector that offers a prompt's KV from stored runs and has the side pass make it fit.
+"""A connector that loads a prompt's KV from stored runs, which the side pass corrects.
 
-vLLM sees an asynchronous load of all tokens but the last. Meanwhile the request waits with its
-blocks, other requests run, and each engine step ends with a bounded part of the side pass. Then
-vLLM computes the last token, and the request goes on as any other.
+vLLM sees an asynchronous load of all tokens but the last. During the load the request waits with
+its blocks, other requests run, and each engine step ends with a bounded part of the side pass.
+After it, vLLM computes the last token, and the request continues like any other.
 
 A subclass finds the runs (`find`, in the scheduler's process) and knows where they lie (`planned`,
-in the worker's). The KV that results is approximate. So when the load has ended well, the blocks
-from the first approximate one on become private (`headrace_engine.private_kv`): their names are
-random, and no other request comes upon them. An engine that pulls such KV is told
-(`handoff.REUSED_KEY`), and keeps all of it private. A load that fails leaves the request as if it
-had never asked: vLLM computes it over prefix cache and store, and both may keep it.
+in the worker's). The resulting KV is approximate. Therefore, when the load has succeeded, the
+blocks from the first approximate one on become private (`headrace_engine.private_kv`): their hashes
+are random, and no other request finds them. An engine that pulls such KV is told so
+(`handoff.REUSED_KEY`), and keeps all of it private. After a failed load, the request is served as
+if it had not asked: vLLM computes it with prefix cache and store, and both may keep its KV.
 
-A request is served once. After a preemption, or if stored KV was lost, it is computed. On abort,
-vLLM holds the blocks until the worker reports the load as ended, which it does in that step.
+The connector serves a request once. After a preemption, or if stored KV was lost, vLLM computes the
+request. On abort, vLLM holds the blocks until the worker reports the load as ended, which it does
+in the same step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from headrace_prefill.reuse.engine.stats import ReusePromMetrics, ReuseStats
 logger = logging.getLogger("headrace.reuse")
 
 LEAST_ROWS = 32
-"""Of the side pass, in a step whose own requests leave less room."""
+"""Minimum row budget of the side pass in a step, however many tokens the step's requests have."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Begin:
     """A request whose load begins.
 
     Attributes:
-        request_id, token_ids: all its tokens but the last.
-        final: the last.
+        request_id: vLLM's.
+        token_ids: its tokens without the last one.
+        final: its last token.
         blocks: its block ids.
-        start: tokens that it has already.
-        found: what `find` returned.
+        start: number of its leading tokens that have KV already.
+        found: the result of `find`.
     """
 
     request_id: str
@@ -73,7 +75,7 @@ class Begin:
 
 @dataclass
 class ReuseMetadata(KVConnectorMetadata):
-    """From the scheduler half to the worker half: loads that begin, and rows for this step."""
+    """Message from the scheduler side to the worker side: new loads, and the step's row budget."""
 
     begin: list[Begin] = field(default_factory=list)
     budget_rows: int = 0
@@ -81,7 +83,7 @@ class ReuseMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class Planned:
-    """What the pass does with a request; as in `SideRequest`."""
+    """The side pass's work for a request; attributes as in `SideRequest`."""
 
     runs: Sequence[StoredRun]
     choose: Choose
@@ -89,7 +91,7 @@ class Planned:
 
 
 class ReuseConnector(KVConnectorBase_V1):
-    """Both halves."""
+    """The connector's scheduler side and worker side."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -104,7 +106,8 @@ class ReuseConnector(KVConnectorBase_V1):
         self._found: dict[str, Any] = {}
         self._served: set[str] = set()
         self._loading: dict[str, tuple[Any, int, frozenset[int]]] = {}
-        """By request: vLLM's, its first block that will be approximate, and blocks of the load."""
+        """request id -> (vLLM's request, index of its first approximate block, ids of the blocks
+        that are loaded)."""
         self._reused: set[str] = set()
         self._begin: list[Begin] = []
         self._rows: RowEngine | None = None
@@ -114,26 +117,28 @@ class ReuseConnector(KVConnectorBase_V1):
         self._failed: set[int] = set()
         self._side_s = 0.0
 
-    # What a subclass knows
+    # Subclass interface
 
     @abstractmethod
     def find(self, request: Any, computed_tokens: int) -> Any:
-        """What to reuse for a request behind its first tokens, picklable; None for nothing. Called
-        until the request gets its blocks, each time with the same answer for the same arguments."""
+        """Return the stored KV to reuse for a request after its computed tokens; None for nothing.
+
+        The result must be picklable, and the same for the same arguments: the scheduler side calls
+        this until the request gets its blocks."""
 
     def exact_tokens(self, found: Any) -> int:
-        """Return how many of a prompt's first tokens get KV that is exact."""
+        """Return how many of a prompt's first tokens get exact KV."""
         return 0
 
     @abstractmethod
     def planned(self, begin: Begin) -> Planned:
-        """Where the runs that were found lie in this worker, and which rows are computed."""
+        """Return where the found runs lie in this worker, and which rows are computed."""
 
     @abstractmethod
     def placer(self, rows: RowEngine) -> Placer:
-        """What places runs in this engine's cache."""
+        """Return the object that copies runs to this engine's cache."""
 
-    # Scheduler half
+    # Scheduler side
 
     def on_new_request(self, request: Any) -> None:
         if (request.kv_transfer_params or {}).get(REUSED_KEY):
@@ -189,14 +194,14 @@ class ReuseConnector(KVConnectorBase_V1):
         self._reused.discard(name)
         return False, {REUSED_KEY: True} if reused and transfer.get("do_remote_decode") else None
 
-    # Worker half
+    # Worker side
 
     def bind_rows(self, rows: RowEngine) -> None:
-        """The model is there (`worker.ModelInReach`)."""
+        """Take the model, once it is loaded; `worker.ModelInReach` calls this."""
         self._rows, self._pass = rows, SidePass(rows, self.placer(rows))
 
     def no_rows(self, reason: str) -> None:
-        """This engine cannot compute rows: what is offered is computed."""
+        """Log why this engine cannot compute rows. vLLM then computes the requests itself."""
         logger.warning("nothing is reused in this engine: %s", reason)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -252,15 +257,15 @@ class ReuseConnector(KVConnectorBase_V1):
         return ReusePromMetrics(*args)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Requests that are being filled are in no step."""
+        """Do nothing: requests that are being filled are in no step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing is saved: corrected KV belongs to its prompt."""
+        """Do nothing: corrected KV is valid for its own prompt only and is not saved."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing: no KV is saved."""
 
     def _request(self, begin: Begin) -> SideRequest:
         planned = self.planned(begin)

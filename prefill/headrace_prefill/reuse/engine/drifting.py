@@ -1,9 +1,9 @@
-"""Corrects a request's runs in the cache for the drift that their computed rows show.
+"""Correction of a request's runs in the cache by the drift that their computed rows show.
 
-A layer's fresh K and V are seen before they are written over what was placed. Tokens of the run
-that this layer never computes get what they say (`headrace_prefill.reuse.drift`), before the
-layer's rows attend. Where rows come in parts, each part adds to what is known, and tokens get the
-difference. What stands where rows are yet to be computed stays as it was placed.
+A layer's fresh K and V are compared with the placed ones before they overwrite them. The estimated
+drift (`headrace_prefill.reuse.drift`) is added to the run's tokens that this layer never computes,
+before the layer's rows attend. If rows come in parts, each part improves the estimate, and the
+tokens get the difference. KV at positions whose rows are still to be computed stays as placed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from headrace_prefill.reuse.engine.placing import StoredRun
 
 
 class Drifting:
-    """The runs of one request.
+    """The runs of one request, and the estimates of their drift.
 
     Args:
         kv: the cache. rope: of the model. table: the request's blocks.
-        runs: that were placed.
-        depths: int64 [n], in how many leading layers each position is computed.
+        runs: the placed runs.
+        depths: int64 [n], number of leading layers that compute each position.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Drifting:
         self._runs = [_Run(kv, rope, table, run, depths) for run in runs if run.moved]
 
     def see(self, layer: int, keys: Tensor, values: Tensor, positions: NDArray[np.int64]) -> None:
-        """A layer has computed rows and not yet written them.
+        """Correct the runs by rows that a layer has computed and not yet written.
 
         Args:
             keys, values: [rows, kv_heads * head_dim], keys rotated.
             positions: int64 [rows], ascending.
         """
         if not layer:
-            return  # K and V of the first layer are the token's own
+            return  # K and V of the first layer depend on the token alone
         for run in self._runs:
             part = slice(*np.searchsorted(positions, [run.first, run.end]))
             if part.start < part.stop:
@@ -56,7 +56,7 @@ class Drifting:
 
 
 class _Run:
-    """One run, which reaches from `first` to before `end`."""
+    """One run, at positions `first` to `end` - 1."""
 
     def __init__(
         self, kv: PagedKV, rope: Rope, table: BlockTable, run: StoredRun, depths: NDArray[np.int64]

@@ -1,15 +1,15 @@
 """K and V of single tokens in a paged KV cache, read and written by slot.
 
-A slot is `block * block_tokens + offset`, as vLLM's slot mapping has it. vLLM 0.29 views each
-layer's cache as `[blocks, heads, tokens, 2 * head_dim]`, with the layout in the strides. What the
-last two axes hold differs:
+A slot is `block * block_tokens + offset`, as in vLLM's slot mapping. vLLM 0.29 views each layer's
+cache as `[blocks, heads, tokens, 2 * head_dim]`, with the layout in the strides. The content of the
+last two axes differs:
 
     joined   CUDA: the last axis is K, then V (NHD and HND differ in strides only)
     vec      CPU, ISA "vec": within a block and head, K as [head_dim, tokens], then V as [tokens,
              head_dim]
 
-Both become views `[blocks, heads, tokens, head_dim]`, one for K and one for V. Blocks that the
-store keeps are a layer's bytes in memory order, so they are read through the same views
+Both become views `[blocks, heads, tokens, head_dim]`, one for K and one for V. The store keeps a
+block's layer as bytes in memory order, so stored blocks are read through the same views
 (`stored_blocks`). Pure torch, any device.
 """
 
@@ -26,18 +26,18 @@ from torch import Tensor
 
 
 class Order(StrEnum):
-    """What the last two axes of a cache hold."""
+    """Order of K and V in the last two axes of a cache."""
 
     JOINED = "joined"
     VEC = "vec"
 
 
 def halves(cache: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-    """K and V of a layer's cache as views.
+    """Return K and V of a layer's cache as views.
 
     Args:
         cache: [blocks, heads, tokens, 2 * head_dim].
-        order: of its last two axes.
+        order: order of its last two axes.
 
     Returns:
         K and V, each [blocks, heads, tokens, head_dim].
@@ -61,7 +61,7 @@ def halves(cache: Tensor, order: Order) -> tuple[Tensor, Tensor]:
 
 
 def stored_blocks(bytes_: Tensor, like: Tensor) -> Tensor:
-    """One layer of stored blocks, seen as a cache.
+    """Return one layer of stored blocks, viewed as a cache.
 
     The store keeps a block's bytes in the engine's memory order, outermost axis first
     (`headrace_kvstore.layout`).
@@ -80,7 +80,7 @@ def stored_blocks(bytes_: Tensor, like: Tensor) -> Tensor:
 
 
 def _step(cache: Tensor, axis: int) -> int:
-    """An axis of extent 1 moves nothing, whatever its stride."""
+    """Return an axis's stride; 0 for an axis of extent 1, whose stride has no meaning."""
     return cache.stride(axis) if cache.shape[axis] > 1 else 0
 
 
@@ -90,14 +90,14 @@ class BlockTable:
 
     Attributes:
         blocks: int64 [n], block ids in order of position.
-        tokens: of one block.
+        tokens: number of tokens in a block.
     """
 
     blocks: NDArray[np.int64]
     tokens: int
 
     def slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slots of these positions.
+        """Return the slots of these positions.
 
         Raises:
             IndexError: a position outside the request's blocks.
@@ -113,7 +113,7 @@ class BlockTable:
 
     @property
     def capacity(self) -> int:
-        """Positions that have a slot."""
+        """Number of positions that have a slot."""
         return len(self.blocks) * self.tokens
 
 
@@ -121,9 +121,9 @@ class PagedKV:
     """All layers' K and V by slot.
 
     Args:
-        caches: a tensor a layer, in the model's order, as vLLM allocates them.
-        order: of their last two axes.
-        block_tokens: of the scheduler's block; the kernel's may be smaller.
+        caches: one tensor for each layer, in the model's order, as vLLM allocates them.
+        order: order of their last two axes.
+        block_tokens: tokens of the scheduler's block; the kernel's may be smaller.
 
     Raises:
         ValueError: the caches have another layout.
@@ -141,32 +141,32 @@ class PagedKV:
 
     @property
     def device(self) -> torch.device:
-        """Where the caches are."""
+        """Device of the caches."""
         return self.caches[0].device
 
     @property
     def kv_heads(self) -> int:
-        """Of each layer."""
+        """Number of KV heads of each layer."""
         return self.caches[0].shape[1]
 
     @property
     def head_dim(self) -> int:
-        """Of K, and of V."""
+        """Channels of a head of K; V has as many."""
         return self.caches[0].shape[3] // 2
 
     def kernel_blocks(self, table: BlockTable) -> NDArray[np.int64]:
-        """A request's blocks in the kernel's numbering: consecutive ones form a block."""
+        """Return a request's blocks in the kernel's numbering; consecutive ones form a block."""
         parts = self.block_tokens // self.kernel_tokens
         return (table.blocks[:, None] * parts + np.arange(parts)).reshape(-1)
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of n slots, copied: each [n, heads, head_dim]. `slots`: int64 [n]."""
+        """Return copies of K and V of n slots, each [n, heads, head_dim]. `slots`: int64 [n]."""
         keys, values = self._halves[layer]
         block, offset = slots // self.kernel_tokens, slots % self.kernel_tokens
         return keys[block, :, offset], values[block, :, offset]
 
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write K and V of n slots; shapes as `gather`."""
+        """Write K and V of n slots; shapes as in `gather`."""
         to_keys, to_values = self._halves[layer]
         block, offset = slots // self.kernel_tokens, slots % self.kernel_tokens
         to_keys[block, :, offset] = keys.to(to_keys.dtype)

@@ -1,11 +1,10 @@
-"""Copies runs of tokens from stored blocks to a request's slots, rotated to their new positions.
+"""Copies of runs of tokens from stored blocks to a request's slots, rotated to their new positions.
 
     K' = R(new - old) K,    V' = V
 
-always from the stored original, whose position is known, never from KV that was placed once. Runs
-need not be aligned with blocks on either side. Each stored (block, layer) is copied to memory of
-our own first and compared with its checksum, so the bytes that are placed are those that were
-summed.
+The source is always the stored original, whose position is known, never KV that was placed before.
+Runs need not be aligned with blocks on either side. Each stored (block, layer) is first copied to
+private memory and compared with its checksum there, so the placed bytes are the verified ones.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from headrace_prefill.reuse.engine.paged import BlockTable, PagedKV, halves, sto
 
 
 class LostKV(Exception):
-    """Stored bytes are not those that were stored."""
+    """Error: a stored block is corrupt or has left the store."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class StoredRun:
     """A run of tokens in stored blocks, and where the request wants it.
 
     Attributes:
-        payloads: uint64 [blocks], addresses of the blocks' payloads, leased by whoever made this.
-        sums, seeds: uint64 [blocks, layers], checksums as stored, and what they were begun with.
-        offset: of the run's first token in the first block.
+        payloads: uint64 [blocks], addresses of the blocks' payloads, which the caller has leased.
+        sums, seeds: uint64 [blocks, layers], stored checksums, and their initial values.
+        offset: position of the run's first token in the first block.
         length: in tokens.
         old, new: position of the first token in the prompt that was stored, and in this request.
     """
@@ -50,11 +49,11 @@ class StoredRun:
 
     @property
     def moved(self) -> bool:
-        """Whether its KV may be off: what began its own prompt and begins this one is not."""
+        """Whether its KV may be wrong here. It is exact if the run begins both prompts."""
         return bool(self.new or self.old)
 
     def pieces(self, block_tokens: int) -> Iterator[Piece]:
-        """The run, cut where stored blocks end.
+        """Yield the run's parts, cut where stored blocks end.
 
         Raises:
             ValueError: the run does not lie in its blocks.
@@ -75,8 +74,8 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a run that lies in one stored block: `length` tokens from `offset` on, which go
-    to `position` and those behind it."""
+    """The part of a run that lies in one stored block: `length` tokens from `offset` on, to be
+    placed from `position` on."""
 
     run: StoredRun
     block: int
@@ -86,11 +85,11 @@ class Piece:
 
 
 class Placer:
-    """Places pieces in an engine's cache.
+    """A copier of pieces to an engine's cache.
 
     Args:
         kv: the cache, layers in the model's order.
-        layout: of stored blocks, and so of this cache; layers in the order of `kv`.
+        layout: layout of stored blocks and of this cache; layers in the order of `kv`.
         rope: of the model; also an attribute.
     """
 
@@ -104,7 +103,7 @@ class Placer:
         self._bytes = np.empty((len(kv.caches), layout.layer_bytes), np.uint8)
 
     def place(self, piece: Piece, table: BlockTable) -> None:
-        """Copy one piece in, all layers.
+        """Copy one piece to the request's slots, in all layers.
 
         Raises:
             LostKV: the stored bytes are wrong; some layers may have been placed.

@@ -1,16 +1,17 @@
-"""Which positions the answer will attend to, learned by a cheap pass over placed KV.
+"""A cheap pass over placed KV that estimates which positions the answer will attend to.
 
 The probe computes the rows of the prompt's last tokens, and then, token by token, those of a draft
-of the answer, through all layers, over KV that was placed and not corrected. Most text of no run
-has no KV yet: its rows are computed after the choice, over corrected KV. The probe's rows attend to
-what there is, and to nothing else: a key of zeros is no missing key, it draws more attention than
-most.
+of the answer, through all layers, over KV that was placed and not corrected. Most text outside of
+the runs has no KV yet: its rows are computed after the choice, over corrected KV. The probe's rows
+attend only to positions that have KV. A key of zeros would not count as missing: it draws more
+attention than almost any other.
 
     mass[l, t] = mean over rows i and heads h of softmax_t(scale * q_ih . k_th)
                  over t <= i that have KV
 
-So their attention is computed here, and the kernel's is written over. The pass computes the
-prompt's rows again; K and V of the draft lie where the request has no KV yet, and are written over.
+Therefore their attention is computed here and overwrites the kernel's output. The side pass later
+computes the prompt's rows again. K and V of the draft lie in slots that have no KV yet, and are
+overwritten later.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from headrace_prefill.reuse.engine.rows import RowEngine, Rows
 from headrace_prefill.reuse.rules import DRAFT_TOKENS
 
 MOST_SCORES = 2**24
-"""Attention scores held at once: 64 MiB in fp32."""
+"""Maximum number of attention scores in memory at a time: 64 MiB in fp32."""
 
 
 def attended(
     queries: Tensor, keys: Tensor, values: Tensor, seen: NDArray[np.int64], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of some rows, and how much of it each token gets.
+    """Compute the attention of some rows, and the share of it that each token gets.
 
     Args:
         queries: [rows, heads, head_dim], rotated.
         keys, values: [tokens, kv_heads, head_dim], keys rotated.
-        seen: int64 [rows], ascending, from 1: how many of the tokens each row sees, from the first.
-        scale: of the scores.
+        seen: int64 [rows], ascending, at least 1: number of leading tokens that each row sees.
+        scale: factor of the scores.
 
     Returns:
-        What the rows get, [rows, heads, head_dim] in the dtype of `queries`; and float32 [tokens],
-        the weights, summed over rows and averaged over heads.
+        The rows' attention output, [rows, heads, head_dim] in the dtype of `queries`; and float32
+        [tokens], the weights, summed over rows and averaged over heads.
     """
     rows, heads, dim = queries.shape
     tokens, kv_heads, _ = keys.shape
@@ -56,7 +57,7 @@ def attended(
         part = grouped[:, :, first : first + size]
         scores = torch.bmm(part.reshape(kv_heads, -1, dim), by_head).float().mul_(scale)
         scores = scores.view(kv_heads, heads // kv_heads, -1, tokens)
-        # Ascending rows: all of them see what the first one sees.
+        # Rows ascend, so all of them see the tokens that the first one sees.
         all_see = int(seen[first])
         unseen = at[all_see:] >= end[first : first + size, None]
         scores[..., all_see:].masked_fill_(unseen, float("-inf"))
@@ -68,18 +69,18 @@ def attended(
 
 
 class Probe:
-    """The probe of one prompt; rows are computed by whoever owns it, in parts.
+    """The probe of one prompt; the side pass computes its rows, in parts.
 
     Args:
         engine: computes rows.
         table: the prompt's blocks.
         token_ids: int64 [n], of the prompt.
-        last: first position of the last rows, which reach to the end.
+        last: first position of the last rows, which extend to the end.
         there: bool [n], positions that have KV, besides those of the last rows.
-        final: the token behind `token_ids`, from which a draft begins; None drafts nothing.
+        final: the token after `token_ids`, from which a draft begins; None for no draft.
 
     Attributes:
-        rows: to compute next.
+        rows: the rows to compute next.
     """
 
     def __init__(
@@ -115,17 +116,17 @@ class Probe:
         return int(self.rows.positions[-1]) + 1 < self._end
 
     def draft(self, token: int) -> None:
-        """Go on with the token that follows `rows`."""
+        """Continue with the token that follows `rows`."""
         self.rows = self._rows(int(self.rows.positions[-1]) + 1, np.array([token]))
 
     def watch(
         self, layer: int, queries: Tensor, output: Tensor, positions: NDArray[np.int64]
     ) -> None:
-        """Attend for rows that a layer is computing, and count it.
+        """Compute the attention of rows that a layer is computing, and add it to the mass.
 
         Args:
             queries: [rows, heads * head_dim], of these rows.
-            output: likewise; what they get is written to it.
+            output: of the same shape; the attention output is written to it.
             positions: int64 [rows], ascending.
         """
         if not len(positions):
@@ -140,11 +141,11 @@ class Probe:
         self._mass[layer, torch.from_numpy(self._context[:end]).to(mass.device)] += mass
 
     def finish(self) -> NDArray[np.float32]:
-        """What was counted.
+        """Return the attention mass of the prompt's positions.
 
         Returns:
-            float32 [layers, n]: mean attention of the rows. A layer sums to 1 with what the rows
-            behind the prompt pay to each other.
+            float32 [layers, n]: mean attention of the rows. Together with the attention to the
+            positions after the prompt, a layer sums to 1.
         """
         mass: NDArray[np.float32] = (self._mass / len(self._asking)).cpu().numpy()
         return mass[:, : self._n]

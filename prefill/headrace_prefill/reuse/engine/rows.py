@@ -1,16 +1,16 @@
-"""Computes chosen rows of prompts, layer by layer, over KV that lies in the engine's paged cache.
+"""Computation of chosen rows of prompts, layer by layer, over KV in the engine's paged cache.
 
 Row p of a prompt is computed in its first `depth[p]` layers, so that the rows of layer l,
 
     S_l = {p : depth[p] > l},        S_{l+1} within S_l,
 
-are nested by construction, and what a row needs at layer l, its hidden state after layer l - 1, is
-there. At each layer the fresh K and V of all of S_l are written first. Then each maximal run
+are nested by construction, and the input of a row at layer l, its hidden state after layer l - 1,
+is available. At each layer the fresh K and V of all of S_l are written first. Then each maximal run
 [a, b] of S_l is a pseudo-request of b - a + 1 queries over b + 1 positions of the prompt's own
-blocks, so a row sees all positions up to its own and none behind.
+blocks, so a row sees all positions up to its own and none after it.
 
 Rows may be computed in parts, if each part goes through all its layers and parts come in ascending
-order of position: a row reads only KV of earlier positions, which is final by then.
+order of position: a row reads only KV of its own and earlier positions, which is final then.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from headrace_prefill.reuse.engine._vllm_compat import Contexts, Decoder
 from headrace_prefill.reuse.engine.paged import BlockTable, PagedKV
 
 Watch = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
-"""Called behind each layer's attention with the layer's number, the queries of the rows that it
-computes and what they got, each [rows, heads * head_dim], and which rows of the whole batch these
-are. The rows' own K and V are in the cache. What they got may be written over."""
+"""Called after each layer's attention with: the layer's number; the queries of the rows that it
+computes and their attention output, each [rows, heads * head_dim]; the rows' indices in the whole
+batch. The rows' own K and V are in the cache. The callee may overwrite the output."""
 Fresh = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
-"""Called before it with the layer's number, K and V of the rows, each [rows, kv_heads * head_dim],
-K rotated, and which rows of the whole batch these are. They are not yet in the cache."""
+"""Called before each layer's attention with: the layer's number; K and V of the rows that it
+computes, each [rows, kv_heads * head_dim], K rotated; the rows' indices in the whole batch. This K
+and V are not yet in the cache."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Rows:
         table: the prompt's blocks.
         positions: int64 [n], ascending.
         token_ids: int64 [n].
-        depths: int64 [n], in how many leading layers each is computed; at least 1.
-        slots: int64 [n], where their K and V are written; None for the table's.
+        depths: int64 [n], number of leading layers that compute each row; at least 1.
+        slots: int64 [n], slots to which their K and V are written; None for the table's.
     """
 
     table: BlockTable
@@ -64,11 +65,11 @@ class Rows:
             raise ValueError("rows: a row that no layer computes")
 
     def where(self) -> NDArray[np.int64]:
-        """Slots of these rows."""
+        """Return the slots of these rows."""
         return self.table.slots(self.positions) if self.slots is None else self.slots
 
     def part(self, part: slice) -> Rows:
-        """Some of them."""
+        """Return some of these rows."""
         slots = None if self.slots is None else self.slots[part]
         return Rows(
             self.table, self.positions[part], self.token_ids[part], self.depths[part], slots
@@ -77,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows of several prompts, as arrays [n]; `prompt` numbers them."""
+    """Rows of several prompts, as arrays [n]; `prompt` is the index of each row's prompt."""
 
     prompt: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -86,10 +87,10 @@ class _Batch:
 
 
 class RowEngine:
-    """The model of one engine, for rows.
+    """The model of one engine, for computing rows.
 
     Args:
-        decoder: the model, opened up.
+        decoder: the model's parts.
         kv: its cache.
         contexts: makes attention metadata.
         rope: of the model; also an attribute.
@@ -100,12 +101,12 @@ class RowEngine:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of layers of the model."""
         return len(self.decoder.layers)
 
     @torch.inference_mode()
     def likeliest(self, row: Tensor) -> int:
-        """The token that follows a row that `compute` returned, [1, width]."""
+        """Return the likeliest token after a row that `compute` returned, [1, width]."""
         return int(self.decoder.logits(row)[-1].argmax())
 
     @torch.inference_mode()
@@ -116,10 +117,10 @@ class RowEngine:
 
         Args:
             parts: rows of one prompt each; a prompt appears once.
-            watch: sees each layer's attention. fresh: sees each layer's K and V.
+            watch: called with each layer's attention. fresh: called with each layer's K and V.
 
         Returns:
-            [rows that went through all layers, width]: what the model's head takes.
+            [rows that went through all layers, width]: the input of the model's head.
         """
         batch = _batch(parts)
         ids = np.concatenate([part.token_ids for part in parts])

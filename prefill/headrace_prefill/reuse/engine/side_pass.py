@@ -1,19 +1,19 @@
-"""The side pass: fills requests' KV from stored runs and computes the rows that were chosen.
+"""The side pass: it fills requests' KV from stored runs and computes the chosen rows.
 
-A request goes through four stages, each in bounded parts, so that an engine step does no more than
-its budget of rows, whatever clients send:
+A request goes through four stages. Each is done in bounded parts, so that an engine step does no
+more than its budget of rows, whatever clients send:
 
     place    stored runs are copied to the request's slots, block by block
-    lead     if a probe is asked for: rows before the first run whose KV is not the prompt's own.
-             They are exact, and models attend to the first of them more than to any other
-    probe    if asked for: the prompt's last rows and a draft of the answer, row by row, to learn
-             what they attend to
-    compute  chosen rows, in ascending order of position; positions that no run covers at all
-             layers. What they show of their runs' drift is added to the runs' other tokens
+    lead     if there is a probe: rows before the first run whose KV is not exact. These rows are
+             exact, and models attend to the first of them more than to any other
+    probe    optional: the prompt's last rows and a draft of the answer, row by row, to estimate
+             which positions they attend to
+    compute  chosen rows, in ascending order of position; positions that no run covers are computed
+             in all layers. The drift that the rows of a run show is added to its other tokens
 
 Rows of several requests are computed as one batch, oldest request first. A request can be cancelled
-between any two steps; nothing but its own slots was written. The prompt's last token is not part of
-it: the engine computes that one and samples.
+between any two steps; the pass writes only to the request's own slots. The pass does not compute
+the prompt's last token: the engine computes that one and samples.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ from headrace_prefill.reuse.engine.rows import RowEngine, Rows
 logger = logging.getLogger("headrace.reuse")
 
 PLACED_PER_ROW = 50
-"""Tokens whose placing counts as computing one row. Measured on one core with SmolLM2-135M in
-bfloat16: 0.034 ms to place a token, 1.9 ms to compute a row."""
+"""Number of placed tokens that cost as much as one computed row. Measured on one core with
+SmolLM2-135M in bfloat16: 0.034 ms to place a token, 1.9 ms to compute a row."""
 
 DRAFTED_AS_ROWS = 16
-"""Rows of a batch that take as long as one row alone, which reads all weights for itself."""
+"""Cost of a row that is computed alone, in rows of a batch: it reads all weights for itself."""
 
 Choose = Callable[[NDArray[np.float32] | None], NDArray[np.int64]]
-"""Attention mass [layers, n] of the probe, or None without one -> depths int64 [n], in how many
-leading layers each position is computed."""
+"""Attention mass [layers, n] of the probe, or None without one -> depths int64 [n], the number of
+leading layers that compute each position."""
 
 
 @dataclass(frozen=True)
 class SideRequest:
-    """What a request wants of the pass.
+    """A request to the side pass.
 
     Attributes:
         request_id: the engine's.
-        token_ids: int64 [n], of positions 0 to n - 1: all but the prompt's last.
+        token_ids: int64 [n], of positions 0 to n - 1: the prompt without its last token.
         table: the request's blocks.
-        start: positions below have their KV already.
-        runs: to place, at ascending positions from `start` on, apart from each other.
-        choose: which rows are computed.
-        last: first of the prompt's last tokens, which are probed; None without a probe.
-        final: the prompt's last token, behind `token_ids`, for the probe's draft; None without one.
+        start: positions below it have their KV already.
+        runs: runs to place, at ascending positions from `start` on, without overlap.
+        choose: chooses the rows to compute.
+        last: first position of the prompt's last tokens, which the probe computes; None without a
+            probe.
+        final: the prompt's last token, after `token_ids`, for the probe's draft; None without one.
     """
 
     request_id: str
@@ -86,7 +87,7 @@ class SideRequest:
             raise ValueError(f"{self.request_id}: more tokens than its blocks hold")
 
     def covered(self) -> NDArray[np.bool_]:
-        """Bool [n]: positions that have KV before any row is computed."""
+        """Return the positions that have KV before any row is computed, bool [n]."""
         covered = np.zeros(len(self.token_ids), np.bool_)
         covered[: self.start] = True
         for run in self.runs:
@@ -94,15 +95,15 @@ class SideRequest:
         return covered
 
     def lead(self) -> NDArray[np.int64]:
-        """Positions without KV before the first run that stood behind other text, ascending: what
-        is computed there depends on no run."""
+        """Return the positions without KV before the first run whose KV is not exact, ascending.
+        Rows there depend on exact KV only."""
         moved = [run.new for run in self.runs if run.moved]
         return np.flatnonzero(~self.covered()[: min(moved, default=0)])
 
 
 @dataclass
 class Stepped:
-    """What ended in a step: requests whose KV is there, and those whose stored KV was lost."""
+    """Requests that ended in a step: `finished` ones have their KV, `failed` ones do not."""
 
     finished: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -128,15 +129,15 @@ class SidePass:
         return len(self._passes)
 
     def start(self, request: SideRequest) -> None:
-        """Begin with a request; `step` goes on with it."""
+        """Begin with a request; `step` continues with it."""
         self._passes[request.request_id] = _Pass(self._engine, self._placer.rope, request)
 
     def cancel(self, request_id: str) -> bool:
-        """Leave a request as it is; False if it is not, or no longer, under way."""
+        """Stop working on a request; return False if it is not, or no longer, in the pass."""
         return self._passes.pop(request_id, None) is not None
 
     def step(self, budget_rows: int) -> Stepped:
-        """Go on with the oldest requests, for so many rows at most (at least one)."""
+        """Continue with the oldest requests, within a budget of rows (at least one)."""
         stepped, left = Stepped(), max(1, budget_rows)
         while left > 0 and self._passes:
             parts: list[tuple[_Pass, Rows]] = []
@@ -162,7 +163,7 @@ class SidePass:
         return stepped
 
     def _fail(self, stepped: Stepped, name: str, error: Exception) -> None:
-        """One request's trouble is its own: the engine computes its prompt."""
+        """Drop one request after an error, so that the engine computes its prompt; keep others."""
         unforeseen = None if isinstance(error, LostKV) else error
         logger.warning("%s is computed, not reused: %s", name, error, exc_info=unforeseen)
         stepped.failed.append(name)
@@ -175,7 +176,7 @@ class SidePass:
         batch = np.concatenate([rows.positions for _, rows in parts])
 
         def cut(alive: NDArray[np.int64]) -> Iterator[tuple[_Pass, slice, NDArray[np.int64]]]:
-            """Requests, which of these rows are theirs, and their positions."""
+            """Yield each request, the slice of these rows that is its own, and their positions."""
             cuts = np.searchsorted(alive, ends)
             for (each, _), first, end in zip(parts, [0, *cuts[:-1]], cuts, strict=True):
                 yield each, slice(first, end), batch[alive[first:end]]
@@ -201,7 +202,7 @@ class SidePass:
 
 
 class _Pass:
-    """One request under way."""
+    """The state of one request in the pass."""
 
     def __init__(self, engine: RowEngine, rope: Rope, request: SideRequest) -> None:
         self.request, self._engine, self._rope = request, engine, rope
@@ -218,7 +219,7 @@ class _Pass:
         self.done = False
 
     def place(self, placer: Placer, budget_rows: int) -> int:
-        """Place runs for at most so many rows' worth, at least a block; how many that was."""
+        """Place pieces until they cost `budget_rows` rows, at least one; return their cost."""
         used = 0.0
         while self._unplaced and used < budget_rows:
             piece = next(self._pieces)
@@ -228,7 +229,7 @@ class _Pass:
         return int(np.ceil(used))
 
     def next_rows(self, most: int) -> Rows | None:
-        """The rows that come next; None while runs are being placed, or none may be computed."""
+        """Return the next rows; None while runs are being placed, or if none may be computed."""
         if self._unplaced or most <= 0:
             return None
         if self._rows is None:
@@ -238,12 +239,12 @@ class _Pass:
         return self._rows.part(slice(self._at, self._at + most))
 
     def cost_rows(self, rows: Rows) -> int:
-        """What computing them takes, in rows of a batch."""
+        """Return the cost of computing these rows, in rows of a batch."""
         return DRAFTED_AS_ROWS if self._drafting else len(rows.positions)
 
     def computed(self, rows: int, hidden: Tensor) -> None:
-        """So many of them were computed; the last of `hidden` is the last one of those that went
-        through all layers."""
+        """Record that `rows` of the rows were computed. The last row of `hidden` is the last of
+        them that went through all layers."""
         self._at += rows
         if self._rows is None or self._at < len(self._rows.positions):
             return

@@ -1,7 +1,6 @@
-"""What the side pass tells of itself in vLLM's statistics: the seconds that it took of a step.
+"""The side pass's entry in vLLM's statistics: the seconds that it took of a step.
 
-Whoever fits step times takes them off (`headrace_engine`): they are no part of what the step's own
-tokens take.
+The step-time model (`headrace_engine`) subtracts them: the step's own tokens do not take this time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ COUNTER = "vllm:headrace_reuse_seconds"
 
 
 class ReuseStats(KVConnectorStats):
-    """`data` is {"side_s": seconds since the last report}."""
+    """Statistics of the side pass; `data` is {"side_s": seconds since the last report}."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

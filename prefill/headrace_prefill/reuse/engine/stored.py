@@ -1,13 +1,13 @@
-"""The connector that reuses runs of the node's KV store, as the request says.
+"""The connector that reuses runs in the node's KV store, as the request says.
 
-Whoever plans the request found the runs; this names neither tenants nor texts.
-In the request's `kv_transfer_params` (`headrace_engine.handoff.REUSE_KEY`):
+The runs were found when the request was planned; this connector knows no tenants and no texts. The
+request's `kv_transfer_params` have, under `headrace_engine.handoff.REUSE_KEY`:
 
     runs        [[new, old, length, offset, digests], ...]: positions of the run's first token in
-                this prompt and in the stored one, its tokens, where it begins in its first block,
-                and its blocks' hashes, joined
-    last        first of the prompt's last tokens, which the probe computes
-    share       of the runs' KV that is computed again, the probe included
+                this prompt and in the stored one, its length in tokens, the position of its first
+                token in its first block, and its blocks' hashes, concatenated
+    last        first position of the prompt's last tokens, which the probe computes
+    share       share of the runs' KV that is computed again, the probe included
 
 A request whose blocks are not all in DRAM when it is admitted is served as if it had not asked.
 """
@@ -38,7 +38,7 @@ DIGEST_BYTES = 32
 
 
 class StoredReuseConnector(ReuseConnector):
-    """Both halves; settings as the store's connector."""
+    """The connector's scheduler side and worker side; it has the settings of the store's one."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -47,10 +47,10 @@ class StoredReuseConnector(ReuseConnector):
         self._opened = OpenedArena.of(vllm_config, role, kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._shares = not first_epoch(vllm_config)
-        """Whether the store's blocks are of this engine's weights."""
+        """Whether the store's blocks were computed with this engine's weights."""
 
     def find(self, request: Any, computed_tokens: int) -> Any:
-        """What the request says, if the store has it."""
+        """Return the request's runs and settings, or None if the store does not have all blocks."""
         found = (request.kv_transfer_params or {}).get(REUSE_KEY) if self._shares else None
         if not found or found["runs"][0][0] < computed_tokens:
             return None
@@ -63,7 +63,7 @@ class StoredReuseConnector(ReuseConnector):
         return int(length) if new == old == 0 else 0
 
     def planned(self, begin: Begin) -> Planned:
-        """The runs' blocks, leased.
+        """Lease the runs' blocks.
 
         Raises:
             LostKV: a block has left the store.
@@ -86,7 +86,7 @@ class StoredReuseConnector(ReuseConnector):
         return Planned(runs, choose, last)
 
     def reset_cache(self) -> bool:
-        """The weights may be others from now on than those whose KV is in the store."""
+        """Stop reusing stored KV: from now on the weights may differ from those of the store's."""
         self._shares = False
         return True
 

@@ -1,10 +1,10 @@
-"""The worker class that hands its connector the model, so that the connector can compute rows.
+"""The worker class that gives its connector the model, so that the connector can compute rows.
 
     worker_cls="headrace_prefill.reuse.engine.worker.ReusingWorker"
 
-A connector that wants the model has a method `bind_rows(RowEngine)`. One within a MultiConnector is
-found there. Engines in which rows cannot be computed start as ever: their connector is told why
-by `no_rows(reason)`, and their requests are computed. The engine's frontend asks
+A connector that needs the model has a method `bind_rows(RowEngine)`. It may lie within a
+MultiConnector. Engines in which rows cannot be computed start as usual: the worker calls their
+connector's `no_rows(reason)`, and vLLM computes their requests. The engine's frontend calls
 `headrace_unsupported` before it offers reuse.
 """
 
@@ -35,12 +35,12 @@ logger = logging.getLogger("headrace.reuse")
 
 
 class ModelInReach:
-    """Mixed into a worker class of vLLM's, before it."""
+    """Mixin for a worker class of vLLM, placed before it among the bases."""
 
     _reuse_unsupported: str | None = "the engine has no connector that reuses KV"
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """As vLLM's; then binds the connectors that ask for the model."""
+        """Initialise the worker as vLLM does; then bind the connectors that need the model."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         for connector in (each for each in _connectors() if hasattr(each, "bind_rows")):
             try:
@@ -53,18 +53,19 @@ class ModelInReach:
                 connector.no_rows(why)
 
     def headrace_unsupported(self) -> dict[str, str]:
-        """Why this engine cannot do a technique, by its name; less those that it can."""
+        """Return why this engine cannot do a technique, by the technique's name; techniques that it
+        can do are left out."""
         found: dict[str, str] = getattr(super(), "headrace_unsupported", dict)()
         why = self._reuse_unsupported
         return found if why is None else found | {"reuse": why}
 
 
 class ReusingWorker(ModelInReach, PlatformWorker):  # type: ignore[misc]
-    """vLLM's worker of the platform."""
+    """vLLM's worker for the platform, with the model within the connectors' reach."""
 
 
 def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
-    """The rows of a worker's model.
+    """Return the `RowEngine` of a worker's model.
 
     Raises:
         Unsupported: they cannot be computed; the text says why.
@@ -81,7 +82,7 @@ def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
 
 
 def _connectors() -> list[Any]:
-    """The worker's connector, or those within it."""
+    """Return the worker's connector, or the connectors within it."""
     if not has_kv_transfer_group():
         return []
     group = get_kv_transfer_group()

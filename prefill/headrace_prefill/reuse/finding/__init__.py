@@ -1,1 +1,1 @@
-"""Finds runs of a prompt's tokens in what was stored, wherever they stand in both."""
+"""Search for runs of a prompt's tokens in stored texts, at any position in both."""

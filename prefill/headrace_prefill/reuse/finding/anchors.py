@@ -1,10 +1,10 @@
-"""Chooses anchors of a text by its content alone, so that equal runs have equal anchors.
+"""Anchors of a text, chosen by its content alone, so that equal runs have equal anchors.
 
-Each window of `WINDOW` tokens has a keyed hash. Of any `SPAN` windows in a row the one with the
-smallest hash is an anchor (robust winnowing: the one chosen before stays as long as it is the
-smallest; of several, the last). A run of `LEAST` tokens or more that two texts share holds an
-anchor that both chose, unless the run repeats itself within it. About 2 / (SPAN + 1) of all
-windows are anchors.
+Each window of `WINDOW` tokens has a keyed hash. Of any `SPAN` consecutive windows, the one with the
+smallest hash is an anchor. (Robust winnowing: the previous choice stays while it is the smallest;
+of several equal ones, the last is chosen.) A run of `LEAST` tokens or more that two texts share
+contains an anchor of both texts, unless the run repeats itself. About 2 / (SPAN + 1) of all windows
+are anchors.
 Source: Schleimer, Wilkerson, Aiken, "Winnowing" (SIGMOD 2003), sections 3 and 4.
 """
 
@@ -17,18 +17,19 @@ from headrace_kvstore.compiled import jit
 
 WINDOW, SPAN = 32, 32
 LEAST = WINDOW + SPAN - 1
-"""Tokens of the shortest run that is sure to be found."""
+"""Length of the shortest run that is certain to be found, in tokens."""
 
 
 def anchors(tokens: NDArray[np.int32], key: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """The anchors of a text.
+    """Return the anchors of a text.
 
     Args:
         tokens: int32 [n].
-        key: 64 bits; without it nobody can make texts whose hashes are equal.
+        key: 64 bits, secret: a client that knows it could make texts with equal hashes.
 
     Returns:
-        int64 [m], where each anchor's window ends (its last token), ascending; uint64 [m], hashes.
+        int64 [m], the index of the last token of each anchor's window, ascending; uint64 [m],
+        hashes.
     """
     ends = np.empty(max(0, len(tokens) - WINDOW + 1), np.int64)
     hashes = np.empty(len(ends), np.uint64)
@@ -56,7 +57,7 @@ def _anchors(tokens, key, ends, hashes):  # type: ignore[no-untyped-def]
         recent[at % SPAN] = _mixed(rolling ^ key)
         if at < min(SPAN, windows) - 1:
             continue
-        if best <= at - SPAN:  # the one chosen before has left, or there was none
+        if best <= at - SPAN:  # the previous choice is out of range, or there was none
             first = max(0, at - SPAN + 1)
             best = first
             for other in range(first, at + 1):
@@ -73,7 +74,7 @@ def _anchors(tokens, key, ends, hashes):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True, inline="always")
 def _mixed(x):  # type: ignore[no-untyped-def]
-    """The finaliser of splitmix64: each bit of x moves half of the bits."""
+    """Return the finaliser of splitmix64: each bit of x flips about half of the bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Chooses, of runs that overlap, those that are taken: few and long ones, from left to right."""
+"""The choice among overlapping runs: few and long ones, from left to right."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from headrace_prefill.reuse.finding.matching import END, NEW
 
 
 def covering(runs: NDArray[np.int64], least: int) -> list[tuple[int, int, int]]:
-    """At each position, the run that reaches furthest; of equals the one found first.
+    """Choose at each position the run that reaches furthest; of equal ones, the first found.
 
     Args:
         runs: int64 [n, 3], columns as in `matching`.
-        least: tokens of a run that is worth taking, after what came before was cut off.
+        least: minimum length of a chosen run in tokens, without the part that an earlier one has.
 
     Returns:
-        (first position, end, row of `runs`), ascending and apart from each other. With one run a
-        position each, this takes the fewest runs that cover all that can be covered.
+        (first position, end, row of `runs`), ascending, without overlap. If `least` is 1, these are
+        the fewest runs that cover all positions that can be covered.
     """
     order = np.argsort(runs[:, NEW], kind="stable")
-    open_runs: list[tuple[int, int]] = []  # (-end, row), of those that have begun
+    open_runs: list[tuple[int, int]] = []  # (-end, row) of runs that begin at or before `position`
     taken: list[tuple[int, int, int]] = []
     at, position = 0, 0
     while at < len(order) or open_runs:
@@ -34,7 +34,7 @@ def covering(runs: NDArray[np.int64], least: int) -> list[tuple[int, int, int]]:
             taken.append((position, -end, row))
             position = -end
         elif at < len(order):
-            # What is open is too short from here on.
+            # The open runs are too short from here on.
             open_runs.clear()
             position = int(runs[order[at], NEW])
         else:

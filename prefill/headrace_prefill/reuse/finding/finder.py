@@ -1,4 +1,4 @@
-"""Keeps the tokens of stored blocks and finds runs of them in prompts, tenant by tenant."""
+"""An index of the tokens of stored blocks, which finds runs of them in prompts, for each tenant."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Run:
 
     Attributes:
         new: position of the first token in the prompt.
-        old: in the prompt that was stored.
+        old: position of the first token in the prompt that was stored.
         length: in tokens.
         blocks: digests of the stored blocks that hold it, in order.
-        offset: of the first token in the first block.
+        offset: position of the first token in the first block.
     """
 
     new: int
@@ -38,15 +38,16 @@ class Run:
 
 
 class Finder:
-    """The texts of stored blocks.
+    """An index of the texts of stored blocks.
 
-    A run of `LEAST` tokens or more is found if one of its anchors' `CANDIDATES` latest places lies
-    in it. All methods are linear in the tokens given, and may be called from any thread.
+    A run of `LEAST` tokens or more is found if one of the `CANDIDATES` latest places of one of its
+    anchors lies in it. All methods take time linear in the number of tokens, and may be called from
+    any thread.
 
     Args:
-        capacity_tokens: kept at most; the oldest blocks make room.
-        block_tokens: of a stored block.
-        digest_bytes: of a block's digest.
+        capacity_tokens: maximum number of tokens kept; the oldest blocks are removed.
+        block_tokens: tokens of a stored block.
+        digest_bytes: length of a block's digest.
     """
 
     def __init__(self, capacity_tokens: int, block_tokens: int, digest_bytes: int = 32) -> None:
@@ -61,12 +62,12 @@ class Finder:
 
     @property
     def tokens(self) -> int:
-        """Kept at present."""
+        """Number of tokens in the index."""
         return (self._end - self._first) * self._size
 
     @property
     def nbytes(self) -> int:
-        """Memory, all of it taken at the start."""
+        """Memory in bytes, allocated at the start."""
         arrays = *self._texts, *self._anchors, *self._digests
         return sum(array.nbytes for array in arrays)
 
@@ -74,9 +75,9 @@ class Finder:
         """Keep a prompt's whole blocks.
 
         Args:
-            tenant: whose prompts alone will find it.
-            tokens: [n] at least `block_tokens` for each digest.
-            digests: of its blocks from the first on; each covers all tokens before it.
+            tenant: the prompt's tenant; only prompts of the same tenant find it.
+            tokens: [n], at least `block_tokens` for each digest.
+            digests: digests of its blocks, from the first; each covers all tokens before it.
 
         Raises:
             ValueError: fewer tokens than the blocks have, or a digest of another length.
@@ -94,21 +95,21 @@ class Finder:
                 self._append(whose, text, digests, known, previous)
 
     def forget(self, digest: bytes) -> None:
-        """A block has left the store."""
+        """Mark a block that has left the store."""
         with self._lock:
             for block in self._blocks_of(digest):
                 self._texts.gone[block % len(self._texts.gone)] = True
 
     def find(self, tenant: str, tokens: ArrayLike, least: int = LEAST) -> list[Run]:
-        """Runs of a prompt, or of a part of it, that stored blocks of the same tenant hold.
+        """Return runs of a prompt, or of a part of it, that stored blocks of the same tenant hold.
 
         Args:
-            tenant: the prompt's.
+            tenant: the prompt's tenant.
             tokens: [n].
-            least: tokens of a run that is worth taking.
+            least: minimum length of a run in tokens.
 
         Returns:
-            Runs, ascending and apart from each other.
+            Runs, ascending, without overlap.
         """
         text = _tokens(tokens)
         whose = self._whose(tenant)
@@ -134,7 +135,7 @@ class Finder:
         return int.from_bytes(hashed.digest(), "little")
 
     def _blocks_of(self, digest: bytes) -> list[int]:
-        """Living blocks with this digest, the latest first."""
+        """Return the blocks in the ring that have this digest, the latest first."""
         hashed, places = _digest_hash(digest), np.empty(CANDIDATES, np.int64)
         count = get(self._digests, hashed, self._first, places)
         stored = self._texts.digests
@@ -144,7 +145,7 @@ class Finder:
         ]
 
     def _known(self, whose: int, digests: Sequence[bytes]) -> tuple[int, int]:
-        """How many leading blocks are here already, and the last one of them."""
+        """Return how many leading blocks are in the ring already, and the last one of them."""
         last = -1
         for number, digest in enumerate(digests):
             mine = [
@@ -174,7 +175,7 @@ class Finder:
         self._end += new
         hashed = np.array([_digest_hash(digest) for digest in digests[known:]], np.uint64)
         put(self._digests, hashed, begun + np.arange(new), self._first)
-        # Windows that begin in blocks that were known and end in new ones are new.
+        # Windows that begin in known blocks and end in new ones are new.
         start = max(0, known * size - LEAST + 1)
         ends, hashes = anchors(text[start : len(digests) * size], whose)
         fresh = ends + start >= known * size
@@ -182,7 +183,7 @@ class Finder:
         put(self._anchors, hashes[fresh], places, self._first * size)
 
     def _run(self, new: int, end: int, last: int) -> Run:
-        """A run that ends at a place, from its blocks backwards."""
+        """Return the run that ends at place `last`, following its blocks backwards."""
         texts, length = self._texts, end - new
         blocks, block, left = [], last // self._size, length
         left -= last % self._size + 1

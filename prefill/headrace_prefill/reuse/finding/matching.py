@@ -1,10 +1,10 @@
 """Maximal runs that a prompt shares with stored texts.
 
-Each anchor of the prompt is looked up; a place whose tenant is the prompt's own is compared token
-by token to both sides, so what is found is equal, whatever hashes say. A place on the diagonal of
-a run that was found already is not compared again, and all comparisons together are at most
-`WORK` a token of the prompt: texts that repeat themselves could ask for quadratic work. When they
-are spent, what was found stands.
+Each anchor of the prompt is looked up. The tokens around each place of the prompt's tenant are
+compared one by one in both directions, so a run's tokens are equal even where hashes collide. A
+place on the diagonal of a run that was found already is not compared again. Texts that repeat
+themselves could cause quadratic work, so there are at most about `WORK` comparisons for each token
+of the prompt. After that, the search returns the runs found so far.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from headrace_prefill.reuse.finding.texts import back, forth
 
 WORK = 32
 ACTIVE = 16
-"""Runs found last whose diagonals are remembered."""
+"""Number of latest runs whose diagonals are kept."""
 NEW, END, PLACE = 0, 1, 2
-"""Columns of a run: its first position in the prompt, the one behind its last, and the place of its
-last token."""
+"""Columns of a run: its first position in the prompt, the position after its last, and the place of
+its last token."""
 
 
 @jit(nogil=True)
 def matches(texts, table, tokens, tenant, ends, hashes, first, end, runs):  # type: ignore[no-untyped-def]
-    """Write runs to int64 [anchors * CANDIDATES, 3]; how many they are.
+    """Write runs to int64 [anchors * CANDIDATES, 3] and return their number.
 
     Args:
-        tokens: int32 [n], of the prompt.
+        tokens: int32 [n], the prompt's tokens.
         ends, hashes: its anchors.
-        first, end: blocks that the ring holds.
+        first, end: the first block that the ring holds, and the one after its last.
     """
     size, blocks = texts.tokens.shape[1], len(texts.tokens)
     diagonals = np.zeros(ACTIVE, np.int64)

@@ -1,8 +1,8 @@
-"""Where hashes were seen last: a table of fixed size that forgets what is oldest.
+"""A hash table of fixed size with the latest places of each hash; it overwrites the oldest ones.
 
-A bucket has `SLOTS` slots of a fingerprint (32 bits of the hash) and a place, an ever growing
-number. Places below `tail` are dead. A hash keeps its `CANDIDATES` latest places; a full bucket
-gives up its oldest one. Whoever asks compares what stands at a place: fingerprints may collide.
+A bucket has `SLOTS` slots. Each slot has a fingerprint (32 bits of the hash) and a place, an ever
+growing number. Places below `tail` are expired. A hash keeps its `CANDIDATES` latest places; a full
+bucket overwrites its oldest one. Fingerprints may collide, so the caller must compare the tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Table(NamedTuple):
 
     @staticmethod
     def of(alive: int) -> Table:
-        """For so many living hashes at once; half as many again would overflow some buckets."""
+        """Return a table for `alive` hashes at a time; 1.5 times as many would overflow some
+        buckets."""
         buckets = 1 << max(0, (2 * alive // SLOTS).bit_length())
         shape = buckets, SLOTS
         return Table(np.zeros(shape, np.uint32), np.full(shape, -1, np.int64))
@@ -34,7 +35,7 @@ class Table(NamedTuple):
 
 @jit(nogil=True)
 def put(table, hashes, places, tail):  # type: ignore[no-untyped-def]
-    """Write down where hashes stand: uint64 [n], int64 [n] ascending and all new."""
+    """Add the places of hashes: uint64 [n], int64 [n] ascending and all new."""
     mask = np.uint64(len(table.places) - 1)
     for n in range(len(hashes)):
         bucket = np.int64((hashes[n] >> np.uint64(32)) & mask)
@@ -54,7 +55,7 @@ def put(table, hashes, places, tail):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def get(table, hashed, tail, found):  # type: ignore[no-untyped-def]
-    """Write living places of a hash to int64 [CANDIDATES], latest first; how many they are."""
+    """Write a hash's places, latest first, to int64 [CANDIDATES] and return their number."""
     bucket = np.int64((hashed >> np.uint64(32)) & np.uint64(len(table.places) - 1))
     mark = np.uint32(hashed & np.uint64(0xFFFFFFFF))
     count = 0

@@ -1,8 +1,9 @@
-"""The tokens of stored blocks, in a ring of fixed size: the oldest blocks make room.
+"""The tokens of stored blocks, in a ring of fixed size that overwrites the oldest blocks.
 
-A place is an ever growing number: block `place // block_tokens`, token `place % block_tokens` of
-it; both index the ring modulo its size. A block knows the one before it in its prompt, so a prompt
-that goes on from another stores only what is new, and prompts form a tree.
+A place is an ever growing number: token `place % block_tokens` of block `place // block_tokens`.
+The block's index in the ring is its number modulo the ring's size. A block points to the one before
+it in its prompt, so a prompt that extends another stores only its new blocks, and prompts form a
+tree.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Texts(NamedTuple):
 
     Attributes:
         tokens: int32 [blocks, block_tokens].
-        previous: int64, the block before in its prompt; -1 for a first one.
-        number: int64, of the block in its prompt, from 0.
+        previous: int64, the block before it in its prompt; -1 for a first one.
+        number: int64, the block's index in its prompt, from 0.
         tenant: uint64.
         gone: bool, no longer in the store.
         digests: uint8 [blocks, digest bytes].
@@ -48,7 +49,7 @@ class Texts(NamedTuple):
 
 @jit(nogil=True)
 def back(texts, tokens, at, place, first):  # type: ignore[no-untyped-def]
-    """How many tokens agree, backwards from tokens[at] and the one at a place.
+    """Return how many tokens agree, backwards from tokens[at] and the token at `place`.
 
     Args:
         first: the oldest block that the ring still holds.
@@ -67,13 +68,13 @@ def back(texts, tokens, at, place, first):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def forth(texts, tokens, at, place, end):  # type: ignore[no-untyped-def]
-    """How many tokens agree, from tokens[at] and the one behind a place on.
+    """Return how many tokens agree, forwards from tokens[at] and the token after `place`.
 
     Args:
-        end: behind the youngest block.
+        end: the block number after the latest block.
 
     Returns:
-        That, and the place of the last one that agrees.
+        The number of tokens, and the place of the last one that agrees.
     """
     size, blocks = texts.tokens.shape[1], len(texts.tokens)
     block, offset, count = place // size, place % size, 0

@@ -1,1 +1,1 @@
-"""Attention of layers without KV on a GPU, and what it takes of vLLM."""
+"""Attention of layers without KV on a GPU, and its uses of vLLM."""

@@ -1,5 +1,5 @@
-"""All that fusion models take from vLLM's attention for GPUs beyond its documented API; an upgrade
-breaks this file first. `tests/unit/test_contracts_fusion.py` pins what is used here.
+"""The fusion models' uses of vLLM's GPU attention beyond its documented API; an upgrade breaks this
+file first. `tests/unit/test_contracts_fusion.py` checks each of these uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attend(
     metadata: TritonAttentionMetadata,
     output: Tensor,
 ) -> Tensor:
-    """vLLM's Triton attention to K and V which may be of two layers.
+    """Run vLLM's Triton attention over K and V, which may be from two layers.
 
     Args:
         query, output: [rows, heads, D].
@@ -75,15 +75,15 @@ class MixedMetadata(TritonAttentionMetadata):
     """Metadata whose block table numbers the blocks of this batch, not those of the cache.
 
     Attributes:
-        blocks: int64 [n], the cache's number of each.
+        blocks: int64 [n], each block's number in the cache.
     """
 
     blocks: Tensor | None = None
 
 
 class MixedMetadataBuilder(TritonAttentionMetadataBuilder):
-    """Numbers the blocks that a batch attends to. How many there are changes from step to step, so
-    attention stays outside of CUDA graphs."""
+    """Builder that numbers the blocks that a batch attends to. Their number changes from step to
+    step, so attention stays outside of CUDA graphs."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 

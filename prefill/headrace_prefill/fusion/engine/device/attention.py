@@ -1,8 +1,8 @@
 """Attention of layers without KV to the KV of two storage layers, on vLLM's Triton kernel for GPUs.
 
-As `engine.attention` on the CPU: Lite reads K and V where they are, in two layers' caches; Fused
-mixes the blocks that this step's rows attend to, then calls the kernel on them. `benchmarks.gpu`
-measures what mixing costs on a GPU (docs/gpu.md).
+It works like `engine.attention` on the CPU: Lite reads K and V where they are, in two layers'
+caches; Fused mixes the blocks that this step's rows attend to, then calls the kernel on them.
+`benchmarks.gpu` measures the cost of mixing on a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from headrace_prefill.fusion.mixing import by_channel
 
 
 class LiteImpl(TritonAttentionImpl):
-    """K of one layer, V of another.
+    """Attention to K of one layer and V of another.
 
     Args:
-        keys, values: the attention of these layers.
+        keys, values: vLLM's attention modules of these layers.
     """
 
     def __init__(self, *args: Any, keys: Attention, values: Attention, **options: Any) -> None:
@@ -57,7 +57,7 @@ class LiteImpl(TritonAttentionImpl):
         return attend(self, query, keys, values, attn_metadata, output)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No."""
+        """Return False: fused output quantisation is not supported."""
         return False
 
 
@@ -70,12 +70,12 @@ class LiteBackend(TritonAttentionBackend):
 
 
 class FusedImpl(TritonAttentionImpl):
-    """K and V mixed of two layers.
+    """Attention to a mixture of two layers' K and V.
 
     Args:
-        first, last: the attention of these layers.
-        mixture: its weights.
-        scratch: one for all layers.
+        first, last: vLLM's attention modules of these layers.
+        mixture: the weights.
+        scratch: memory for the mixed blocks; shared by all layers.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FusedImpl(TritonAttentionImpl):
             return output.fill_(0)
         assert isinstance(attn_metadata, MixedMetadata) and attn_metadata.blocks is not None
         first, last = self._first.kv_cache, self._last.kv_cache
-        by_token = not first[0].is_contiguous()  # a block's tokens lie before its heads
+        by_token = not first[0].is_contiguous()  # in memory, tokens are the outer axis of a block
         if self._weights is None:
             self._weights = weights_of(self._mixture, first, by_token)
         memory = self._scratch.of(first)
@@ -120,7 +120,7 @@ class FusedImpl(TritonAttentionImpl):
         return attend(self, query, keys, values, attn_metadata, output)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No."""
+        """Return False: fused output quantisation is not supported."""
         return False
 
 
@@ -137,14 +137,15 @@ class FusedBackend(TritonAttentionBackend):
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of a cache [blocks, kv_heads, block, 2 * D], each [blocks, block, kv_heads, D]."""
+    """Return K and V of a cache [blocks, kv_heads, block, 2 * D], each [blocks, block, kv_heads,
+    D]."""
     keys, values = kv_cache.transpose(1, 2).chunk(2, -1)
     return keys, values
 
 
 def weights_of(mixture: Mixture, kv_cache: Tensor, by_token: bool) -> tuple[Tensor, Tensor]:
-    """Weights of the first and of the last layer, in the order and dtype of a block: [kv_heads,
-    2 * D] if its tokens lie before its heads, else [kv_heads, block, 2 * D]."""
+    """Return the weights of the first and of the last layer, in the order and dtype of a block:
+    [kv_heads, 2 * D] if tokens are the outer axis of a block, else [kv_heads, block, 2 * D]."""
     found = []
     for keys, values in (
         (mixture.first_keys, mixture.first_values),

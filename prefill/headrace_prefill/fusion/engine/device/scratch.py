@@ -1,8 +1,8 @@
-"""Memory for the blocks that a layer mixes: one layer's KV cache, one for all layers of an engine.
+"""Memory for mixed blocks, of the size of one layer's KV cache, shared by all layers of an engine.
 
-vLLM sizes its KV cache by what is left after a run that computes nothing. In that run as much is
-taken for a moment as the mixed blocks will need, so that it is left. Once the cache is there, the
-memory is taken for good, still before the first request.
+vLLM sizes its KV cache by the memory that is left after a dummy run. In that run, as much memory as
+the mixed blocks will need is allocated for a moment, so that vLLM leaves it free. Once the cache
+exists, the memory is allocated permanently, still before the first request.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ logger = logging.getLogger("headrace.fusion")
 
 
 class Scratch:
-    """
+    """Memory for mixed blocks on a GPU.
+
     Args:
-        layers: that keep KV.
-        usable: bytes that weights and KV caches may take of the device, less what is taken now;
-            None where vLLM is told the size of its cache.
+        layers: number of layers that keep KV.
+        usable: returns the bytes of the device that vLLM may still use; None if vLLM's settings
+            give the size of its cache.
     """
 
     def __init__(self, layers: int, usable: Callable[[torch.device], int] | None = None) -> None:
@@ -29,10 +30,10 @@ class Scratch:
         self._memory: Tensor | None = None
 
     def prepare(self, cache: Tensor, device: torch.device) -> None:
-        """Take the memory, or have it counted while there is no cache.
+        """Allocate the memory, or let vLLM count it while there is no cache.
 
         Args:
-            cache: of a storage layer; empty before vLLM has made it.
+            cache: a storage layer's cache; empty before vLLM has made it.
         """
         if cache.numel():
             self.of(cache)
@@ -40,12 +41,12 @@ class Scratch:
             torch.empty(self.expected_bytes(device), dtype=torch.uint8, device=device)
 
     def expected_bytes(self, device: torch.device) -> int:
-        """Return one layer's part of what is usable, if each storage layer and this get as much."""
+        """Return one part of the usable bytes, if each storage layer and this get equal parts."""
         usable = 0 if self._usable is None else self._usable(device)
         return max(0, usable) // (self._layers + 1)
 
     def of(self, cache: Tensor) -> Tensor:
-        """Return as many elements as a layer's cache has, until the next call."""
+        """Return memory with as many elements as a layer's cache, valid until the next call."""
         memory = self._memory
         if memory is None or memory.dtype != cache.dtype or memory.numel() < cache.numel():
             memory = self._memory = torch.empty(
@@ -56,7 +57,7 @@ class Scratch:
 
 
 def usable_bytes(share: float) -> Callable[[torch.device], int]:
-    """Return a function that tells the bytes of a CUDA device that vLLM may still take.
+    """Return a function that returns the bytes of a CUDA device that vLLM may still use.
 
     Args:
         share: `gpu_memory_utilization`.
