@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +146,38 @@ def test_signals_reach_the_child(server: Server) -> None:
     assert process.wait(END_S) == 5
 
 
+def test_a_signal_that_the_launcher_ignores_is_ignored_by_the_child(server: Server) -> None:
+    code = (
+        "import os, signal\n"
+        "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, signal.getsignal(signal.SIGTERM)"
+        " == signal.SIG_DFL, os.umask(0))"
+    )
+
+    def prepare() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.umask(0o027)
+
+    said, _ = server.start("-c", code, preexec_fn=prepare).communicate(timeout=END_S)
+    assert said.split() == ["True", "True", str(0o027)]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\2{}", b"\0\0\0\3abc", b"\0\0\0\5abc"],
+    ids=["too long", "a list", "empty", "no JSON", "cut off"],
+)
+def test_a_malformed_request_is_refused_and_the_next_one_served(
+    server: Server, request_: bytes
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect("\0" + server.address)
+        client.sendall(request_)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1) == b""
+
+    assert server.about("-c", ABOUT)["forked"]
+
+
 def test_a_child_is_killed_with_its_launcher(server: Server) -> None:
     process = server.start("-c", SLEEPS)
     child = child_of(process)
@@ -194,12 +227,17 @@ def test_python_runs_where_imports_would_read_another_environment(server: Server
 
 SPAWNS = """
 import multiprocessing, os, sys
-def work(pipe): pipe.send((os.getpid(), "colorsys" in sys.modules)); pipe.close(); sys.stdin.read()
+def work(pipe):
+    pipe.send((os.getpid(), "colorsys" in sys.modules))
+    pipe.poll(None)
 if __name__ == "__main__":
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=work, args=(theirs,))
     child.start()
+    theirs.close()
     print(os.getpid(), *ours.recv(), flush=True)
+    sys.stdin.read()
+    ours.close()
     child.join()
 """
 

@@ -2,9 +2,9 @@
 
 Importing vLLM and Ray Serve LLM takes 15 s of a processor, and an app with one prefill and one
 decode replica does it eight times. Here one process of a private Ray node, the fork server, imports
-them once. Whatever would start `python` starts `launcher` in its place. The launcher has the fork
-server fork a child that does what `python` would have done, and then stands for that child: it
-passes signals on, ends with the child's exit status, and the child is killed if the launcher is.
+them once. Programs start `launcher` in place of `python`. The launcher has the fork server fork a
+child that does the work of that `python`, and then stands for the child: it passes signals on, ends
+with the child's exit status, and the child is killed if the launcher is.
 
 `headrace up` starts its driver by the launcher, Ray its workers (`py_executable` of a
 `runtime_env`), and multiprocessing the engine cores of vLLM (`multiprocessing.set_executable`).
@@ -44,7 +44,7 @@ def is_of_imports(name: str) -> bool:
 
 
 def py_executable() -> str:
-    """The launcher as a `runtime_env` of Ray's names it."""
+    """Return the launcher's command in the form of Ray's `runtime_env`."""
     return shlex.join(LAUNCHER)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ADDRESS_VARIABLE = "HEADRACE_FORK_SERVER"
 """Abstract Unix address of the fork server."""
 WAIT_S = 45.0
-"""For the fork server's imports. Ray gives up on a worker that has not registered after 60 s."""
+"""Time for the fork server's imports. Ray gives up a worker that has not registered after 60 s."""
 FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT")
 NUMA_VARIABLE = "_VLLM_INTERNAL_NUMACTL_PYTHON_EXECUTABLE"
 """Set by vLLM where it binds a process to a NUMA node, which a fork would not inherit."""
@@ -27,13 +27,14 @@ NUMA_VARIABLE = "_VLLM_INTERNAL_NUMACTL_PYTHON_EXECUTABLE"
 
 def main() -> NoReturn:
     arguments = sys.argv[1:]
-    server = _server(arguments)
-    if server is None:
-        os.execv(sys.executable, [sys.executable, *arguments])
-    _stand_for_child(server)
+    ignored = _ignored()
+    server = _server(arguments, ignored)
+    if server is not None:
+        _stand_for_child(server, ignored)
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _server(arguments: list[str]) -> socket.socket | None:
+def _server(arguments: list[str], ignored: list[int]) -> socket.socket | None:
     """Return the connection to a fork server that is ready to fork; None if there is none."""
     address = os.environ.get(ADDRESS_VARIABLE)
     if not address or NUMA_VARIABLE in os.environ:
@@ -48,7 +49,9 @@ def _server(arguments: list[str]) -> socket.socket | None:
                 "arguments": arguments,
                 "environment": dict(os.environ),
                 "folder": os.getcwd(),
+                "umask": _umask(),
                 "fds": fds,
+                "ignored": ignored,
                 "niceness": os.getpriority(os.PRIO_PROCESS, 0),
                 "cores": sorted(os.sched_getaffinity(0)),
             }
@@ -77,28 +80,43 @@ def _inherited_fds() -> list[int]:
     return fds
 
 
-def _stand_for_child(server: socket.socket) -> NoReturn:
-    """Have the child forked, and end as it does. Never returns."""
-    early = []
-    for name in FORWARDED:
-        signal.signal(getattr(signal, name), lambda number, frame: early.append(number))
+def _umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def _ignored() -> list[int]:
+    """Return the signals that this process was told to ignore, as by `nohup`."""
+    numbers = [int(getattr(signal, name)) for name in FORWARDED]
+    return [number for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
+
+
+def _stand_for_child(server: socket.socket, ignored: list[int]) -> None:
+    """Have the child forked, and end as it does. Returns if there is no child."""
+    numbers = [int(getattr(signal, name)) for name in FORWARDED]
+    forwarded = [number for number in numbers if number not in ignored]
+    early: list[int] = []
+    for number in forwarded:
+        signal.signal(number, lambda number, frame: early.append(number))
     server.sendall(b"g")
-    child = int(_line(server))
+    child = int(_line(server) or 0)
+    if child == 0:
+        for number in forwarded:
+            signal.signal(number, signal.SIG_DFL)
+        return
     pidfd = os.pidfd_open(child)
-    for name in FORWARDED:
-        signal.signal(
-            getattr(signal, name), lambda number, frame: signal.pidfd_send_signal(pidfd, number)
-        )
+    for number in forwarded:
+        signal.signal(number, lambda number, frame: signal.pidfd_send_signal(pidfd, number))
     for number in early:
         signal.pidfd_send_signal(pidfd, number)
     for fd in _inherited_fds():
         os.close(fd)
     status = int(_line(server) or -signal.SIGKILL)
     if status < 0:
-        number = -status
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     os._exit(status)
 
 

@@ -1,16 +1,17 @@
 """The fork server: imports what replicas and engines need, then forks a child for each launcher.
 
 Run as `python -m headrace.forkserver.server LISTENER OWNER [FIRST [WITH_RAY]]`: the file descriptor
-of a Unix socket that listens, the process id of the process that it ends with, and the modules that
-it imports in place of `FIRST` and `WITH_RAY`, with commas. It has one Python thread and no event
-loop, or it could not fork. Its children end with it.
+of a Unix socket that listens, the id of the process with which the server ends, and the modules
+that it imports in place of `FIRST` and `WITH_RAY`, separated by commas. It has one Python thread
+and no event loop, or it could not fork. Its children end with it.
 
-Ray reads its variables, among them the number of the job, when its library is loaded. So what
-imports Ray is imported when the first of Ray's workers is asked for, with that worker's variables.
+Ray reads its variables, among them the number of the job, when its library is loaded. So the
+modules that import Ray are imported when the first of Ray's workers is asked for, with that
+worker's variables.
 
 A child that is a worker of Ray's begins by forking a server of its own, before it has threads. That
-one serves what the worker starts later, so that an engine is a descendant of its replica, as it
-would be without forks, and ends with it.
+server forks the processes that the worker starts later. So an engine is a descendant of its
+replica, as it would be without forks, and ends with it.
 """
 
 from __future__ import annotations
@@ -54,10 +55,13 @@ WITH_RAY = (
 )
 EXECUTABLE = Path(__file__).with_name("python.sh")
 MAX_FDS = 253
-"""That one message may carry (SCM_MAX_FD)."""
+"""Maximum number of file descriptors that one message may carry (SCM_MAX_FD)."""
+REQUEST = {"arguments", "environment", "folder", "umask", "fds", "ignored", "niceness", "cores"}
+MAX_REQUEST_BYTES = 16 << 20
 READ_S = 5.0
+RETRY_S = 0.1
 GRACE_S = 10.0
-"""For children to end by themselves once the owner has."""
+"""Time for children to end by themselves after the owner has ended."""
 PR_SET_PDEATHSIG = 1
 
 Job = Callable[[], object]
@@ -87,8 +91,15 @@ class _Launcher:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i", data[: len(data) - len(data) % 4])
                 self.fds += fds
-        text = self._bytes(int.from_bytes(head + self._bytes(4 - len(head)), "big"))
-        self.request = json.loads(text)
+        size = int.from_bytes(head + self._bytes(4 - len(head)), "big")
+        if size > MAX_REQUEST_BYTES:
+            raise ValueError(f"its request has {size} bytes")
+        request = json.loads(self._bytes(size))
+        if not isinstance(request, dict) or request.keys() != REQUEST:
+            raise ValueError(f"its request must have {sorted(REQUEST)}")
+        if len(request["fds"]) != len(self.fds):
+            raise ValueError(f"{len(self.fds)} of its file descriptors came")
+        self.request = request
 
     def _bytes(self, size: int) -> bytes:
         read = bytearray()
@@ -137,8 +148,9 @@ class _Imported:
         self.variables |= {
             key: value for key, value in os.environ.items() if before.get(key) != value
         }
+        sys.stdout.flush()  # or each child would write it, too
         gc.collect()
-        gc.freeze()  # what is imported stays, and children share its memory
+        gc.freeze()  # imported objects stay, and children share their memory
 
     def has_read(self, name: str) -> bool:
         """Whether an import may have read this variable, and has not set it."""
@@ -178,7 +190,7 @@ class ForkServer:
         """Serve until the owner ends.
 
         Returns:
-            None at the end; in a forked child what that child is to do.
+            None at the end; in a forked child, the job of that child.
         """
         woken, wakes = self._wake = socket.socketpair()
         woken.setblocking(False)
@@ -213,7 +225,12 @@ class ForkServer:
         return [one.child for one in self._launchers.values() if one.child is not None]
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # no file descriptor is free
+            logger.warning("a process is not forked: %s", error)
+            time.sleep(RETRY_S)
+            return
         launcher = _Launcher(connection)
         try:
             launcher.receive()
@@ -231,8 +248,8 @@ class ForkServer:
         """Import what a child with this environment needs.
 
         Raises:
-            ValueError: it cannot be forked, or what is imported already has read another value of
-                a variable.
+            ValueError: no child can be forked, or a module that is imported already has read
+                another value of a variable.
         """
         if self._with_ray and self._environment is not None and "RAY_JOB_ID" in environment:
             of_ray = {key: value for key, value in environment.items() if key.startswith("RAY_")}
@@ -248,7 +265,7 @@ class ForkServer:
                 raise ValueError(f"the environment differs in {name}")
 
     def _heard(self, fd: int) -> Job | None:
-        """A launcher gave the word, or has ended."""
+        """Fork for a launcher that asks for it, or clean up after one that has ended."""
         launcher = self._launchers[fd]
         try:
             word = launcher.connection.recv(1)
@@ -263,14 +280,20 @@ class ForkServer:
 
     def _fork(self, launcher: _Launcher) -> Job | None:
         parent = os.getpid()
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:  # too many processes, or no memory
+            logger.warning("a process is not forked: %s", error)
+            _send(launcher.connection, 0)
+            self._forget(launcher.connection.fileno())
+            return None
         if child:
             launcher.child = child
             launcher.close_fds()
             _send(launcher.connection, child)
             return None
         _end_with(parent)
-        # What is this process's own is closed first: the launcher's get their numbers.
+        # This process's own files are closed first: the launcher's get their numbers.
         signal.set_wakeup_fd(-1)
         for end in self._wake:
             end.close()
@@ -288,13 +311,16 @@ class ForkServer:
         return self._become(launcher.request, launcher.fds)
 
     def _become(self, request: dict[str, Any], fds: list[int]) -> Job:
-        """Give this child what the launcher has, and return what it is to do."""
+        """Give this child the launcher's files, settings and environment. Return its job."""
         for number in ("SIGCHLD", *FORWARDED):
             signal.signal(getattr(signal, number), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
         os.setsid()
         _take_fds(fds, request["fds"])
         os.chdir(request["folder"])
+        os.umask(request["umask"])
         os.environ.clear()
         os.environ.update({**self._imported.variables, **request["environment"]})
         os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
@@ -310,7 +336,7 @@ class ForkServer:
         """Fork a server for what this child starts later, before the child changes.
 
         Returns:
-            In a child of that server, what it is to do; None in this process.
+            In a child of that server, the job of that child; None in this process.
         """
         address, environment = f"headrace-{secrets.token_hex(16)}", launcher.request["environment"]
         listener = listen(address)
@@ -400,7 +426,8 @@ def _job(arguments: Sequence[str]) -> Job:
 
 
 def _refresh() -> None:
-    """Make anew what processes do not share. Python's own `random` does so by itself."""
+    """Give this process its own seed of NumPy and its own number of torch's threads. Python renews
+    the seed of `random` in each fork."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "")
