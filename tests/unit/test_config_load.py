@@ -219,6 +219,12 @@ def test_a_kv_cache_that_cannot_hold_one_request_is_refused(tmp_path: Path) -> N
     assert "takes 0.352 GiB" in only_problem(*wide, "decode.kv_cache_gb=0.18")
 
 
+def test_a_model_whose_shape_cannot_be_read_is_left_to_vllm(tmp_path: Path) -> None:
+    load_config(overrides=[f"model.source={tmp_path}"])
+    (tmp_path / "config.json").write_text("{}")
+    load_config(overrides=[f"model.source={tmp_path}"])
+
+
 def test_yaml_mistakes_give_line_and_column(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("gateway:\n  port: [8000\ndecode: 1\n")

@@ -48,17 +48,17 @@ SHARED_ENGINE_ARGS = (
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean "gateway"?` for a near miss, else the empty string."""
+    """Return `; did you mean "gateway"?` for a near miss, else the empty string."""
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
 @lru_cache(maxsize=1)
 def vllm_engine_args() -> frozenset[str]:
-    """Names of vLLM's engine and server arguments, read from its source: importing takes seconds.
+    """Read the names of vLLM's engine and server arguments in its source: importing takes seconds.
 
-    Ray sorts both kinds out of one mapping. Empty when vLLM is not installed here or has moved
-    them; then no name is refused.
+    Ray sorts both kinds out of one mapping. The result is empty if vLLM is not installed here or
+    has moved them; then no name is refused.
     """
     trees: list[ast.Module] = []
     try:
@@ -80,7 +80,7 @@ def vllm_engine_args() -> frozenset[str]:
 
 
 def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
-    """All problems of a configuration whose single values are valid; empty if it can be started.
+    """Return all problems of a configuration whose single values are valid; empty if it can start.
 
     Args:
         files_here: whether the files that it names should be on this machine.
@@ -99,7 +99,7 @@ def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
 
 
 def warnings(config: HeadraceConfig) -> list[str]:
-    """Settings that work but are probably a mistake, one line each."""
+    """Return one line for each setting that works but is probably a mistake."""
     lines = []
     if config.ray.address is not None and config.ray.temp_dir is not None:
         lines.append("ray.temp_dir: has no effect if a running cluster is joined (ray.address)")
@@ -269,8 +269,8 @@ def _saved_memory(config: HeadraceConfig) -> Iterator[Problem]:
 
 
 def _object_warnings(config: HeadraceConfig) -> list[str]:
-    """Options that the object store's client refuses here. These are warnings, because each machine
-    of a cluster has its own environment."""
+    """Return the options that the object store's client refuses here. These are warnings, because
+    each machine of a cluster has its own environment."""
     store = config.store
     if not store.enabled or store.object_url is None or store.object_url.startswith("file:"):
         return []
@@ -284,7 +284,7 @@ def _object_warnings(config: HeadraceConfig) -> list[str]:
 
 
 def kv_widening(role: RoleSettings) -> int:
-    """2 where the engine keeps KV in 32 bits, else 1: models are described with 16."""
+    """Return 2 where the engine keeps KV in 32 bits, else 1: models are described with 16."""
     dtype = role.engine.get("dtype")
     if dtype is None and role.gpus == 0 and not cpu_computes_bfloat16():
         dtype = "float32"
@@ -293,20 +293,21 @@ def kv_widening(role: RoleSettings) -> int:
 
 
 def _describe(source: str | None) -> tuple[int, int] | None:
-    """(KV bytes per token, tokens the model was made for) of a local folder, else None."""
+    """Return (KV bytes per token, tokens the model was made for) of a local folder, else None."""
     if source is None or not Path(source).expanduser().is_dir():
         return None
     from headrace.model.facts import describe
+    from headrace.model.registry import ModelError
 
     try:
         shape = describe(Path(source).expanduser())
         return int(shape.kv_bytes_per_token), int(shape.max_model_len)
-    except RuntimeError:  # ModelError: an odd model; vLLM itself will say what it thinks of it
+    except ModelError:  # vLLM itself will say what is wrong with it
         return None
 
 
 def _ceil_gib(size_bytes: int) -> float:
-    """GiB, rounded up to two decimals."""
+    """Return a size in GiB, rounded up to two decimals."""
     return -(-size_bytes * 100 // GIB) / 100
 
 
