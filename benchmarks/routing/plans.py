@@ -39,7 +39,6 @@ TOKEN_BYTES = 131_072.0
 PROMPTS, ROUNDS = 40, 25
 SHARED_BLOCKS = BLOCKS // 10
 WORKERS = 100
-ANSWER_TOKENS = 300.0
 NOW_S = 100.0
 
 Keys = NDArray[np.uint64]
@@ -94,7 +93,6 @@ class Cluster:
         request = PlaceRequest(
             *("request", TOKENS, NOW_S, held),
             affinity=int(keys[0]),
-            output_tokens=ANSWER_TOKENS,
         )
         return place(self.view, request)
 

@@ -370,12 +370,11 @@ class PlannedLLM(TakingUpLLM):
     def _prompt(self, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]) -> Prompt:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if not token_ids:
-            return Prompt((), "", 0)
+            return Prompt((), "")
         plain = prompt.get("type", "token") == "token" and kwargs.get("lora_request") is None
         return Prompt(
             token_ids=token_ids,
             salt=prompt.get("cache_salt") or "",
-            max_tokens=params.max_tokens or self.model_config.max_model_len - len(token_ids),
             local_only=self._why_local(prompt, token_ids, params, kwargs),
             plain=plain,
         )

@@ -21,23 +21,6 @@ FRESH_S = 5.0
 prices by then."""
 
 
-def drafting_facts(prices: Mapping[str, Any] | None, running: int) -> dict[str, Any]:
-    """Return the fields on drafting in a replica's report.
-
-    Args:
-        prices: `DraftingReports.prices`.
-        running: number of requests that the engine runs; one more request is added to it.
-    """
-    if prices is None:
-        return {}
-    depths = prices["draft_tokens"]
-    return {
-        "draft_tokens": depths[min((running + 1).bit_length(), len(depths)) - 1],
-        "tested_tokens": prices["tested_tokens"],
-        "right_tokens": prices["right_tokens"],
-    }
-
-
 class DraftingReports:
     """A loop that fetches a report on drafting every `INTERVAL_S`."""
 

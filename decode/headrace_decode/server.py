@@ -44,7 +44,7 @@ from headrace_decode.rendering._vllm_compat import block_hasher, keys_route
 from headrace_decode.rendering.keys import KeysRoute
 from headrace_decode.replay.recorder import Recorded
 from headrace_decode.replay.resumed import Resumed
-from headrace_decode.report import DraftingReports, drafting_facts
+from headrace_decode.report import DraftingReports
 from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
@@ -289,18 +289,11 @@ class DecodeServer(PDDecodeServer):
             host=get_node_ip_address(),
             events=self.engine.events,
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
-            facts=self._facts,
+            facts=self._planner.report_fields,
             kv=lambda: self._kv,
         )
         self._planner.on_change.append(line.changed)
         return line
-
-    def _facts(self) -> dict[str, Any]:
-        rows = self.engine.meter.running
-        return {
-            **self._planner.report_fields(),
-            **drafting_facts(self._drafting.prices, rows),
-        }
 
     def _watch_members(self) -> None:
         """Keep the planner informed about which prefill replicas run."""

@@ -28,7 +28,6 @@ class Engine:
     free_blocks: int = -1
     drift: float = 0.0
     age_s: float = 0.0
-    draft_tokens: int = 0
     call_s: float = 0.02
     handoff_s: float = 0.005
     share: float = 0.0
@@ -53,7 +52,6 @@ class Cluster:
     objects: int = 0
     block_tokens: int = 16
     token_bytes: float = 1000.0
-    acceptance: float = 0.5
     settings: RouterSettings = field(default_factory=RouterSettings)
     now_s: float = 100.0
 
@@ -62,7 +60,6 @@ class Cluster:
         engines = len(self.engines)
         objects = engines + 2 * len(self.nodes)
         view = View(self.block_tokens, self.token_bytes, self.settings, objects=objects)
-        view.acceptance = self.acceptance
         for at, node in enumerate(self.nodes):
             view.node(str(at), engines + 2 * at, engines + 2 * at + 1)
             for medium, fit in node.loads.items():
@@ -73,7 +70,7 @@ class Cluster:
         for at, e in enumerate(self.engines):
             row = view.add(e.name, e.role, e.node, hbm=at, step_tokens=e.step_tokens)  # type: ignore[arg-type]
             view.set_steps(row, e.step)
-            for name in ("prompts", "running", "context", "free_blocks", "drift", "draft_tokens"):
+            for name in ("prompts", "running", "context", "free_blocks", "drift"):
                 view.engines[row][name] = getattr(e, name)
             for name in ("call_s", "handoff_s", "share"):
                 view.engines[row][name] = getattr(e, name)
@@ -104,10 +101,8 @@ class Priced:
 class Naive:
     """Prices one prompt on a cluster."""
 
-    def __init__(
-        self, cluster: Cluster, tokens: int, output: float = 0.0, drafts: int = 1 << 20
-    ) -> None:
-        self.c, self.n, self.output, self.drafts = cluster, tokens, output, drafts
+    def __init__(self, cluster: Cluster, tokens: int) -> None:
+        self.c, self.n = cluster, tokens
 
     def wait_s(self, e: Engine) -> float:
         queue_s = e.step.prefill_s(
@@ -184,18 +179,6 @@ class Naive:
             step_tokens=e.step_tokens, rows=e.running, context=e.context,
         )  # fmt: skip
 
-    def answer_s(self, d: Engine, last: float, more: float) -> float:
-        """Of the tokens of the answer, and what the others lose by them."""
-        context = d.context + max(self.n, 1)
-        price = (d.running + 1) * (d.step.seconds(0, d.running + 2, 0, context) - last) / last
-        gained, survival = 0.0, 1.0
-        for _ in range(min(d.draft_tokens, self.drafts)):
-            survival *= self.c.acceptance
-            if survival <= price:
-                break
-            gained += survival - price
-        return self.output / (1.0 + gained) * (last + more)
-
     def all(self) -> list[Priced]:
         c, s = self.c, self.c.settings
         itl, slo = s.itl_target_s or math.inf, s.ttft_target_s or math.inf
@@ -207,9 +190,8 @@ class Naive:
             last = self.prefill_s(d, 1)
             pace = max(idle, itl) if itl < math.inf else idle
             more = r * max(0.0, last - pace)
-            answer = self.answer_s(d, last, more) if self.output else 0.0
             cached, queue = self.cached(d), self.wait_s(d)
-            need = math.ceil((self.n + self.output) / c.block_tokens) - cached // c.block_tokens
+            need = math.ceil(self.n / c.block_tokens) - cached // c.block_tokens
             full = 0 <= d.free_blocks < need
 
             tokens, alone, load, pull = self.work(d)
@@ -223,7 +205,7 @@ class Naive:
             slow = r > 0 and self.prefill_s(d, min(tokens, d.step_tokens)) > itl
             ttft = queue + pull + took
             broken = 2 if full or slow else int(ttft > slo)
-            found.append(Priced("", d.name, ttft + stall + behind + answer, ttft, broken))
+            found.append(Priced("", d.name, ttft + stall + behind, ttft, broken))
 
             for p in prefills:
                 _, compute, load, pull = self.work(p)
@@ -236,7 +218,7 @@ class Naive:
                 arrival = p.call_s + self.wait_s(p) + pull + own
                 arrival += (fixed + byte * size if size else 0.0) + d.handoff_s
                 ttft = max(arrival, queue) + last
-                total = ttft + more + answer + behind + last_behind
+                total = ttft + more + behind + last_behind
                 if p.node == d.node:
                     total += r * d.share * compute
                 broken = 2 if full or (r > 0 and last > itl) else int(ttft > slo)

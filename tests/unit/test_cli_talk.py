@@ -128,7 +128,7 @@ def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:
     view = View(16, 1000.0)
     for name, role in (("p", "prefill"), ("d", "decode"), ("e", "decode")):
         view.add(name, role, view.node("here"))  # type: ignore[arg-type]
-    plan = place(view, PlaceRequest("cmpl-1", 2000, output_tokens_max=8, ttft_target_s=1e-3))
+    plan = place(view, PlaceRequest("cmpl-1", 2000, ttft_target_s=1e-3))
     out = io.StringIO()
     came = {"ttft_s": 1.5, "cached_tokens": 1984, "cost_s": 2.5, "regret_s": 0.25}
     explain.render(plan.to_dict() | {"measured": came}, Console(file=out, width=160))

@@ -77,13 +77,12 @@ def question(body: Any = CHAT, target: str = "/v1/chat/completions") -> bytes:
 
 
 async def test_the_keys_of_a_prompts_blocks_are_told_as_numbers_of_64_bits() -> None:
-    behind = Behind(Prompt([5, 2**40], "salt", 64, "n > 1"))
+    behind = Behind(Prompt([5, 2**40], "salt", "n > 1"))
     told = await ask(behind, question())
     keys = np.frombuffer(base64.b64decode(told.pop("keys")), "<u8")
     assert keys.tolist() == [5, 2**40]
     assert told == {
         "prompt_tokens": 2,
-        "max_tokens": 64,
         "local_only": "n > 1",
         "machine": "",
         "stored": [],
@@ -92,7 +91,7 @@ async def test_the_keys_of_a_prompts_blocks_are_told_as_numbers_of_64_bits() -> 
 
 
 async def test_a_prompt_whose_hashes_need_more_than_its_tokens_has_no_keys_but_a_length() -> None:
-    told = await ask(Behind(Prompt([5, 6], "", 64, "an adapter", plain=False)), question())
+    told = await ask(Behind(Prompt([5, 6], "", "an adapter", plain=False)), question())
     assert (told["prompt_tokens"], told["keys"]) == (2, "")
 
 
@@ -101,16 +100,16 @@ async def test_what_the_machines_store_could_supply_is_told_where_it_would_be_us
         return [Supply("dram", len(token_ids)), Supply("nvme", 16, 0.5)]
 
     for prompt, stored in (
-        (Prompt([5, 6], "", 64), [["dram", 2, 0.0], ["nvme", 16, 0.5]]),
-        (Prompt([5, 6], "", 64, "n > 1"), []),
-        (Prompt([5, 6], "", 64, plain=False), []),
+        (Prompt([5, 6], ""), [["dram", 2, 0.0], ["nvme", 16, 0.5]]),
+        (Prompt([5, 6], "", "n > 1"), []),
+        (Prompt([5, 6], "", plain=False), []),
     ):
         behind = Behind(prompt)
         told = await KeysRoute(behind, behind.render, hashes, supplies, "a").answer(question())
         assert (told["machine"], json.loads(json.dumps(told["stored"]))) == ("a", stored)
 
 
-@pytest.mark.parametrize("answer", [None, Prompt((), "", 0), ValueError("bad"), RuntimeError("x")])
+@pytest.mark.parametrize("answer", [None, Prompt((), ""), ValueError("bad"), RuntimeError("x")])
 async def test_without_a_prompt_there_are_no_keys_and_no_error(answer: Any) -> None:
     told = await ask(Behind(answer), question())
     assert told["keys"] is None and told["why"]
@@ -118,7 +117,7 @@ async def test_without_a_prompt_there_are_no_keys_and_no_error(answer: Any) -> N
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"[" * 5000, question(body=[])])
 async def test_what_is_no_question_has_no_keys(data: bytes) -> None:
-    behind = Behind(Prompt([1], "", 1))
+    behind = Behind(Prompt([1], ""))
     assert (await ask(behind, data))["keys"] is None
     assert behind.rendered == []
 

@@ -37,9 +37,6 @@ FULL: dict[str, Any] = dict(
     share=0.25,
     transfer=Transfer(0.005, 1e-9, 0.2),
     loads={"dram": Load(0.001, 1e-10), "nvme": Load(0.004, 1e-9)},
-    draft_tokens=5,
-    tested_tokens=100.0,
-    right_tokens=61.0,
     policy="remote",
     computed_s=1.5,
 )
@@ -103,7 +100,7 @@ def test_step_times_go_from_one_process_to_another() -> None:
         ("transfer", [0.0, 0.0, -1.0]),
         ("loads", {"tape": [0.0, 0.0]}),
         ("loads", {"dram": [math.nan, 0.0]}),
-        ("right_tokens", -1.0),
+        ("queued_pairs", -1.0),
         ("computed_s", math.nan),
         ("draining", "yes"),
         ("seq", -1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from headrace_decode.report import drafting_facts
 from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
 from headrace_engine.reporting.report import HEARD_S, MOST_HEARD, Report
@@ -62,13 +61,6 @@ def test_a_change_of_what_decodes_is_told() -> None:
     for rows in (1, 1, 2, 2, 1):
         meter.step(Step(0, rows, 0, 10.0, 0.0, 0.01))
     assert len(told) == 3
-
-
-def test_drafting_is_told_at_the_load_that_one_request_more_makes() -> None:
-    prices = {"draft_tokens": [8, 4, 1], "tested_tokens": 10.0, "right_tokens": 6.0}
-    assert drafting_facts(None, 0) == {}
-    depths = [drafting_facts(prices, running)["draft_tokens"] for running in (0, 1, 2, 3, 30)]
-    assert depths == [8, 4, 4, 1, 1]
 
 
 # When

@@ -293,6 +293,15 @@ def test_engines_whose_kv_differs_are_never_paired() -> None:
     assert row(made, "p-new")["prefill"] and row(made, "d-old")["decode"], "the view is whole again"
 
 
+def test_of_two_kinds_the_one_that_keeps_its_targets_is_taken_though_it_costs_more() -> None:
+    made = cluster()
+    for name, kv, more in [("d-old", "a", {"free_blocks": 1}), ("d-new", "b", {"running": 3})]:
+        made.feed.join(name, "e", Kind((GPU,), ownership=""), 0.0)
+        made.report(report(name, kv=kv, **more), 0.0)
+    plans = [made.plan(PROMPT, 0.0) for _ in range(5)]
+    assert {(plan.decode, plan.broken) for plan in plans} == {("d-new", ())}
+
+
 def test_a_plan_that_fails_leaves_all_replicas_in_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mixed()
     made.report(report("d-new", kv="b"), 0.0)

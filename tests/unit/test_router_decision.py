@@ -180,7 +180,7 @@ def test_a_step_equal_to_the_itl_target_keeps_it() -> None:
 
 def test_price_decides_if_both_steps_break_the_itl_target() -> None:
     made = plan(with_target(REMOTE_STEP_S * 0.999), cached_decode=900)
-    assert made.kind == "local" and made.refusal is not None
+    assert made.kind == "local" and made.broken
     assert plan(with_target(REMOTE_STEP_S), cached_decode=900).kind == "remote"
 
 

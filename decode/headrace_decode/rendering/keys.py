@@ -12,7 +12,7 @@ Prompts with media (images, sound) are not rendered, since the media would be fe
 The route is part of the replica's own port and not of its application, so no client reaches it:
 
     POST /headrace/internal/keys  {"target": "/v1/chat/completions", "body": {...}}
-    {"prompt_tokens": 300, "keys": base64 of u64 little-endian [blocks], "max_tokens": 64,
+    {"prompt_tokens": 300, "keys": base64 of u64 little-endian [blocks],
      "local_only": null or why only a decode replica can prefill it,
      "machine": Ray's id of this node, "stored": [[medium, tokens, seconds to wait], ...]}
     {"keys": null, "why": "..."}
@@ -56,14 +56,12 @@ class Prompt:
     Attributes:
         token_ids: [tokens].
         salt: its cache salt, with the tenant.
-        max_tokens: maximum number of tokens of the answer.
         local_only: why the engine that answers must prefill the prompt itself, or None.
         plain: whether the prompt's blocks are hashed from tokens and salt alone.
     """
 
     token_ids: Sequence[int]
     salt: str
-    max_tokens: int
     local_only: str | None = None
     plain: bool = True
 
@@ -148,7 +146,6 @@ class KeysRoute:
         return {
             "prompt_tokens": len(prompt.token_ids),
             "keys": base64.b64encode(keys_of(hashes).astype("<u8").tobytes()).decode(),
-            "max_tokens": prompt.max_tokens,
             "local_only": prompt.local_only,
             "machine": self._machine,
             "stored": [list(run) for run in stored],

@@ -1,4 +1,4 @@
-"""A report: how one replica stands, as every gateway sees it. Encoding and decoding, nothing else.
+"""Encodes and decodes a report: the state of one replica, as every gateway sees it.
 
 A report is a msgpack map. Fields that a reader does not know are ignored, and those that a writer
 leaves out have the values given here, so replicas and gateways of neighbouring versions understand
@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Meta
 
 MOST_BYTES = 256 * 1024
-"""Of a report's bytes."""
+"""Maximum size of a report."""
 MOST_HEARD = 256
-"""Plans that one report names."""
+"""Maximum number of plans that one report names."""
 HEARD_S = 2.0
-"""How long a report names a plan that was taken up."""
+"""Time for which reports name a plan after it arrived."""
 
 Name = Annotated[str, Meta(max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
@@ -67,30 +67,27 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         seq: number of the report. Its sender counts from 0; there may be gaps.
-        kv: what decides with whom it can exchange KV, a `headrace_engine.exchange.KvKind` as text.
-            Empty: with all others.
+        kv: a `headrace_engine.exchange.KvKind` as text, which decides with which replicas it can
+            exchange KV. Empty: with all others.
         replica: the replica's id. machine: Ray's id of its node.
         block_tokens: tokens of a KV block. token_bytes: KV bytes of a token.
-        step_tokens: most tokens of one prompt that the engine computes in a step.
+        step_tokens: maximum number of tokens of one prompt that the engine computes in a step.
         running: requests that decode. context: tokens of KV that they attend to together.
-        coming, coming_context: of a decode replica: requests that will decode here and do not yet,
-            and tokens of their prompts.
-        prompts: that an engine computes, or will, before that of a new request.
-        queued_tokens: prompt tokens ahead of a new request. queued_pairs: what these attend to
-            (`headrace_engine.steptime.pairs_of`).
+        coming, coming_context: requests that will decode on this decode replica and do not yet, and
+            the tokens of their prompts.
+        prompts: prompts that the engine computes before that of a new request.
+        queued_tokens: prompt tokens ahead of a new request. queued_pairs: pairs of these and the
+            tokens that they attend to (`headrace_engine.steptime.pairs_of`).
         free_blocks: KV blocks that no request uses; -1 if that is not known.
         steps: the engine's step times; None before they are known.
         draining: the replica takes no new requests.
-        heard: ids of the plans that were taken up in the last `HEARD_S` seconds.
-        call, handoff: of a decode replica: overhead of a prefill call; from its return to the
-            first token, beside transfer and step.
-        share: of a decode replica: part of its speed that it loses beside a prefill on its node.
-        transfer: of a decode replica: pulling KV.
-        loads: by medium of the node's store.
-        draft_tokens: most that one request may draft in a step at the present load.
-        tested_tokens, right_tokens: of late, drafted tokens that were put to the test, and those
-            that were right.
-        policy: of a decode replica: `cost`, or the kind of plan that is forced.
+        heard: ids of the plans that arrived in the last `HEARD_S` seconds.
+        call: overhead of a decode replica's prefill call. handoff: overhead from the return of the
+            call to the first token, without transfer and step.
+        share: fraction of its speed that a decode replica loses while its node prefills.
+        transfer: cost of pulling KV to a decode replica.
+        loads: cost of loading from the node's store, by medium.
+        policy: a decode replica's policy: `cost`, or the kind of plan that is forced.
         computed_s: seconds since the engine last computed a prompt; None if it has not.
     """
 
@@ -118,9 +115,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     share: Share = 0.0
     transfer: Transfer | None = None
     loads: Annotated[dict[Medium, Load], Meta(max_length=4)] = {}
-    draft_tokens: Count = 0
-    tested_tokens: Amount = 0.0
-    right_tokens: Amount = 0.0
     policy: Literal["cost", "local", "remote"] = "cost"
     computed_s: Seconds | None = None
 
@@ -130,7 +124,7 @@ _decoder = msgspec.msgpack.Decoder(Report)
 
 
 def encode(report: Report) -> bytes:
-    """The bytes of a report.
+    """Return the bytes of a report.
 
     Raises:
         ValueError: it has more than `MOST_BYTES`.
@@ -142,10 +136,10 @@ def encode(report: Report) -> bytes:
 
 
 def decode(data: bytes) -> Report:
-    """The report in these bytes, all of its numbers within their bounds.
+    """Return the report in these bytes, with all of its numbers within their bounds.
 
     Raises:
-        ValueError: this is no report; the text names the field that cannot be.
+        ValueError: this is no report; the text names the field that is wrong.
     """
     if len(data) > MOST_BYTES:
         raise ValueError(f"a report has at most {MOST_BYTES} bytes, not {len(data)}")
@@ -161,8 +155,7 @@ def decode(data: bytes) -> Report:
 
 def _fractions(report: Report) -> Iterable[tuple[str, Iterable[float]]]:
     numbers: dict[str, Any] = {
-        name: [getattr(report, name)]
-        for name in ("token_bytes", "queued_pairs", "share", "tested_tokens", "right_tokens")
+        name: [getattr(report, name)] for name in ("token_bytes", "queued_pairs", "share")
     }
     for name in ("call", "handoff", "transfer"):
         numbers[name] = getattr(report, name) or ()

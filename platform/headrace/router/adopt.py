@@ -12,7 +12,7 @@ from headrace.router.plan import Plan, PlanRequest, Run
 from headrace.router.sides import PrefillSides
 
 _PARTS = {
-    kind: {f"{kind}.{part}" for part in (*parts, "total") if part != "answer"}
+    kind: {f"{kind}.{part}" for part in (*parts, "total")}
     for kind, parts in (("local", LOCAL_PARTS), ("remote", REMOTE_PARTS))
 }
 """Predictions that are compared with what is measured."""

@@ -29,9 +29,8 @@ from headrace.router.blocks.expected import Expected
 from headrace.router.blocks.feed import GPU, Feed
 from headrace.router.blocks.index import BlockIndex
 from headrace.router.blocks.index import warm as warm_index
-from headrace.router.place import NobodyAnswersError, PlaceRequest, place
+from headrace.router.place import NobodyAnswersError, PlaceRequest, place, rank
 from headrace.router.plan import Plan, RouterSettings
-from headrace.router.tokens import acceptance
 from headrace.router.view import ELSEWHERE, WITHIN, View
 from headrace_engine.exchange import refusal
 from headrace_engine.reporting.report import Report
@@ -50,7 +49,6 @@ class Prompt:
     Attributes:
         keys: keys of its full blocks, [blocks] u64.
         tokens: its length.
-        output_tokens_max: maximum length of its answer.
         local_only: why the replica that answers must prefill it, or None.
         machine: machine whose store was asked; empty for none.
         stored: runs that this store can supply.
@@ -58,7 +56,6 @@ class Prompt:
 
     keys: NDArray[np.uint64]
     tokens: int
-    output_tokens_max: int = 1 << 20
     local_only: str | None = None
     machine: str = ""
     stored: Sequence[Supply] = ()
@@ -152,7 +149,7 @@ class Cluster:
         engine["cold"] = False  # only the decode replica knows whether it has called it before
         if report.role == "decode" and report.policy != view.settings.policy:
             view.settings = replace(view.settings, policy=report.policy)
-        engine["share"], engine["draft_tokens"] = report.share, report.draft_tokens
+        engine["share"] = report.share
         if last is None:  # an engine that was never measured counts as just stale
             engine["measured_s"] = now_s - self._settings.remeasure_s
         if report.computed_s is not None:
@@ -207,7 +204,6 @@ class Cluster:
         if self._view is None:
             return
         # The means of all replicas' figures hold for every replica.
-        self._view.acceptance = acceptance(list(self._reports.values()))
         calls = [report.call for report in self._reports.values() if report.call is not None]
         if calls:
             engines = self._view.engines
@@ -261,7 +257,6 @@ class Cluster:
             held,
             supplies=self._supplies(view, prompt),
             affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
-            output_tokens_max=prompt.output_tokens_max,
             local_only=prompt.local_only,
             itl_target_s=targets.itl_s,
             ttft_target_s=targets.ttft_s,
@@ -328,7 +323,7 @@ class Cluster:
         finally:
             for role, may in roles.items():
                 view.engines[role] = may
-        return min(plans, key=lambda plan: plan.predicted[f"{plan.kind}.total"])
+        return min(plans, key=lambda plan: (rank(plan), plan.predicted[f"{plan.kind}.total"]))
 
     def _count(self, before: Report | None, now: Report | None) -> None:
         """Count a replica's report in place of its earlier one; None for no report."""

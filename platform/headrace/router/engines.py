@@ -78,7 +78,6 @@ ENGINE = np.dtype(
         ("queued_tokens", "i8"),  # tokens of the prompts ahead, at `at_s`
         ("queued_pairs", "f8"),  # attention pairs of these tokens
         ("queue_s", "f8"),  # seconds to compute the prompts ahead
-        ("behind_s", "f8"),  # minimum of the remaining queue_s, however old `at_s` is
         ("at_s", "f8"),  # time of the queue's values, on the caller's clock
         ("heard_s", "f8"),  # time of the engine's last own report; -inf if it never reported
         ("measured_s", "f8"),  # when it last computed a prompt; inf: never measure it again
@@ -87,7 +86,6 @@ ENGINE = np.dtype(
         ("running", "i8"),  # requests that decode, or will before one more does
         ("context", "i8"),  # tokens of all these requests
         ("free_blocks", "i8"),  # KV headroom; -1 if unknown
-        ("draft_tokens", "i8"),  # maximum that one request may draft in a step at its load
         ("call_s", "f8"),
         ("call_error_s", "f8"),
         ("handoff_s", "f8"),
@@ -107,9 +105,6 @@ ASK = np.dtype(
         ("prompt_tokens", "i8"),
         ("block_tokens", "i8"),
         ("token_bytes", "f8"),
-        ("output_tokens", "f8"),
-        ("draft_tokens", "i8"),  # maximum that may be drafted at once
-        ("acceptance", "f8"),
         ("itl_s", "f8"),  # targets; inf for none
         ("ttft_s", "f8"),
         ("now_s", "f8"),
@@ -253,7 +248,7 @@ def last_pairs(prompt_tokens: int, tokens: int) -> Any:
 @jit()
 def wait_s(engine: Any, now_s: float) -> Any:
     """Return Q, the expected seconds until the engine begins with one more prompt."""
-    queue_s = max(engine.behind_s, engine.queue_s - max(0.0, now_s - engine.at_s))
+    queue_s = max(0.0, engine.queue_s - max(0.0, now_s - engine.at_s))
     if not (engine.drift > 0.0 and engine.heard_s > -np.inf):
         return queue_s
     spread_s = math.sqrt(engine.drift * max(0.0, now_s - engine.heard_s))
@@ -340,26 +335,6 @@ def work(
 
 
 @jit()
-def tokens_a_step(
-    ask: Any, engine: Any, curves: Any, padded: Any, i: int, context: int, last: float
-) -> Any:
-    """Return e: an answer's tokens for each step, less the cost of its drafts to others."""
-    most = min(engine.draft_tokens, ask.draft_tokens)
-    if most <= 0:
-        return 1.0
-    rows = engine.running + 1.0
-    more = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
-    price = rows * (more - last) / last
-    gained, survival = 0.0, 1.0
-    for _ in range(most):
-        survival *= ask.acceptance
-        if survival <= price:
-            break
-        gained += survival - price
-    return 1.0 + gained
-
-
-@jit()
 def beside_s(work_s: float, share: float, busy_s: float) -> Any:
     """Return the seconds of a computation that takes `work_s` alone.
 
@@ -409,8 +384,8 @@ def local_parts(
         busy_s: for how long prefill engines of the node have work.
 
     Returns:
-        (pull, compute, load, stall, behind, answer) of local(d), T_d(1, r_d), and the seconds that
-        the running streams, and the later prompts, lose by that step.
+        (pull, compute, load, stall, behind) of local(d), T_d(1, r_d), and the seconds that the
+        running streams, and the later prompts, lose by that step.
     """
     tokens, alone_s, load_s, pull, _ = found
     rows = engine.running
@@ -423,13 +398,9 @@ def local_parts(
     context = engine.context + max(ask.prompt_tokens, 1)
     last = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
     more = rows * max(0.0, last - pace)
-    answer = 0.0
-    if ask.output_tokens > 0.0:
-        each = tokens_a_step(ask, engine, curves, padded, i, context, last)
-        answer = ask.output_tokens / each * (last + more)
     behind = behind_s(engine, compute + load, idle)
     last_behind = behind_s(engine, last, idle)
-    return pull, compute, load, stall, behind, answer, last, more, last_behind
+    return pull, compute, load, stall, behind, last, more, last_behind
 
 
 @jit()
@@ -468,20 +439,19 @@ def price(
             cost.behind_s = behind_s(engine, compute + load, idle_s(engine, curves, padded, i))
         if engine.decode:
             busy = busy_s[engine.node]
-            pull, compute, load, stall, behind, answer, last, more, last_behind = local_parts(
+            pull, compute, load, stall, behind, last, more, last_behind = local_parts(
                 ask, engine, curves, padded, i, found, busy
             )
             rows = engine.running
             cost.handoff_s = engine.handoff_s
             cost.last_s = last
-            cost.rest_s = more + last_behind + answer
+            cost.rest_s = more + last_behind
             cost.slowed = rows * engine.share
             cost.bytes = kv_bytes(ask, cached)
             cost.local_ttft_s = cost.queue_s + pull + compute + load
-            cost.local_s = cost.local_ttft_s + stall + behind + answer
+            cost.local_s = cost.local_ttft_s + stall + behind
             broken = 0
-            total = ask.prompt_tokens + ask.output_tokens
-            need = math.ceil(total / ask.block_tokens) - cached // ask.block_tokens
+            need = -(-ask.prompt_tokens // ask.block_tokens) - cached // ask.block_tokens
             if 0 <= engine.free_blocks < need:
                 broken = NO_ROOM
             cost.broken_local = cost.broken_remote = broken

@@ -43,13 +43,13 @@ FOUND = np.dtype([("seconds", "f8"), ("prefill", "i8"), ("decode", "i8"), ("brok
 """One choice: rows of the engines. `prefill` is -1 for a local prefill, `decode` -1 for none."""
 
 
-LOCAL_PARTS = ("queue", "pull", "compute", "load", "stall", "behind", "answer")
+LOCAL_PARTS = ("queue", "pull", "compute", "load", "stall", "behind")
 REMOTE_PARTS = (
     *("call", "queue", "pull", "compute", "load", "transfer", "handoff"),
-    *("decode_queue", "decode", "stall", "behind", "answer"),
+    *("decode_queue", "decode", "stall", "behind"),
 )
-"""Parts of each kind's total; `answer` is 0 if the request gives no expected length."""
-TOTAL, CACHED, TAKEN, CACHED_DECODE, TAKEN_DECODE = range(12, 17)
+"""Parts of each kind's total."""
+TOTAL, CACHED, TAKEN, CACHED_DECODE, TAKEN_DECODE = range(11, 16)
 """Columns of a detail after the parts: their sum; the cached tokens and the number of loaded runs
 of the engine that prefills; the same two of the decode engine, for a prefill of its own."""
 
@@ -258,14 +258,14 @@ def _detail(
         *(lengths, waits, media, loads),
     )
     queue = wait_s(engine, ask.now_s)
-    pull, compute, load, stall, behind, answer, last, more, last_behind = local_parts(
+    pull, compute, load, stall, behind, last, more, last_behind = local_parts(
         ask, engine, curves, padded, d, taken, busy_s
     )
     out[CACHED] = out[CACHED_DECODE] = cached
     out[TAKEN] = out[TAKEN_DECODE] = taken[4]
     if p < 0:
         out[0], out[1], out[2], out[3] = queue, pull, compute, load
-        out[4], out[5], out[6] = stall, behind, answer
+        out[4], out[5] = stall, behind
     else:
         other, where = engines[p], engines[p].node
         out[CACHED] = held_tokens(ask, other.hbm, held)
@@ -285,7 +285,6 @@ def _detail(
         out[9] = more + (slowed if where == node else 0.0)
         idle = idle_s(other, curves, padded, p)
         out[10] = behind_s(other, out[3] + out[4], idle) + last_behind
-        out[11] = answer
     out[TOTAL] = out[:TOTAL].sum()
 
 
@@ -324,7 +323,7 @@ def decide(
         remote: whether pairs are wanted, too.
 
     Returns:
-        (choices FOUND [2, most]: local ones and pairs; the first of each by part, [2, 17];
+        (choices FOUND [2, most]: local ones and pairs; the first of each by part, [2, 16];
         lengths and media of the runs that each node's store can supply)
     """
     ask = asks[0]

@@ -38,7 +38,7 @@ from headrace.router.pairs import (
     TOTAL,
     decide,
 )
-from headrace.router.plan import RUNNERS_UP, Kind, Plan, Refusal, Run, RunnerUp
+from headrace.router.plan import RUNNERS_UP, Kind, Plan, Run, RunnerUp
 from headrace.router.view import View
 from headrace_kvstore.supply import MEDIA, Supply
 
@@ -77,10 +77,7 @@ class PlaceRequest:
             that the nodes predict; None takes them from `held` and the view's fits.
         affinity: hash of the prompt's first block: of several engines with the same price, requests
             with the same first block go to the same one.
-        output_tokens: expected length of the answer; 0 leaves it out of the price.
-        output_tokens_max: maximum length of the answer.
         local_only: why the decode engine must prefill it, or None.
-        draft_cap: maximum tokens of its drafts, a limit of its tenant; None for no cap.
         itl_target_s, ttft_target_s: targets in place of the settings'.
         looks: whether a more expensive engine may be chosen in order to measure it again.
     """
@@ -91,10 +88,7 @@ class PlaceRequest:
     held: NDArray[np.int32] = field(default_factory=lambda: _NOBODY_HOLDS)
     supplies: Sequence[Sequence[Supply]] | None = None
     affinity: int = 0
-    output_tokens: float = 0.0
-    output_tokens_max: int = 1 << 20
     local_only: str | None = None
-    draft_cap: int | None = None
     itl_target_s: float | None = None
     ttft_target_s: float | None = None
     looks: bool = False
@@ -182,7 +176,11 @@ def _look(view: View, request: PlaceRequest, best: _Best) -> _Best | None:
     engines["decode"] &= only | (kind == "remote")
     found = _best(view, request, engines)
     chosen = (found.local if kind == "local" else found.pairs)[0]
-    if chosen.decode < 0 or chosen.seconds >= most_s or _rank(chosen) > _rank(best.chosen):
+    if (
+        chosen.decode < 0
+        or chosen.seconds >= most_s
+        or _rank(chosen.broken) > _rank(best.chosen.broken)
+    ):
         return None
     why = (
         f"measuring {kind} prefill on {view.name(row)} again after {age_s:.0f} s: predicted "
@@ -205,7 +203,6 @@ def _plan(view: View, request: PlaceRequest, best: _Best) -> Plan:
     if chosen.prefill >= 0:
         fallback = own
         runs = _runs(*supply, nodes[chosen.prefill], int(detail[CACHED]), int(detail[TAKEN]))
-    ttft_target_s = request.ttft_target_s or view.settings.ttft_target_s or math.inf
     return Plan(
         request_id=request.request_id,
         prefill=None if chosen.prefill < 0 else view.prefill_name,
@@ -220,23 +217,18 @@ def _plan(view: View, request: PlaceRequest, best: _Best) -> Plan:
         predicted=predicted,
         timeout_s=_timeout_s(view, chosen, predicted),
         reasons=(choice.why, formula(predicted)),
-        draft_cap=request.draft_cap,
         runners_up=_runners_up(view, local, pairs, chosen),
-        refusal=_refusal(view, ttft_target_s, chosen, predicted),
+        broken=tuple(text for flag, text in _BROKEN.items() if chosen.broken & flag),
         explores=choice.explores,
     )
 
 
 def _ask(view: View, request: PlaceRequest) -> NDArray[np.void]:
     settings = view.settings
-    drafts = max(0, request.output_tokens_max - 1)
-    if request.draft_cap is not None:
-        drafts = min(drafts, request.draft_cap)
     return np.array(
         [
             (
                 *(request.prompt_tokens, view.block_tokens, view.token_bytes),
-                *(request.output_tokens, drafts, view.acceptance),
                 request.itl_target_s or settings.itl_target_s or math.inf,
                 request.ttft_target_s or settings.ttft_target_s or math.inf,
                 *(request.now_s, request.affinity),
@@ -266,8 +258,6 @@ def _named(
     request: PlaceRequest, kind: str, parts: Sequence[str], detail: Sequence[float]
 ) -> dict[str, float]:
     named = {f"{kind}.{part}": seconds for part, seconds in zip(parts, detail, strict=False)}
-    if not request.output_tokens > 0:
-        del named[f"{kind}.answer"]
     named[f"{kind}.total"] = detail[TOTAL]
     return named
 
@@ -282,16 +272,21 @@ def _choice(view: View, request: PlaceRequest, local: _Found, pair: _Found) -> C
         return Choice("local", view.no_prefill)
     if view.settings.policy == "remote":
         return Choice("remote", "policy is remote")
-    if _rank(local) < _rank(pair):
+    if _rank(local.broken) < _rank(pair.broken):
         return Choice("local", f"remote prefill {_broken(pair)}, local prefill does not")
-    if _rank(pair) < _rank(local):
+    if _rank(pair.broken) < _rank(local.broken):
         return Choice("remote", f"local prefill {_broken(local)}, remote prefill does not")
     return choose(local.seconds, pair.seconds)
 
 
-def _rank(found: _Found) -> int:
+def rank(plan: Plan) -> int:
+    """Return what a plan breaks: 0 nothing, 1 its own request's target, 2 what others need."""
+    return _rank(sum(flag for flag, text in _BROKEN.items() if text in plan.broken))
+
+
+def _rank(broken: int) -> int:
     """Return 0 if a choice breaks no constraint, 1 if only its own TTFT target, 2 otherwise."""
-    return 2 if found.broken & (NO_ROOM | SLOW_STEP) else int(found.broken > 0)
+    return 2 if broken & (NO_ROOM | SLOW_STEP) else int(broken > 0)
 
 
 def _broken(found: _Found) -> str:
@@ -359,26 +354,3 @@ def _runners_up(
         )
         for found in kept
     )
-
-
-def _refusal(
-    view: View, ttft_target_s: float, chosen: _Found, predicted: dict[str, float]
-) -> Refusal | None:
-    """Return which targets the chosen one breaks, and for how long; None if it breaks none.
-
-    If the chosen one breaks a target, all permitted choices break one. A queue shrinks by a second
-    each second. Of `r` running streams, one ends in every `r`-th part of an answer's time.
-    """
-    if not chosen.broken:
-        return None
-    kind = "local" if chosen.prefill < 0 else "remote"
-    answer_s, seconds = predicted.get(f"{kind}.answer", 0.0), 0.0
-    if chosen.broken & LATE:
-        others_s = predicted[f"{kind}.stall"] + predicted[f"{kind}.behind"]
-        ttft_s = predicted[f"{kind}.total"] - others_s - answer_s
-        seconds = ttft_s - ttft_target_s
-    if chosen.broken & (NO_ROOM | SLOW_STEP):
-        running = max(1, int(view.engines["running"][chosen.decode]))
-        seconds = max(seconds, answer_s / running)
-    said = tuple(text for flag, text in _BROKEN.items() if chosen.broken & flag)
-    return Refusal(said, max(1, math.ceil(seconds)))

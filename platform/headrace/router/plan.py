@@ -7,7 +7,7 @@ out plans, the simulator and the tests share them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from headrace_kvstore.supply import MEDIA, Supply
@@ -51,15 +51,6 @@ class RunnerUp(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Sign that no choice keeps every target. The plan names the best choice all the same."""
-
-    reasons: tuple[str, ...]
-    #: Predicted seconds after which such a request could be served in time.
-    retry_after_s: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Decision where a prompt's KV is made, with its predicted price and its reasons."""
 
@@ -85,11 +76,10 @@ class Plan:
     #: How long to wait for the remote prefill and its KV before going local; 0 when local.
     timeout_s: float = 0.0
     reasons: tuple[str, ...] = ()
-    #: Maximum tokens of the answer's drafts; None sets no cap.
-    draft_cap: int | None = None
     #: The next best choices, at most `RUNNERS_UP`.
     runners_up: tuple[RunnerUp, ...] = ()
-    refusal: Refusal | None = None
+    #: The targets that this choice does not keep, nor any other that may be chosen.
+    broken: tuple[str, ...] = ()
     #: Whether a more expensive engine was chosen in order to measure it again.
     explores: bool = False
     #: The id under which a gateway made this plan; empty if the decode replica made it.
@@ -128,9 +118,9 @@ class Plan:
 
     @property
     def predicted_ttft_s(self) -> float:
-        """This request's own wait: the total without the others' losses and without its answer."""
+        """This request's own wait: the total without the others' losses."""
         p, kind = self.predicted, self.kind
-        rest = sum(p.get(f"{kind}.{part}", 0.0) for part in ("stall", "behind", "answer"))
+        rest = sum(p.get(f"{kind}.{part}", 0.0) for part in ("stall", "behind"))
         return p.get(f"{kind}.total", 0.0) - rest
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,9 +143,8 @@ class Plan:
             "fallback": [run._asdict() for run in self.fallback],
             "predicted": dict(self.predicted),
             "timeout_s": self.timeout_s,
-            "draft_cap": self.draft_cap,
             "runners_up": [other._asdict() for other in self.runners_up],
-            "refusal": None if self.refusal is None else asdict(self.refusal),
+            "broken": list(self.broken),
             "explores": self.explores,
             "reasons": list(self.reasons),
         }

@@ -41,12 +41,11 @@ class View:
 
     Attributes:
         engines: ENGINE [rows]. The caller writes `running`, `context`, `prompts`, `free_blocks`,
-            `drift`, `measured_s`, `draft_tokens`, `cold`, `call_s`, `handoff_s`, their errors and
+            `drift`, `measured_s`, `cold`, `call_s`, `handoff_s`, their errors and
             `share` directly, in the units of ENGINE. Methods set fields that belong together.
         settings: the router's settings.
         prefill_name: name of the prefill deployment.
         no_prefill: why no prefill engine may be asked; used only if none may.
-        acceptance: chance that a draft token is accepted (`tokens.acceptance`).
         objects: holder of the object store; -1 for none.
     """
 
@@ -72,7 +71,7 @@ class View:
         self.block_tokens, self.token_bytes = block_tokens, token_bytes
         self.settings = settings or RouterSettings()
         self.prefill_name, self.no_prefill = prefill_name, "no prefill replica runs"
-        self.acceptance, self.objects = 0.25, objects
+        self.objects = objects
         self._size = 0
         self._engines = np.zeros(0, ENGINE)
         self._curves = np.zeros((0, len(KNOTS)))
@@ -262,7 +261,7 @@ class View:
         engine = self._engines[row]
         age_s = now_s - float(engine["heard_s"])
         expected_s = max(0.0, float(engine["queue_s"] - max(0.0, now_s - engine["at_s"])))
-        engine["queued_tokens"], engine["queued_pairs"], engine["behind_s"] = tokens, pairs, 0.0
+        engine["queued_tokens"], engine["queued_pairs"] = tokens, pairs
         engine["queue_s"] = queue_s(engine, self._curves, self._padded, row) if tokens > 0 else 0.0
         engine["at_s"] = now_s
         if heard:

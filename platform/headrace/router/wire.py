@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.router.pairs import LOCAL_PARTS, REMOTE_PARTS
-from headrace.router.plan import RUNNERS_UP, Plan, Refusal, Run, RunnerUp
+from headrace.router.plan import RUNNERS_UP, Plan, Run, RunnerUp
 from headrace_kvstore.supply import MEDIA
 
 MOST_BYTES = 8_192
@@ -36,8 +36,6 @@ def encode(plan: Plan) -> bytes:
         del told[left_out]
     told["predicted"] = {part: float(f"{s:.6g}") for part, s in plan.predicted.items()}
     told["reasons"] = [_short(reason) for reason in plan.reasons[:_REASONS]]
-    if plan.refusal is not None:
-        told["refusal"]["reasons"] = [_short(r) for r in plan.refusal.reasons[:_REASONS]]
     told["runs"], told["fallback"] = _few(plan.runs), _few(plan.fallback)
     told["runners_up"] = [list(other) for other in plan.runners_up]
     data = json.dumps(told, separators=(",", ":")).encode()
@@ -64,7 +62,7 @@ def decode(data: bytes) -> Plan:
 
 
 def _plan(told: Mapping[str, Any]) -> Plan:
-    prefill, refusal, cap = told["prefill"], told["refusal"], told["draft_cap"]
+    prefill = told["prefill"]
     predicted = {str(part): _seconds(s) for part, s in told["predicted"].items()}
     if not predicted.keys() <= _PARTS or len(told["runners_up"]) > RUNNERS_UP:
         raise ValueError("not a plan: it has parts that there are not, or too many runners-up")
@@ -82,13 +80,10 @@ def _plan(told: Mapping[str, Any]) -> Plan:
         predicted=predicted,
         timeout_s=_seconds(told["timeout_s"]),
         reasons=_reasons(told["reasons"]),
-        draft_cap=None if cap is None else _count(cap),
         runners_up=tuple(
             RunnerUp(_name(d), _name(p), _seconds(s)) for d, p, s in told["runners_up"]
         ),
-        refusal=None
-        if refusal is None
-        else Refusal(_reasons(refusal["reasons"]), _count(refusal["retry_after_s"])),
+        broken=_reasons(told["broken"]),
         explores=told["explores"] is True,
     )
 

@@ -26,13 +26,8 @@ from headrace_kvstore.supply import DRAM
 class Headrace:
     """Policy of one gateway for one run; a second run needs a new object."""
 
-    def __init__(self, settings: RouterSettings | None = None, output_tokens: float = 0.0) -> None:
-        """
-        Args:
-            output_tokens: expected length of an answer; 0 leaves answers out of the price.
-        """
+    def __init__(self, settings: RouterSettings | None = None) -> None:
         self.settings = settings or RouterSettings()
-        self.output_tokens = output_tokens
         self._view: View | None = None
         self._report: Report | None = None
         self._placed: deque[tuple[float, int]] = deque()
@@ -48,7 +43,6 @@ class Headrace:
                 now_s=sight.now_s,
                 held=held,
                 affinity=ask.affinity,
-                output_tokens=self.output_tokens,
             ),
         )
         computes = decode if prefill < 0 else prefill
@@ -108,7 +102,6 @@ class Headrace:
         engines["queued_tokens"] = report.queue_tokens + sight.since_tokens
         engines["queued_pairs"] = np.maximum(0.0, report.queue_pairs + sight.since_pairs)
         engines["prompts"] = report.prompts + self._since(report.at_s)
-        engines["behind_s"] = 0.0
         engines["at_s"] = engines["heard_s"] = report.at_s
         engines["prefill"][:split] = alive[:split]
         engines["decode"][split:] = alive[split:]

@@ -1,5 +1,5 @@
-"""`headrace explain`: prints the plan of one request, `GET /headrace/v1/plans/{request_id}`, or how
-the app's engines keep within their budget of KV."""
+"""`headrace explain`: prints the plan of one request, `GET /headrace/v1/plans/{request_id}`, or the
+plan by which the app's engines keep within their budget of KV."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def explain(request_id: str | None, name: str | None, *, as_json: bool) -> None:
 
 
 def render(plan: dict[str, Any], out: Console) -> None:
-    """Print a plan: what was chosen, from where the KV comes, and the arithmetic."""
+    """Print a plan: the choice, the sources of the KV, and the arithmetic."""
 
     def say(text: str) -> None:
         out.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -66,12 +66,12 @@ def render(plan: dict[str, Any], out: Console) -> None:
     for other in plan["runners_up"]:
         by = f"prefilled by {other['prefill']}" if other["prefill"] else "prefilled there"
         say(f"next: {other['total_s']:.3f} s on {other['decode']}, {by}")
-    if plan["refusal"]:
-        say(f"no choice keeps every target: this {' and '.join(plan['refusal']['reasons'])}")
+    if plan["broken"]:
+        say(f"no choice keeps every target: this {' and '.join(plan['broken'])}")
 
 
 def price_table(predicted: dict[str, float]) -> Table:
-    """One row per part of the price: seconds of the best local and the best remote choice."""
+    """Return a row per part of the price: seconds of the best local and best remote choice."""
     table = Table(title="predicted seconds", title_justify="left")
     table.add_column("part")
     parts = list(dict.fromkeys(part.partition(".")[2] for part in predicted))

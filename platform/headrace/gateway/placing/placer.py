@@ -63,7 +63,6 @@ class _Keys(msgspec.Struct):
 
     keys: str | None
     prompt_tokens: Count = 0
-    max_tokens: Count = 0
     local_only: Text | None = None
     machine: Text = ""
     stored: Annotated[
@@ -202,7 +201,6 @@ class Placer:
         return Prompt(
             np.frombuffer(base64.b64decode(told.keys, validate=True), "<u8").astype(np.uint64),
             told.prompt_tokens,
-            told.max_tokens,
             told.local_only,
             told.machine,
             stored,
