@@ -58,9 +58,10 @@ bench: install  ## Headrace beside plain vLLM and Ray's own P/D app, the quick f
 	@mkdir -p $(dir $(BENCH_JSON))
 	$(BIN)/python -m benchmarks.serving --quick --json $(BENCH_JSON) $(ARGS)
 
-lint: install  ## style, formatting, types
+lint: install  ## style, formatting, English, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/prose.py
 	$(BIN)/mypy
 
 format: install  ## repair what lint can repair

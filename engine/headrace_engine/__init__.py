@@ -1,1 +1,1 @@
-"""What prefill and decode engines share: measuring steps, letting prompts in, handing KV over."""
+"""Parts that prefill and decode engines share: step times, admission of prompts, KV hand-over."""

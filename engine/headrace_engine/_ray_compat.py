@@ -1,4 +1,4 @@
-"""All that this package takes from Ray beyond its public API; an upgrade breaks this file first.
+"""The uses of Ray beyond its public API in this package. An upgrade of Ray breaks this file first.
 
 `VLLMEngine` is Ray's engine class. `LLMServer(engine_cls=...)` is the documented way to give a
 server another one, but the class to extend is private; `tests/unit/test_contracts.py` pins what is
@@ -37,8 +37,7 @@ SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
 _reserved: ReservedPorts | None = None
-"""This process's ports for NIXL's handshakes. They are kept, so that an engine that starts again
-finds them."""
+"""This process's ports for NIXL's handshakes. They are kept for an engine that starts again."""
 
 
 class MeteredVLLMEngine(VLLMEngine):
@@ -56,9 +55,9 @@ class MeteredVLLMEngine(VLLMEngine):
 
     @staticmethod
     def _choose_side_channel(llm_config: Any) -> None:
-        """Give NIXL's handshake an address that others reach, and ports that no other engine takes
-        before this one listens there. A decode engine gets them with the KV. Ray chooses the
-        address for connectors that it knows by name only."""
+        """Give NIXL's handshake an address that other nodes reach, and ports that no other engine
+        takes before this one listens there. A decode engine gets them with the KV. Ray chooses the
+        address only for connectors that it knows by name."""
         os.environ.setdefault(SIDE_CHANNEL_HOST, ray.util.get_node_ip_address())
         if SIDE_CHANNEL_PORT not in os.environ:
             ranks = llm_config.engine_kwargs.get("data_parallel_size", 1)
@@ -82,7 +81,8 @@ class MeteredVLLMEngine(VLLMEngine):
     def _generate(
         self, ids: list[int], tokens: int, name: str, salt: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """A prompt's answer from the engine itself, past what a subclass of `AsyncLLM` plans."""
+        """Return a prompt's answer from the engine itself, without the plans of a subclass of
+        `AsyncLLM`."""
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
         return AsyncLLM.generate(self.llm, prompt, params, name)

@@ -1,4 +1,4 @@
-"""All that this package takes from vLLM beyond its documented API; an upgrade breaks this file
+"""The uses of vLLM beyond its documented API in this package. An upgrade of vLLM breaks this file
 first.
 
 `SchedulerStats.iteration_details` and `kv_connector_stats` are not stable interfaces (vLLM says so
@@ -47,7 +47,7 @@ from headrace_engine.steptime import StepTime
 logger = logging.getLogger("headrace.engine")
 
 SPARE_SHARE = 16
-"""One of so many tokens of a step is kept from a prompt that could take them all (`gate`)."""
+"""A prompt gets all tokens of a step at most, less one of so many (`gate`)."""
 
 
 class MeterStatLogger(StatLoggerBase):
@@ -55,8 +55,8 @@ class MeterStatLogger(StatLoggerBase):
 
     The step's time is the engine core's own where it runs one step at a time: from asking for the
     sampled tokens to having them, on a device too. Where steps overlap (asynchronous scheduling,
-    pipeline stages) the core only measures how long it then still had to wait. There, and where
-    the core tells nothing, it is the time from having one step's tokens to having the next one's.
+    pipeline stages) the core only measures the rest of the wait. There, and where the core reports
+    nothing, it is the time from having one step's tokens to having the next one's.
     """
 
     def __init__(self, meter: EngineMeter, vllm_config: VllmConfig, engine_index: int = 0):
@@ -80,7 +80,7 @@ class MeterStatLogger(StatLoggerBase):
         meter.load(stats.num_running_reqs, waiting, stats.kv_cache_usage)
         details, finished = stats.iteration_details, _finished(iteration_stats)
         told = connector_stats(stats.kv_connector_stats or {})
-        # What other work of the step took is no part of what its tokens take.
+        # The seconds of other work in the step are not counted for its tokens.
         side_s = sum(data.get("side_s", 0.0) for data in told)
         cache = self._vllm_config.cache_config
         held = stats.kv_cache_usage * (cache.num_gpu_blocks or 0) * cache.block_size
@@ -114,10 +114,10 @@ class MeterStatLogger(StatLoggerBase):
                 meter.store(counts, loads, digests)
 
     def _between_records(self, idle: bool) -> float | None:
-        """Seconds since the last call; None if the engine was idle before.
+        """Return the seconds since the last call; None if the engine was idle before.
 
         Args:
-            idle: nothing is left to do now.
+            idle: whether nothing is left to do now.
         """
         now = time.monotonic()
         began, self._last_step_at = self._last_step_at, None if idle else now
@@ -133,7 +133,7 @@ class MeterStatLogger(StatLoggerBase):
         finished: Finished,
         seconds: float,
     ) -> None:
-        """Book a step; arguments as `ContextEstimate.step`.
+        """Book a step; arguments as in `ContextEstimate.step`.
 
         A prompt of which the step computes one token, since its KV was pulled or cached, is booked
         as a row: it reads its KV for one token.
@@ -149,7 +149,7 @@ class MeterStatLogger(StatLoggerBase):
 
 
 def _finished(stats: IterationStats | None) -> Finished:
-    """Prompts that got their first token, by vLLM's count."""
+    """Return the prompts that got their first token, by vLLM's count."""
     if stats is None:
         return Finished()
     prompts = stats.prompt_token_stats
@@ -157,9 +157,9 @@ def _finished(stats: IterationStats | None) -> Finished:
 
 
 def connector_stats(stats: dict[str, Any]) -> list[dict[str, Any]]:
-    """One connector's statistics, or those of each within a MultiConnector."""
-    # A MultiConnector's are objects by their connectors' names; between two processes an object
-    # becomes a mapping of its one field.
+    """Return one connector's statistics, or those of each connector within a MultiConnector."""
+    # A MultiConnector's statistics are objects by the name of the connector. On the way between two
+    # processes an object becomes a mapping of its one field.
     parts = [value.get("data") if isinstance(value, dict) else None for value in stats.values()]
     nested = [part for part in parts if isinstance(part, dict)]
     return nested or ([stats] if stats else [])
@@ -195,7 +195,7 @@ def start_engine(
     vLLM's own periodic log lines stay off: they would print one line a step.
 
     Args:
-        make_llm: `AsyncLLM`, or what takes its arguments and makes one.
+        make_llm: `AsyncLLM`, or a callable with the same arguments that makes one.
         in_process: run a CPU engine's only worker in the engine's process (`executor`).
     """
     vllm_config.observability_config.enable_logging_iteration_details = True
@@ -211,9 +211,10 @@ def start_engine(
 
 
 def leave_room(vllm_config: VllmConfig) -> None:
-    """Have the engine give no prompt all tokens of a step, unless the configuration says how many.
+    """Leave tokens of each step to other prompts than the first, unless the configuration sets how
+    many one prompt gets.
 
-    vLLM computes running requests first, so a prompt of several steps takes them whole.
+    vLLM computes running requests first, so a prompt of several steps would take all their tokens.
     """
     scheduler = vllm_config.scheduler_config
     step_tokens = scheduler.max_num_batched_tokens
@@ -227,9 +228,9 @@ def engine_events(vllm_config: VllmConfig) -> EngineEvents | None:
     """Have an engine that is about to start publish its KV events to this process alone.
 
     Returns:
-        What follows them once it is started; None if nobody can: they go elsewhere already, the
-        engine keeps no finished blocks, or it is one rank of several (vLLM numbers ranks by ports,
-        and the sockets have none).
+        The follower of the events, to be started after the engine. None if the events cannot be
+        followed: they go elsewhere already, the engine keeps no finished blocks, or it is one rank
+        of several (vLLM numbers ranks by ports, and the sockets have none).
     """
     why = None
     if vllm_config.kv_events_config is not None:
@@ -254,7 +255,7 @@ def engine_events(vllm_config: VllmConfig) -> EngineEvents | None:
 
 
 def kv_token_bytes(vllm_config: VllmConfig) -> int:
-    """KV bytes of one token, in all layers and on all ranks."""
+    """Return the KV bytes of one token, in all layers and on all ranks."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layers = model.get_num_layers(vllm_config.parallel_config)
     if fusion := getattr(model.hf_config, "kv_fusion", None):  # other layers read these layers' KV
@@ -265,14 +266,14 @@ def kv_token_bytes(vllm_config: VllmConfig) -> int:
 
 
 async def cache_layout(llm: Any, vllm_config: Any) -> str:
-    """The layout of a started engine's cache, which is settled in the engine's own process: by its
-    workers and the same configuration. Empty if they do not tell.
+    """Return the layout of a started engine's cache; empty if it is not known. The engine's own
+    process chooses it by the same rules, from its workers and the configuration.
 
     Args:
         llm: `AsyncLLM`.
     """
     config = copy.copy(vllm_config)
-    config.cache_config = copy.copy(vllm_config.cache_config)  # it is written down there
+    config.cache_config = copy.copy(vllm_config.cache_config)  # the call below changes it
     try:
         supported = await llm.collective_rpc("get_supported_kv_cache_layouts")
         return str(resolve_kv_cache_layout(config, supported).name)
@@ -282,7 +283,7 @@ async def cache_layout(llm: Any, vllm_config: Any) -> str:
 
 
 def engine_facts(vllm_config: VllmConfig, meter: EngineMeter) -> EngineFacts:
-    """A started engine's part of its replica's reports."""
+    """Return a started engine's part of its replica's reports."""
     cache = vllm_config.cache_config
     return EngineFacts(
         meter,
@@ -294,14 +295,14 @@ def engine_facts(vllm_config: VllmConfig, meter: EngineMeter) -> EngineFacts:
 
 
 def prompt_step_tokens(vllm_config: VllmConfig) -> int:
-    """Most tokens of one prompt that the engine computes in one step."""
+    """Return the maximum number of tokens of one prompt that the engine computes in one step."""
     scheduler = vllm_config.scheduler_config
     step_tokens: int = scheduler.max_num_batched_tokens
     return min(scheduler.long_prefill_token_threshold or step_tokens, step_tokens)
 
 
 def compute_gate(vllm_config: VllmConfig, meter: EngineMeter) -> ComputeGate:
-    """The gate of a started engine."""
+    """Return the gate of a started engine."""
     most = prompt_step_tokens(vllm_config)
     spare = vllm_config.scheduler_config.max_num_batched_tokens - most
     return ComputeGate(meter, most, spare)
@@ -309,8 +310,8 @@ def compute_gate(vllm_config: VllmConfig, meter: EngineMeter) -> ComputeGate:
 
 def engine_progress(vllm_config: VllmConfig, meter: EngineMeter, llm: AsyncLLM) -> Progress:
     """Return how far a started engine is."""
-    # vLLM tells its load with each step only. None follows the end of a request by its client, and
-    # none comes while the first step after an idle time hangs.
+    # vLLM reports its load only with a step. No step follows when a client cancels its request, and
+    # none is reported while the first step after an idle time hangs.
     unfinished = llm.output_processor.get_num_unfinished_requests()
     if not unfinished:
         meter.load(0, 0, meter.kv_usage)
@@ -323,7 +324,7 @@ def engine_progress(vllm_config: VllmConfig, meter: EngineMeter, llm: AsyncLLM) 
 
 
 def executor_class(vllm_config: VllmConfig, in_process: bool) -> type[Executor]:
-    """vLLM's own choice, or `InProcessExecutor` where it is wanted and possible."""
+    """Return `InProcessExecutor` where it is wanted and possible, else vLLM's own choice."""
     one_worker = vllm_config.parallel_config.world_size == 1
     if in_process and one_worker and vllm_config.device_config.device_type == "cpu":
         return InProcessExecutor

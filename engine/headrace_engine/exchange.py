@@ -1,10 +1,10 @@
-"""Which engines can exchange KV: those with the same weights, settings and versions, and with
+"""Decides which engines can exchange KV. They need the same weights, settings and versions, and
 tensor-parallel sizes and cache layouts between which NIXL's connector can copy heads.
 
-vLLM's connector compares much of this when two engines meet, and then fails the pull. A rolling
-change of model, settings or version meets that on every pair of an old and a new replica. So each
-replica tells its kind beforehand: gateways never plan such a pair, and a prefill replica refuses
-what it would compute for nothing.
+vLLM's connector compares much of this when two engines connect, and then fails the pull. During a
+rolling change of model, settings or version, that would happen to every pair of an old and a new
+replica. So each replica announces its kind: gateways never plan such a pair, and a prefill replica
+refuses a prompt whose KV the caller could not pull.
 
 The rules of vLLM 0.29's pull connector (`TransferTopology`, `_validate_remote_agent_handshake`):
 
@@ -14,8 +14,9 @@ The rules of vLLM 0.29's pull connector (`TransferTopology`, `_validate_remote_a
     prefill has more ranks      it has no more ranks than KV heads
     MLA                         no rule but the first: each rank has all of the KV
 
-`enable_permute_local_kv`, an experiment of vLLM's with unlike layouts, is refused: fingerprints
-would differ. So are unlike sizes where the puller wants every transfer checked byte for byte. Pure.
+`enable_permute_local_kv`, an experiment of vLLM's with different layouts, is refused: fingerprints
+would differ. Different sizes are refused, too, if the puller wants every transfer checked byte for
+byte. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 CHECKS_KEY = "headrace_integrity"
-"""In a connector's settings: which transfers are checked (`integrity.settings`)."""
+"""Key in a connector's settings: which transfers are checked (`integrity.settings`)."""
 UNIDENTIFIED = "unidentified"
 """The digest of an engine whose KV has no identity."""
 SPLITTABLE = "LBHNC", "BLHNC"
@@ -33,14 +34,14 @@ SPLITTABLE = "LBHNC", "BLHNC"
 
 @dataclass(frozen=True, slots=True)
 class KvKind:
-    """What decides whether two engines can exchange KV.
+    """Properties of an engine that decide with which others it can exchange KV.
 
     Attributes:
-        digest: of all that both must have in common, 16 hex digits.
+        digest: of everything that two engines must have in common, 16 hex digits.
         ranks: tensor-parallel size.
         heads: KV heads of all ranks; 0 for MLA, where each rank has all.
         layout: vLLM's name of the cache's layout; empty if it is not known.
-        check_all: it wants every transfer checked byte for byte.
+        check_all: whether it wants every transfer checked byte for byte.
     """
 
     digest: str
@@ -50,20 +51,21 @@ class KvKind:
     check_all: bool = False
 
     def of_epoch(self, epoch: str) -> KvKind:
-        """The kind of the same engine after a reset of its caches. Empty before any reset."""
+        """Return the kind of the same engine after a reset of its caches. `epoch` is empty before
+        any reset."""
         if not epoch or self.digest == UNIDENTIFIED:
             return self
         hashed = blake2b(f"{self.digest} {epoch}".encode(), digest_size=8)
         return replace(self, digest=hashed.hexdigest())
 
     def __str__(self) -> str:
-        """As replicas tell it."""
+        """Return the kind as the text that replicas send."""
         fields = self.digest, self.ranks, self.heads, self.layout, int(self.check_all)
         return "/".join(map(str, fields))
 
     @classmethod
     def parse(cls, text: str) -> KvKind:
-        """What a replica told; another version's words count as a digest."""
+        """Return the kind in a replica's text. A text of another version counts as a digest."""
         parts = text.split("/")
         if len(parts) == 5 and all(parts[i].isdecimal() for i in (1, 2, 4)) and int(parts[1]):
             digest, ranks, heads, layout, check_all = parts
@@ -72,10 +74,10 @@ class KvKind:
 
 
 def refusal(prefill: str, decode: str) -> str:
-    """Why a decode engine cannot pull KV from a prefill engine; empty if it can.
+    """Return why a decode engine cannot pull KV from a prefill engine; empty if it can.
 
     Args:
-        prefill, decode: `KvKind`s as text; empty for one that does not tell, and takes any.
+        prefill, decode: `KvKind`s as text; empty for an engine that announces none and takes any.
     """
     there, here = KvKind.parse(prefill), KvKind.parse(decode)
     if UNIDENTIFIED in (there.digest, here.digest):
@@ -109,8 +111,8 @@ def refusal(prefill: str, decode: str) -> str:
 
 
 def pieces(prefill_ranks: int, decode_ranks: int, heads: int) -> int:
-    """Into how many transfers, which run beside each other, the KV of a prompt is cut. A rank that
-    shares its heads with others pulls as much as they do.
+    """Return the number of parallel transfers into which a prompt's KV is cut. A rank that shares
+    its heads with others pulls as much as they do.
 
     Args:
         heads: KV heads of all ranks; 0 for MLA.

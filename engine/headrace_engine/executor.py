@@ -1,10 +1,10 @@
 """The engine's worker inside the engine's own process, for CPU engines of one worker.
 
-vLLM runs a CPU engine's worker in a process of its own and passes each step through shared memory,
-where whoever waits spins: an engine that computes with one thread keeps two cores busy, so that
-two engines on a laptop fight over the cores that should compute. In one process nobody waits. It
-also spares one import of vLLM and 0.7 GB per engine. vLLM's reason for two processes is that the
-worker's OpenMP environment must be set before it starts; ours is, by the replica's environment
+vLLM runs a CPU engine's worker in a process of its own and passes each step through shared memory.
+The side that waits spins: an engine that computes with one thread keeps two cores busy, so that two
+engines on a laptop compete for the cores that should compute. In one process neither side waits.
+It also saves one import of vLLM and 0.7 GB per engine. vLLM's reason for two processes is that the
+worker's OpenMP environment must be set before it starts. The replica's environment sets it here
 (`OMP_NUM_THREADS`, no thread binding).
 """
 
@@ -22,8 +22,8 @@ from headrace_engine.timer_slack import coarse_timers
 class Deferred(Future[Any]):
     """A future that does its work when it is asked for the result.
 
-    The engine core measures a step from asking for the result to having it; work done before would
-    count for nothing.
+    The engine core measures a step from asking for the result to having it. It would not measure
+    work that is done before.
     """
 
     def __init__(self, work: Callable[[], Any]):
@@ -31,7 +31,7 @@ class Deferred(Future[Any]):
         self._work = work
 
     def result(self, timeout: float | None = None) -> Any:
-        """Do the work once; `timeout` has no meaning for work of one's own."""
+        """Do the work once, in the calling thread; `timeout` has no effect."""
         if not self.done():
             try:
                 self.set_result(self._work())

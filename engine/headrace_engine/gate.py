@@ -1,8 +1,8 @@
-"""How many prompts an engine computes at once.
+"""Decides how many prompts an engine computes at once.
 
 A step with n prompt tokens takes about a + b n seconds. Putting another prompt of m tokens into
-the same step saves one a, and makes everyone already in it wait b m longer. So a prompt joins only
-if
+the same step saves one a, and makes each prompt already in it wait b m longer. So a prompt joins
+only if
 
     b m k <= a          k: prompts already being computed
 
@@ -11,28 +11,29 @@ which halves their mean time to first token against computing them together and 
 all; tiny ones share steps. a / b is read off the engine's fitted step times
 (`StepTime.free_tokens`).
 
-The turn goes to whoever has the least
+The turn goes to the prompt with the least
 
     arrival + b m
 
-so a short prompt passes a long one, but only if it came within the time that the long one takes
-itself: no prompt waits for those that come later than that, however many they are. The prompts of
-one request are one piece of work: each has arrived when the one before it is due. Else a request of
-a thousand prompts would be ahead of all that comes in the seconds that they take.
+so a short prompt passes a long one, but only if it arrived within the time that the long one takes
+itself: no prompt waits for those that arrive later than that, however many they are. The prompts of
+one request are one piece of work: each one's arrival is the due time of the one before it.
+Otherwise a request of a thousand prompts would be ahead of everything that arrives in the seconds
+that they take.
 
 A turn ends when the engine begins the step that computes the prompt: the next one is then with the
 engine when that step ends. A turn that lasted until the prompt's first token would let a step
 without a prompt pass before each next one. Prompts that need more than one step keep their turn
 until the first token.
 
-A prompt with a turn may wait in the engine for its grammar or its KV, and an engine without a step
-tells nothing. So a turn ends in any case after a few times its predicted time: an idle engine is
-given the next prompt.
+A prompt with a turn may wait in the engine for its grammar or its KV, and an engine reports nothing
+while it makes no step. So a turn ends in any case after a few times its predicted time: an idle
+engine gets the next prompt.
 
 A short prompt need not wait for the end of such a long one. The engine gives no prompt more than
 15 of 16 tokens of a step (`spare_tokens`; vLLM gives the first one all of them), and prompts that
-fit into what is left are let in beside the long one. They take a sixteenth of its steps' tokens at
-most, and that is how much later it ends (measured: `benchmarks.gate`). Pure asyncio.
+fit into the other tokens are let in beside the long one. They take at most a sixteenth of its
+steps' tokens, so it ends later by as much (measured: `benchmarks.gate`). Pure asyncio.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.steptime import pairs_of
 
 MAX_TURNS, MIN_TURN_S = 3.0, 0.05
-"""Longest turn: times the prompt's predicted seconds alone, and at least. Steps beside decoding
-requests take up to twice as long as alone (`benchmarks.gate`)."""
+"""Limit of a turn: a multiple of the prompt's predicted seconds alone, and at least so many
+seconds. Steps beside decoding requests take up to twice as long as alone (`benchmarks.gate`)."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Job:
     """The prompts of one request."""
 
     due_s: float = 0.0
-    """Of the last one that has asked for a turn."""
+    """Due time of the last prompt that has asked for a turn."""
 
 
 @dataclass(eq=False)
@@ -65,21 +66,21 @@ class _Turn:
 
     tokens: int
     due_s: float
-    """Arrival and own work; the least one is next."""
+    """Arrival plus the prompt's own work. The turn with the least is next."""
     begins: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     limit: asyncio.TimerHandle | None = None
-    """Ends it although the engine tells nothing."""
+    """Timer that ends the turn if the engine reports nothing."""
 
 
 class ComputeGate:
-    """Lets prompts into the engine, one after the other. Used from one event loop only.
+    """Gate that lets prompts into the engine, one after the other. Used from one event loop only.
 
     Args:
-        meter: reports the engine's steps, and has fitted what they take.
-        step_tokens: most tokens of one prompt that the engine computes in one step.
-        spare_tokens: how many others' it computes beside them.
+        meter: reports the engine's steps, and has the fit of their times.
+        step_tokens: maximum number of tokens of one prompt that the engine computes in one step.
+        spare_tokens: tokens of other prompts that it computes beside them.
     """
 
     def __init__(self, meter: EngineMeter, step_tokens: int = 0, spare_tokens: int = 0) -> None:
@@ -88,7 +89,7 @@ class ComputeGate:
         self._step_tokens, self._spare_tokens = step_tokens, spare_tokens
         self._computing: set[_Turn] = set()
         self._beside: set[_Turn] = set()
-        """Let in since the last step began, beside a prompt that takes several."""
+        """Turns that began since the last step began, beside a prompt that takes several steps."""
         self._waiting: list[_Turn] = []
 
     @property
@@ -103,7 +104,7 @@ class ComputeGate:
         The block submits the prompt and waits for its first token.
 
         Args:
-            job: what its request has asked for before.
+            job: the prompts that its request has asked for before.
         """
         job = job or Job()
         arrival_s = max(asyncio.get_running_loop().time(), job.due_s)
@@ -120,7 +121,7 @@ class ComputeGate:
             self._end(turn)
 
     def _on_step(self, step: Step) -> None:
-        """A step has ended and the next one has begun, with all prompts that were let in."""
+        """Let prompts in after a step: the next one has begun with all prompts that were let in."""
         self._beside.clear()
         if not self._takes_steps():
             self._computing.clear()
@@ -134,7 +135,7 @@ class ComputeGate:
         self._admit()
 
     def _takes_steps(self) -> bool:
-        """Whether what is being computed takes more than one step."""
+        """Whether the prompts that are being computed take more than one step."""
         return sum(turn.tokens for turn in self._computing) > self._step_tokens
 
     def _may_join(self, tokens: int) -> bool:
@@ -148,7 +149,7 @@ class ComputeGate:
             self._begin(self._waiting.pop(0), self._computing)
 
     def _admit_beside(self) -> None:
-        """Let in what fits beside a prompt that takes several steps."""
+        """Let in the prompts that fit beside a prompt that takes several steps."""
         left = self._spare_tokens - sum(turn.tokens for turn in self._beside)
         stay = []
         for turn in self._waiting:
@@ -160,7 +161,7 @@ class ComputeGate:
         self._waiting = stay
 
     def _begin(self, turn: _Turn, others: set[_Turn]) -> None:
-        if not turn.begins.done():  # else its request is gone
+        if not turn.begins.done():  # else its request was cancelled
             others.add(turn)
             turn.begins.set_result(None)
             step_tokens = self._step_tokens or max(1, turn.tokens)

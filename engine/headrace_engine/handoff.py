@@ -1,4 +1,4 @@
-"""How finished KV passes from a prefill engine to a decode engine: the words both sides exchange.
+"""The data that a prefill and a decode engine exchange to hand finished KV over.
 
 The protocol is that of vLLM's pull connectors (NixlConnector): the prefill request carries
 `produce_params()`; its answer carries the parameters with which the decode engine then pulls the
@@ -12,26 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PARAMS_KEY = "kv_transfer_params"
-"""Where vLLM's `SamplingParams.extra_args` carries the transfer parameters."""
+"""Key of the transfer parameters in vLLM's `SamplingParams.extra_args`."""
 
 
 CHECK_KEY = "headrace_check"
-"""Among the parameters of a prefill: whether its KV shall have fingerprints (docs/integrity.md)."""
+"""Key in the parameters of a prefill: whether its KV gets fingerprints (docs/integrity.md)."""
 
 
 REUSE_KEY = "headrace_reuse"
-"""Among the parameters of a request: stored runs that its KV is made from (docs/reuse.md)."""
+"""Key in the parameters of a request: stored runs that its KV is made from (docs/reuse.md)."""
 
 
 REUSED_KEY = "headrace_reused"
-"""Among the parameters to pull KV with: it was made from such runs, and is approximate."""
+"""Key in the parameters of a pull: the KV was made from such runs, and is approximate."""
 
 
 def produce_params(check: bool = False, reuse: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Parameters that make an engine keep a request's KV for another engine to pull.
+    """Return parameters that make an engine keep a request's KV for another engine to pull.
 
     Args:
-        check: make fingerprints of it, whatever the sample.
+        check: make fingerprints of it, in the sample or not.
         reuse: stored runs that it is made from.
     """
     demand = {CHECK_KEY: True} if check else {}
@@ -55,8 +55,8 @@ class PrefillRequest:
     token_ids: bytes
     """int32 little-endian token ids: they cross the process border without a Python list."""
     compute_tokens: int = 0
-    """How many of them the caller expects the engine to compute, the others being cached or stored;
-    0 if it expects nothing."""
+    """Number of them that the caller expects the engine to compute, since the others are cached or
+    stored; 0 if it expects nothing."""
     replica: str = ""
     """The prefill replica that the caller planned with; empty lets Ray Serve choose."""
     salt: str | None = None
@@ -75,10 +75,10 @@ class PrefillRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """Where the KV of a prefilled prompt lies, and what it cost."""
+    """The place of a prefilled prompt's KV, and the cost of the prefill."""
 
     kv_params: dict[str, Any]
-    """What the decode engine needs to pull the blocks."""
+    """Parameters with which the decode engine pulls the blocks."""
     queue_s: float
     compute_s: float
     cached_tokens: int
@@ -86,7 +86,7 @@ class PrefillResult:
     replica: str = ""
     """The id of the prefill replica."""
     machine: str = ""
-    """Where the prefill engine runs (Ray's node id): on the caller's own, both share one store."""
+    """Ray's id of the prefill engine's node. On the caller's own node, both share one store."""
     step_time: Mapping[str, Any] = field(default_factory=dict)
     """The prefill engine's step times: `StepTime.to_dict()`."""
     loads: tuple[tuple[str, int, float], ...] = ()

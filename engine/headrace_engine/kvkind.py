@@ -1,4 +1,4 @@
-"""An engine's kind, by which `exchange` decides with whom it can exchange KV."""
+"""Determines an engine's kind, by which `exchange` decides which engines can exchange KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("headrace.engine")
 
 
 def kv_kind(vllm_config: Any, layout: str = "") -> KvKind:
-    """An engine's kind. Reads the weights, if no process of this machine has before.
+    """Return an engine's kind. Reads the weights, if no process of this machine has before.
 
     Args:
         layout: as `_vllm_compat.cache_layout` finds it.
@@ -34,7 +34,7 @@ def kv_kind(vllm_config: Any, layout: str = "") -> KvKind:
 
 
 def _kind_digest(vllm_config: Any) -> str:
-    """A digest of all that two engines must have in common."""
+    """Return a digest of everything that two engines must have in common."""
     try:
         identity = kv_identity(vllm_config)
     except Unidentified as error:
@@ -53,7 +53,7 @@ def _kind_digest(vllm_config: Any) -> str:
 
 
 def kv_heads(vllm_config: Any) -> int:
-    """KV heads of all ranks; 0 for MLA."""
+    """Return the number of KV heads of all ranks; 0 for MLA."""
     model = vllm_config.model_config
     return 0 if model.use_mla else int(model.get_total_num_kv_heads())
 

@@ -1,9 +1,10 @@
-"""What making and moving KV costs on this engine: the measurements behind every price.
+"""Measures the cost of computing and moving KV on one engine; all predictions of cost rest on it.
 
-An engine reports, at each step, what it computed and how long that took, and, when NIXL moved KV or
-the store supplied some, how many bytes in how many seconds. `EngineMeter` keeps the present load,
-totals since start, and the fit of the engine's step times. Of loads it keeps a short backlog of
-samples for whoever fits models to them. It imports neither Ray nor vLLM; `_vllm_compat` feeds it.
+An engine reports, at each step, the tokens that it computed and the time that they took. When NIXL
+moved KV or the store supplied some, it reports bytes and seconds. `EngineMeter` keeps the present
+load, totals since the start, and the fit of the engine's step times. It also keeps a short backlog
+of loads from the store, as samples for the models that are fitted to them. It imports neither Ray
+nor vLLM; `_vllm_compat` feeds it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ anyway."""
 
 
 class Step(NamedTuple):
-    """One engine step; as `StepTime.observe`."""
+    """One engine step. The fields are the arguments of `StepTime.observe`."""
 
     prompt: int
     rows: int
@@ -53,7 +54,7 @@ class Unproven(NamedTuple):
     """A pull whose KV was not used."""
 
     request_id: str
-    """As it was given to the engine."""
+    """The request's id as it was given to the engine."""
     peer: str
     """The producing engine's id in NIXL."""
     kind: str
@@ -65,12 +66,12 @@ class Progress(NamedTuple):
     """The state of an engine that shows whether it hangs."""
 
     steps: int
-    """Since it started."""
+    """Steps since the engine started."""
     running: int
     """Requests in its batch."""
     longest_step_s: float | None
-    """Predicted seconds of the longest step that these requests allow; None if it is not known,
-    or not known whether they are in a step."""
+    """Predicted seconds of the longest step that these requests allow; None if it is not known, or
+    if it is not known whether the requests are in a step."""
 
 
 @dataclass
@@ -78,13 +79,14 @@ class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
 
     step_time: StepTime = field(default_factory=StepTime)
-    """Fitted to each step that is booked, as if nothing else had run on its cores."""
+    """Fit of the steps that are booked, as if nothing else had run on the engine's cores."""
     alone_s: Callable[[Sequence[float], float], float] = field(
         default=lambda shape, seconds: seconds
     )
     """(shape, seconds) of a step -> the seconds that it would have taken alone."""
     learns: bool = True
-    """Whether steps teach `step_time`; not so during the `rehearsal`, which picks those that do."""
+    """Whether `step_time` learns each step. False during the `rehearsal`, which chooses the steps
+    to learn."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -96,17 +98,18 @@ class EngineMeter:
     transfer_seconds_total: float = 0.0
     transfer_failures_total: int = 0
     transfers_by_event: dict[str, int] = field(default_factory=dict)
-    """Pulls by what came of their proof (`integrity.events`)."""
+    """Number of pulls by the result of their proof (`integrity.events`)."""
     proof_seconds: dict[str, float] = field(default_factory=dict)
-    """What their proofs took, from the arrival of the bytes."""
+    """Seconds that the proofs took from the arrival of the bytes, by kind of proof."""
     store_totals: dict[str, float] = field(default_factory=dict)
-    """Blocks by what became of them (`connector.stats`); bytes and seconds of loads."""
+    """Number of blocks by event (`connector.stats`); bytes and seconds of loads."""
     store_digests: list[bytes] = field(default_factory=list)
-    """Namespaces of this engine's blocks in the store, one a worker; empty until it has told."""
+    """Namespaces of this engine's blocks in the store, one for each worker; empty until the engine
+    has reported them."""
     kv_epoch: str = ""
-    """Since the last reset of the engine's caches, in hex; empty before any."""
+    """Epoch since the last reset of the engine's caches, in hex; empty before any reset."""
     on_step: list[Callable[[Step], None]] = field(default_factory=list)
-    """Called with each step, as the next two with each finished transfer and load."""
+    """Called with each step. The next two are called with each finished transfer and load."""
     on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
     on_load: list[Callable[[StoreLoad], None]] = field(default_factory=list)
     on_unproved: list[Callable[[Unproven], None]] = field(default_factory=list)
@@ -114,15 +117,15 @@ class EngineMeter:
     _loads: deque[StoreLoad] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
-        """Take the scheduler's present view: sequences running and waiting, share of KV blocks
-        used."""
+        """Set the scheduler's load: sequences running and waiting, share of KV blocks used."""
         self.running, self.waiting, self.kv_usage = running, waiting, kv_usage
 
     def progress(self, step_tokens: int, kv_tokens: int) -> Progress:
         """Return how far the engine is.
 
         Args:
-            step_tokens: most tokens that it computes in a step. kv_tokens: that its KV cache holds.
+            step_tokens: maximum number of tokens that it computes in a step. kv_tokens: tokens that
+                its KV cache holds.
         """
         longest_s = None
         if self.step_time.samples:
@@ -158,7 +161,7 @@ class EngineMeter:
         seconds: Mapping[str, float],
         unproved: Iterable[Unproven],
     ) -> None:
-        """Book what came of proofs."""
+        """Book the results of proofs."""
         for kind, took in seconds.items():
             self.proof_seconds[kind] = self.proof_seconds.get(kind, 0.0) + took
         for event, count in events.items():
@@ -168,7 +171,7 @@ class EngineMeter:
                 watcher(pull)
 
     def renewed(self, epoch: str) -> None:
-        """The engine's caches were reset: its blocks in the store are no longer its own."""
+        """Book a reset of the engine's caches: its blocks in the store are no longer its own."""
         self.kv_epoch = epoch
         self.store_digests.clear()
 
@@ -194,7 +197,7 @@ class EngineMeter:
         return loads
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able view for status pages."""
+        """Return a JSON-able view for status pages."""
         return {
             "running": self.running,
             "waiting": self.waiting,
@@ -214,13 +217,13 @@ class EngineMeter:
 
 
 class ContextEstimate:
-    """What a step attends to, from statistics that do not say it.
+    """Estimate of the tokens that a step attends to, from statistics that do not contain it.
 
-    They say how many prompt tokens were computed, which prompts got their first token, how long
-    these are, and how many tokens of KV the running requests hold. So a prompt's last tokens stand
-    at its end. Earlier ones are taken to stand behind those that unfinished prompts have computed
-    so far: the scheduler computes one long prompt at a time. What the running requests hold beyond
-    prompts is the decoding rows' context; KV that they share counts once.
+    The statistics give the number of computed prompt tokens, the prompts that got their first token
+    with their lengths, and the tokens of KV that the running requests hold. The last tokens of a
+    prompt are at its end. Earlier tokens are assumed to follow those that unfinished prompts have
+    computed so far: the scheduler computes one long prompt at a time. The KV that is held beyond
+    these prompts is the decoding rows' context; KV that requests share counts once.
     """
 
     def __init__(self) -> None:
@@ -230,11 +233,11 @@ class ContextEstimate:
     def step(
         self, prompt: int, prompts: int, rows: int, held: float, finished: Finished
     ) -> tuple[float, float]:
-        """`context` and `pairs` of a step, as `StepTime.seconds`.
+        """Return `context` and `pairs` of a step, as in `StepTime.seconds`.
 
         Args:
-            prompt: prompt tokens that it computed. prompts: of so many requests.
-            rows: requests that decoded. held: tokens of KV that requests hold after it.
+            prompt: prompt tokens that it computed. prompts: number of requests that they are from.
+            rows: requests that decoded. held: tokens of KV that requests hold after the step.
         """
         if finished.prompts and finished.prompts >= prompts:
             length = finished.tokens / finished.prompts
@@ -251,6 +254,6 @@ class Finished(NamedTuple):
 
     prompts: int = 0
     tokens: int = 0
-    """Of all of them together."""
+    """Tokens of all these prompts together."""
     computed: int = 0
-    """Those that the engine computed itself, in this step or before."""
+    """Tokens of them that the engine computed itself, in this step or before."""

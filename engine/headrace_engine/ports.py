@@ -1,4 +1,4 @@
-"""Blocks of TCP ports, so that engines of two apps on one machine never ask for the same.
+"""Reserves blocks of TCP ports, so that engines of two apps on one machine never take the same.
 
 Ray gives every app's NIXL side channels the same ports (20000 and 22000 upwards); the second app's
 engine then waits for ever for a listener that could not bind. An engine listens tens of seconds
@@ -17,7 +17,7 @@ import socket
 from headrace_kvstore.protocol.address import family
 
 FIRST, LAST = 20_000, 31_999
-"""Below Linux's ephemeral range: no outgoing connection takes a port between look and use."""
+"""Range below Linux's ephemeral one: no outgoing connection takes a port between check and use."""
 TRIES = 200
 
 

@@ -1,7 +1,7 @@
 """Keeps approximate KV of a request out of its engine's prefix cache, and so out of the store.
 
-A cache salt keeps all of a prompt to itself. This keeps the blocks from one on: those before are
-exact, and are shared as any other. `tests/unit/test_contracts_private_kv.py` pins what is used of
+A cache salt isolates a whole prompt. This module isolates the blocks from one on: those before are
+exact, and are shared as any others. `tests/unit/test_contracts_private_kv.py` pins the uses of
 vLLM.
 """
 

@@ -1,4 +1,4 @@
-"""NIXL on the cores of a CPU engine: what vLLM's connector costs there while no KV moves, undone.
+"""Keeps vLLM's NIXL connector from using the cores of a CPU engine while no KV moves.
 
 vLLM's connector takes two things from the cores of a CPU engine:
 
@@ -31,7 +31,7 @@ def quieten(worker: Any, cores: set[int]) -> None:
 
     Args:
         worker: `NixlPullConnectorWorker` of a CPU engine.
-        cores: that its thread had before the worker was made.
+        cores: cores that its thread had before the worker was made.
     """
     os.sched_setaffinity(0, cores)
     try:
@@ -41,13 +41,13 @@ def quieten(worker: Any, cores: set[int]) -> None:
 
 
 def event_driven(agent: Any) -> Any:
-    """A NIXL agent with the name and backends of `agent` whose progress thread sleeps.
+    """Return a NIXL agent with the name and backends of `agent` whose progress thread sleeps.
 
     Args:
         agent: a `nixl_agent` with which nothing is registered yet.
 
     Raises:
-        AttributeError, TypeError: NIXL's Python API is another than in version 1.3.
+        AttributeError, TypeError: NIXL's Python API differs from that of version 1.3.
         RuntimeError: NIXL cannot make the agent.
     """
     from nixl import _api, _bindings

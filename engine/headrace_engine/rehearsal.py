@@ -1,24 +1,24 @@
-"""First step times, before an engine serves: a text's beginnings, each computed up to three times,
-and a few answers at once.
+"""Measures the first step times before an engine serves: the engine computes a text's beginnings up
+to three times each, and a few answers at once.
 
-Without them the first plans would rest on a prior that knows neither machine nor model. Of each
-step the fastest of the three times is learned. A new engine makes kernels, imports modules and
-touches memory for the first time then, and other engines start on the same cores: steps took up to
-25 times as long as they do later. An engine that looks so dear is not chosen, so it does not learn
-better for a minute.
+Without these times the first plans would rest on a prior that knows neither machine nor model. Of
+each step the fastest of the three times is learned. A new engine makes kernels, imports modules and
+touches memory during its first steps, and other engines start on the same cores: steps took up to
+25 times as long as later ones. An engine that seems so slow is not chosen, and so does not learn
+better times for a minute.
 
-An engine that is slow once it is warm computes the long beginnings once: on a laptop's two cores
-two times more are 8 of 62 s of the start, and the fastest of three was 0 to 8 % less than the first
-(four engines, two at a time).
+An engine that is slow even when it is warm computes the long beginnings only once. On a laptop's
+two cores, two more rounds take 8 of 62 s of the start, and the fastest of three was 0 to 8 % less
+than the first (four engines, two at a time).
 
-The engine has the beginnings that came before in its cache. So the last 384 tokens stand behind
-1,536 others, where the first 384 had none: the difference is what attention costs. Without it a
-prompt of 4,100 tokens was predicted to take six times its time.
+The engine has the earlier beginnings in its cache. So the last 384 tokens come after 1,536 others,
+and the first 384 came after none: the difference is the cost of attention. Without it a prompt of
+4,100 tokens was predicted to take six times its time.
 
-Rows and prompt tokens share a curve, and prompts alone do not tell what a row costs: to one token
-each, 4 and 16 answers are given at once. What rows attend to is known here. The meter's estimate
-counts whole blocks, so 16 rows of four tokens seemed to attend to 2,000: context looked dear, and
-rows looked free.
+Rows and prompt tokens share a curve, and prompts alone do not show the cost of a row. So the engine
+gives 4 and 16 answers at once, each to a prompt of one token. The number of tokens that rows attend
+to is known here. The meter's estimate counts whole blocks: 16 rows of four tokens seemed to attend
+to 2,000 tokens, so context seemed expensive and rows free.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ ANSWER_TOKENS = 4
 ROWS = (4, 16)
 TIMES = 3
 SHORT_TOKENS, SHORT_S = 384, 0.4
-"""If the prompts of so many tokens together take longer than `SHORT_S` the second time, only they
-are repeated. The first time tells nothing: a card's kernels are made then, which takes seconds."""
+"""If the prompts of at most `SHORT_TOKENS` together take longer than `SHORT_S` in the second round,
+only they are repeated. The first round does not count: a GPU's kernels are made in it, which takes
+seconds."""
 
 Generate = Callable[[list[int], int, str, str], AsyncGenerator[Any, None]]
 """(prompt, tokens to answer, request id, salt) -> the engine's outputs."""
 
 
 def rehearsal_prompts(max_model_len: int, vocabulary: int) -> list[list[int]]:
-    """Beginnings of each length, as token ids."""
+    """Return a beginning of each length, as token ids."""
     limit = max_model_len - ANSWER_TOKENS - 1
     lengths = sorted({min(length, limit) for length in PROMPT_TOKENS})
     return [[7919 * i % vocabulary for i in range(length)] for length in lengths]
@@ -64,9 +65,9 @@ async def rehearse(
     each step.
 
     Args:
-        most_rows: the engine answers no more requests at once.
+        most_rows: maximum number of requests that the engine answers at once.
     """
-    start = uuid.uuid4().hex  # of this start's own: the engine may remember the last one
+    start = uuid.uuid4().hex  # new for each start: the engine may have the last one's KV
     fastest: dict[tuple[int, int], Step] = {}
 
     async def answer(ids: list[int], name: str, salt: str) -> None:

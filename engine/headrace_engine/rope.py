@@ -40,7 +40,7 @@ class Rope:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Rope:
-        """From a model's `config.json`.
+        """Read the embedding in a model's `config.json`.
 
         Raises:
             RopeError: the embedding is of a kind whose keys cannot be moved exactly.
@@ -58,26 +58,26 @@ class Rope:
         return rope
 
     def shift(self, keys: Tensor, difference: int | Tensor) -> Tensor:
-        """Keys as they are `difference` positions further on.
+        """Move keys `difference` positions further on.
 
         Args:
             keys: [tokens, heads, head_dim], of any float dtype.
             difference: positions, of either sign; or int64 [tokens].
 
         Returns:
-            Likewise, in the dtype of `keys`.
+            The moved keys, in the shape and dtype of `keys`.
         """
         return turn(keys, self.turns(difference, keys.device))
 
     def turns(self, difference: int | Tensor, device: torch.device | None = None) -> Turns:
-        """What `turn` turns keys by so many positions with; `difference` as of `shift`."""
+        """Return the cosines and sines by which `turn` moves keys; `difference` as in `shift`."""
         by = torch.as_tensor(difference, dtype=torch.float64, device=device)
         angles = by.reshape(-1, 1, 1) * self.speeds.to(by.device)
         return angles.cos().float(), angles.sin().float()
 
 
 def turn(keys: Tensor, turns: Turns) -> Tensor:
-    """As `Rope.shift`, for who turns by the same positions often."""
+    """Move keys as `Rope.shift` does, with `Rope.turns` that are used several times."""
     cos, sin = turns
     half = keys.shape[-1] // 2
     first, second = keys[..., :half].float(), keys[..., half:].float()
@@ -108,7 +108,7 @@ def _speeds(config: Mapping[str, Any]) -> Tensor:
 
 
 def _llama3(speeds: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Slow pairs turn `factor` times slower, fast ones as before, those between in proportion."""
+    """Make slow pairs `factor` times slower, leave fast ones, and interpolate between the two."""
     factor, length = float(scaling["factor"]), scaling["original_max_position_embeddings"]
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns = length * speeds / (2 * math.pi)  # in the length that the model was made for

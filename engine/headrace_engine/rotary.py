@@ -1,9 +1,9 @@
-"""Whether a loaded model turns its keys as a `Rope` does.
+"""Checks whether a loaded model turns its keys as a `Rope` does.
 
-A `config.json` does not say how: whether pairs are (j, j + D/2), as in NeoX, or (2j, 2j + 1), which
-part of a head is turned, or which layers are not turned at all. Some models decide that in their
-code. So it is read from the modules: each attention's rotary embedding, as vLLM makes it, with the
-table of cosines and sines that it really uses.
+A `config.json` does not say whether pairs are (j, j + D/2), as in NeoX, or (2j, 2j + 1), which part
+of a head is turned, or which layers are not turned at all. Some models decide that in their code.
+So it is read from the modules: each attention's rotary embedding, as vLLM makes it, with the table
+of cosines and sines that it really uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rope_of_model(
     """Return the rotary embedding of a loaded model.
 
     Args:
-        config: its `config.json`. model, attention: as of `check_rotary`.
+        config: its `config.json`. model, attention: as in `check_rotary`.
 
     Raises:
         RopeError: its keys cannot be moved exactly; the text says why.
@@ -84,6 +84,6 @@ def _check(rope: Rope, name: str, rotary: Any) -> None:
 
 
 def _some_positions(count: int) -> torch.Tensor:
-    """The first and the last of so many positions, and powers of two between: int64."""
+    """Return the first and the last of `count` positions, and powers of two between: int64."""
     powers = {2**n for n in range(count.bit_length())}
     return torch.tensor(sorted({0, count - 1} | {each for each in powers if each < count}))

@@ -1,10 +1,10 @@
-"""How long an event loop was held: the longest time in the last minute that nothing else could run.
+"""Measures the stalls of an event loop: the longest time of the last minute in which it was held.
 
-A timer is due every `EVERY_S` while requests are in progress. A loop without any is in nobody's
-way, and each look would wake the process. How late the timer fires is how long something else held
-the loop, or how long the process got no processor. The two are told apart by the processor time
-that the process used meanwhile: code that holds the loop uses some, in its own thread or in one
-that holds the interpreter's lock.
+A timer is due every `EVERY_S` while requests are in progress. Without requests there is no timer:
+a stall delays no request, and each check would wake the process. The timer fires late by the time
+for which other code held the loop, or for which the process got no processor. The processor time
+that the process used since then tells the two apart: code that holds the loop uses some, in its own
+thread or in one that holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ REMEMBERED_S = 60
 
 
 class LoopStall:
-    """Watches a loop while it answers requests.
+    """Watch over a loop while it answers requests.
 
     Args:
         now_s: a monotonic clock.
-        used_s: processor time that the process has used.
+        used_s: returns the processor time that the process has used.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LoopStall:
                     self._look(loop)
 
     def over(self, app: ASGIApp) -> ASGIApp:
-        """The same application, watched."""
+        """Return the same application, watched."""
 
         async def watched(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
             with self.watching():
@@ -68,7 +68,7 @@ class LoopStall:
         return watched
 
     def saw(self, late_s: float, used_s: float) -> None:
-        """Note that the timer was this late, and the processor time since it was armed."""
+        """Record how late the timer was, and the processor time used since it was armed."""
         second = int(self._now_s())
         slot = second % REMEMBERED_S
         before, stall_s, held_s = self._slots[slot]
@@ -82,8 +82,8 @@ class LoopStall:
         return self._longest()[0]
 
     def snapshot(self) -> dict[str, float]:
-        """For a status: the longest stall of the last minute, and the most that code of this
-        process was the cause of."""
+        """Return, for a status, the last minute's longest stall, and its longest stall that code of
+        this process caused."""
         stall_s, held_s = self._longest()
         return {"loop_stall_s": round(stall_s, 4), "loop_held_s": round(held_s, 4)}
 

@@ -1,4 +1,4 @@
-"""Seconds of one engine step: the one model by which all who plan for an engine price its work.
+"""Predicts the seconds of one engine step. Everything that plans for an engine uses this model.
 
 A step computes `prompt` prompt tokens, one token for each of `rows` decoding requests, and verifies
 `draft` draft tokens. Its rows attend to `context` tokens together, and its prompt tokens to `pairs`
@@ -10,29 +10,29 @@ tokens: the sum over them of the tokens that each attends to. With
 
 - `x`: the machine's curve over step sizes. No machine's is straight: a CPU computes in tiles, a GPU
   pads to the sizes for which it captured graphs. It is a Gaussian process over log n, held at 29
-  knots, exp(x) linear in between. Each size is remembered as it was measured, however long ago, and
-  sizes that were never measured follow from those that were.
+  knots, exp(x) linear in between. A measured size keeps its value, however old the measurement is.
+  Sizes that were never measured follow from those that were.
 - Steps with drafts have a curve of their own, because rejection sampling and ragged attention add
   time. The difference of the two curves is what a first draft token costs beyond its own work.
 - `weight`: a prompt's token costs less than a row's, since only rows and drafts compute logits.
 - `per_context`, `per_pair`: attention. A row reads its KV for one token; a prompt's tokens read it
   together and compute with it. On a CPU a token of context takes seven times as long as a pair.
-- `level`: what changes for all steps at once, a busy neighbour or a slower clock.
+- `level`: a factor of all steps, for a busy neighbour or a slower clock.
 
-All are learned from each step together, by an extended Kalman filter on log seconds (Rasmussen and
+An extended Kalman filter on log seconds learns all of them from each step together (Rasmussen and
 Williams, Gaussian Processes for Machine Learning, 2006, section 2.2; Hartikainen and Sarkka, MLSP
-2010). One odd step counts as at most four standard deviations. Steps that are off to the same side
-one after the other mean that the machine has changed: the level becomes uncertain, and the next
-steps set it. The noise of a step is learned, too.
+2010). One odd step counts as at most four standard deviations. Several steps in a row with errors
+of the same sign mean that the machine has changed: the level becomes uncertain, and the next steps
+set it. The noise of a step is learned, too.
 
-Where it is fitted: an engine's steps are seen in two processes, and neither sees all.
+Two processes fit the model, and neither has all data of an engine's steps.
 
-- The replica's process (`meter`) sees each step through vLLM's statistics, but of the context only
-  an estimate. Its fit prices prompts: the router's costs, the compute gate, and, as numbers
+- The replica's process (`meter`) sees each step through vLLM's statistics, but has only an estimate
+  of the context. Its fit prices prompts: for the router's costs, the compute gate, and, as numbers
   (`to_dict`), the routers of other replicas.
 - The engine's process sees the exact context. The drafting planner fits decode steps there, from
-  one step's begin to the next; the KV connector fits steps with prompts, without the waits for KV
-  that it loads, since these are what it decides about.
+  the begin of one step to the begin of the next. The KV connector fits steps with prompts, without
+  the waits for KV that it loads, because it decides about these waits.
 
 Pure: NumPy only, no clocks.
 """
@@ -53,29 +53,29 @@ _KNOTS = np.array(KNOTS)
 _SIZES = len(KNOTS)
 _LEVEL = 2 * _SIZES
 _WEIGHT, _CONTEXT, _PAIR = _LEVEL + 1, _LEVEL + 2, _LEVEL + 3
-"""Places in the state, behind the curves without and with drafts. All of it are logarithms, so that
-nothing can fall below 0."""
+"""Places in the state, after the curves without and with drafts. The whole state is logarithms, so
+that no quantity can fall below 0."""
 _PRIOR_S, _PRIOR_TOKEN_S = 0.0218, 0.00075
 _PRIOR_CONTEXT_S, _PRIOR_PAIR_S = 2e-6, 4e-7
-"""Of a step, a token in it, a token of context and a pair: a 135M model on one CPU thread. A few
-steps overrule it."""
+"""Prior seconds of a step, a token in it, a token of context and a pair: of a 135M model on one CPU
+thread. A few steps overrule the prior."""
 _DRIFT = 0.002
-"""Standard deviation of what may have changed since the step before: of the level, and of the
-curve and the rates as far as the step depends on them."""
+"""Standard deviation of the change since the step before: of the level, and of the curve and the
+rates as far as the step depends on them."""
 _NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_GAIN = 0.05, 0.01, 0.3, 0.04
 _ODD = 4.0
 _SAME_SIDE, _SAME_SIDE_LIMIT = 0.25, 1.5
 """Weight of a step in the mean of normalised errors, and the mean (four standard deviations) that
-tells a change."""
+indicates a change."""
 _ERROR_STEPS = 50.0
 _LEAST_S, _MOST, _MOST_STATE = 1e-6, 1e12, 40.0
-"""No step takes less; of what is observed; of the state."""
+"""Minimum seconds of a step; upper bound of an observed quantity; bound of the state."""
 _LINE_TOKENS = 512
 
 
 class Prices(NamedTuple):
-    """The fit as it is used: seconds at each of `KNOTS`, of a token of context and of a pair, and
-    the weight of a prompt's token."""
+    """The fit in the form that predictions use: seconds at each of `KNOTS`, of a token of context
+    and of a pair, and the weight of a prompt's token."""
 
     plain: list[float]
     drafted: list[float]
@@ -85,7 +85,7 @@ class Prices(NamedTuple):
 
 
 def _prior_covariance() -> NDArray[np.float64]:
-    """Of the state, [62, 62].
+    """Return the prior covariance of the state, [62, 62].
 
     The level may be off by a factor of e^1.5, the cost of a token against that of a step by as
     much, and so may attention; the weight of a prompt's token by a factor of e. Beyond that the
@@ -107,12 +107,15 @@ _PRIOR = _prior_covariance()
 
 
 class StepTime:
-    """One engine's step times: never less for more work, and told from the prior before the first
-    step. Used from one thread."""
+    """One engine's step times. They never fall with more work, and follow the prior before the
+    first step. Used from one thread."""
 
     def __init__(self, padded_sizes: Sequence[int] = ()) -> None:
-        """`padded_sizes`: the engine pads a step's tokens up to the next of these, if there is one
-        (vLLM's CUDA graph sizes)."""
+        """
+        Args:
+            padded_sizes: the engine pads a step's tokens up to the next of these, if there is one
+                (vLLM's CUDA graph sizes).
+        """
         self._sizes = sorted({int(size) for size in padded_sizes})
         self._state = np.zeros(_PAIR + 1)
         self._state[:_LEVEL] = np.tile(np.log(_PRIOR_S + _PRIOR_TOKEN_S * _KNOTS), 2)
@@ -131,7 +134,7 @@ class StepTime:
 
     @property
     def relative_error(self) -> float:
-        """Root mean square of one-step-ahead errors of late (0.1 is 10 %)."""
+        """Root mean square of recent one-step-ahead errors (0.1 is 10 %)."""
         return math.sqrt(self._square)
 
     def seconds(
@@ -142,7 +145,7 @@ class StepTime:
         context: float = 0,
         pairs: float = 0,
     ) -> float:
-        """Predicted seconds of a step, above 0.
+        """Predict the seconds of a step, above 0.
 
         Args:
             prompt: prompt tokens computed. rows: requests that decode. draft: draft tokens.
@@ -164,7 +167,7 @@ class StepTime:
         context: float = 0,
         pairs: float = 0,
     ) -> NDArray[np.float64]:
-        """As `seconds`, for each of many numbers of draft tokens."""
+        """Predict `seconds` for each of many numbers of draft tokens."""
         prices = self.prices()
         computed = rows + np.asarray(draft, np.float64)
         sizes = prices.weight * prompt + computed
@@ -187,13 +190,13 @@ class StepTime:
         rows: int = 0,
         context: float = 0,
     ) -> float:
-        """Predicted seconds of the steps that compute prompts; 0 for no tokens. A single token
+        """Predict the seconds of the steps that compute prompts; 0 for no tokens. A single token
         reads its KV as a row does.
 
         Args:
             tokens, pairs: of all the prompts.
             step_tokens: the engine's token budget: more tokens take several steps.
-            rows, context: what decodes in each of the steps.
+            rows, context: of the requests that decode in each of the steps.
         """
         if tokens == 1:
             return self.seconds(0, rows + 1, 0, context + pairs)
@@ -205,12 +208,12 @@ class StepTime:
         return total_s
 
     def added_s(self, prompt: float, pairs: float) -> float:
-        """Predicted seconds by which prompt tokens make a step longer."""
+        """Predict the seconds by which prompt tokens make a step longer."""
         return self.seconds(prompt, pairs=pairs) - self.seconds()
 
     def free_tokens(self) -> float:
-        """Prompt tokens that make a step that computes next to nothing twice as long: a / b where
-        T is a + b n."""
+        """Return how many prompt tokens double the time of a nearly empty step: a / b where T is
+        a + b n."""
         prices = self.prices()
         curve, most_s = prices.plain, 2.0 * prices.plain[0]
         upper = bisect_left(curve, most_s)
@@ -222,7 +225,7 @@ class StepTime:
         return max(0.0, size - 2.0) / prices.weight
 
     def rows_within(self, seconds: float) -> int:
-        """Most decoding rows whose step takes no longer than that."""
+        """Return the maximum number of decoding rows whose step takes at most `seconds`."""
         curve = self.prices().plain
         upper = bisect_right(curve, seconds)
         if upper == 0:
@@ -245,7 +248,7 @@ class StepTime:
         pairs: float,
         seconds: float,
     ) -> bool:
-        """Learn one step; False if it is unusable (not finite, nothing computed)."""
+        """Learn one step. Return False if it is unusable (not finite, nothing computed)."""
         shape = prompt, rows, draft, context, pairs
         usable = all(0 <= part < _MOST for part in shape) and prompt + rows + draft > 0
         if not (usable and _LEAST_S < seconds < _MOST):
@@ -271,7 +274,7 @@ class StepTime:
         return True
 
     def to_dict(self) -> dict[str, Any]:
-        """All that another process needs to price with this fit (`from_dict`)."""
+        """Return the numbers that another process needs to price with this fit (`from_dict`)."""
         return {
             "state": self._state.tolist(),
             "square": self._square,
@@ -281,10 +284,10 @@ class StepTime:
 
     @staticmethod
     def from_dict(told: Mapping[str, Any]) -> StepTime:
-        """The fit that another process told, to price with; it knows nothing of its own errors.
+        """Return the fit in another process's `to_dict`, to price with. It has no covariance.
 
         Raises:
-            ValueError: this is no such state.
+            ValueError: `told` is no such state.
         """
         try:
             fit = StepTime(told["padded_sizes"])
@@ -299,7 +302,7 @@ class StepTime:
         return fit
 
     def summary(self) -> dict[str, float]:
-        """For people: a straight line through the curve, and how good the fit is."""
+        """Return a straight line through the curve, and the quality of the fit, for people."""
         prices = self.prices()
         first_s = prices.plain[0]
         token_s = (self.seconds(_LINE_TOKENS) - first_s) / _LINE_TOKENS
@@ -313,8 +316,8 @@ class StepTime:
         }
 
     def prices(self) -> Prices:
-        """The curve, for those who price many engines at once: the same object until the next
-        `observe`."""
+        """Return the curve, for code that prices many engines at once: the same object until the
+        next `observe`."""
         if self._prices is None:
             scale = math.exp(self._state[_LEVEL])
             curves = scale * np.exp(self._state[:_LEVEL].reshape(2, -1))
@@ -324,7 +327,7 @@ class StepTime:
         return self._prices
 
     def _size(self, prompt: float, computed: float, weight: float) -> float:
-        """Where a step stands on the curve."""
+        """Return the place of a step on the curve."""
         size = weight * prompt + computed
         at = bisect_left(self._sizes, size)
         return self._sizes[at] if at < len(self._sizes) else size
@@ -332,7 +335,8 @@ class StepTime:
     def _linearised(
         self, prompt: float, rows: float, draft: float, context: float, pairs: float
     ) -> tuple[float, NDArray[np.int64], NDArray[np.float64]]:
-        """log T, and d log T / d state [6] at the places [6] of the state where it is not 0."""
+        """Return log T, the places [6] of the state at which d log T / d state is not 0, and the
+        derivative there [6]."""
         weight, per_context, per_pair = np.exp(self._state[_WEIGHT:]).tolist()
         n = self._size(prompt, rows + draft, weight)
         beyond = max(n / KNOTS[-1], 1.0)
@@ -354,15 +358,15 @@ class StepTime:
     def _weighed(
         self, places: NDArray[np.int64], slope: NDArray[np.float64], error: float
     ) -> tuple[NDArray[np.float64], float, float]:
-        """(covariance of state and step [62], variance of the step, the error, clipped)."""
+        """Return (covariance of state and step [62], variance of the step, the error, clipped)."""
         towards = self._covariance[:, places] @ slope
         variance = max(float(slope @ towards[places]), 0.0) + self._noise
         limit = _ODD * math.sqrt(variance)
         return towards, variance, min(max(error, -limit), limit)
 
     def _keep_sound(self) -> None:
-        """No number out of bounds, and no covariance that rounding has ruined, whatever was
-        observed."""
+        """Keep every number within bounds, and go back to the prior covariance if rounding has
+        ruined the present one."""
         np.clip(self._state, -_MOST_STATE, _MOST_STATE, out=self._state)
         diagonal = self._covariance.diagonal()
         if not (diagonal.min() > 0.0 and diagonal.max() < 1e3):
@@ -370,7 +374,7 @@ class StepTime:
 
 
 def _at(curve: list[float], n: float) -> float:
-    """A curve at a size; straight between knots, in proportion beyond the last."""
+    """Return a curve's value at a size; straight between knots, in proportion beyond the last."""
     if n <= 1.0:
         return curve[0]
     if n >= KNOTS[-1]:
@@ -381,11 +385,11 @@ def _at(curve: list[float], n: float) -> float:
 
 
 def _draft_pairs(rows: float, draft: float, context: float) -> float:
-    """Draft tokens and the tokens that they attend to; rows are taken to be equally long."""
+    """Return `pairs` of draft tokens. Rows are assumed to be equally long."""
     return draft * context / max(rows, 1.0)
 
 
 def pairs_of(first_token: int, last_token: int) -> int:
-    """`pairs` of a prompt's tokens from `first_token` to `last_token`, not included: each attends
-    to all before it and to itself."""
+    """Return `pairs` of a prompt's tokens from `first_token` to `last_token`, which is not
+    included: each token attends to all before it and to itself."""
     return (last_token * (last_token + 1) - first_token * (first_token + 1)) // 2

@@ -7,6 +7,6 @@ from headrace_kvstore.connector.connector import StoreConnector
 
 
 class HeadraceConnector(StoreConnector):
-    """The node's KV store as a connector; KV in a slow tier is computed where that takes less."""
+    """The node's KV store as a connector. KV in a slow tier is computed if that is faster."""
 
     make_step_time = StepTime

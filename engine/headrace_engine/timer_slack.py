@@ -1,4 +1,4 @@
-"""Threads that look around on a timer, made to look less often.
+"""Makes threads that wake on a timer wake less often.
 
 Gloo gives each process group a thread that waits for events for 10 ms at a time. vLLM makes about
 ten groups for an engine of one process. They have nothing to say to each other, and wake a thousand
@@ -20,8 +20,9 @@ SLACK_S = 0.2
 
 @contextmanager
 def coarse_timers(slack_s: float = SLACK_S) -> Iterator[None]:
-    """Threads started inside, by this thread, end their timed waits up to so much later. So do this
-    thread's own, until the end. Without effect where there is no timer slack."""
+    """Let the threads that this thread starts inside end their timed waits up to `slack_s` later.
+    Until the end of the block, this holds for this thread's own waits, too. Without effect where
+    there is no timer slack."""
     if sys.platform != "linux":
         yield
         return

@@ -35,8 +35,8 @@ def record(
     seconds: float,
     attributes: Callable[[], Mapping[str, str | int | float]],
 ) -> None:
-    """A span that ends now and began so many seconds ago; `attributes` is called only for a request
-    that is traced."""
+    """Record a span that ends now and began `seconds` ago. `attributes` is called only for a
+    request that is traced."""
     if not headers:
         return
     from opentelemetry import propagate, trace

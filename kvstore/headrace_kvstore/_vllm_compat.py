@@ -1,5 +1,6 @@
-"""All that this package takes from vLLM beyond its documented API; an upgrade breaks this file
-first. `tests/unit/test_contracts_store.py` pins what is used here.
+"""This package's only uses of vLLM beyond its documented API; an upgrade breaks this file first.
+
+`tests/unit/test_contracts_store.py` pins what is used here.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ its objects. `tensorizer` and `modelexpress` take them from elsewhere."""
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version."""
+    """Return the installed vLLM's version."""
     return str(vllm.__version__)
 
 
 def cpu_attention_isa(dtype: Any, block_tokens: int, head_dim: int, kv_dtype: str) -> str:
-    """The instruction set for which vLLM's CPU attention packs keys in the cache."""
+    """Return the instruction set for which vLLM's CPU attention packs keys in the cache."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(dtype, block_tokens, head_dim, kv_dtype))
@@ -52,8 +53,10 @@ def copy_batch(dst: Any, src: Any, sizes: Any) -> None:
 
 
 def runs_layer_hooks(forward_context: Any) -> bool:
-    """Whether vLLM calls a connector before each layer of the step of this context: not while a
-    full CUDA graph is replayed, and not for sure where the context does not tell of the step."""
+    """Whether vLLM calls a connector before each layer of the step of this context.
+
+    False while a full CUDA graph is replayed, and if the context does not describe the step.
+    """
     return (
         getattr(forward_context, "attn_metadata", None) is not None
         and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
@@ -62,13 +65,17 @@ def runs_layer_hooks(forward_context: Any) -> bool:
 
 def recovers_failed_loads(vllm_config: Any) -> bool:
     """Whether vLLM computes the blocks whose load failed under a step before their request's next
-    token: not where another step was scheduled before it knew of the failure (vllm#45138), and not
-    in the second model runner, which keeps the old count of computed tokens (vllm#49250)."""
+    token.
+
+    It does not if it schedules another step before it knows of the failure (vllm#45138), or with
+    the second model runner, which keeps the old count of computed tokens (vllm#49250).
+    """
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
 
 
 def model_settings(config: Any, ignored: frozenset[str]) -> dict[str, Any]:
-    """Fields of one of vLLM's configurations, as values of JSON, that are not the default.
+    """Return the fields of one of vLLM's configurations that differ from their defaults, as JSON
+    values.
 
     Args:
         config: a dataclass of `vllm.config`, or None.
@@ -88,15 +95,15 @@ def model_settings(config: Any, ignored: frozenset[str]) -> dict[str, Any]:
 
 
 def _default_of(field: Field[Any]) -> Any:
-    """A field's default, which pydantic keeps in an object of its own."""
+    """Return a field's default, which pydantic keeps in an object of its own."""
     if isinstance(field.default, FieldInfo):
         return field.default.get_default(call_default_factory=True, validated_data={})
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def reads_model_files(load_format: str) -> bool:
-    """Whether weights of this `load_format` are files of the model, or objects, and no others; no
-    for loaders of plugins, which may do anything."""
+    """Whether all weights of this `load_format` are files of the model, or its objects. False for
+    plugins' loaders, which may do anything."""
     loaders = sys.modules.get("vllm.model_executor.model_loader")
     known = getattr(loaders, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).get(load_format)
     ours = known is None or known.__module__.startswith("vllm.")
@@ -118,7 +125,7 @@ class BlockHasher:
         self._block_tokens = block_tokens
 
     def __call__(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
-        """Hashes of the blocks of a prompt that has no images, adapter or embeddings."""
+        """Return the hashes of the blocks of a prompt that has no images, adapter or embeddings."""
         if self._fast:
             return hash_prompt(token_ids, self._block_tokens, self._root, salt)
         parent, hashes = self._root, []
@@ -132,7 +139,7 @@ class BlockHasher:
 
 
 def hash_seed(algorithm: str) -> str:
-    """What vLLM derives its root block hash from; the same in every process.
+    """Return the seed from which vLLM derives its root block hash; the same in every process.
 
     Raises:
         ValueError: it is random, so that no other process would find this one's blocks.

@@ -20,8 +20,8 @@ class Breaker:
     """Thread-safe. Times are seconds of one clock.
 
     Args:
-        failures: so many in a row open it.
-        first_s, last_s: pause before the first probe; it doubles with each that fails, up to last.
+        failures: number of failures in a row that open it.
+        first_s, last_s: pause before the first probe; each probe that fails doubles it, up to last.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Breaker:
         self._open_until_s: float | None = None
         self._probing = False
         self.opened = 0
-        """How often it has opened; a probe that failed counts."""
+        """How often the breaker has opened; a probe that failed counts."""
 
     @property
     def closed(self) -> bool:
-        """All may be tried."""
+        """Whether the breaker allows every try."""
         return self._open_until_s is None
 
     def allow(self, now_s: float) -> bool:
-        """Whether to try now; after yes the outcome must be reported."""
+        """Whether to try now; after True the caller must report the outcome."""
         with self._lock:
             if self._open_until_s is None:
                 return True
@@ -55,19 +55,19 @@ class Breaker:
             return True
 
     def blocked(self, now_s: float) -> bool:
-        """Whether `allow` would say no; takes no probe."""
+        """Whether `allow` would return False; takes no probe."""
         with self._lock:
             until_s = self._open_until_s
             return until_s is not None and (self._probing or now_s < until_s)
 
     def success(self) -> None:
-        """What was tried worked."""
+        """Record that a try succeeded."""
         with self._lock:
             self._failures, self._pause_s = 0, self._first_s
             self._open_until_s, self._probing = None, False
 
     def failure(self, now_s: float) -> None:
-        """What was tried failed, by the fault of what is tried."""
+        """Record that a try failed through the fault of the peer or endpoint."""
         with self._lock:
             self._failures += 1
             if self._open_until_s is None:
@@ -81,6 +81,6 @@ class Breaker:
                 self.opened += 1
 
     def neither(self) -> None:
-        """The try was given up before it could tell."""
+        """Record that a try was given up without an outcome."""
         with self._lock:
             self._probing = False

@@ -1,8 +1,8 @@
-"""One u64 per (block, layer) that tells whether KV bytes are the ones that were stored.
+"""Checksum, one u64 per (block, layer), that tells whether KV bytes are the ones that were stored.
 
-It is computed while copying, in the one pass over memory that the copy needs anyway. Over the
-bytes of a run, cut into rows of 64 bytes (the last one filled up with zeros) and each row into 16
-little-endian 32-bit words w, every lane l of the 16 keeps Fletcher's two sums in 64 bits:
+It is computed while copying, in the one pass over memory that the copy needs anyway. A run's bytes
+are cut into rows of 64 bytes (the last one filled up with zeros), and each row into 16
+little-endian 32-bit words w. Each lane l of the 16 keeps Fletcher's two sums in 64 bits:
 
     a[l] += w[l];  b[l] += a[l]                                for each row, all starting at 0
     sum = mix(mix(seed ^ mix(length + G)) ^ F)                 length in bytes
@@ -10,22 +10,23 @@ little-endian 32-bit words w, every lane l of the 16 keeps Fletcher's two sums i
 
 with G = 0x9E3779B97F4A7C15 and mix splitmix64's finaliser (D. Lea, S. Vigna), a bijection.
 
-**What it sees.** 32-bit words in 64-bit sums leave no room for high bits to cancel, as they do
-where sums are as wide as words. Up to 2^32 rows, the (a, b) differ for certain if in some lane one
+**Detected damage.** 32-bit words in 64-bit sums leave no room for high bits to cancel, as they do
+if sums are as wide as words. Up to 2^32 rows, the (a, b) differ for certain if in some lane one
 or two words differ, whatever their values: any one or two flipped bits, two words swapped
-anywhere, any damage within 32 words in a row. They differ for certain, too, if a range was zeroed
+anywhere, any damage within 32 words in a row. They also differ for certain if a range was zeroed
 that was not zero, since a can then only fall. Other damage (shifted, truncated, foreign bytes)
 leaves 32 sums equal only by coincidence. Different (a, b) give one u64 with probability 2^-64.
 Different seeds, or different lengths under one seed, with the same (a, b) give different sums for
-certain: a block of zeros, too, says whose it is.
+certain. So even the sum of a block of zeros shows which block it is.
 
-**What it does not.** It is no cryptographic hash: who can write the bytes can make any sum. Changes
-to three or more words of a lane that cancel in both sums, such as +1, -2, +1 at equal distances, go
-unseen if they do so in every lane that they touch.
+**Undetected damage.** It is no cryptographic hash: an attacker who can write the bytes can make any
+sum. Changes to three or more words of a lane may cancel in both sums, such as +1, -2, +1 at equal
+distances. They go unseen if they cancel in every lane that they touch.
 
-Addresses are of host memory, as integers; the caller keeps it alive and source and destination
-apart. Calls release the GIL while they run. The first call on a machine compiles for a second or
-more, the first of each later process loads that in about 0.2 s: `prepare` does it beforehand.
+Addresses are of host memory, as integers. The caller keeps the memory alive, and source and
+destination must not overlap. Calls release the GIL while they run. The first call on a machine
+compiles for a second or more; the first call of each later process loads the compiled code in about
+0.2 s. `prepare` does this beforehand.
 """
 
 from __future__ import annotations
@@ -43,27 +44,28 @@ from headrace_kvstore import checksum_kernels as kernels
 from headrace_kvstore.keys import block_key
 
 STREAM_FROM_BYTES = 1 << 20
-"""Batches from here on write past the caches: faster in all, though the bytes are then read from
-memory. Smaller ones fit the second-level cache and are faster there for whoever reads them next."""
+"""Size from which on batches are written past the caches: faster in all, though later reads of the
+bytes go to memory. Smaller batches fit the second-level cache, and the next reader is faster
+there."""
 THREADS_FROM_BYTES = 4 << 20
-"""Smaller batches are not worth waking a thread."""
+"""Size below which a batch is not worth waking a thread."""
 MOST_THREADS = 64
-"""Kept between batches, in all; they are started as they are needed."""
+"""Maximum number of threads kept between batches; they are started as they are needed."""
 
 _PERSON = b"headrace-kv-seed"
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX = kernels.mix.py_func
-"""On whole arrays."""
+"""`mix` on whole arrays."""
 
 
 def block_seed(namespace_digest: bytes, block_hash: bytes) -> int:
-    """u64 that ties a block's sums to its key. Raises ValueError as `block_key`."""
+    """Return the u64 that ties a block's sums to its key. Raises ValueError as `block_key`."""
     key = block_key(namespace_digest, block_hash)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=_PERSON).digest(), "little")
 
 
 def layer_seeds(block_seeds: ArrayLike, layers: int) -> NDArray[np.uint64]:
-    """Shape [blocks, layers] (or [layers] for one seed): mix(block seed + G (layer + 1)).
+    """Return mix(block seed + G (layer + 1)), shape [blocks, layers], or [layers] for one seed.
 
     All layers of a block have different seeds.
     """
@@ -74,16 +76,16 @@ def layer_seeds(block_seeds: ArrayLike, layers: int) -> NDArray[np.uint64]:
 def copy_sum(
     dst: ArrayLike, src: ArrayLike, nbytes: ArrayLike, seeds: ArrayLike, *, threads: int = 1
 ) -> NDArray[np.uint64]:
-    """Copy runs of bytes and return the sums of what was read, in one pass.
+    """Copy runs of bytes and return the sums of the bytes read, in one pass.
 
     A run may consist of pieces that lie apart in memory; its sum is that of their concatenation.
 
     Args:
         dst, src: addresses, shape [..., pieces] where seeds have shape [...], or the seeds' own
-            shape where each run is one piece. Only aligned to 64 bytes are destinations fast.
+            shape if each run is one piece. Destinations are fast only if aligned to 64 bytes.
         nbytes: sizes of the pieces, of any shape that broadcasts to that of the addresses.
         seeds: u64 per run.
-        threads: share a large batch among so many threads, the caller's included.
+        threads: number of threads that share a large batch, the caller's included.
 
     Returns:
         u64 sums, in the shape of the seeds.
@@ -103,23 +105,23 @@ def copy(dst: ArrayLike, src: ArrayLike, nbytes: ArrayLike, *, threads: int = 1)
 def checksum(
     src: ArrayLike, nbytes: ArrayLike, seeds: ArrayLike, *, threads: int = 1
 ) -> NDArray[np.uint64]:
-    """Sums of runs where they lie. Arguments, result and errors as `copy_sum`."""
+    """Return the sums of runs without copying. Arguments, result and errors as `copy_sum`."""
     return _run(kernels.SUM, src, src, nbytes, seeds, threads)
 
 
 def length_mix(nbytes: int) -> np.uint64:
-    """mix(length + G), what a run's length adds to its sum."""
+    """Return mix(length + G), the contribution of a run's length to its sum."""
     return np.uint64(_MIX(np.full(1, nbytes, np.uint64) + _GAMMA)[0])
 
 
 def checksum_of(data: bytes | bytearray | memoryview | NDArray[np.uint8], seed: int) -> int:
-    """Sum of one buffer's bytes."""
+    """Return the sum of one buffer's bytes."""
     view = np.frombuffer(data, np.uint8)
     return int(checksum([view.ctypes.data], [view.size], [seed])[0])
 
 
 def prepare() -> None:
-    """Compile, or load from disk, what the first call would otherwise wait for."""
+    """Compile the code, or load it from disk, so that the first call need not wait for it."""
     checksum_of(b"", 0)
 
 
@@ -169,8 +171,8 @@ def _share(
 
 @cache
 def _team() -> ThreadPoolExecutor:
-    """Threads of this process that share batches; a layer's copy is too short to start them anew.
-    A forked child has none of them and makes its own."""
+    """Return this process's threads that share batches. A layer's copy is too short to start
+    threads for each. A forked child makes its own."""
     return ThreadPoolExecutor(MOST_THREADS, "kv-copy")
 
 
@@ -180,6 +182,6 @@ os.register_at_fork(after_in_child=_team.cache_clear)
 def payload_sums(
     digest: bytes, block_hash: bytes, first_layer: int, addresses: np.ndarray, layer_bytes: int
 ) -> np.ndarray:
-    """Checksums of layers in memory, u64 (n,): a `segment.Verify`."""
+    """Return the checksums of layers in memory, u64 (n,): a `segment.Verify`."""
     seeds = layer_seeds(block_seed(digest, block_hash), first_layer + len(addresses))
     return checksum(addresses, layer_bytes, seeds[first_layer:])

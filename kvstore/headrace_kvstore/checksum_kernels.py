@@ -1,7 +1,7 @@
 """Compiled loops that copy and sum KV bytes at memory speed, on raw addresses, without the GIL.
 
-Everything here is one batched kernel, `run_batch`; `checksum` says what the sums mean and is what
-the rest of the store calls. Three decisions, with GB/s of one thread copying 270 MB in pieces of
+Everything here is one batched kernel, `run_batch`. `checksum` defines the sums, and the rest of the
+store calls that module. Three decisions follow, with GB/s of one thread copying 270 MB in pieces of
 192 KiB on a Xeon (Emerald Rapids) core, where one large memcpy of the same bytes does 10.6:
 
 - The inner loop is written as LLVM vectors of 8 u64, since a row of 64 bytes is one cache line:
@@ -31,7 +31,7 @@ from numba.extending import intrinsic  # type: ignore[import-untyped]
 from headrace_kvstore.compiled import jit
 
 SUM, COPY, COPY_SUM = 0, 1, 2
-"""What `run_batch` does."""
+"""Modes of `run_batch`."""
 
 ROW_BYTES = 64
 PREFETCH_BYTES = 4096
@@ -57,7 +57,7 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def _row_loop(*, store: bool, stream: bool, add: bool) -> Any:
-    """An intrinsic (dst, src, rows, state) that runs over rows of 64 bytes.
+    """Make an intrinsic (dst, src, rows, state) that runs over rows of 64 bytes.
 
     Args:
         store: write each row to dst.
@@ -133,7 +133,7 @@ _stream_rows = _row_loop(store=True, stream=True, add=False)
 
 @intrinsic
 def _memcpy(typing_context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
-    """The C library's memcpy (dst, src, nbytes)."""
+    """Call the C library's memcpy (dst, src, nbytes)."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         bytes_ptr = ir.IntType(8).as_pointer()
@@ -146,7 +146,7 @@ def _memcpy(typing_context: Any, dst: Any, src: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def _fence(typing_context: Any) -> Any:
-    """Non-temporal stores before it are seen by all before anything after it."""
+    """Make earlier non-temporal stores visible to all threads before any later store."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -190,8 +190,9 @@ def run_batch(
     """
     row = np.uint64(ROW_BYTES)
     pieces = len(src) // max(len(seeds), 1)
-    # The row that is not full yet (a piece's size need not be a multiple of 64) lies behind the
-    # sums. Its bytes are stored from there, so that the bytes summed are the bytes stored.
+    # A row that is not full yet (a piece's size need not be a multiple of 64) is gathered in
+    # `state` after the sums. It is stored from there, so that the bytes summed are the bytes
+    # stored.
     state = np.zeros(_SUMS + _WORDS, np.uint64)
     state_at = np.uint64(state.ctypes.data)
     open_row = state_at + np.uint64(8 * _SUMS)

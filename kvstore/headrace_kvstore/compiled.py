@@ -1,4 +1,4 @@
-"""Compiling with numba, also where no folder can be written that would keep the code."""
+"""Compilation with numba, also if no folder for the compiled code can be written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ logger = logging.getLogger("headrace.kvstore")
 
 
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """As `numba.njit`. Code is kept beside the function's file, in the user's cache or in
-    NUMBA_CACHE_DIR; where none of these can be written, each process compiles for itself."""
+    """Compile a function as `numba.njit` does. The code is kept beside the function's file, in the
+    user's cache or in NUMBA_CACHE_DIR. If none of these can be written, each process compiles for
+    itself."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         try:

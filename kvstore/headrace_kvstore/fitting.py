@@ -1,7 +1,7 @@
-"""A linear model fitted online: how every price in seconds is learned from what was measured.
+"""A linear model fitted online, by which every price in seconds is learned from measurements.
 
-It answers from the first sample on, follows a machine that changes, and no outlier throws it. No
-I/O, no clocks, no locks.
+It predicts from the first sample on, follows a machine that changes, and resists outliers. No I/O,
+no clocks, no locks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RecursiveLeastSquares:
     ``lam`` is the forgetting factor (memory of about ``1 / (1 - lam)`` samples). Plain exponential
     forgetting (Haykin, Adaptive Filter Theory, ch. "RLS") divides all of ``P`` by ``lam``, so a
     direction that is not excited (no prefill for a thousand decode steps) grows without bound
-    and the next sample throws it anywhere. Here only the direction of ``x`` is forgotten
+    and the next sample moves it arbitrarily far. Here only the direction of ``x`` is forgotten
     (Kulhavy, Restricted exponential forgetting in real-time identification, Automatica 23, 1987);
     ``P`` stays positive definite since ``1 + eps*q = lam*(1 + q) > 0``.
 
@@ -81,7 +81,7 @@ class RecursiveLeastSquares:
         return math.sqrt(self._mean_square)
 
     def update(self, x: Sequence[float], y: float) -> bool:
-        """Learn one sample; False if it was ignored (not finite, or no feature set)."""
+        """Learn one sample; return False if it was ignored (not finite, or no feature set)."""
         phi = np.asarray(x, dtype=np.float64)
         if not (abs(y) < _HUGE and bool((np.abs(phi) < _HUGE).all())):  # nan compares false
             return False
@@ -113,10 +113,11 @@ class RecursiveLeastSquares:
         return True
 
     def _sound(self, p: NDArray[np.float64]) -> NDArray[np.float64]:
-        """``p`` within bounds: its trace limited from above, its diagonal from below.
+        """Return ``p`` within bounds: its trace limited from above, its diagonal from below.
 
         Without the floor one absurdly large sample would end all learning. Raising a diagonal
-        keeps a matrix positive definite. What rounding has ruined starts again at the prior.
+        keeps a matrix positive definite. A matrix that rounding has ruined is replaced by the
+        prior.
         """
         diagonal = p.diagonal()
         if not np.isfinite(p).all() or float(diagonal.min()) < 0.0:
@@ -126,7 +127,7 @@ class RecursiveLeastSquares:
         return p * (self._trace_limit / trace) if trace > self._trace_limit else p
 
     def nonnegative(self) -> tuple[float, ...]:
-        """The fit under the constraint that no coefficient is below 0.
+        """Return the fit under the constraint that no coefficient is below 0.
 
         Clipping a negative coefficient alone would leave the others tuned to its help. Fixing
         ``theta_j = 0`` in the least-squares problem moves the rest by ``-P[:, j]/P[j, j]*theta_j``
@@ -148,7 +149,8 @@ class RecursiveLeastSquares:
 
 
 class LinearTime:
-    """``seconds = fixed_s + each_s * amount``, neither below 0: a transfer, a pull, a load.
+    """Model ``seconds = fixed_s + each_s * amount``, neither below 0, of a transfer, a pull or a
+    load.
 
     Samples are weighed by ``1 / max(predicted, measured)``, so errors are relative: a second more
     counts for much in a load of a millisecond, and for little in one of a minute.
@@ -196,11 +198,11 @@ class LinearTime:
         return self._fit.rms_error
 
     def seconds(self, amount: float) -> float:
-        """Predicted seconds; 0 for no amount."""
+        """Return the predicted seconds; 0 for no amount."""
         return self.fixed_s + amount * self.each_s if amount > 0 else 0.0
 
     def observe(self, amount: float, seconds: float) -> bool:
-        """Learn from one measurement; False if it is unusable."""
+        """Learn from one measurement; return False if it is unusable."""
         if not (math.isfinite(seconds) and seconds > 0.0 and amount > 0):
             return False
         weight = 1.0 / max(self.seconds(amount), seconds)

@@ -1,18 +1,19 @@
-"""What names a KV block: the namespace it belongs to, and its block hash.
+"""The key of a KV block: the namespace it belongs to, and its block hash.
 
-Two blocks may stand for each other only if every byte of them would be the same. vLLM's block hash
-covers what was computed (the tokens from the prompt's start, the adapter's name, multimodal input,
-salt); the `Namespace` covers how: weights, settings of the model, number formats, parts of a layer,
-block size, engine layout, codec. Its digest and the block hash together are the key, 48 bytes:
+One block may replace another only if every byte of them would be the same. vLLM's block hash covers
+the input of the computation (the tokens from the prompt's start, the adapter's name, multimodal
+input, salt). The `Namespace` covers its conditions: weights, settings of the model, number formats,
+parts of a layer, block size, engine layout, codec. Its digest and the block hash together are the
+key, 48 bytes:
 
     key = blake2b-128(canonical JSON of all fields) || block hash, zero-padded to 32 bytes
 
 Blocks of an adapter, and of an engine whose weights were changed while it ran, have another name in
 place of their hash (`owned_name`).
 
-The JSON has sorted keys, no spaces and only ASCII, and its values are strings and integers, so
-that two namespaces have the same encoding only if every field is equal. Adding a field changes
-every digest, which makes a cache cold and never wrong. Pure: imports no engine.
+The JSON has sorted keys, no spaces and only ASCII, and its values are strings and integers. So two
+namespaces have the same encoding only if every field is equal. A new field changes every digest,
+which makes caches cold but never wrong. Pure: imports no engine.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any, ClassVar
 DIGEST_BYTES = 16
 HASH_BYTES = 32
 FORMAT_VERSION = 2
-"""Version of payload, checksum and record formats together; one more makes all older blocks
-strangers."""
+"""Version of payload, checksum and record formats together. Incrementing it invalidates all stored
+blocks."""
 
 _PERSON = b"headrace-kv-ns"
 _OWNED_PERSON = b"headrace-kv-own"
@@ -38,8 +39,8 @@ class KvIdentity:
     """Everything that the KV of given tokens depends on. Engines that differ in it share no KV.
 
     The store's namespaces, the proofs of pulls and the kinds of replicas are all made of it.
-    Spellings of one meaning become one: `torch.bfloat16` and `bfloat16`, a `kv_cache_dtype` of
-    `auto` and the model's own dtype.
+    Different spellings of one meaning become equal: `torch.bfloat16` and `bfloat16`, a
+    `kv_cache_dtype` of `auto` and the model's own dtype.
 
     Raises:
         TypeError: a field is not of its type (the encoding depends on it).
@@ -52,7 +53,7 @@ class KvIdentity:
     settings: str
     """All other settings of the model that are not the default, as JSON; see `canonical`."""
     max_model_len: int
-    """Some models choose rotary factors or attention temperatures by it."""
+    """Maximum length, by which some models choose rotary factors or attention temperatures."""
     dtype: str
     kv_cache_dtype: str
     engine: str
@@ -93,12 +94,13 @@ class Namespace(KvIdentity):
     block. Compared and stored by `digest`."""
 
     layers: int
-    """That a block holds, in all."""
+    """Number of layers that a block holds, in all."""
     speculative: str
-    """The draft model that some of them belong to; empty where all are the model's own."""
+    """The draft model that some of the layers belong to; empty if all are the model's own."""
     parts: int
-    """Of each layer, as `headrace_kvstore.parts` cuts it. Tensor-parallel sizes are named by this
-    alone: a block holds the KV of all ranks, which data-parallel ones compute alike."""
+    """Number of parts of each layer, as `headrace_kvstore.parts` cuts it. This alone describes the
+    tensor-parallel size: a block holds the KV of all ranks, and data-parallel ranks compute the
+    same KV."""
     block_tokens: int
     layout: str
     """The engine's name for its cache layout and attention backend."""
@@ -109,7 +111,7 @@ class Namespace(KvIdentity):
     codec: str
     codec_version: int
     technique: str
-    """Empty unless the KV is lossy: then which technique, with the parameters that matter."""
+    """Technique of lossy KV, with the parameters that matter; empty if the KV is exact."""
     format_version: int = FORMAT_VERSION
 
     _NAMES: ClassVar[tuple[str, ...]] = (*KvIdentity._NAMES, "layout", "codec")
@@ -121,39 +123,41 @@ class Namespace(KvIdentity):
         return hashlib.blake2b(self.encoding, digest_size=DIGEST_BYTES, person=_PERSON).digest()
 
     def describe(self) -> str:
-        """One line for logs: the digest, and all fields that say something."""
+        """Return one line for logs: the digest, and all fields that are not empty."""
         known = {name: value for name, value in asdict(self).items() if value != ""}
         return f"{self.digest.hex()[:12]} {canonical(known)}"
 
 
 def canonical(value: Any) -> str:
-    """JSON that is equal for equal values, ASCII only. TypeError if there is none."""
+    """Return JSON that is equal for equal values, ASCII only. Raises TypeError if there is none."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def fingerprint(seed: str) -> str:
-    """Tells hash seeds apart without telling them: under a non-cryptographic algorithm the seed is
-    a secret."""
+    """Return a digest that distinguishes hash seeds without revealing them: under a
+    non-cryptographic algorithm the seed is a secret."""
     return hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()
 
 
 def owned_name(block_hash: bytes, owner: bytes) -> bytes:
-    """The name of a block, 32 bytes, that only engines with the same `owner` give it: what its KV
-    depends on beyond hash and namespace, 1 to 64 bytes."""
+    """Return the name of a block, 32 bytes, that only engines with the same `owner` give it.
+    `owner` describes everything else that its KV depends on, beyond hash and namespace, in 1 to 64
+    bytes."""
     return hashlib.blake2b(
         block_hash, digest_size=HASH_BYTES, key=owner, person=_OWNED_PERSON
     ).digest()
 
 
 def block_key(digest: bytes, block_hash: bytes) -> bytes:
-    """The 48-byte key of a block: namespace digest, then the hash padded with zeros on the right.
+    """Return the 48-byte key of a block: namespace digest, then the hash padded with zeros on the
+    right.
 
     vLLM's hash is 32 bytes (`sha256`, `sha256_cbor`) or 16 (`xxhash`, `xxhash_cbor`). The namespace
     names the algorithm, so lengths never mix in one namespace.
 
     Raises:
-        ValueError: the digest has not 16 bytes; the hash is empty, too long, or all zeros (which
-            marks no block).
+        ValueError: the digest is not 16 bytes long; the hash is empty, too long, or all zeros
+            (which means no block).
     """
     if len(digest) != DIGEST_BYTES:
         raise ValueError(f"namespace digest has {len(digest)} bytes, not {DIGEST_BYTES}")

@@ -1,9 +1,9 @@
-"""Where a KV block's bytes lie in an engine's caches, and in which order a payload holds them.
+"""The layout of a KV block's bytes in an engine's caches, and their order in a payload.
 
 An engine gives one strided tensor a layer. The bytes that one block has in one layer are one or
 more contiguous pieces of equal size. This file finds them from shape and strides alone, so it needs
-no name for the layout (NHD, HND, K and V in one row or apart, MLA, layers inside blocks). The
-payload of a block is, layer after layer and part after part (`parts`), these pieces in ascending
+no name for the layout (NHD, HND, K and V in one row or separate, MLA, layers inside blocks). The
+payload of a block holds these pieces, layer after layer and part after part (`parts`), in ascending
 order of address. A cache that has `count` of a layer's `parts`, from `first` on, has
 
     address(block, layer, part, piece) = base[layer, part, piece] + block * block_stride[layer]
@@ -37,7 +37,7 @@ HEADS = 1
 
 
 class LayoutError(ValueError):
-    """Caches whose blocks cannot be told apart or put into one payload; the text says why."""
+    """Error: a cache's blocks cannot be separated or put into one payload; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class LayerLayout:
     """One layer's cache. Addresses and sizes in bytes."""
 
     address: int
-    """Of block 0's first element."""
+    """Address of block 0's first element."""
     blocks: int
     block_stride_bytes: int
     offsets: tuple[int, ...]
-    """Of the pieces from their block's address: part after part, ascending in each."""
+    """Offsets of the pieces from their block's address: part after part, ascending in each."""
     piece_bytes: int
     axes: str
     """The block's axes in memory order, `axis:extent`, then bytes per element: caches with equal
@@ -76,7 +76,7 @@ def layer_layout(
         shape, strides: of the cache; strides in elements.
         itemsize: bytes per element.
         blocks: the scheduler's block count; `shape[0]` may be a multiple of it.
-        parts: each holds as many heads.
+        parts: number of parts, each of as many heads.
 
     Raises:
         LayoutError: no memory, an empty axis, a block count or parts that do not fit their axes, or
@@ -91,7 +91,7 @@ def layer_layout(
     kernel_blocks = shape[0] // blocks
     block_stride = strides[0] * kernel_blocks
 
-    # (stride, extent, axis), innermost first; an axis of extent 1 moves nothing
+    # (stride, extent, axis), innermost first; an axis of extent 1 has no effect
     extents = [kernel_blocks, *shape[1:]]
     axes = list(zip(strides, extents, range(len(shape)), strict=True))
     inner = sorted(axis for axis in axes if axis[1] > 1)
@@ -126,7 +126,7 @@ def layer_layout(
 
 
 def _refuse_overlap(axes: list[tuple[int, int, int]]) -> None:
-    """Each axis must step over all that the smaller steps reach."""
+    """Check that each axis steps over all elements that the smaller steps reach; else raise."""
     reach = 1
     for stride, extent, axis in sorted(axes):
         if stride < reach:
@@ -175,7 +175,7 @@ class BlockLayout:
 
     @classmethod
     def of_tensors(cls, caches: Mapping[str, Any], blocks: int, held: Held = WHOLE) -> BlockLayout:
-        """Layout of what vLLM's `register_kv_caches` hands over.
+        """Return the layout of the caches that vLLM's `register_kv_caches` hands over.
 
         Args:
             caches: tensor by layer name; they must stay alive as long as addresses are used.
@@ -227,7 +227,7 @@ class BlockLayout:
         return self.layers[0].piece_bytes
 
     def engine_addresses(self, block_ids: ArrayLike) -> NDArray[np.uint64]:
-        """Shape [blocks asked for, layers, pieces]: addresses in the engine's caches.
+        """Return addresses in the engine's caches, shape [blocks asked for, layers, pieces].
 
         Raises:
             IndexError: an id outside the cache.
@@ -239,8 +239,8 @@ class BlockLayout:
         return self._bases[None] + steps
 
     def payload_addresses(self, payloads: ArrayLike) -> NDArray[np.uint64]:
-        """Shape [payloads, layers, pieces]: addresses of the same pieces in payloads that start at
-        these addresses. A layer's are one run."""
+        """Return addresses of the same pieces in payloads that start at these addresses, shape
+        [payloads, layers, pieces]. A layer's pieces are contiguous."""
         starts = np.asarray(payloads, np.uint64).reshape(-1)
         return starts[:, None, None] + self._payload_offsets[None]
 
@@ -260,8 +260,8 @@ class BlockLayout:
         return np.add.outer(layers * self.part_bytes, pieces).astype(np.uint64)
 
     def _refuse_shared_bytes(self) -> None:
-        """Layers whose ranges meet must lie inside each other's blocks: one stride for all, and
-        within it, no piece that reaches into another."""
+        """Refuse layers that share bytes. Layers with overlapping ranges must lie inside each
+        other's blocks: with one stride for all, within which no piece reaches into another."""
         first, size = self._bases.ravel().astype(np.int64), self.piece_bytes
         steps = np.repeat(self._block_strides.astype(np.int64), len(self.layers[0].offsets))
         ends = first + (self.blocks - 1) * steps + size

@@ -15,7 +15,7 @@ from headrace_kvstore.settings import ArenaSettings, Flag, Seconds, Size
 
 
 def is_address(address: str, least_port: int = 1) -> bool:
-    """Whether it is HOST:PORT; an IPv6 host stands in brackets."""
+    """Whether the text is HOST:PORT, with an IPv6 host in brackets."""
     match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", address)
     return match is not None and least_port <= int(match[1]) < 65536
 
@@ -27,7 +27,7 @@ def _address(value: str) -> str:
 
 
 def _split(value: Any) -> Any:
-    """Text with commas as a tuple."""
+    """Return text with commas as a tuple."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
@@ -41,7 +41,7 @@ Writer = Annotated[str, Field(pattern=f"^{WRITER}$")]
 
 
 class NodeSettings(ArenaSettings):
-    """What one node stores, where.
+    """Settings of one node: what it stores, and where.
 
     Attributes:
         block_bytes, layers: how the arena is cut if this process creates it.
@@ -52,7 +52,7 @@ class NodeSettings(ArenaSettings):
         nvme_sync: have the disk keep each block for good before it counts as written. Without it, a
             power cut may cost blocks.
         segment_bytes: of one of its files.
-        backlog_bytes: blocks that may wait to be written; they stay in the arena meanwhile.
+        backlog_bytes: blocks that may wait to be written; they stay in the arena until then.
         writing_bytes, reading_bytes: on their way to and from the disk at once.
         sweep_s: least time between looks through the arena for blocks that were not written.
         warm: fill the arena's free room from NVMe at start.
@@ -61,7 +61,7 @@ class NodeSettings(ArenaSettings):
         listen: HOST:PORT for peers; port 0 takes a free one. None: this node's blocks stay its own.
         peers: HOST:PORT of other nodes to pull blocks from; may name this one too.
         pulling_bytes: on their way from peers at once.
-        pull_limit_s: until a pull counts as too slow, and nobody waits for it any more.
+        pull_limit_s: until a pull counts as too slow, and no request waits for it any more.
         peer_lease_s: for how long blocks are leased from a peer; longer than `pull_limit_s`.
         object_url: such as s3://BUCKET/PREFIX or file:///FOLDER; None for no object tier.
         object_options: of its client, such as `endpoint` and `region`; before the environment.
@@ -70,7 +70,8 @@ class NodeSettings(ArenaSettings):
         object_bytes: what its own objects may take.
         object_bytes_per_s: what writing them may take of the line, in the mean.
         object_sweep_s: between looks through the arena for blocks worth writing there.
-        object_refresh_s: between looks at the next names of objects, for what others have written.
+        object_refresh_s: between looks at the next names of objects, which other nodes may have
+            written.
         object_timeout_s: of one request.
         board_bytes: for what engines leave for each other (`board`), in this process's memory.
         save_board: keep a backup of that as an object, or without an object tier in `nvme_folder`.

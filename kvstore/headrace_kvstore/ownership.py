@@ -1,4 +1,4 @@
-"""Who owns a folder or a socket: the process that holds the lock on a file beside it."""
+"""Ownership of a folder or a socket, by the process that holds the lock on a file beside it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def own(lock: Path) -> int:
-    """Lock the file, which is made if need be. The descriptor keeps the lock, and the kernel
-    releases it when its process dies.
+    """Lock a file, which is made if need be, and return its descriptor. The descriptor keeps the
+    lock, and the kernel releases it when the process dies.
 
     Raises:
         BlockingIOError: another process holds it.

@@ -2,7 +2,7 @@
 
 A block whose KV is approximate must not be found by its tokens: neither in an engine's prefix cache
 nor in the store. Such a block gets a random name in place of vLLM's hash. A request's private
-blocks are its last ones: KV behind an approximate block is approximate, too.
+blocks are its last ones: KV after an approximate block is approximate, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Sequence
 
 _MARK = b"private KV: "
-"""12 bytes. That a hash of 32 bytes begins so by chance has a probability of 2**-96."""
+"""Prefix of 12 bytes. A hash of 32 bytes begins so by chance with a probability of 2**-96."""
 
 
 def private_name(request: bytes, number: int) -> bytes:
@@ -32,7 +32,7 @@ def is_private(name: bytes) -> bool:
 
 
 def shared_blocks(names: Sequence[bytes]) -> int:
-    """Return how many of a request's first blocks others may use.
+    """Return how many of a request's first blocks other requests may use.
 
     Args:
         names: of its blocks, in order.

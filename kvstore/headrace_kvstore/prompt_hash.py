@@ -6,11 +6,11 @@ vLLM hashes a block as
 
 where the first block's parent is the hash of a seed, and the extra keys are null or strings: the
 LoRA adapter's name in every block, the cache salt in the first. Only the tokens change in length,
-so they are encoded for the whole prompt at once, and what stands around them is the same for all
+so they are encoded for the whole prompt at once, and the bytes around them are the same for all
 blocks. `tests/unit/test_prompt_hash.py` compares with vLLM.
 
-Routers know a block by its *key*: the low 64 bits of its hash. vLLM's events carry hashes like
-this, too, unless they are told otherwise (`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`).
+Routers know a block by its *key*: the low 64 bits of its hash. vLLM's events carry such keys, too,
+unless `VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES` is switched off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LONGEST_HEAD = 5
 
 
 def root_hash(seed: str) -> bytes:
-    """What stands for the parent of a first block (`vllm.v1.core.kv_cache_utils.NONE_HASH`)."""
+    """Return the parent hash of a first block (`vllm.v1.core.kv_cache_utils.NONE_HASH`)."""
     return sha256(_text(seed)).digest()
 
 
@@ -43,7 +43,7 @@ def hash_prompt(
     salt: str = "",
     lora: str = "",
 ) -> list[bytes]:
-    """Hashes of a prompt's full blocks, 32 bytes each.
+    """Return the hashes of a prompt's full blocks, 32 bytes each.
 
     Args:
         tokens: token ids, [tokens].
@@ -52,7 +52,7 @@ def hash_prompt(
         lora: name of its LoRA adapter, if any.
 
     Raises:
-        ValueError: a token id is no number of 32 bits, or `root` has not 32 bytes.
+        ValueError: a token id is no number of 32 bits, or `root` is not 32 bytes long.
     """
     if len(root) != DIGEST_BYTES:
         raise ValueError(f"the root hash has {len(root)} bytes, not {DIGEST_BYTES}")
@@ -77,14 +77,14 @@ def hash_prompt(
 
 
 def key_of(block_hash: bytes | int) -> int:
-    """The key of one block."""
+    """Return the key of one block."""
     if isinstance(block_hash, int):
         return block_hash & (1 << 8 * KEY_BYTES) - 1
     return int.from_bytes(block_hash[-KEY_BYTES:], "big")
 
 
 def keys_of(hashes: Sequence[bytes | int]) -> NDArray[np.uint64]:
-    """Keys of blocks, [blocks] u64. Hashes in bytes must have at least 8."""
+    """Return the keys of blocks, [blocks] u64. Hashes in bytes must have at least 8."""
     if not hashes:
         return np.zeros(0, np.uint64)
     try:
@@ -114,7 +114,7 @@ def _as_u32(tokens: Sequence[int] | NDArray[np.integer], count: int) -> NDArray[
 
 
 def _head(major: int, value: int) -> bytes:
-    """The beginning of a CBOR item."""
+    """Return the beginning of a CBOR item."""
     if value < 24:
         return bytes([major << 5 | value])
     for more, size in enumerate((1, 2, 4)):
@@ -136,7 +136,7 @@ def _extra(keys: tuple[str, ...]) -> bytes:
 def _encode(
     ids: NDArray[np.uint32], block: int, out: NDArray[np.uint8], ends: NDArray[np.int64]
 ) -> None:
-    """Numbers in CBOR's shortest form, and where each block of them ends."""
+    """Encode numbers in CBOR's shortest form, and record where each block of them ends."""
     at = 0
     for i in range(ids.size):
         one = np.int64(ids[i])

@@ -6,26 +6,26 @@ that the client itself sends only divides its tenant further:
 
     tenant:NAME:SALT            NAME holds no colon, so no two pairs make the same salt
 
-Without keys there are no tenants but the salts that clients send. An engine with LoRA adapters tags
-them, since vLLM hashes an adapter's name in the salt's place: a salt that equals a name would share
-the first block of the adapter's prompts.
+Without keys, the salts that clients send take the place of tenants. An engine with LoRA adapters
+tags these salts, since vLLM hashes an adapter's name in the salt's place: a salt that equals a name
+would share the first block of the adapter's prompts.
 
     salt:SALT
 
-KV that must not meet other KV of the same tokens gets a mark in front of all this:
+KV that must be isolated from other KV of the same tokens gets a mark in front of all this:
 
     technique:MARK:...          MARK holds no colon
 
 Blocks under a marked salt live in engines only: the store neither supplies nor keeps them
-(`connector.scheduler`), but for what an engine saves under names of its own. `EXACT` is one
-such mark; a request without a technique has none, so its keys are what they are without any of
-this. No client may send a salt that looks marked.
+(`connector.scheduler`), except for blocks that an engine saves under names of its own. `EXACT` is
+one such mark. A request without a technique has no mark, so its keys are the same as without this
+module. No client may send a salt that looks marked.
 """
 
 from __future__ import annotations
 
 EXACT = "exact"
-"""Of a request that wants exact KV only, in an app whose store gives other KV, too."""
+"""Mark of a request that wants only exact KV, in an app whose store also gives lossy KV."""
 
 _PREFIX = "tenant:"
 _CLIENT = "salt:"
@@ -33,7 +33,7 @@ _MARKED = "technique:"
 
 
 def salt_of(tenant: str, own: str = "") -> str:
-    """The salt of a tenant's request; `own` is what the client sent.
+    """Return the salt of a tenant's request; `own` is the salt that the client sent.
 
     Raises:
         ValueError: a tenant's name is empty or holds a colon.
@@ -49,7 +49,7 @@ def unlike_adapters(salt: str) -> str:
 
 
 def tenant_of(salt: str) -> str:
-    """The tenant in a salt; the salt itself, less its mark and tag, if it names none."""
+    """Return the tenant in a salt; the salt itself, without its mark and tag, if it names none."""
     if is_marked(salt):
         salt = salt[len(_MARKED) :].partition(":")[2]
     if not salt.startswith(_PREFIX):
@@ -59,7 +59,7 @@ def tenant_of(salt: str) -> str:
 
 
 def marked(salt: str, mark: str) -> str:
-    """The salt of KV that is shared under this mark only.
+    """Return the salt of KV that is shared under this mark only.
 
     Raises:
         ValueError: the mark is empty or holds a colon, or the salt is marked already.
@@ -72,5 +72,5 @@ def marked(salt: str, mark: str) -> str:
 
 
 def is_marked(salt: str) -> bool:
-    """Whether KV under this salt is kept apart."""
+    """Whether KV under this salt is isolated."""
     return salt.startswith(_MARKED)

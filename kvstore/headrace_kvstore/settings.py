@@ -36,7 +36,7 @@ class SettingsError(ValueError):
 
 
 class ArenaSettings(BaseModel):
-    """What every process of an arena says of it; the process that creates the arena decides.
+    """Settings of an arena, given by each of its processes; those of its creator hold.
 
     Attributes:
         name: of the arena; processes that give the same name share its blocks.
@@ -95,8 +95,8 @@ class StoreSettings(ArenaSettings):
         lease_s: longest time that a load may take before its blocks may be evicted.
         copy_threads: threads that copy blocks in and out.
         staging_bytes: memory that layers from files pass through.
-        node: ask the node's StoreNode for what is not in DRAM, where there is one.
-        node_timeout_s: longest wait for what it has; other requests go on meanwhile.
+        node: ask the node's StoreNode, if there is one, for blocks that are not in DRAM.
+        node_timeout_s: longest wait for these blocks; other requests do not wait.
         priced: load from below DRAM, peers and objects included, only what is predicted to take
             fewer seconds than computing.
         codec: how blocks are stored: raw is exact; fp8 and int4 are not, and shared only with

@@ -1,4 +1,4 @@
-"""Runs of a prompt that the KV store can supply: from which tier, and after which wait. Pure."""
+"""Runs of a prompt that the KV store can supply, with their tier and their wait. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 DRAM, NVME, REMOTE, OBJECT = MEDIA = ("dram", "nvme", "remote", "object")
-"""Fastest first. What is remote or in objects comes into DRAM before engines load it."""
+"""Media, fastest first. Remote blocks and blocks in objects go into DRAM before engines load
+them."""
 
 
 class Supply(NamedTuple):
@@ -16,14 +17,14 @@ class Supply(NamedTuple):
     medium: str
     """One of MEDIA."""
     length: int
-    """In blocks as a node says, in tokens as plans take it."""
+    """Length of the run: in blocks in a node's answer, in tokens in plans."""
     wait_s: float = 0.0
-    """Predicted seconds until an engine can load them; 0 where it can at once."""
+    """Predicted seconds until an engine can load the run; 0 if it can at once."""
 
 
 def common(workers: Sequence[Sequence[Supply]]) -> list[Supply]:
-    """The leading run that every worker of an engine is supplied with: of each block the slowest
-    medium, of each medium the longest wait."""
+    """Return the leading run that every worker of an engine is supplied with. Each block has its
+    slowest medium, each medium its longest wait."""
     waits: dict[str, float] = {}
     for supply in (supply for supplies in workers for supply in supplies):
         waits[supply.medium] = max(supply.wait_s, waits.get(supply.medium, 0.0))

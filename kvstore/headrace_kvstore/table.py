@@ -1,4 +1,4 @@
-"""The slot record of the DRAM tier: what the arena knows of each KV block, one row per slot.
+"""The slot record of the DRAM tier: the arena's facts about each KV block, one row per slot.
 
 The arena writes these rows and the eviction policy reads them, so this file imports neither.
 Seconds are of time.monotonic(), one clock for all processes of a machine.
@@ -16,7 +16,7 @@ WRITING = 1  # reserved; its owner is copying the block in
 READY = 2  # complete and readable
 
 MOST_WRITERS = 32
-"""Processes that may fill one slot together."""
+"""Maximum number of processes that may fill one slot together."""
 
 HASH_BYTES = 32  # vLLM's block hash, zero-padded
 
@@ -26,7 +26,7 @@ SLOT = np.dtype(
         ("pinned", "u1"),  # 1: never evicted
         ("namespace", "u2"),  # row in the arena's namespace table
         ("tenant", "u4"),  # hash of the tenant (cache salt), for quotas; 0: none
-        ("depth", "u4"),  # blocks that stand before it in its prefix; 0: a root
+        ("depth", "u4"),  # number of blocks before it in its prefix; 0: a root
         ("hits", "u4"),  # times leased since it was stored
         ("generation", "u4"),  # grows each time the slot is given to another block
         ("owner", "i4"),  # while WRITING: pid of the writer, or a group of writers, below 0
@@ -35,15 +35,15 @@ SLOT = np.dtype(
         ("stored_s", "f8"),  # when it was published; while WRITING, when it was reserved
         ("used_s", "f8"),  # when it was last leased, published or reserved
         ("lease_until_s", "f8"),  # readers may be copying until then
-        ("bytes", "f8"),  # what it occupies, 0 while FREE
-        ("compute_s", "f4"),  # predicted seconds to compute this block where it stands; 0: unknown
+        ("bytes", "f8"),  # size of the slot, 0 while FREE
+        ("compute_s", "f4"),  # predicted seconds to compute this block at its depth; 0: unknown
         ("awaits", "u4"),  # while WRITING: a bit for each writer that is not done
     ],
     align=True,
 )
 
 STORED = 1  # a block became readable
-REMOVED = 2  # a block is gone
+REMOVED = 2  # a block was removed
 
 EVENT = np.dtype(
     [
@@ -57,7 +57,7 @@ EVENT = np.dtype(
 
 
 def pack_hashes(hashes: Sequence[bytes] | np.ndarray) -> np.ndarray:
-    """Block hashes as the u64 words [n, 4] that the arena compares.
+    """Return block hashes as the u64 words [n, 4] that the arena compares.
 
     Takes bytes of at most 32 each (zero-padded), or an array of n rows of 32 bytes of any dtype.
     Raises ValueError for longer hashes.
@@ -72,7 +72,8 @@ def pack_hashes(hashes: Sequence[bytes] | np.ndarray) -> np.ndarray:
 
 
 def tenant_number(salt: str) -> int:
-    """A cache salt's tenant in the slot table: 0 for none, else 32 bits of the hash of its name."""
+    """Return a cache salt's tenant for the slot table: 0 for none, else 32 bits of its name's
+    hash."""
     if not salt:
         return 0
     name = tenant_of(salt).encode()
@@ -80,5 +81,5 @@ def tenant_number(salt: str) -> int:
 
 
 def hash_word(block_hash: bytes) -> int:
-    """The `parent` field that stands for this block hash: its first 8 bytes, little-endian."""
+    """Return the `parent` field for this block hash: its first 8 bytes, little-endian."""
     return int.from_bytes(block_hash[:8], "little")

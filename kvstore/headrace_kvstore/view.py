@@ -1,9 +1,9 @@
-"""Which blocks of a prompt this machine's KV store holds, for planners on that machine.
+"""View of the blocks of a prompt in this machine's KV store, for planners on that machine.
 
-The arena is shared memory, so the planner reads it directly, as the engines do. What DRAM holds is
-known exactly, for the price of hashing the prompt. For tiers below DRAM, the machine's StoreNode is
-asked (`survey`). The engine reports its blocks' namespace with its statistics; until then the view
-is empty.
+The arena is shared memory, so the planner reads it directly, as the engines do. So it knows exactly
+which blocks DRAM holds, for the price of hashing the prompt. For tiers below DRAM it asks the
+machine's StoreNode (`survey`). The engine reports its blocks' namespace with its statistics; until
+then the view is empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace_kvstore.supply import DRAM, Supply
 logger = logging.getLogger("headrace.kvstore")
 
 ARENA_CHECK_S = 1.0
-"""Between checks whether the arena was replaced; each takes 3 us."""
+"""Time between checks whether the arena was replaced; each takes 3 us."""
 
 Hasher = Callable[[Sequence[int], str], list[bytes]]
 """(token ids, salt) -> vLLM's hashes of the prompt's full blocks."""
@@ -56,15 +56,15 @@ class StoreView:
         self._rows: list[int] = []
 
     def held_tokens(self, token_ids: Sequence[int], salt: str) -> int:
-        """Leading tokens of a prompt that every worker's part of is in DRAM. Never raises."""
+        """Return how many leading tokens of a prompt have all workers' KV in DRAM. Never raises."""
         return self._look(token_ids, salt)[1] * self._block_tokens
 
     async def supplies(self, token_ids: Sequence[int], salt: str, compute_s: float) -> list[Supply]:
-        """Leading tokens of a prompt that the store could supply, by medium; below DRAM as far as
-        the node answers at once. Never raises.
+        """Return the leading tokens of a prompt that the store could supply, by medium; those below
+        DRAM only if the node answers in time. Never raises.
 
         Args:
-            compute_s: what computing a block takes.
+            compute_s: seconds to compute a block.
         """
         hashes, held = self._look(token_ids, salt)
         # The last token is always computed, so the block that it completes is never loaded.
@@ -87,12 +87,12 @@ class StoreView:
 
     @property
     def survey_failures(self) -> Mapping[str, int]:
-        """Questions to the node without an answer, by what came in its place."""
+        """Number of questions to the node without an answer, by the error or reply in its place."""
         return self._surveyor.failures
 
     def pin(self, token_ids: Sequence[int], salt: str, pinned: bool = True) -> int:
-        """Keep a prompt's blocks in DRAM whatever comes, or let them go; how many tokens of it are
-        there, and pinned if they are to be: pins have a limit (`Arena.pin`)."""
+        """Pin a prompt's blocks in DRAM, or unpin them. Return how many leading tokens of the
+        prompt are there and, with `pinned`, are pinned: pins have a limit (`Arena.pin`)."""
         if not self._open() or self._arena is None:
             return 0
         hashes = self._hashes(token_ids, salt)
@@ -100,18 +100,19 @@ class StoreView:
         return _leading(np.logical_and.reduce(held)) * self._block_tokens
 
     def stats(self) -> dict[str, Any]:
-        """The arena's own; empty while it is not known."""
+        """Return the arena's statistics; empty while it is not known."""
         return self._arena.stats() if self._open() and self._arena is not None else {}
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Close the arena and the connection to the node."""
         self._surveyor.close()
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
 
     def _look(self, token_ids: Sequence[int], salt: str) -> tuple[list[bytes], int]:
-        """Hashes of a prompt's full blocks, and how many leading ones all workers have in DRAM."""
+        """Return the hashes of a prompt's full blocks, and how many leading ones all workers have
+        in DRAM."""
         if len(token_ids) < self._block_tokens or not self._open() or self._arena is None:
             return [], 0
         try:
@@ -123,7 +124,7 @@ class StoreView:
             return [], 0
 
     def _open(self) -> bool:
-        """Whether the arena is mapped and the engine's namespaces are in it."""
+        """Map the arena if need be; return whether the engine's namespaces are in it."""
         digests = self._digests()
         self._leave_replaced()
         if self._rows and self._arena is not None:
@@ -155,7 +156,7 @@ class StoreView:
 
 
 def store_settings(transfer: Any) -> StoreSettings | None:
-    """The store's settings in vLLM's KVTransferConfig, alone or beside other connectors."""
+    """Return the store's settings in vLLM's KVTransferConfig, alone or beside other connectors."""
     if transfer is None:
         return None
     extra = transfer.kv_connector_extra_config or {}
@@ -168,5 +169,5 @@ def store_settings(transfer: Any) -> StoreSettings | None:
 
 
 def _leading(held: np.ndarray) -> int:
-    """How many are True before the first that is not."""
+    """Return how many are True before the first that is not."""
     return int(len(held) if held.all() else held.argmin())

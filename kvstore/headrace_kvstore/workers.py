@@ -14,7 +14,7 @@ Task = Callable[[], None]
 
 
 class Workers:
-    """`count` threads that carry out tasks in order; a task that raises is logged.
+    """Pool of `count` threads that carry out tasks in order; a task that raises is logged.
 
     The threads start with the first task.
     """
@@ -29,7 +29,7 @@ class Workers:
         ]
 
     def submit(self, task: Task) -> None:
-        """Have a task carried out."""
+        """Queue a task."""
         with self._lock:
             if not self._started:
                 self._started = True
@@ -38,7 +38,7 @@ class Workers:
         self._tasks.put(task)
 
     def close(self, timeout_s: float) -> bool:
-        """Carry out what waits, then end; False if a task hangs, and is left behind."""
+        """Carry out waiting tasks, then end; return False if a task hangs and is abandoned."""
         deadline = time.monotonic() + timeout_s
         for _ in self._threads:
             self._tasks.put(None)

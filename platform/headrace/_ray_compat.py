@@ -1,4 +1,4 @@
-"""All that the platform takes from Ray beyond its public API; an upgrade breaks this file first.
+"""The platform's uses of Ray beyond its public API. An upgrade of Ray breaks this file first.
 
 `PDServingArgs` is the schema of `ray.serve.llm:build_pd_openai_app`, whose arguments we accept
 whole; the other two build Ray's classic and direct ingress, which stay a configuration switch.

@@ -1,5 +1,5 @@
-"""Says whether prefill and decode apart pays on the traffic seen, and how many replicas of each
-role it takes.
+"""Decides whether disaggregation of prefill and decode pays for the recent traffic, and how many
+replicas of each role the traffic takes.
 
 All splits of the engines at hand are compared by the seconds of a mean request: to its first token,
 and those of its answer. `lambda` is requests a second, `o` tokens of an answer, `T(r)` seconds of a
@@ -13,12 +13,12 @@ lack of a prompt, `E` a mean::
                   token = T(r) / (1 - busy),     r = lambda / n o token,  busy = lambda / n E[C_d]
 
 `wait` is that of M/G/n, one queue for n servers (Lee and Longton 1959), since each prompt goes
-where it waits least. ErlangC is the part of the prompts that find all n busy.
+to the engine with the shortest wait. ErlangC is the part of the prompts that find all n busy.
 A decode engine that computes prompts gives its streams the rest of its time. On one machine,
-another engine that computes prompts takes `share` of a decode engine's speed, as well:
-``T(r) / (1 - share busy)`` apart, ``T(r) / (1 - (1 + share) busy)`` together. A split is overloaded
-if an engine has more than a second of prompts a second, or if more requests would run than its KV
-cache holds. Caches are taken to hit as often in every split.
+another engine that computes prompts takes `share` of a decode engine's speed, as well. Then `token`
+is ``T(r) / (1 - share busy)`` in `apart` and ``T(r) / (1 - (1 + share) busy)`` in `together`. A
+split is overloaded if an engine has more than a second of prompts a second, or if more requests
+would run than its KV cache holds. Caches are assumed to hit as often in every split.
 
 Pure: no Ray, no vLLM, no I/O.
 """
@@ -33,26 +33,27 @@ from typing import Any
 from headrace_engine.steptime import StepTime
 
 LEAST_REQUESTS = 32
-"""Below, nothing is said."""
+"""Minimum number of requests for an advice."""
 MOST_BUSY = 0.8
-"""Part of its time or its places that an engine should be busy at most."""
+"""Maximum part of its time or its places for which an engine should be busy."""
 MOST_SPLITS = 64
-"""Of many engines, only so many splits are compared, evenly apart."""
+"""Maximum number of splits that are compared; of many engines, evenly spaced ones."""
 _ROUNDS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The traffic, and what it costs: means of a request. Seconds, tokens.
+    """The traffic and its cost: means of a request, in seconds and tokens.
 
     Attributes:
         rate: requests a second.
         local_s, local_square: seconds to compute a prompt on a decode engine, and their square.
         remote_s, remote_square: the same on a prefill engine, with the call.
-        move_s: to bring a prompt's KV to the decode engine.
-        steps: of a decode engine.
-        most_running: requests that its KV cache holds.
-        share: of its speed that it loses while another engine of its machine computes prompts.
+        move_s: seconds to bring a prompt's KV to the decode engine.
+        steps: step times of a decode engine.
+        most_running: maximum number of requests that its KV cache holds.
+        share: fraction of its speed that it loses while another engine of its machine computes
+            prompts.
     """
 
     rate: float
@@ -70,10 +71,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Engines of each role, and what a mean request would see; inf where they are overloaded.
+    """Engines of each role, and the seconds of a mean request; inf where they are overloaded.
 
     Attributes:
-        busy: part of its time that the engine which computes prompts does so.
+        busy: part of its time in which an engine that computes prompts does so.
         full: part of its places that a decode engine would need at its slowest step; above 1, it is
             overloaded.
     """
@@ -89,12 +90,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What the traffic seen would take.
+    """Splits of the engines at hand, and the engines that the recent traffic would take.
 
     Attributes:
         now: the engines as they are. together: as many engines without prefill engines. best: the
             best split of as many.
-        prefill, decode: the fewest engines of each role, apart, that are busy at most `MOST_BUSY`.
+        prefill, decode: the fewest engines of each role, disaggregated, that are busy at most
+            `MOST_BUSY`.
     """
 
     now: Split
@@ -108,7 +110,7 @@ class Advice:
         return self.best.prefill > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; None in place of inf."""
+        """Return JSON-able fields, with None in place of inf."""
         told = {"apart_pays": self.apart_pays, **asdict(self)}
         for name in ("now", "together", "best"):
             told[name] = {k: v if math.isfinite(v) else None for k, v in told[name].items()}
@@ -116,7 +118,7 @@ class Advice:
 
 
 def advise(load: Load, prefill: int, decode: int) -> Advice:
-    """The advice for a cluster of so many engines.
+    """Return the advice for a cluster of so many engines.
 
     Raises:
         ValueError: there is no decode engine, or no traffic.
@@ -139,7 +141,7 @@ def advise(load: Load, prefill: int, decode: int) -> Advice:
 
 
 def split(load: Load, prefill: int, decode: int) -> Split:
-    """What a mean request sees on so many engines of each role."""
+    """Return the seconds of a mean request on so many engines of each role."""
     apart, rate = prefill > 0, load.rate / (prefill or decode)
     mean_s, square, move_s = load.local_s, load.local_square, 0.0
     if apart:
@@ -163,7 +165,7 @@ def split(load: Load, prefill: int, decode: int) -> Split:
 
 
 def queue_of(rate: float, engines: int, mean_s: float, square: float) -> tuple[float, float]:
-    """(part of the prompts that wait, mean seconds that these wait) before engines that are not
+    """Return (part of the prompts that wait, mean seconds that these wait) at engines that are not
     overloaded. M/G/n, by the recursion of Erlang's loss formula B: C = n B / (n - a (1 - B))."""
     a, lost = rate * mean_s, 1.0
     for n in range(1, engines + 1):
@@ -173,12 +175,12 @@ def queue_of(rate: float, engines: int, mean_s: float, square: float) -> tuple[f
 
 
 def places(load: Load, rate: float) -> float:
-    """Decode engines that so many requests a second keep full."""
+    """Return how many decode engines `rate` requests a second keep full."""
     return rate * load.answer_tokens * step_s(load, load.most_running) / load.most_running
 
 
 def pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
-    """(seconds a token, requests that run) where arrivals and departures are as many: the least
+    """Return (seconds a token, requests that run) where as many requests arrive as leave: the least
     solution of r = rate o slower T(r)."""
     running = 0.0
     for _ in range(_ROUNDS):
@@ -200,10 +202,10 @@ def step_s(load: Load, running: float) -> float:
 
 
 def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The advice for the replicas of a status document, or None while too little is known.
+    """Return the advice for the replicas of a status document, or None while too little is known.
 
-    Each decode replica tells its own traffic and fits: rates are added up, and the other means
-    weighed by them.
+    Each decode replica reports its own traffic and fits. Rates are added up, and they weight the
+    other means.
     """
     routers = [one["router"] for one in replicas if one.get("role") == "decode"]
     prefill = sum(one.get("role") == "prefill" for one in replicas)
@@ -217,7 +219,7 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def load_of(routers: Sequence[Mapping[str, Any]]) -> Load | None:
-    """The traffic of decode replicas, from what their routers tell (`Router.snapshot` with
+    """Return the traffic of decode replicas from their routers' documents (`Router.snapshot` with
     `outcomes`), or None while too little is known."""
     told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
     told = [traffic for traffic in told if traffic.get("rate", 0.0) > 0.0]

@@ -4,7 +4,7 @@
     direct             client -> HAProxy -> decode replica: Ray's fast path, where clients resume
     classic            client -> Serve proxy -> ingress -> actor call: Ray's default
 
-and behind each of them decode -> prefill, as planned per request, both over one KV store.
+Each of them continues with decode -> prefill, as planned per request, both over one KV store.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ def build_configured(args: dict[str, Any]) -> Application:
 
 
 def _standby(pd: PDServingArgs, token_path: str) -> Standby | None:
-    """How prefill replicas stand in for decode replicas; None where they cannot."""
+    """Return how prefill replicas answer in place of decode replicas; None where they cannot."""
     if token_path != "relay" or _is_grouped(pd.prefill_config):
         return None
     return Standby(PlannedVLLMEngine, StandIn)
 
 
 def _use_own_nixl(engine: dict[str, Any], integrity: IntegritySection) -> None:
-    """Where an engine's connector is vLLM's NixlConnector, load ours of that name instead."""
+    """If an engine's connector is vLLM's NixlConnector, load ours of that name instead."""
     transfer = engine.get("kv_transfer_config")
     if not isinstance(transfer, dict) or transfer.get("kv_connector") != "NixlConnector":
         return
@@ -159,7 +159,7 @@ def _use_own_nixl(engine: dict[str, Any], integrity: IntegritySection) -> None:
 
 
 def _trace_engine(config: Any, otlp_endpoint: str) -> None:
-    """Have vLLM make its own span of each request, and take ours for its parent."""
+    """Have vLLM make its own span of each request, as a child of ours."""
     url = otlp_endpoint.rstrip("/") + "/v1/traces"
     config.engine_kwargs.setdefault("otlp_traces_endpoint", url)
     env = (config.runtime_env or {}).get("env_vars", {})
@@ -197,7 +197,7 @@ def _is_grouped(config: Any) -> bool:
 
 
 def _options(config: Any, role: str, drain_s: float, *, routed: bool) -> dict[str, Any]:
-    """Deployment options of a role; what the user set stays.
+    """Return a role's deployment options, without those that the user has set.
 
     Args:
         routed: whether handles let the caller name a replica.

@@ -1,4 +1,4 @@
-"""Which arguments of Ray's app cannot work here, and what to set instead.
+"""Finds arguments of Ray's app that cannot work here, and names those to set instead.
 
 `build_app` takes the arguments of `ray.serve.llm:build_pd_openai_app`. One that would have no
 effect is refused when the app is built, by name, never ignored. The table in docs/drop-in.md says
@@ -18,7 +18,7 @@ API_KEY = "VLLM_API_KEY"
 
 
 def refusals(pd: Any, token_path: str, *, own_port: bool = True) -> list[str]:
-    """One line for each argument that would have no effect.
+    """Return one line for each argument that would have no effect.
 
     Args:
         pd: the validated arguments (`PDServingArgs`).

@@ -1,4 +1,4 @@
-"""Whether a replica lives: the one model that relay, pool, planner and quarantine judge by.
+"""Decides whether a replica lives. Relay, pool, planner and quarantine all use this one model.
 
     healthy   gets requests.
     suspect   gets requests only where no replica is healthy, and none in the second after it
@@ -12,14 +12,14 @@ The evidence of one replica:
   `WINDOW` make it down, and one that passes makes it suspect again until fewer than two failures
   are left. A connection that breaks counts as a missed probe, and the next probe decides.
 - Bytes of an answer: its engine works, and failures before them count no more.
-- A refused connection: its server takes nothing new, so it drains, or is gone; then the
-  connections of its requests break by themselves.
+- A refused connection: its server takes nothing new, so it drains or has ended. If it has ended,
+  the connections of its requests break by themselves.
 - Its own word that its engine is dead: down until a probe passes.
-- Reports: after `SILENT_S` without one it is suspect. They come from its event loop and say nothing
-  of its engine, so they end no other doubt.
+- Reports: after `SILENT_S` without one it is suspect. They come from its event loop and do not show
+  whether its engine works, so they end no other doubt.
 
-Time-outs follow the engine: a health check fails by itself once a step takes a multiple of its
-predicted time (`headrace_decode.health`). So a probe has to bound only the event loop's stalls.
+Time-outs follow the engine: a health check fails when a step takes a multiple of its predicted time
+(`headrace_decode.health`). So a probe's own time-out has to bound only the event loop's stalls.
 
 Pure: no I/O, no clocks. One thread owns it.
 """
@@ -33,28 +33,30 @@ from enum import Enum
 from typing import Any
 
 MAX_FAILURES, WINDOW = 3, 5
-"""Missed probes of the last few that make a replica down. Kubernetes' default `failureThreshold` is
-3; Envoy's outlier detection (`consecutive_5xx`) and sglang's router wait for 5."""
+"""A replica with so many missed probes of the last few is down. Kubernetes' default
+`failureThreshold` is 3; Envoy's outlier detection (`consecutive_5xx`) and sglang's router wait for
+5."""
 PROBE_INTERVAL_S = 1.0
-"""Between two probes. Kubernetes' default is 10 s, for a container whose restart takes minutes;
-here a stream waits."""
+"""Time between two probes. Kubernetes' default is 10 s, for a container whose restart takes
+minutes; here a stream waits."""
 PROBE_TIMEOUT_S = 1.0
 """Kubernetes' default `timeoutSeconds`. With three failures, an event loop may stall for 3 s."""
 MIN_GAP_S = 0.5
 """Failures that are closer count once: the connections of a killed process break together."""
 SILENT_S = 2.0
-"""Without a byte of any answer until the first probe, and without a report until a replica is
+"""Time without a byte of any answer until the first probe, and without a report until a replica is
 suspect: ten reports are missing then."""
 RETRY_RATIO, MIN_RETRIES_S = 0.2, 10.0
 """Requests that one replica takes over from replicas that are down, each second: a share of those
 that it has, and at least so many. Both are Linkerd's (`retryRatio`, `minRetriesPerSecond`), and the
 share is Envoy's `retry_budget`, too."""
 FORGET_S = 600.0
-"""Doubts of a replica of which nothing more is heard; replicas that start again have other ids."""
+"""Time after which the evidence on a silent replica is removed. A replica that starts again has
+another id."""
 
 
 class State(Enum):
-    """How a replica stands."""
+    """State of a replica."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -82,11 +84,11 @@ class _Record:
     """Its last probes, oldest first."""
     failed_s: float | None = None
     touched_s: float = 0.0
-    """When there last was evidence of doubt."""
+    """Time of the last evidence of doubt."""
     refused: bool = False
     dead: bool = False
     left: bool = False
-    """Ray Serve counts it among the replicas that run no more."""
+    """Whether Ray Serve no longer lists it among the replicas that run."""
     told_draining: bool = False
     reported_s: float | None = None
     silent: bool = False
@@ -114,15 +116,15 @@ class Liveness:
         self._records: dict[str, _Record] = {}
         self._unhealthy: dict[str, State] = {}
         self._retries: dict[str, tuple[float, float]] = {}
-        """By replica: requests that it may take over now, as of a time."""
+        """By replica: the requests that it may take over, and the time of this count."""
 
     @property
     def unhealthy(self) -> Mapping[str, State]:
-        """Replicas that are not healthy, and how they stand. Read only."""
+        """States of the replicas that are not healthy. Read only."""
         return self._unhealthy
 
     def state(self, replica: str) -> State:
-        """Return how a replica stands; one that is not known is healthy."""
+        """Return a replica's state; one that is not known is healthy."""
         return self._unhealthy.get(replica, State.HEALTHY)
 
     def needs_probe(self, replica: str) -> bool:
@@ -158,12 +160,12 @@ class Liveness:
         self._judge(replica)
 
     def on_broken(self, replica: str, now_s: float) -> None:
-        """A connection broke while the replica worked on a request."""
+        """Take that a connection broke while the replica worked on a request."""
         self._fail(self._touched(replica, now_s), now_s)
         self._judge(replica)
 
     def on_bytes(self, replica: str, at_s: float) -> None:
-        """Bytes of an answer came at this time."""
+        """Take that bytes of an answer came at this time."""
         record = self._records.get(replica)
         if record is not None and record.failed_s is not None and at_s > record.failed_s:
             record.passed.clear()
@@ -171,7 +173,7 @@ class Liveness:
             self._judge(replica)
 
     def on_report(self, replica: str, now_s: float, *, draining: bool = False) -> None:
-        """A report came."""
+        """Take that a report came."""
         record = self._record(replica)
         record.reported_s = now_s
         if record.silent or record.told_draining != draining:
@@ -179,10 +181,10 @@ class Liveness:
             self._judge(replica)
 
     def on_members(self, known: Iterable[str], members: Collection[str], now_s: float) -> None:
-        """Ray Serve tells which replicas get requests.
+        """Take from Ray Serve which replicas get requests.
 
         Args:
-            known: those that got some before.
+            known: the replicas that got requests before.
         """
         for replica in known:
             if replica not in members:
@@ -201,7 +203,7 @@ class Liveness:
             self._judge(replica)
 
     def check(self, now_s: float) -> None:
-        """Notice missing reports, and remove old doubts. To be called about once a second."""
+        """Find missing reports, and remove old evidence. To be called about once a second."""
         for replica, record in list(self._records.items()):
             reported_s = record.reported_s
             if reported_s is not None and not record.silent and now_s - reported_s > SILENT_S:
@@ -237,7 +239,7 @@ class Liveness:
         return granted
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: replicas that are not healthy."""
+        """Return, JSON-able, the replicas that are not healthy."""
         return {replica: state.value for replica, state in self._unhealthy.items()}
 
     # Inside

@@ -1,14 +1,14 @@
-"""What came of a replica's plans: the hits that were reached, what the choices cost in hindsight,
-and the traffic that they were made for.
+"""Results of a replica's plans: the hits that were reached, the cost of the choices in hindsight,
+and the traffic that the plans were made for.
 
 Hits: of a prompt's tokens, those that some engine's cache or some node's store held when the plan
 was made are *reachable*; those that the engine which prefilled it did not compute are *reached*.
 
 Regret: a plan that was carried out cost its predicted total, with the first token's predicted
-seconds replaced by the measured ones. Regret is what this exceeds the best other choice's total by,
-and at least 0. What the others would have cost is not known: theirs are the predictions made with
-the plan. So chance in what was measured counts as regret, too, and a regret of a few hundredths of
-what the plans cost is none.
+seconds replaced by the measured ones. Regret is the difference to the best other choice's total,
+and at least 0. The real cost of the other choices is not known: the predictions made with the plan
+stand for it. So chance in the measurement counts as regret, too, and a regret of a few hundredths
+of the plans' cost means nothing.
 
 Pure: no Ray, no vLLM, no I/O. Call it from one thread.
 """
@@ -28,20 +28,20 @@ from headrace.router.plan import Plan
 from headrace_engine.steptime import pairs_of
 
 KEPT = 1_000
-"""Requests that are remembered, as the router remembers plans."""
+"""Number of requests that are remembered, as the router remembers plans."""
 SEEN = 256
-"""Last requests that make up the traffic."""
+"""Number of last requests that make up the traffic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one plan.
+    """Result of one plan.
 
     Attributes:
-        ttft_s: from the plan to the first token.
-        cached_tokens: of the prompt, those that the engine did not compute; for a remote prefill,
-            the prefill engine.
-        cost_s: the plan's total, with `ttft_s` in place of what was predicted of it.
+        ttft_s: seconds from the plan to the first token.
+        cached_tokens: prompt tokens that the engine did not compute; for a remote prefill, the
+            prefill engine.
+        cost_s: the plan's total, with `ttft_s` in place of the prediction.
         regret_s: `cost_s` less the best other choice's predicted total; at least 0.
     """
 
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def outcome(plan: Plan, ttft_s: float, cached_tokens: int) -> Outcome:
-    """Compare what was measured with the plan."""
+    """Compare the measurements with the plan."""
     total_s = plan.predicted.get(f"{plan.kind}.total", 0.0)
     cost_s = total_s - plan.predicted_ttft_s + ttft_s
     others_s = min((other.total_s for other in plan.runners_up), default=cost_s)
@@ -67,23 +67,23 @@ class _Seen(NamedTuple):
     computed_tokens: int
     answer_tokens: int
     local_s: float
-    """To compute what was computed of its prompt, on the decode engine alone."""
+    """Seconds to compute the computed part of its prompt on the decode engine alone."""
     remote_s: float
-    """On a prefill engine, the call's overhead included."""
+    """Seconds to compute it on a prefill engine, the call's overhead included."""
     move_s: float
-    """To move the prompt's KV to the decode engine, and to hand it over."""
+    """Seconds to move the prompt's KV to the decode engine, and to hand it over."""
 
 
 class Outcomes:
-    """Those of one decode replica.
+    """Results of the plans of one decode replica.
 
     Args:
         costs: the replica's fits.
         step_tokens: the engines' token budget.
-        token_bytes: of KV.
+        token_bytes: KV bytes of a token.
 
     Attributes:
-        sums: of all requests since the start, by name.
+        sums: sums over all requests since the start, by name.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class Outcomes:
         }
 
     def prefilled(self, request_id: str, computed_tokens: int) -> None:
-        """A prefill engine computed so many of a prompt's tokens."""
+        """Record how many of a prompt's tokens a prefill engine computed."""
         self._computed[request_id] = computed_tokens
 
     def first_token(self, plan: Plan, ttft_s: float, cached_tokens: int) -> None:
-        """The first token came.
+        """Record a request's first token.
 
         Args:
-            plan: as it was carried out.
-            cached_tokens: of the prompt, those that the decode engine did not compute.
+            plan: the plan that was carried out.
+            cached_tokens: prompt tokens that the decode engine did not compute.
         """
         computed = self._computed.get(plan.request_id)
         if plan.prefill is not None and computed is not None:
@@ -133,7 +133,7 @@ class Outcomes:
         self.sums["regret_s"] += found.regret_s
 
     def finished(self, plan: Plan, answer_tokens: int) -> None:
-        """The request ended. One without a first token is no part of the traffic."""
+        """Record a request's end. A request without a first token is no part of the traffic."""
         self._computed.pop(plan.request_id, None)
         found = self._outcomes.get(plan.request_id)
         if found is None:
@@ -152,13 +152,14 @@ class Outcomes:
         )
 
     def of(self, request_id: str) -> dict[str, float] | None:
-        """JSON-able outcome of one of the last `KEPT` requests."""
+        """Return the JSON-able outcome of a request, if it is one of the last `KEPT`."""
         found = self._outcomes.get(request_id)
         return None if found is None else asdict(found)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able: sums since the start, and `traffic`, means over the last `SEEN` requests:
-        requests a second, tokens, seconds, and squares of the seconds that prompts take."""
+        """Return, JSON-able, the sums since the start, and `traffic`, means over the last `SEEN`
+        requests: requests a second, tokens, seconds, and squares of the seconds that prompts take.
+        """
         traffic: dict[str, float] = {"requests": len(self._seen)}
         if self._seen:
             names = _Seen._fields[1:]

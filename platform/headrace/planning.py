@@ -62,8 +62,8 @@ class ReplicaPlanner:
 
     Attributes:
         machine: Ray's id of the node, whose store this is.
-        on_change: called on the event loop when a request begins, gets on or ends, so that
-            `report_fields` say something new.
+        on_change: called on the event loop when a request begins, advances or ends, so that
+            `report_fields` changes.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class ReplicaPlanner:
         given: bytes | None = None,
         computed: int | None = None,
     ) -> Plan:
-        """Plan a prompt, or take up the plan that came with it.
+        """Plan a prompt, or adopt the plan that came with it.
 
         Args:
             given: a gateway's plan (`router.wire`), which is checked.
-            computed: tokens to compute where the request says what its KV is made from: the store
-                supplies the others, and a gateway does not know of it.
+            computed: tokens to compute if the request names stored runs that its KV is made from.
+                The store supplies the others, and a gateway does not know of it.
         """
         started = time.perf_counter()
         self._came += 1
@@ -146,7 +146,7 @@ class ReplicaPlanner:
         return plan
 
     def _read(self, given: bytes) -> tuple[Plan | None, str | None]:
-        """The plan that came, or why there is none."""
+        """Return the plan that came, or why there is none."""
         try:
             return wire.decode(given), None
         except ValueError as error:
@@ -156,7 +156,7 @@ class ReplicaPlanner:
             return None, str(error)
 
     async def supplies(self, token_ids: Sequence[int], salt: str) -> Sequence[Supply]:
-        """Leading tokens of a prompt that this machine's store could supply, by medium."""
+        """Return how many leading tokens of a prompt this machine's store can supply, by medium."""
         if self._store is None:
             return ()
         found = await self._store.supplies(token_ids, salt, self.router.block_compute_s)
@@ -208,7 +208,7 @@ class ReplicaPlanner:
     def finished(
         self, request_id: str, output_token_ids: Sequence[int] = (), shared: bool = True
     ) -> None:
-        """A request has ended.
+        """Record the end of a request.
 
         Args:
             shared: whether other requests can use the KV of its answer.
@@ -229,14 +229,14 @@ class ReplicaPlanner:
         self.router.prefill_down(why, replica)
 
     def prefills_in_doubt(self) -> list[str]:
-        """As `PrefillSides.in_doubt`. Asked about once a second; what changes more slowly than that
-        is exported here, off the way of requests."""
+        """Return `PrefillSides.in_doubt`, and export the metrics that change slowly. Called about
+        once a second, outside of any request."""
         found = self.router.sides.in_doubt(time.monotonic())
         self.metrics.stands(len(found), self._outcomes.sums)
         return found
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        """The plan of a request that is remembered, and what became of it: `measured` is an
+        """Return the plan of a request, if it is remembered, and its result: `measured` is an
         `Outcome`, or None before the first token."""
         plan = self.router.explain(request_id)
         if plan is None:
@@ -244,12 +244,12 @@ class ReplicaPlanner:
         return {**plan.to_dict(), "measured": self._outcomes.of(request_id)}
 
     def attributes(self, request_id: str) -> dict[str, str | int | float]:
-        """`explain`, flat, for a span: `headrace.plan.predicted.local.compute`, ..."""
+        """Return `explain`, flat, for a span: `headrace.plan.predicted.local.compute`, ..."""
         told = self.explain(request_id)
         return {} if told is None else dict(_flat("headrace.plan", told))
 
     def _log(self, plan: Plan) -> None:
-        """One line, when the first token has come."""
+        """Log one line about a plan, after the first token."""
         came = self._outcomes.of(plan.request_id)
         if came is None or not logger.isEnabledFor(logging.INFO):
             return
@@ -267,8 +267,8 @@ class ReplicaPlanner:
         return {**self.router.snapshot(), "outcomes": self._outcomes.snapshot()}
 
     def demand(self) -> dict[str, float]:
-        """What the policy of the replicas' number is told (`elastic.published`), in numbers only.
-        Asked for about twice a second; but for the count of requests it changes every 10 s."""
+        """Return the numbers for the autoscaling policy (`elastic.published`). Called about twice a
+        second. All but the count of requests and the replica's age change only every 10 s."""
         now_s = time.monotonic()
         if now_s >= self._demand_until_s:
             self._demand_until_s = now_s + DEMAND_S
@@ -276,12 +276,12 @@ class ReplicaPlanner:
         return {**self._demand, CAME: float(self._came), AGE_S: now_s - self._born_s}
 
     def report_fields(self) -> dict[str, Any]:
-        """As `Router.report_fields`. On the event loop only."""
+        """Return `Router.report_fields`. To be called on the event loop only."""
         return self.router.report_fields()
 
     @property
     def itl_target_s(self) -> float | None:
-        """Longest engine step that running streams should see."""
+        """Target for the longest engine step that running streams see."""
         return self.router.settings.itl_target_s
 
     @property
@@ -290,7 +290,7 @@ class ReplicaPlanner:
         return self.router.geometry.block_tokens
 
     def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int:
-        """Leading tokens of a prompt that this machine's DRAM holds."""
+        """Return how many leading tokens of a prompt this machine's DRAM holds."""
         return 0 if self._store is None else self._store.held_tokens(token_ids, salt)
 
     def holds(self, blocks: Sequence[bytes]) -> Sequence[bool]:
@@ -298,7 +298,7 @@ class ReplicaPlanner:
         return [False] * len(blocks) if self._store is None else self._store.holds(blocks)
 
     def pin(self, token_ids: Sequence[int], salt: str) -> int:
-        """Keep a prompt's KV in this machine's DRAM; how many tokens of it are there."""
+        """Keep a prompt's KV in this machine's DRAM. Return how many of its tokens are there."""
         return 0 if self._store is None else self._store.pin(token_ids, salt)
 
     def _changed(self) -> None:
@@ -317,7 +317,7 @@ class ReplicaPlanner:
 
 
 def _flat(name: str, told: Any) -> Iterator[tuple[str, str | int | float]]:
-    """Names and values of what is neither a mapping nor a list."""
+    """Yield the names and values of all leaves: values that are neither a mapping nor a list."""
     if isinstance(told, Mapping):
         for key, value in told.items():
             yield from _flat(f"{name}.{key}", value)
@@ -329,7 +329,7 @@ def _flat(name: str, told: Any) -> Iterator[tuple[str, str | int | float]]:
 
 
 def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
-    """This machine's KV store as the engine uses it; None for an engine without one."""
+    """Return this machine's KV store as the engine uses it; None for an engine without one."""
     from headrace_kvstore._vllm_compat import BlockHasher
 
     settings, cache = store_settings(vllm_config.kv_transfer_config), vllm_config.cache_config
@@ -340,7 +340,7 @@ def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
 
 
 def engine_geometry(vllm_config: Any) -> Geometry:
-    """Block size, KV bytes per token and block counts, read from a started engine's configuration.
+    """Read block size, KV bytes per token and block counts from a started engine's configuration.
 
     The prefill engine is taken to hold as many blocks as this one; its answers correct the index.
     """

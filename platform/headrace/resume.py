@@ -6,16 +6,17 @@
 
 `Resuming` and `AsyncResuming` are transports of httpx. OpenAI's client takes clients of httpx, but
 since version 3 it is built on httpx2, so its `DefaultHttpxClient` does not take these transports.
-They keep what has come of each stream. When its connection breaks, they send the request
-once more with that, and the stream goes on from whichever gateway answers
-(`headrace.gateway.relay.resume`). On the path `direct`, where no gateway is, any replica does
-(`headrace_decode.replay.resumed`). The caller sees a pause. Servers that know nothing of this are
-asked as ever.
+They keep the events of each stream that have arrived. When its connection breaks, they send the
+request again with these events, and any gateway can continue the stream
+(`headrace.gateway.relay.resume`). On the path `direct`, which has no gateway, any replica can
+(`headrace_decode.replay.resumed`). The caller sees a pause. Servers that do not know the header
+answer as usual.
 
-A request whose connection breaks before its answer begins is sent again, twice at most. Where
-nobody listens, the caller hears of it at once.
+A request whose connection breaks before its answer begins is sent again, at most twice. Where no
+server listens, the caller gets the error at once.
 
-What a stream has grown beyond `MOST_BYTES` cannot be resumed; its break is the caller's then.
+A stream that has grown beyond `MOST_BYTES` cannot be resumed: the caller gets the error when it
+breaks.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from headrace_decode.replay.said import END, MARK, RESUME, STOPPING
 
 MOST_BYTES = 6 * 2**20
 PATIENCE_S = 60.0
-"""From the break until some gateway has to go on."""
+"""Time from the break until a gateway has to continue the stream."""
 LONGEST_PAUSE_S = 2.0
 PAUSES_S = 0.1, 1.0
-"""Before a request without an answer is sent again."""
+"""Pauses before a request without an answer is sent again."""
 
 _REFUSED = MARK + b'"'
 _LATER = frozenset({429, 500, 502, 503, 504})
@@ -44,27 +45,27 @@ _NAME = RESUME.decode()
 
 
 class _Stopping(httpx.RemoteProtocolError):
-    """The gateway ends the stream because it stops."""
+    """The gateway ends the stream because it shuts down."""
 
 
 class _Stream:
-    """What has come of one stream, and how to ask for the rest.
+    """The events of one stream that have arrived, and the request for the rest.
 
     Args:
-        request: that was sent.
+        request: the request that was sent.
         response: its answer, a stream that can be resumed.
     """
 
     def __init__(self, request: httpx.Request, response: httpx.Response, patience_s: float) -> None:
         self._request, self._patience_s = request, patience_s
         self._id = response.headers.get("x-request-id", "")
-        self._had, self._lines = bytearray(), b""  # to the last event; lines behind it
+        self._had, self._lines = bytearray(), b""  # up to the last event; lines after it
         self._tail = b""
         self._resumable = True
         self._until_s, self._pause_s = 0.0, 0.0
 
     def take(self, chunk: bytes) -> bytes:
-        """The whole events so far, without what is for gateways.
+        """Return the events that are complete with `chunk`, without those for gateways.
 
         Raises:
             _Stopping: the rest has to come from another gateway.
@@ -86,14 +87,14 @@ class _Stream:
         return b"".join(events)
 
     def rest(self) -> bytes:
-        """What came behind the last whole event; the stream is at its end."""
+        """Return the bytes after the last whole event, at the end of the stream."""
         return self._tail
 
     def broke(self, error: httpx.TransportError) -> None:
-        """The connection broke.
+        """Prepare to resume the stream, because the connection broke.
 
         Raises:
-            httpx.TransportError: the same, if the stream cannot be resumed.
+            httpx.TransportError: `error`, if the stream cannot be resumed.
         """
         if not self._resumable:
             raise error
@@ -102,7 +103,7 @@ class _Stream:
         self._until_s = time.monotonic() + self._patience_s
 
     def request(self) -> httpx.Request:
-        """Asks for the rest."""
+        """Return the request for the rest of the stream."""
         headers = self._request.headers.copy()
         headers.pop("content-length", None)
         headers[_NAME] = str(len(self._had))
@@ -117,13 +118,14 @@ class _Stream:
         )
 
     def judge(self, answer: httpx.Response | httpx.TransportError, error: httpx.HTTPError) -> float:
-        """How long to wait before the next try; 0 if the answer is the rest of the stream.
+        """Return the seconds to wait before the next try; 0 if the answer is the rest of the
+        stream.
 
         Args:
-            error: that broke the stream.
+            error: the error that broke the stream.
 
         Raises:
-            httpx.HTTPError: that error, if nobody will go on.
+            httpx.HTTPError: `error` or `answer`, if no gateway will continue the stream.
         """
         if isinstance(answer, httpx.Response):
             if _NAME in answer.headers:
@@ -151,11 +153,11 @@ class _Stream:
 
 
 class Resuming(httpx.BaseTransport):
-    """See the module.
+    """Transport that resumes streams; see the module.
 
     Args:
         transport: sends requests; httpx's own by default.
-        patience_s: from a break until some gateway has to go on.
+        patience_s: time from a break until a gateway has to continue the stream.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class Resuming(httpx.BaseTransport):
         self._patience_s = patience_s
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """As httpx's; asks for streams that can be resumed."""
+        """Send a request. If it asks for a stream, ask for one that can be resumed."""
         request.read()
         if not _asks_for_stream(request):
             return self._inner.handle_request(request)
@@ -189,11 +191,11 @@ class Resuming(httpx.BaseTransport):
 
 
 class AsyncResuming(httpx.AsyncBaseTransport):
-    """See the module.
+    """Transport that resumes streams; see the module.
 
     Args:
         transport: sends requests; httpx's own by default.
-        patience_s: from a break until some gateway has to go on.
+        patience_s: time from a break until a gateway has to continue the stream.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class AsyncResuming(httpx.AsyncBaseTransport):
         self._patience_s = patience_s
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """As httpx's; asks for streams that can be resumed."""
+        """Send a request. If it asks for a stream, ask for one that can be resumed."""
         await request.aread()
         if not _asks_for_stream(request):
             return await self._inner.handle_async_request(request)
@@ -311,7 +313,7 @@ def _says_it_stops(event: bytes) -> bool:
 
 
 def _asks_for_stream(request: httpx.Request) -> bool:
-    """Whether the answer would be a stream, as all of these APIs ask for one."""
+    """Whether the request asks for a stream, in the way that all of these APIs share."""
     if request.method != "POST" or b'"stream"' not in request.content:
         return False
     try:

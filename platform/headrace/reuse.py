@@ -1,5 +1,5 @@
-"""Puts reuse at other places into an app: its connector and worker class into each engine, and what
-finds runs into decode replicas."""
+"""Puts reuse of KV at other positions into an app: its connector and worker class into each engine,
+and the finder of stored runs into decode replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_decode.reusing import Reusing
 from headrace_prefill.reuse.finding.finder import Finder
 
 BYTES_PER_TOKEN = 6.4
-"""Of the finder, with blocks of 128 tokens (`python -m benchmarks.reuse.finding`)."""
+"""Memory of the finder, with blocks of 128 tokens (`python -m benchmarks.reuse.finding`)."""
 _WORKERS = {
     "headrace_decode.speculation.drafting_worker.SpeculatingWorker": "ReusingSpeculatingWorker",
     "auto": "ReusingTakingUpWorker",
@@ -25,7 +25,7 @@ _SINGLE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 
 @dataclass(frozen=True)
 class MakeReusing:
-    """Makes what a decode replica decides by."""
+    """Maker of the object by which a decode replica decides about reuse."""
 
     mode: str
     budget: float
@@ -39,7 +39,7 @@ class MakeReusing:
 
 
 def add_reuse(section: ReuseSection, engines: list[dict[str, Any]]) -> MakeReusing | None:
-    """Have engines reuse stored KV; None where that is switched off.
+    """Have engines reuse stored KV. Return None if reuse is switched off.
 
     Args:
         engines: `engine_kwargs` of all roles, with store and drafting in them; changed in place.

@@ -1,4 +1,4 @@
-"""Worker classes that take requests up, or draft, and hand their connectors the model as well; some
+"""Worker classes that resume requests, or draft, and also give the model to their connectors. Some
 attend sparsely, too."""
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from headrace_prefill.reuse.engine.worker import ModelInReach
 
 
 class ReusingTakingUpWorker(ModelInReach, TakingUpWorker):
-    """Of engines that do not draft."""
+    """Worker of engines that do not draft."""
 
 
 class ReusingSpeculatingWorker(ModelInReach, SpeculatingWorker):
-    """Of engines that draft."""
+    """Worker of engines that draft."""
 
 
 class SparseReusingTakingUpWorker(SparseInReach, ReusingTakingUpWorker):
-    """Of engines that do not draft, with sparse attention."""
+    """Worker of engines that do not draft, with sparse attention."""
 
 
 class SparseReusingSpeculatingWorker(SparseInReach, ReusingSpeculatingWorker):
-    """Of engines that draft, with sparse attention."""
+    """Worker of engines that draft, with sparse attention."""

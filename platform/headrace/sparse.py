@@ -1,8 +1,8 @@
 """Puts sparse attention and bounded contexts into an app: their worker class and settings into
 engines.
 
-Both roles get the units, which decide where bytes lie in the KV cache. Prefill engines attend
-densely all the same: they compute prompts. Contexts are bounded where answers are computed.
+Both roles get the size of units, which decides where bytes lie in the KV cache. Prefill engines
+attend densely, since they compute prompts. Contexts are bounded where answers are computed.
 """
 
 from __future__ import annotations

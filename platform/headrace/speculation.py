@@ -16,7 +16,7 @@ logger = logging.getLogger("headrace.speculation")
 
 
 def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool:
-    """Have an engine draft; whether it does by our means.
+    """Have an engine draft. Return whether it drafts by our means.
 
     Args:
         section: the configuration's section.
@@ -45,7 +45,7 @@ def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool
 
 
 def tenants_of(section: SpeculationSection) -> Tenants:
-    """What the configuration allows for whom."""
+    """Return the policies that the configuration sets for tenants."""
     from headrace_decode.tenants import TenantPolicy, Tenants
 
     return Tenants({s: TenantPolicy(**t.model_dump()) for s, t in section.tenants.items()})

@@ -1,9 +1,9 @@
-"""A prefill replica stands in for decode replicas while none of them is ready.
+"""Lets a prefill replica answer clients while no decode replica is ready.
 
 It has an engine and the weights, and often the prompt's KV. So it answers clients over a port of
-its own as a decode replica does, but each request is computed whole where it is: nothing is planned
-and nothing is drafted. Gateways send it requests, and streams to take up, only while no decode
-replica can be asked (`gateway.pick`).
+its own, as a decode replica does. But it computes each request completely itself, without plans and
+without drafts. Gateways send it requests, and streams to resume, only while no decode replica can
+be asked (`gateway.pick`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headrace_engine.supervise import supervise
 from headrace_kvstore.protocol.address import base_url
 
 BUILD_AFTER_S = 5.0
-"""From the start until the application is made; a request that comes before has it made at once."""
+"""Time from the start until the application is made. An earlier request has it made at once."""
 
 
 class StandIn:
@@ -41,7 +41,7 @@ class StandIn:
 
     Args:
         make_app: makes vLLM's application over the engine; about a second of work.
-        engine: the replica's.
+        engine: the replica's engine.
     """
 
     def __init__(self, make_app: Callable[[], Awaitable[Any]], engine: PlannedVLLMEngine) -> None:
@@ -57,7 +57,7 @@ class StandIn:
         self._port = InFlight(Recorded(well))
 
     async def start(self) -> None:
-        """Listen."""
+        """Listen at a free port, and make the application soon."""
         from headrace.gateway.listen import GATEWAY_READS_S, serve_gateway
 
         without_responses_store()
@@ -67,7 +67,7 @@ class StandIn:
         self._maker = supervise(self._make_soon, "make the application of a stand-in")
 
     def info(self) -> dict[str, Any]:
-        """What gateways are told; `backend.ReplicaInfo`."""
+        """Return the facts that gateways read (`backend.ReplicaInfo`)."""
         listens = self._listener is not None and not self._engine.llm.errored
         meter = self._engine.meter
         return {
@@ -82,7 +82,7 @@ class StandIn:
         }
 
     async def stop(self) -> None:
-        """Finish the requests of the port, as long as Serve lets them."""
+        """Finish the requests of the port, within the time that Serve gives."""
         for task in (self._maker, self._making):
             if task is not None:
                 task.cancel()

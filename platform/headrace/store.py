@@ -25,15 +25,16 @@ from headrace_kvstore.cluster.keeper import StoreKeeper
 logger = logging.getLogger("headrace.store")
 
 NAMES = "headrace-kv-"
-"""How the names begin that arenas are given; no later start uses one again."""
+"""Beginning of the names of arenas. No later start uses a name again."""
 _CONNECTOR_FIELDS = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
 
 
 @dataclass(frozen=True)
 class StoreSetup:
-    """Prepares the store's processes. The one that each machine has also removes what killed
-    processes left in /dev/shm: arenas of apps that were not deleted before Ray was stopped, and
-    what replicas share, because Ray may kill the process of Python's that would."""
+    """Preparation of the store's processes. The StoreNode of each machine also removes the files
+    that killed processes left in /dev/shm: arenas of apps that were not deleted before Ray was
+    stopped, and memory that replicas share, because Ray may kill the process of Python's that would
+    remove it."""
 
     process: ProcessSetup
 
@@ -51,13 +52,13 @@ def add_store(
     *,
     save_board: bool = False,
 ) -> Application | None:
-    """Add the store to engines' arguments; the deployment that keeps the nodes' StoreNodes.
+    """Add the store to engines' arguments. Return the deployment that keeps the nodes' StoreNodes.
 
     Args:
         store: the configuration's section.
         engines: `engine_kwargs` of all roles; changed in place.
         setup: prepares the store's processes (logs, traces).
-        save_board: keep a backup of what drafting replicas share.
+        save_board: keep a backup of the data that drafting replicas share.
 
     Returns:
         None where no engine takes the store.
@@ -103,6 +104,6 @@ def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:
             "connectors": [{**transfer, **recompute}, {**stored, **recompute}]
         },
     }
-    # vLLM would switch it off by itself, with a warning: the store keeps one kind of block.
+    # vLLM would switch this manager off itself, with a warning: the store keeps one kind of block.
     engine.setdefault("disable_hybrid_kv_cache_manager", True)
     return True

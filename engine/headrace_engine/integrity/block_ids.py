@@ -1,4 +1,4 @@
-"""The block ids of a transfer, group by group, as engines tell them."""
+"""The block ids of a transfer, group by group, as engines report them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def has_blocks(meta: Any) -> bool:
 
 
 def by_group(blocks: Any) -> list[list[int]]:
-    """Block ids group by group, from whatever a message made of them.
+    """Return block ids group by group, as lists, from the sequences in a message.
 
     Raises:
-        TypeError: they are no lists of integers.
+        TypeError: these are no sequences of integers.
     """
     found = [list(group) for group in blocks]
     if any(not isinstance(block, int) for group in found for block in group):

@@ -1,9 +1,10 @@
-"""`NixlConnector`: vLLM's own, whose pulls are proved, and quiet on a CPU engine.
+"""`NixlConnector`: vLLM's own with proved pulls, and without busy threads on a CPU engine.
 
     kv_connector: NixlConnector
     kv_connector_module_path: headrace_engine.integrity.connector
 
-vLLM's class only makes its two halves and passes calls on; so does this one, with ours.
+vLLM's class only makes its two halves and passes calls on. This class does the same with our
+halves.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from headrace_engine.quiet_nixl import quieten
 
 
 class NixlConnector(VllmNixlConnector):
-    """vLLM finds it by the module path, Ray and vLLM know it by the name.
+    """vLLM's connector with our halves. vLLM finds it by the module path; Ray and vLLM know it by
+    the name.
 
     Raises:
-        ValueError: `headrace_integrity` asks for what this engine cannot do.
+        ValueError: this engine cannot do what `headrace_integrity` asks for.
     """
 
     def __init__(

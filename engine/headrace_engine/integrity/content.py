@@ -1,9 +1,9 @@
 """Fingerprints of KV blocks: one u64 a block over all its layers, made where the KV lies.
 
-The sums are those of the store (`headrace_kvstore.checksum`): one a layer, each with a seed of its
-own, and over these one more, whose seed is the block's. Seeds come from the hand-out, so the sums
-of another hand-out never pass for these. They are computed on a thread of their own: an engine's
-step waits for none.
+The sums are those of the store (`headrace_kvstore.checksum`): one for each layer, with a seed of
+its own, and one more over these, with the block's seed. Seeds come from the hand-out, so the sums
+of two hand-outs are never confused. A separate thread computes them: no step of the engine waits
+for them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PERSON = b"headrace-content"
 
 
 def block_seeds(identity: Identity, positions: Sequence[int] | np.ndarray) -> np.ndarray:
-    """u64 [n]: seeds of blocks by their position in the prompt."""
+    """Return the seeds, u64 [n], of blocks by their position in the prompt."""
     key = identity.incarnation + identity.generation.to_bytes(8, "little")
     first = int.from_bytes(hashlib.blake2b(key, digest_size=8, person=_PERSON).digest(), "little")
     return np.uint64(first) + np.asarray(positions, np.uint64)
 
 
 class BlockSums:
-    """Makes fingerprints of an engine's blocks.
+    """Maker of fingerprints of an engine's blocks.
 
     Args:
         caches: tensor by layer name, as vLLM registers them.
@@ -46,7 +46,7 @@ class BlockSums:
         layout = BlockLayout.of_tensors(caches, blocks)
         self._cache = EngineCache(layout)
         if next(iter(caches.values())).device.type != "cpu":
-            # Triton is there where a GPU is.
+            # Triton is installed where there is a GPU.
             from headrace_kvstore.connector.device_cache import DeviceCache
 
             self._cache = DeviceCache(caches, layout, staging_bytes=0)
@@ -54,8 +54,8 @@ class BlockSums:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-sums")
 
     def of(self, blocks: Sequence[int], seeds: np.ndarray) -> np.ndarray:
-        """u64 [n] of blocks, by their ids in the cache; seeds u64 [n]. Raises IndexError for an id
-        outside it."""
+        """Return the fingerprints, u64 [n], of blocks by their ids in the cache; seeds u64 [n].
+        Raises IndexError for an id outside the cache."""
         ids = np.asarray(blocks, np.int64)
         layers = self._cache.sums(ids, layer_seeds(seeds, self._layers))
         addresses = np.uint64(layers.ctypes.data) + np.uint64(8 * self._layers) * np.arange(
@@ -64,7 +64,7 @@ class BlockSums:
         return checksum(addresses, 8 * self._layers, seeds)
 
     def start(self, blocks: Sequence[int], seeds: np.ndarray) -> Future[Any]:
-        """`of` on the thread, behind what the calling thread has launched on a device."""
+        """Run `of` on the thread, after the work that the caller has launched on a device."""
         self._cache.fence()
         return self._thread.submit(self.of, blocks, seeds)
 

@@ -1,4 +1,4 @@
-"""What a report on pulls says: counts by event. Pure."""
+"""Counts and seconds, by event, in a report on pulls. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ one after each reset of the engine's caches."""
 
 
 def transfers_by_event(data: Mapping[str, Any]) -> dict[str, int]:
-    """Counts of a report."""
+    """Count a report's pulls by event."""
     counts: dict[str, int] = {}
     for _, checked in data.get(PROVED, ()):
         counts["proved"] = counts.get("proved", 0) + 1
@@ -22,7 +22,7 @@ def transfers_by_event(data: Mapping[str, Any]) -> dict[str, int]:
 
 
 def seconds_by_event(data: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds that proofs took: `identity` without fingerprints, `checked` with them."""
+    """Return the seconds that proofs took: `identity` without fingerprints, `checked` with them."""
     seconds: dict[str, float] = {}
     for took, checked in data.get(PROVED, ()):
         kind = "checked" if checked else "identity"

@@ -1,7 +1,7 @@
 """The two halves of vLLM's pull connector: hand-outs are recorded, pulls are proved.
 
-The scheduler's half decides and tells, the worker's half reads and writes memory. What one tells
-the other travels with vLLM's own metadata of a step (`StepWork`).
+The scheduler's half decides, and the worker's half reads and writes memory. The decisions of a step
+travel with vLLM's own metadata of the step (`StepWork`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from headrace_kvstore.protocol.address import host_port
 logger = logging.getLogger("headrace.engine")
 
 LISTEN_AGAIN_S = 0.1
-"""Pause after a message that cannot be read, so that a flood of them costs ten a second."""
+"""Pause after a message that cannot be read. It limits a flood of them to ten a second."""
 
 
 @dataclass
@@ -71,15 +71,15 @@ class ToSum:
 
 @dataclass
 class StepWork:
-    """What the scheduler's half has the worker's do in one step."""
+    """Work of one step that the scheduler's half gives to the worker's half."""
 
     ended: list[str] = field(default_factory=list)
-    """Requests that will hand out nothing."""
+    """Requests that will hand out no blocks."""
     begun: list[tuple[str, int, bytes]] = field(default_factory=list)
-    """Requests that will: id, row, record."""
+    """Requests that will hand out blocks: id, row, record."""
     sums: list[ToSum] = field(default_factory=list)
     claims: dict[str, Claim | Unproved] = field(default_factory=dict)
-    """Of the requests that pull: what must be proved, or why they must not pull."""
+    """By id of a request that pulls: the claim to prove, or why the request must not pull."""
 
 
 @dataclass
@@ -93,20 +93,20 @@ class _Summed:
 
 
 def geometry_of(vllm_config: VllmConfig) -> Geometry:
-    """Of an engine's table; both halves find the same."""
+    """Return the geometry of an engine's table; it is the same in both halves."""
     longest, block = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
     return Geometry.of(longest, block)
 
 
 def settings_of(vllm_config: VllmConfig) -> IntegritySettings:
-    """Of an engine. Raises ValueError for what cannot be used."""
+    """Return an engine's settings. Raises ValueError if they cannot be used."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     return IntegritySettings.parse(transfer.kv_connector_extra_config)
 
 
 class ProvenScheduler(NixlPullConnectorScheduler):
-    """Gives hand-outs their identity, and pulls what they must prove."""
+    """The scheduler's half: gives hand-outs their identity, and pulls the claims to prove."""
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -114,7 +114,8 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         if settings.check == "all" and groups != 1:
             raise ValueError("integrity.check: all needs a model with one kind of attention")
         self._pulls = groups == 1
-        """vLLM 0.29 cannot recompute what failed to arrive for a model with several groups."""
+        """Whether this engine pulls. For a model with several groups, vLLM 0.29 cannot recompute KV
+        that failed to arrive."""
         self.digests = PromptDigests(vllm_config)
         self._pulls = self._pulls and self.digests.is_known
         self._grants = Grants(
@@ -163,7 +164,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
     ) -> tuple[int, bool]:
         params = request.kv_transfer_params
         if not self._pulls and params is not None and params.get("do_remote_prefill"):
-            return 0, False  # vLLM then has the producer told that nobody pulls
+            return 0, False  # vLLM then tells the producer that there is no pull
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -205,7 +206,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             return Unproved("unknown", f"the reference cannot be read ({error})")
 
     def reset(self) -> bool:
-        """Stop proving KV that was computed so far: the weights may be others by now.
+        """Stop proving KV that was computed so far: the weights may have changed.
 
         KV that was handed out before keeps its proof. A prompt that is being computed hands out
         nothing unless it is computed again from its start.
@@ -223,7 +224,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         return metadata
 
     def _follow_prompts(self, scheduler_output: Any) -> None:
-        """Learn the blocks of checked prompts, and when they are computed."""
+        """Collect the blocks of checked prompts, and have a computed prompt's fingerprints made."""
         if not self._to_sum:
             return
         for request_id, groups, resumed in yield_req_data(scheduler_output):
@@ -272,7 +273,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
 
 
 class ProvenWorker(NixlPullConnectorWorker):
-    """Keeps the records that others read, and reads theirs."""
+    """The worker's half: keeps the records that pullers read, and reads those of producers."""
 
     nixl_wrapper: Any
     xfer_handshake_metadata: Any
@@ -291,7 +292,7 @@ class ProvenWorker(NixlPullConnectorWorker):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._table = RecordTable(self._geometry)
-        # Before vLLM asks the agent for what others must know of its memory.
+        # Before vLLM asks the agent for the description of its memory that other engines need.
         table = [(self._table.address, self._geometry.nbytes, 0, "")]
         registered = self.nixl_wrapper.register_memory(table, mem_type="DRAM")
         self._agent = ProvingAgent(
@@ -347,7 +348,7 @@ class ProvenWorker(NixlPullConnectorWorker):
         return done_sending, done_recving
 
     def _give_up_hanging(self) -> None:
-        """Disconnect from producers whose bytes do not come.
+        """Disconnect from producers whose bytes do not arrive.
 
         NIXL then ends their transfers as failed, and no byte of them arrives any more, so their
         blocks can be computed. The next pull shakes hands again.
@@ -364,7 +365,7 @@ class ProvenWorker(NixlPullConnectorWorker):
             self._table.erase(row)
 
     def _sum(self, each: ToSum) -> None:
-        """Have the fingerprints of a prompt made, now that its KV is computed."""
+        """Start to make the fingerprints of a prompt whose KV is computed."""
         if self._sums is None:
             self._table.put_sums(each.row, each.identity.generation, None)
             return
@@ -380,7 +381,7 @@ class ProvenWorker(NixlPullConnectorWorker):
     # As a puller
 
     def start(self, blocks: Sequence[int], positions: Sequence[int], claim: Claim) -> Future[Any]:
-        """`proving.Sums`: fingerprints of blocks that arrived."""
+        """Start to make fingerprints of blocks that arrived (`proving.Sums`)."""
         assert self._sums is not None
         return self._sums.start(blocks, block_seeds(claim.identity, positions))
 
@@ -435,8 +436,8 @@ class ProvenWorker(NixlPullConnectorWorker):
             super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
 
     def _comparable(self, meta: Any) -> tuple[list[int], range]:
-        """Blocks here and their positions in the prompt; none where the two engines cut KV into
-        blocks or ranks in different ways."""
+        """Return blocks of this engine and their positions in the prompt; none where the two
+        engines cut KV into blocks or ranks in different ways."""
         engine = self.transfer_topo.get_engine_info(meta.remote.engine_id)
         same = (
             self._sums is not None
@@ -454,7 +455,7 @@ class ProvenWorker(NixlPullConnectorWorker):
         return ours, range(known - len(ours), known)
 
     def _blocks_of(self, meta: Any) -> int:
-        """Blocks of the prompt at the producer, of the scheduler's size."""
+        """Return how many blocks, of the scheduler's size, the prompt has at the producer."""
         kernel_blocks = len(by_group(meta.remote.block_ids)[0])
         return kernel_blocks // self._physical_blocks_per_logical_kv_block
 
@@ -463,10 +464,10 @@ class ProvenWorker(NixlPullConnectorWorker):
         self._handle_failed_transfer(req_id, None)
 
     def _handle_failed_transfer(self, req_id: str, handle: Any) -> None:
-        """vLLM's, which leaves out models with sliding windows and requests without a transfer."""
+        """Extend vLLM's method to models with sliding windows and requests without a transfer."""
         meta = self._recving_metadata.get(req_id)
         if meta is not None and not has_blocks(meta):
-            # All its KV is here, and it runs already. Only the producer does not hear of it.
+            # All its KV is here, and it runs already. Only the producer is not notified.
             self._recving_metadata.pop(req_id, None)
             self._agent.outcomes.failed.pop(req_id, None)
             return

@@ -1,9 +1,10 @@
-"""Whose KV a hand-out is: what the producer records of it, and when a puller believes it.
+"""The identity of a hand-out: the producer's record of it, and when a puller believes it.
 
-A producer keeps one record of 64 bytes a hand-out in memory that pullers can read. It is written
-before the reference to the blocks goes out, and erased before the blocks can be given to anybody
-else. A puller reads the record *after* it has read the blocks. Generations are never used twice, so
-a record that still stands then has stood through the whole pull, and so have the blocks. Pure.
+A producer keeps one record of 64 bytes for each hand-out in memory that pullers can read. It writes
+the record before the reference to the blocks goes out, and erases it before another request can get
+the blocks. A puller reads the record *after* it has read the blocks. Generations are never used
+twice. So a record that is still there then was there during the whole pull, and so were the blocks.
+Pure.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 import numpy as np
 
 PARAMS_KEY = "headrace_identity"
-"""Where a hand-out's transfer parameters carry its claim."""
+"""Key of the claim in a hand-out's transfer parameters."""
 ID_BYTES = 16
 RECORD_BYTES = 64
 RECORD = struct.Struct("<4sHH16sQ16sII8x")
 MAGIC, VERSION, CHECKED = b"HRKV", 1, 1
 
 UNSUMMED, SUMMED, NO_SUMS = 0, 1, 2
-"""How far the fingerprints of a checked hand-out are: on their way, beside the record, or never."""
+"""State of the fingerprints of a checked hand-out: not there yet, beside the record, or never."""
 
 _MOST_RANKS = 4096
 _PERSON = b"headrace-handout"
@@ -37,22 +38,22 @@ class Identity:
     incarnation: bytes
     """Random, 16 bytes, drawn at each start of the producing engine."""
     generation: int
-    """Of the hand-out; counts up through an incarnation."""
+    """Number of the hand-out; counts up through an incarnation."""
     digest: bytes
-    """Of the prompt, 16 bytes: `prompt_digest`."""
+    """Digest of the prompt, 16 bytes: `prompt_digest`."""
     tokens: int
-    """Of the prompt, as the producer computed it."""
+    """Tokens of the prompt, as the producer computed it."""
     checked: bool
     """Whether its blocks have fingerprints."""
 
     def record(self, state: int = UNSUMMED) -> bytes:
-        """The 64 bytes that the producer keeps while it holds the blocks."""
+        """Return the 64 bytes that the producer keeps while it holds the blocks."""
         flags = CHECKED if self.checked else 0
         fields = self.incarnation, self.generation, self.digest, self.tokens, state
         return RECORD.pack(MAGIC, VERSION, flags, *fields)
 
     def proof(self, blocks: Sequence[Sequence[int]]) -> bytes:
-        """16 bytes that tie the numbers of the blocks to this hand-out."""
+        """Return 16 bytes that tie the numbers of the blocks to this hand-out."""
         hashed = hashlib.blake2b(self.record(), digest_size=ID_BYTES, person=_PERSON)
         for group in blocks:
             hashed.update(len(group).to_bytes(8, "little"))
@@ -61,12 +62,14 @@ class Identity:
 
 
 def prompt_digest(engine: bytes, salt: str, adapter: bytes, token_ids: Sequence[int]) -> bytes:
-    """16 bytes that differ if anything differs on which a prompt's KV depends.
+    """Return 16 bytes that differ if anything differs on which a prompt's KV depends.
 
     Args:
-        engine: what the KV of any tokens depends on there (`KvIdentity.encoding`), and its epoch.
-        salt: the cache salt, in which the tenant is. adapter: a digest of the LoRA's; or empty.
-        token_ids: all of the prompt's, so any beginning that differs shows.
+        engine: everything of the engine that its KV depends on (`KvIdentity.encoding`), and its
+            epoch.
+        salt: the cache salt, which contains the tenant. adapter: digest of the LoRA adapter, or
+            empty.
+        token_ids: of the whole prompt, so that a difference anywhere in it shows.
     """
     hashed = hashlib.blake2b(digest_size=ID_BYTES, person=_PERSON)
     for part in (engine, salt.encode(), adapter):
@@ -84,7 +87,7 @@ class Unproved(Exception):
             `unknown`: the reference has no identity, or one that cannot be read
             `reference`: it belongs to another prompt or to other blocks
             `range`: it names blocks that the producer does not have
-            `gone`: the producer holds the blocks no more (lease ended, pulled before, aborted)
+            `gone`: the producer no longer holds the blocks (lease ended, pulled before, aborted)
             `reused`: another hand-out has the record's place
             `restarted`: the producer has started again since
             `prompt`: the blocks were made for another prompt
@@ -133,10 +136,10 @@ def believe(expected: Identity, found: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a reference says of itself; nothing of it is believed before the proof.
+    """Content of a reference, which is not trusted before the proof.
 
     Attributes:
-        identity: its digest is the puller's own.
+        identity: of the hand-out. Its digest is zero until `own` puts in the puller's.
         places: address of the record by (pipeline rank, tensor rank) of the producer.
         proof: `Identity.proof` of the producer.
     """
@@ -146,7 +149,7 @@ class Claim:
     proof: bytes
 
     def params(self) -> dict[str, Any]:
-        """As it travels with vLLM's transfer parameters."""
+        """Return the claim as vLLM's transfer parameters carry it."""
         return {
             "incarnation": self.identity.incarnation.hex(),
             "generation": self.identity.generation,
@@ -157,7 +160,7 @@ class Claim:
         }
 
     def own(self, digest: bytes, blocks: Sequence[Sequence[int]]) -> Claim:
-        """The claim with the puller's own digest of its prompt.
+        """Return the claim with the puller's own digest of its prompt.
 
         Args:
             blocks: numbers of the blocks, group by group, as the reference has them.
@@ -172,7 +175,7 @@ class Claim:
 
 
 def read_claim(params: Mapping[str, Any]) -> Claim:
-    """The claim in transfer parameters, which may hold anything.
+    """Return the claim in transfer parameters, which may hold anything.
 
     Raises:
         Unproved: there is none, or it cannot be read.

@@ -20,13 +20,13 @@ logger = logging.getLogger("headrace.engine")
 
 
 class PromptDigests:
-    """Makes the digests of one engine.
+    """Maker of the digests of one engine.
 
     Args:
         vllm_config: of the engine.
 
     Attributes:
-        is_known: whether the engine's KV has an identity. If not, there are no digests.
+        is_known: whether the engine's KV has an identity. Without one there are no digests.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -42,8 +42,8 @@ class PromptDigests:
             self._adapters = AdapterIdentities(adapter_settings(vllm_config))
 
     def of(self, request: Any, token_ids: Sequence[int]) -> bytes | None:
-        """Make the digest of a request's first tokens; None if not all is known that their KV
-        depends on."""
+        """Return the digest of a request's first tokens; None if something that their KV depends on
+        is not known."""
         adapter: bytes | None = b""
         if request.lora_request is not None:
             known = self._adapters
@@ -54,7 +54,7 @@ class PromptDigests:
         return prompt_digest(engine, request.cache_salt or "", adapter, token_ids)
 
     def renew(self) -> None:
-        """Make digests from now on that no engine has made: the weights may be others."""
+        """Make digests from now on that no engine has made: the weights may have changed."""
         self._epoch = new_epoch()
         self._epochs = [self._epoch.hex()]
 

@@ -1,17 +1,19 @@
-"""A NIXL agent whose reads are done only when they are proved.
+"""A NIXL agent that reports a read as done only when the read is proved.
 
-It stands where vLLM's connector has its agent. A read of KV is made as vLLM asks, but without its
-notification, which would let the producer free the blocks. When the bytes are here, the hand-out's
-record is read after them (`identity.believe`), and of a checked hand-out the fingerprints, which
-are compared with what arrived. Only then is the producer notified and the read reported as done.
-Else it is reported as failed, and vLLM computes what should have been pulled.
+It takes the place of the agent of vLLM's connector. It makes a read of KV as vLLM asks, but without
+vLLM's notification, which would let the producer free the blocks. When the bytes have arrived, it
+reads the hand-out's record (`identity.believe`). For a checked hand-out it also reads the
+fingerprints, and compares them with those of the blocks that arrived. Only then it notifies the
+producer and reports the read as done. If the proof fails, it reports the read as failed, and vLLM
+computes the KV that should have been pulled.
 
     DATA -> RECORD -> DONE                          each transfer
               `-> SUMS -> COMPARE -> DONE           of a checked hand-out
 
-Nothing waits here: each look takes what has happened since the last one. Only a record's way back,
-some tens of microseconds, is worth a wait: a whole step of the engine would pass until the next
-look. `SPIN_S` bounds that for all transfers of a step together.
+No call waits for KV or fingerprints: each check handles what has happened since the last one. Only
+for a record, which takes some tens of microseconds, a check waits: otherwise a whole step of the
+engine would pass until the next check. `SPIN_S` bounds the wait for all transfers of a step
+together.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ from headrace_engine.integrity.identity import (
 logger = logging.getLogger("headrace.engine")
 
 SPIN_S = 0.001
-"""Of one step of the engine, for records to come back."""
+"""Maximum wait for records in one step of the engine."""
 SPIN_NAP_S = 20e-6
 TELEMETRY = "startTime", "postDuration", "xferDuration", "totalBytes", "descCount"
-"""What NIXL tells of a transfer."""
+"""Fields of NIXL's telemetry of a transfer."""
 SLOTS = 32
-"""Records that can be on their way at once; further ones wait for the next step."""
+"""Maximum number of records that are read at once; further ones wait for the next step."""
 
 
 class Sums(Protocol):
-    """Fingerprints of the blocks that arrived."""
+    """Maker of fingerprints of the blocks that arrived."""
 
     def start(self, blocks: Sequence[int], positions: Sequence[int], claim: Claim) -> Future[Any]:
-        """u64 [n] of blocks by their ids here."""
+        """Start to make the fingerprints, u64 [n], of blocks by their ids in this engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +65,15 @@ class Pull:
     engine: str
     """The producer's id."""
     agent: str
-    """NIXL's name of the producer's."""
+    """NIXL's name of the producer's agent."""
     record_at: int
-    """The record's address there."""
+    """The record's address in the producer's memory."""
     claim: Claim
     blocks: Sequence[int]
-    """Blocks here that are read, in the prompt's order."""
+    """Blocks of this engine that the read fills, in the prompt's order."""
     positions: Sequence[int]
-    """Theirs in the prompt. Empty, as `blocks`, where the two sides' blocks cannot be compared."""
+    """Their positions in the prompt. Empty, as `blocks`, where the two engines' blocks cannot be
+    compared."""
     pieces: int = 1
     """`exchange.pieces` of the two engines."""
 
@@ -89,7 +92,7 @@ class _Read:
     begun_s: float
     stage: Stage = Stage.DATA
     arrived_s: float = 0.0
-    """When the bytes were seen to be here."""
+    """Time at which the bytes were found to have arrived."""
     reading: _RowRead | None = None
     theirs: np.ndarray | None = None
     ours: Future[Any] | None = None
@@ -108,22 +111,22 @@ class _RowRead:
 
 @dataclass
 class Outcomes:
-    """What came of pulls, until somebody takes it."""
+    """Results of pulls that were not taken yet."""
 
     proved: list[tuple[float, bool]] = field(default_factory=list)
     """Seconds from the arrival of the bytes to the proof; whether fingerprints were compared."""
     failed: dict[str, Unproved] = field(default_factory=dict)
-    """By request id: why."""
+    """Reasons of failed pulls, by request id."""
 
 
 class ProvingAgent:
-    """As the agent that it wraps, which is vLLM's.
+    """Wrapper of vLLM's NIXL agent, with the same methods.
 
     Args:
-        agent: NIXL's; memory for records on their way is registered with it.
-        row_bytes: of the producers' tables.
-        sums: of what arrived; None where this engine can make none.
-        timeout_s: from the arrival of the bytes to the proof.
+        agent: NIXL's; memory for the records that are read is registered with it.
+        row_bytes: size of a row in the producers' tables.
+        sums: makes fingerprints of the blocks that arrived; None where this engine can make none.
+        timeout_s: maximum time from the arrival of the bytes to the proof.
         demand: refuse checked hand-outs whose producer could not make fingerprints.
     """
 
@@ -155,17 +158,17 @@ class ProvingAgent:
         return getattr(self._agent, name)
 
     def new_step(self) -> None:
-        """The engine begins to look at its transfers."""
+        """Begin a step's checks: reset the bound of their waits, and free slots of ended reads."""
         self._spin_left_s = SPIN_S
         self._strays = [read for read in self._strays if not self._landed(read)]
 
     def take_proved(self) -> list[tuple[float, bool]]:
-        """`Outcomes.proved` since the last call."""
+        """Return `Outcomes.proved` since the last call."""
         taken, self.outcomes.proved = self.outcomes.proved, []
         return taken
 
     def hanging(self, limit_s: float) -> set[str]:
-        """Producers from which bytes have been on their way for longer."""
+        """Return the producers whose bytes have been on their way for longer than `limit_s`."""
         latest = self._clock() - limit_s
         return {
             read.pull.engine
@@ -175,7 +178,7 @@ class ProvingAgent:
 
     @contextlib.contextmanager
     def pulling(self, pull: Pull) -> Iterator[None]:
-        """The read that is made within is this pull."""
+        """Treat the read that is made within as this pull."""
         self._pull = pull
         try:
             yield
@@ -234,23 +237,23 @@ class ProvingAgent:
     # The proof
 
     def _look(self, read: _Read) -> str | None:
-        """DONE or ERR, or None while it goes on."""
+        """Advance a read. Return DONE or ERR, or None while it continues."""
         try:
             while self._advance(read):
                 pass
             return "DONE" if read.stage is Stage.DONE else None
         except Unproved as error:
             why = error
-        except Exception as error:  # NIXL tells a lost peer by exceptions of its own
+        except Exception as error:  # NIXL reports a lost peer by exceptions of its own
             why = Unproved("unreachable", f"the transfer failed ({type(error).__name__}: {error})")
         self.outcomes.failed[read.pull.request_id] = why
         logger.warning("pulled KV is not used: %s", why, extra={"request_id": read.pull.request_id})
         if why.kind == "content":
-            self._notify(read)  # nobody else will
+            self._notify(read)  # no other code does
         return "ERR"
 
     def _advance(self, read: _Read) -> bool:
-        """One stage on; False if it has to wait."""
+        """Advance a read by one stage. Return False if it has to wait."""
         if read.stage is Stage.DATA:
             return self._data(read)
         late = self._clock() - read.arrived_s > self._timeout_s
@@ -272,7 +275,7 @@ class ProvingAgent:
         return True
 
     def _row(self, read: _Read) -> bool:
-        """Read the record, and with it the fingerprints once they are there."""
+        """Read the record, and the fingerprints with it once they are there."""
         pull = read.pull
         if read.reading is None:
             sums = max(pull.positions, default=-1) + 1 if read.stage is Stage.SUMS else 0
@@ -294,7 +297,7 @@ class ProvingAgent:
             read.stage = Stage.SUMS
             return True
         if state == UNSUMMED:
-            return False  # read again at the next look
+            return False  # read again at the next check
         if self._demand:
             raise Unproved("late", "fingerprints cannot be made, and integrity.check is all")
         return self._proved(read)
@@ -316,7 +319,7 @@ class ProvingAgent:
         return False
 
     def _notify(self, read: _Read) -> None:
-        """The producer may free the blocks. If it does not hear of it, its lease ends."""
+        """Tell the producer that it may free the blocks. If that fails, its lease ends."""
         try:
             self._agent.send_notif(read.pull.agent, notif_msg=read.notification)
         except Exception:
@@ -325,10 +328,10 @@ class ProvingAgent:
                 exc_info=True,
             )
 
-    # Records on their way
+    # Reads of records
 
     def _read_row(self, pull: Pull, nbytes: int) -> _RowRead | None:
-        """Start to read; None if no slot is free."""
+        """Start to read a row of the producer's table. Return None if no slot is free."""
         if not self._free:
             return None
         if nbytes > self._landing.shape[1]:
@@ -352,7 +355,7 @@ class ProvingAgent:
         return reading
 
     def _wait_for(self, reading: _RowRead) -> np.ndarray | None:
-        """A copy of the row; None if it is still on its way when the step's spin is spent."""
+        """Return a copy of the row, or None if it has not arrived when the step's wait is over."""
         state = self._agent.check_xfer_state(reading.handle)
         while state == "PROC" and self._spin_left_s > 0:
             started = time.perf_counter()
@@ -369,7 +372,7 @@ class ProvingAgent:
         return found
 
     def _give_up(self, reading: _RowRead | None) -> None:
-        """Nobody waits for a row; its slot is used again when NIXL has let go of it."""
+        """Abandon the read of a row. Its slot is free again when NIXL has ended the transfer."""
         if reading is not None and not self._landed(reading):
             self._strays.append(reading)
 

@@ -1,7 +1,7 @@
-"""The producer's records of its hand-outs: which row is whose, and the memory they are in.
+"""The producer's records of its hand-outs: the row of each, and the memory that holds the rows.
 
-`Grants` decides (the scheduler's half), `RecordTable` is the memory (the worker's half; with
-several ranks, one each). A row is a record of 64 bytes and room for one fingerprint a block:
+`Grants` gives rows to hand-outs (the scheduler's half), `RecordTable` is the memory (the worker's
+half; one for each rank). A row is a record of 64 bytes and room for one fingerprint a block:
 
     row = record, u64[blocks of the longest prompt]
 
@@ -40,8 +40,8 @@ class Geometry:
 
     @classmethod
     def of(cls, longest_prompt: int, block_tokens: int) -> Geometry:
-        """For an engine: as many rows as `TABLE_BYTES` hold, within bounds. That many hand-outs can
-        be out at once."""
+        """Return the size for an engine: as many rows as `TABLE_BYTES` hold, within bounds. As many
+        hand-outs can be out at once."""
         blocks = -(-longest_prompt // block_tokens)
         row_bytes = RECORD_BYTES * (1 + -(-8 * blocks // RECORD_BYTES))
         rows = min(MOST_ROWS, max(LEAST_ROWS, TABLE_BYTES // row_bytes))
@@ -62,8 +62,8 @@ class Grants:
     """Gives each hand-out a generation and a row.
 
     Args:
-        rows: of the table.
-        incarnation: of the engine.
+        rows: number of rows of the table.
+        incarnation: of the engine (`Identity.incarnation`).
         sampling: which hand-outs are checked.
     """
 
@@ -79,8 +79,8 @@ class Grants:
     def begin(
         self, request_id: str, digest: bytes, tokens: int, demanded: bool = False
     ) -> tuple[int, Identity] | None:
-        """Row and identity of a request whose blocks will be handed out; those that it has already
-        if it has. None if no row is free: its blocks cannot be handed out.
+        """Return row and identity of a request whose blocks will be handed out; the same ones if it
+        has them already. None if no row is free: its blocks cannot be handed out.
 
         Args:
             demanded: the puller wants fingerprints.
@@ -98,11 +98,12 @@ class Grants:
         return held
 
     def held(self, request_id: str) -> tuple[int, Identity] | None:
-        """As `begin` gave it; None after `end`."""
+        """Return what `begin` returned for a request; None after `end`."""
         return self._held.get(request_id)
 
     def end(self, request_id: str) -> int | None:
-        """The blocks are free, or were never handed out: the row that they had, if any."""
+        """Free the row of a request whose blocks are free or were never handed out. Return the row,
+        if there was one."""
         held = self._held.pop(request_id, None)
         if held is None:
             return None
@@ -111,7 +112,7 @@ class Grants:
 
 
 class RecordTable:
-    """The memory that pullers read. Used by the engine's thread and the one that makes sums."""
+    """The memory that pullers read. Used by the engine's thread and the fingerprints' thread."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
@@ -121,22 +122,22 @@ class RecordTable:
 
     @property
     def address(self) -> int:
-        """Of row 0, aligned to a page."""
+        """Address of row 0, aligned to a page."""
         return int(self._memory.ctypes.data)
 
     def write(self, row: int, record: bytes) -> None:
-        """A hand-out begins."""
+        """Write the record of a hand-out that begins."""
         with self._lock:
             self._rows[row, :RECORD_BYTES] = np.frombuffer(record, np.uint8)
 
     def erase(self, row: int) -> None:
-        """It ends; on return nobody can prove it any more."""
+        """Erase the record of a hand-out that ends. After the return no puller can prove it."""
         with self._lock:
             self._rows[row, :RECORD_BYTES] = 0
 
     def put_sums(self, row: int, generation: int, sums: np.ndarray | None) -> bool:
-        """Publish fingerprints, u64 [blocks], or with None that there will be none; False if the
-        hand-out has ended."""
+        """Publish fingerprints, u64 [blocks], or with None that there will be none. Return False if
+        the hand-out has ended."""
         with self._lock:
             record = self._rows[row, : RECORD.size]
             if RECORD.unpack(record.tobytes())[4] != generation:
@@ -151,5 +152,5 @@ class RecordTable:
             return True
 
     def row(self, row: int) -> bytes:
-        """A row as a puller reads it."""
+        """Return a row as a puller reads it."""
         return self._rows[row].tobytes()

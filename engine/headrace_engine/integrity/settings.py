@@ -1,4 +1,4 @@
-"""Which transfers are checked byte for byte, and how long a pull and its proof may take.
+"""Settings of pulls: the transfers that are checked byte for byte, and the time-outs.
 
 kv_connector_extra_config: {headrace_integrity: {check: sampled, rate: 0.02}}
 """
@@ -17,13 +17,15 @@ Check = Literal["sampled", "all", "off"]
 
 @dataclass(frozen=True, slots=True)
 class IntegritySettings:
-    """Of one engine.
+    """Settings of one engine.
 
     Attributes:
         check: which of its hand-outs have fingerprints.
-        rate: share of them where it samples, above 0 and at most 1.
-        pull_timeout_s: for bytes. Then the connection is given up, which ends its pulls.
-        proof_timeout_s: from the arrival of the bytes to their proof.
+        rate: fraction of hand-outs with fingerprints if `check` is `sampled`, above 0 and at most
+            1.
+        pull_timeout_s: maximum time for the bytes to arrive. Then the engine gives up the
+            connection, which ends its pulls.
+        proof_timeout_s: maximum time from the arrival of the bytes to their proof.
 
     Raises:
         ValueError: a value is impossible.
@@ -45,7 +47,7 @@ class IntegritySettings:
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> IntegritySettings:
-        """From `kv_connector_extra_config`. Raises ValueError for what cannot be used."""
+        """Read `kv_connector_extra_config`. Raises ValueError if its settings cannot be used."""
         given = extra_config.get(CHECKS_KEY) or {}
         try:
             return cls(**given)
@@ -57,8 +59,8 @@ class IntegritySettings:
 class Sampling:
     """Draws the hand-outs that are checked.
 
-    A puller that distrusts a peer demands the check; the share of the sample is drawn, not counted,
-    so that no pattern of requests escapes it.
+    A puller that distrusts a peer demands the check. The sample is drawn at random, not counted, so
+    that no pattern of requests escapes it.
     """
 
     settings: IntegritySettings

@@ -1,4 +1,4 @@
-"""What came of pulls, as vLLM's connector statistics and Prometheus counters.
+"""Results of pulls, as vLLM's connector statistics and Prometheus counters.
 
 vllm:headrace_transfers                 by `event`: proved, checked (also byte for byte), and
                                         unproved_<kind> (`identity.Unproved`)
@@ -20,9 +20,10 @@ from headrace_engine.integrity.events import EPOCHS, PIECES, PROVED, UNPROVED, t
 
 
 class TransferStats(NixlKVConnectorStats):
-    """vLLM's, with `proved`, lists [seconds, checked], `unproved`, lists [request id of the engine,
-    id of the producing engine, kind, why], `pieces`, a number a transfer (`meter.Transfer`), and
-    `epochs`, in hex, one after each reset of the engine's caches."""
+    """vLLM's statistics with four more lists: `proved` of [seconds, checked], `unproved` of
+    [request id of the engine, id of the producing engine, kind, why], `pieces` of a number for each
+    transfer (`meter.Transfer`), and `epochs`, in hex, one after each reset of the engine's caches.
+    """
 
     def reset(self) -> None:
         super().reset()
@@ -38,7 +39,7 @@ class TransferStats(NixlKVConnectorStats):
 
 
 class TransferPromMetrics(NixlPromMetrics):
-    """vLLM's, and ours."""
+    """vLLM's metrics, and two of our own."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""What a replica tells every gateway: numbered reports, and which KV blocks its engine holds."""
+"""A replica's messages to all gateways: numbered reports, and the KV blocks of its engine."""

@@ -1,4 +1,4 @@
-"""What lies ahead of a new prompt on an engine that only prefills, and which plans came. Pure."""
+"""Prompt work ahead of a new request on a prefill engine, and the plans that arrived. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from headrace_engine.steptime import pairs_of
 
 
 class PromptsAhead:
-    """Prompts between their arrival and their end, less what the engine has computed of them.
+    """Prompts that have arrived and not ended, and the part of them that is still to be computed.
 
-    The engine says how many prompt tokens a step computed, but not whose. Those that it computed
-    are taken to belong to the prompts that end next.
+    The engine reports how many prompt tokens a step computed, but not of which prompts. Computed
+    tokens are counted for the prompts that end next.
     """
 
     def __init__(self) -> None:
@@ -25,16 +25,16 @@ class PromptsAhead:
 
     @property
     def tokens(self) -> int:
-        """That are still to be computed."""
+        """Prompt tokens that are still to be computed."""
         return max(0, round(self._tokens - self._done_tokens))
 
     @property
     def pairs(self) -> float:
-        """What these attend to (`steptime.pairs_of`)."""
+        """Pairs of these tokens and the tokens that they attend to (`steptime.pairs_of`)."""
         return max(0.0, self._pairs - self._done_pairs)
 
     def arrived(self, request_id: str, prompt_tokens: int, compute_tokens: int) -> None:
-        """A prompt came, of which so many tokens, the last ones, are to be computed."""
+        """Add a prompt whose last `compute_tokens` tokens are to be computed."""
         self.ended(request_id)
         tokens = min(max(1, compute_tokens), max(1, prompt_tokens))
         pairs = pairs_of(prompt_tokens - tokens, prompt_tokens)
@@ -43,13 +43,13 @@ class PromptsAhead:
         self._pairs += pairs
 
     def computed(self, tokens: float, pairs: float) -> None:
-        """The engine made a step."""
+        """Count the prompt tokens and pairs that a step of the engine computed."""
         if self._prompts:
             self._done_tokens = min(self._done_tokens + tokens, self._tokens)
             self._done_pairs = min(self._done_pairs + pairs, self._pairs)
 
     def ended(self, request_id: str) -> None:
-        """A prompt was computed, or is not wanted any more. Unknown ids are fine."""
+        """Remove a prompt that was computed or cancelled. Unknown ids are ignored."""
         tokens, pairs = self._prompts.pop(request_id, (0, 0))
         self._tokens -= tokens
         self._pairs -= pairs
@@ -58,21 +58,21 @@ class PromptsAhead:
 
 
 class HeardPlans:
-    """Ids of the plans that were taken up lately: so gateways know that a replica's own numbers
-    hold them."""
+    """Ids of the plans that arrived lately. They tell gateways which plans a replica's own numbers
+    include."""
 
     def __init__(self) -> None:
         self._heard: OrderedDict[str, float] = OrderedDict()
 
     def add(self, plan_id: str, now_s: float) -> None:
-        """A plan was taken up; the oldest one makes room for it."""
+        """Add a plan that arrived. If there are too many, the oldest one is removed."""
         self._heard.pop(plan_id, None)
         self._heard[plan_id] = now_s
         if len(self._heard) > MOST_HEARD:
             self._heard.popitem(last=False)
 
     def recent(self, now_s: float) -> tuple[str, ...]:
-        """Those of the last `HEARD_S` seconds."""
+        """Return the plans of the last `HEARD_S` seconds, and remove older ones."""
         while self._heard and next(iter(self._heard.values())) < now_s - HEARD_S:
             self._heard.popitem(last=False)
         return tuple(self._heard)

@@ -1,12 +1,12 @@
-"""Which KV blocks an engine holds, followed from vLLM's own events.
+"""Follows vLLM's own events to know which KV blocks an engine holds.
 
-The engine's process publishes them over sockets in a private folder of this machine, as batches
-that are numbered from 0 (`vllm.distributed.kv_events`, 0.29). Who subscribes late, or loses a
-batch, has batches replayed; vLLM keeps the last `REPLAYED_STEPS`. If one that is missing is gone,
-nothing of what was known can be believed: what is held counts again from there on.
+The engine's process publishes the events over sockets in a private folder of this machine, as
+batches that are numbered from 0 (`vllm.distributed.kv_events`, 0.29). At its start and after a gap,
+the follower has vLLM replay batches; vLLM keeps the last `REPLAYED_STEPS`. If vLLM no longer keeps
+a missing batch, the follower forgets all blocks and continues with the batches that are left.
 
-A block is known by its key, the low 64 bits of its hash, 8 bytes big-endian. Only blocks of the
-engine's own memory are followed, and of the first KV cache group where a model has several.
+A block's key is the low 64 bits of its hash, 8 bytes big-endian. Only blocks of the engine's own
+memory are followed. Of a model with several KV cache groups, only the first group is followed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ GPU = "GPU"
 """vLLM's name for the engine's own memory, also on a CPU."""
 KEY_BYTES = 8
 REPLAYED_STEPS = 1000
-"""Batches that vLLM keeps; each has the token ids of its blocks, too."""
+"""Batches that vLLM keeps. Each also has the token ids of its blocks."""
 WAITING_BATCHES = 1000
-"""That wait for this process; vLLM drops those beyond, and they are replayed."""
+"""Batches that may wait for this process. vLLM drops further ones, and they are replayed."""
 MOST_BLOCKS = 2**22
 REPLAY_S = 2.0
 _MASK = (1 << 8 * KEY_BYTES) - 1
@@ -45,7 +45,7 @@ Hashes = list[bytes | int]
 
 
 class BlockStored(msgspec.Struct, gc=False, tag=True):
-    """What is needed of vLLM's event; the tokens are not even decoded."""
+    """The fields of vLLM's event that are read here. Its token ids are not decoded."""
 
     block_hashes: Hashes
     medium: str | None = None
@@ -54,7 +54,7 @@ class BlockStored(msgspec.Struct, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, gc=False, tag=True):
-    """Likewise."""
+    """The fields of vLLM's event that are read here."""
 
     block_hashes: Hashes
     medium: str | None = None
@@ -63,7 +63,7 @@ class BlockRemoved(msgspec.Struct, gc=False, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, gc=False, tag=True):
-    """Nothing is held."""
+    """vLLM's event that the engine holds no block any more."""
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
@@ -75,7 +75,7 @@ _batches = msgspec.msgpack.Decoder(_Batch)
 
 
 def key_of(block_hash: bytes | int) -> bytes:
-    """The key of a block that vLLM knows by this hash, or by this number.
+    """Return the key of a block from vLLM's hash of it, bytes or a number.
 
     Raises:
         ValueError: the hash has fewer than 8 bytes.
@@ -88,10 +88,10 @@ def key_of(block_hash: bytes | int) -> bytes:
 
 
 class HeldBlocks:
-    """The blocks of one engine. One thread writes, any may read.
+    """The blocks that one engine holds. One thread writes, any thread may read.
 
-    vLLM may hold a block twice, and says it is removed when one of the two is: then it does not
-    count any more. So blocks may be missing here, but none is held too long.
+    vLLM may hold a block twice, and reports it as removed when one of the two copies is. The block
+    is removed here then. So blocks may be missing here, but none stays too long.
     """
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
@@ -102,23 +102,23 @@ class HeldBlocks:
         return len(self._keys)
 
     def clear(self) -> None:
-        """Nothing is known to be held."""
+        """Forget all blocks."""
         with self._lock:
             self._keys.clear()
 
     def contents(self) -> list[Change]:
-        """All that is held, as changes."""
+        """Return all held blocks, as changes."""
         with self._lock:
             return [Change(True, GPU, b"", key) for key in self._keys]
 
     def apply(self, payload: bytes) -> list[Change] | None:
-        """Take one of vLLM's batches.
+        """Apply one of vLLM's batches.
 
         Returns:
-            What changed, in order; None if all of it did, and `contents` says what is held now.
+            The changes, in order; None if everything may have changed: `contents` has the blocks.
 
         Raises:
-            ValueError: it is no batch; nothing of it was taken.
+            ValueError: it is no batch; nothing of it was applied.
         """
         changes: list[Change] = []
         cleared = False
@@ -146,7 +146,7 @@ class HeldBlocks:
 
 
 def _keys(event: BlockStored | BlockRemoved | AllBlocksCleared) -> list[bytes]:
-    """Of the blocks that are followed."""
+    """Return the keys of an event's blocks; none if these blocks are not followed."""
     if (
         isinstance(event, AllBlocksCleared)
         or event.medium not in (None, GPU)
@@ -158,18 +158,18 @@ def _keys(event: BlockStored | BlockRemoved | AllBlocksCleared) -> list[bytes]:
 
 
 class EngineEvents:
-    """Follows one engine from `start` to `close`, in a thread of its own.
+    """Follower of one engine's events from `start` to `close`, on a thread of its own.
 
     Attributes:
         events, replay: endpoints for vLLM's publisher, in a folder that only this user may enter.
             It lasts until `close`.
-        held: what the engine holds.
+        held: the blocks that the engine holds.
     """
 
     def __init__(self) -> None:
         """
         Raises:
-            OSError: there can be no temporary folder.
+            OSError: no temporary folder can be made.
         """
         beside = os.environ.get("VLLM_RPC_BASE_PATH")  # vLLM's own sockets
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-events-", dir=beside))
@@ -182,23 +182,23 @@ class EngineEvents:
         self.batches = self.replays = self.lost = 0
 
     def start(self) -> None:
-        """Follow the engine, which publishes by now. What it did before is replayed."""
+        """Follow the engine, which publishes already. Its earlier batches are replayed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="engine-events", daemon=True)
             self._thread.start()
 
     def tell(self, publish: Callable[[list[Change]], None], resync: Callable[[], None]) -> None:
-        """Have each change told from now on, on the follower's thread.
+        """Report each change from now on, on the follower's thread.
 
         Args:
             publish: gets changes, in order; never waits.
-            resync: `held.contents()` is to be read anew. Called now, too.
+            resync: called when `held.contents()` has to be read again, and once now.
         """
         self._told = publish, resync
         resync()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts. `lost`: how often all was forgotten."""
+        """Return JSON-able counts. `lost`: how often all blocks were forgotten."""
         return {
             "blocks": len(self.held),
             "batches": self.batches,
@@ -207,7 +207,7 @@ class EngineEvents:
         }
 
     def close(self) -> None:
-        """Follow no longer, and remove the folder."""
+        """Stop following, and remove the folder."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -242,14 +242,14 @@ class EngineEvents:
         context.destroy(0)
 
     def _poller(self, socket: zmq.Socket[Any]) -> zmq.Poller:
-        """Waits for the socket, or for the end."""
+        """Return a poller that waits for the socket, or for `close`."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         return poller
 
     def _take(self, context: zmq.Context[Any], frames: list[bytes]) -> None:
-        """Take a published batch, after those before it."""
+        """Apply a published batch, after those before it."""
         _, number, payload = frames
         seq = int.from_bytes(number, "big")
         if self._numbers.judge(seq, whole=False) is Fate.WAIT:
@@ -262,7 +262,7 @@ class EngineEvents:
             self._apply(seq, payload)
 
     def _mend(self, context: zmq.Context[Any]) -> None:
-        """Have vLLM replay what is missing."""
+        """Have vLLM replay the missing batches, and apply them."""
         self.replays += 1
         until_s = time.monotonic() + REPLAY_S
         with context.socket(zmq.DEALER) as replay:
@@ -278,7 +278,7 @@ class EngineEvents:
                     return
                 seq = int.from_bytes(number, "big")
                 fate = self._numbers.judge(seq, whole=False)
-                if fate is Fate.WAIT:  # vLLM has forgotten those before it
+                if fate is Fate.WAIT:  # vLLM no longer keeps those before it
                     self._forget()
                 if fate is not Fate.SKIP:
                     self._apply(seq, payload)
@@ -295,7 +295,7 @@ class EngineEvents:
                 publish(changes)
 
     def _forget(self) -> None:
-        """Batches were lost."""
+        """Forget all blocks, because batches were lost."""
         self.lost += 1
         self.held.clear()
         if self._told is not None:

@@ -1,11 +1,11 @@
-"""A replica's line: what it publishes to all gateways of the app.
+"""A replica's line: the sockets by which it publishes to all gateways of the app.
 
     events  PUB     batches of block events, reports and beats (`protocol.events` has the frames)
-    replay  ROUTER  batches again, for who missed some
+    replay  ROUTER  batches again, for a gateway that missed some
 
-Both sockets let in only who has the replica's token (`protocol.membership`). Serve tells gateways
-the token, with the endpoints and the epoch, which is another one after each start. One thread does
-all sending; no caller waits.
+Both sockets accept only peers that have the replica's token (`protocol.membership`). Serve tells
+gateways the token, the endpoints and the epoch, which is a new one after each start. One thread
+does all sending; no caller waits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from headrace_kvstore.protocol.events import Change, EventPublisher
 from headrace_kvstore.protocol.membership import Membership
 
 KEPT_BYTES = 4 * 2**20
-"""Of batches behind the last whole state. An engine's whole state is smaller than most of these."""
+"""Bytes of batches after the last whole state at which a new whole state is published. An engine's
+whole state is usually smaller."""
 
 
 class Line:
-    """Bound from the start. `report`, `publish` and `resync` may be called from any thread.
+    """Sockets of a replica, bound from the start. `report`, `publish` and `resync` may be called
+    from any thread.
 
     Args:
-        token: what gateways prove themselves with, at least 16 characters from a random source.
-        host: the IP address to listen at; the ports are any that are free.
-        contents: all blocks that the engine holds now; called on the line's thread.
+        token: proof that gateways have to show, at least 16 characters from a random source.
+        host: IP address to listen at. The ports are any free ones.
+        contents: returns all blocks that the engine holds now; called on the line's thread.
         on_followed: called on the line's thread when a gateway begins to listen and none did.
 
     Raises:
-        zmq.ZMQError: there is no such address here.
+        zmq.ZMQError: this machine has no such address.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Line:
         )
 
     def info(self) -> dict[str, str | None]:
-        """What a gateway needs to follow it, the token included."""
+        """Return the endpoints, epoch and token that a gateway needs to follow the replica."""
         return {
             "events": self._publisher.endpoint,
             "replay": self._publisher.replay_endpoint,
@@ -74,8 +76,8 @@ class Line:
         return self._publisher.followed
 
     def report(self, report: Report) -> None:
-        """Tell how the replica stands. Sent at once, or 20 ms after the report before; of those
-        that wait only the newest is sent. Its `seq` is set here.
+        """Publish a report at once, or 20 ms after the previous one. Of the reports that wait, only
+        the newest is sent. This sets its `seq`.
 
         Raises:
             ValueError: it has too many bytes.
@@ -83,17 +85,17 @@ class Line:
         self._publisher.report(encode(replace(report, seq=next(self._numbers))))
 
     def publish(self, changes: list[Change]) -> None:
-        """Tell that blocks came or went, in order."""
+        """Publish changes of the held blocks, in order."""
         self._publisher.publish(changes)
 
     def resync(self) -> None:
-        """Tell everything that is held: not every change was told."""
+        """Publish all held blocks: a gateway may have missed changes."""
         self._publisher.resync()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts, without the token."""
+        """Return JSON-able counts, without the token."""
         return self._publisher.stats()
 
     def close(self) -> None:
-        """Unbind."""
+        """Unbind the sockets."""
         self._publisher.close()

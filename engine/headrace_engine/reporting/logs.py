@@ -1,9 +1,9 @@
 """Sets up the logs of Headrace in each process of a replica: its own and those of its engine.
 
 A log is one JSON object a line on stderr, which Ray collects per process. An engine's processes are
-vLLM's, and configure vLLM's logs only: without this, just warnings of Headrace's parts would reach
-a file from there, and without their role. So the replica leaves its settings in the environment,
-and vLLM's processes take them up by the entry point `headrace_logs` of `vllm.general_plugins`.
+vLLM's, and configure vLLM's logs only: without this, only warnings of Headrace's parts would reach
+a file from there, and without their role. So the replica puts its settings into the environment,
+and vLLM's processes read them by the entry point `headrace_logs` of `vllm.general_plugins`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import time
 from typing import Any, TextIO
 
 ENVIRONMENT = "HEADRACE_LOGS"
-"""Names the variable that holds what `set_up` was told, as JSON."""
+"""Name of the variable that holds the arguments of `set_up`, as JSON."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, role, message and whatever `extra` holds."""
+    """Formatter of one JSON object a line: time, level, logger, role, message and the fields of
+    `extra`."""
 
     def __init__(self, role: str):
         super().__init__()
@@ -46,11 +47,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(role: str, level: str, as_json: bool, to: TextIO | None = None) -> None:
-    """Log so from here on, in this process and in the engine that it starts.
+    """Set up logs in this process and in the engine that it starts.
 
     Args:
-        role: of the replica. level: least severity, as `logging` names it.
-        to: in place of `sys.stderr`.
+        role: of the replica. level: minimum severity, as `logging` names it.
+        to: stream in place of `sys.stderr`.
     """
     handler = logging.StreamHandler(to or sys.stderr)
     handler.setFormatter(
@@ -66,8 +67,8 @@ def set_up(role: str, level: str, as_json: bool, to: TextIO | None = None) -> No
 
 
 def take_up() -> None:
-    """Called by vLLM in each of its processes, perhaps twice; does nothing where no replica has
-    set logs up, as in a plain `vllm serve`."""
+    """Set up logs in a process of vLLM's, which calls this in each of them, perhaps twice. Without
+    effect where no replica has set logs up, as in a plain `vllm serve`."""
     if told := os.environ.get(ENVIRONMENT):
         # vLLM writes a prefix before each line of `sys.stderr`.
         set_up(**json.loads(told), to=os.fdopen(os.dup(2), "w", buffering=1))

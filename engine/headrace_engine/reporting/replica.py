@@ -1,4 +1,4 @@
-"""A replica's line, fed: its reports, and the blocks that its engine holds."""
+"""Publishes a replica's reports, and the blocks that its engine holds, over its line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from headrace_engine.reporting.reporter import EngineFacts, Reporter
 
 
 class ReplicaLine:
-    """Open from the start; made and used on the replica's event loop.
+    """A replica's line and its reporter, open from the start. Made and used on the replica's event
+    loop.
 
     Args:
         replica, role, machine: as in a `Report`.
-        token, host: as for a `Line`.
-        events: follows the engine; None if nobody does.
+        token, host: as in a `Line`.
+        events: follows the engine's KV events; None if they are not followed.
         engine: the engine's part of each report.
-        facts: gives the other fields of a report, as far as there are any.
-        kv: gives the field of a `Report`.
+        facts: gives further fields of a report, if there are any.
+        kv: gives the field `kv` of a `Report`.
     """
 
     def __init__(
@@ -49,26 +50,26 @@ class ReplicaLine:
         engine.on_rows.append(self.changed)
 
     def info(self) -> dict[str, Any]:
-        """What gateways are told of the replica: its id, role and machine, and where its line is
-        (with the token)."""
+        """Return what gateways need of the replica: its id, role and machine, and the endpoints and
+        token of its line."""
         return {**self._identity, "line": self._line.info()}
 
     def changed(self) -> None:
-        """A request came or ended, or something else that a report tells has changed."""
+        """Report soon: a request came or ended, or something else in the report has changed."""
         self._reporter.changed()
 
     def drains(self) -> None:
-        """Tell gateways that no request is to come."""
+        """Tell gateways to send no more requests."""
         self._draining = True
         self._reporter.now()
 
     async def close(self) -> None:
-        """Report no more, and unbind."""
+        """Stop reporting, and unbind the sockets."""
         self._reporter.close()
         await asyncio.to_thread(self._line.close)
 
     def _followed(self) -> None:
-        """Somebody begins to listen; called on the line's thread."""
+        """Report at once, because a gateway begins to listen. Called on the line's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(lambda: self._reporter.now())
 

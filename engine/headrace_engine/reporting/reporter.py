@@ -1,4 +1,4 @@
-"""When a replica reports, and what its engine's part of a report says."""
+"""Decides when a replica reports, and makes its engine's part of a report."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from headrace_kvstore.protocol.events import REPORT_GAP_S
 logger = logging.getLogger("headrace.engine")
 
 EVERY_S = 0.15
-"""Between two reports if nothing changes. It leaves the timer room to be late: the line sends beats
-after 0.2 s, which say less."""
+"""Time between two reports if nothing changes. The timer may be late by 0.05 s: the line sends
+beats, which say less, after 0.2 s without a report."""
 
 
 class EngineFacts:
     """An engine's part of its replica's reports.
 
     Args:
-        meter: of the engine; its steps are watched.
-        block_tokens, token_bytes, step_tokens, blocks: as `Report`; `blocks`: of the engine's KV
-            cache.
+        meter: the engine's meter; its steps are watched.
+        block_tokens, token_bytes, step_tokens: as in a `Report`.
+        blocks: number of blocks of the engine's KV cache.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class EngineFacts:
         self._rows, self._context = 0, 0
         self._computed_at: float | None = None
         self.on_rows: list[Callable[[], None]] = []
-        """Called when another number of requests decodes than before."""
+        """Called when the number of decoding requests changes."""
         meter.on_step.append(self._on_step)
 
     def __call__(self) -> dict[str, Any]:
         meter, computed_at = self._meter, self._computed_at
-        idle = not meter.running  # the last step is of another time
+        idle = not meter.running  # the last step is an old one then
         free = round((1.0 - meter.kv_usage) * self._blocks)
         return {
             **self._sizes,
@@ -77,12 +77,13 @@ class EngineFacts:
 
 
 class Reporter:
-    """Reports at each change, at most every 20 ms, and every `EVERY_S` without one, while anybody
-    listens: from a call of `now` on. Made and used on the replica's event loop.
+    """Sender of reports: at each change, at most every 20 ms, and every `EVERY_S` without one. It
+    reports while a gateway listens, from a call of `now` on. Made and used on the replica's event
+    loop.
 
     Args:
-        line: where reports go.
-        facts: give the fields of a report; where two give the same, the later counts.
+        line: publishes the reports.
+        facts: give the fields of a report; where two give the same field, the later one counts.
     """
 
     def __init__(self, line: Line, *facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -95,7 +96,7 @@ class Reporter:
         self.reports = self.failures = 0
 
     def changed(self) -> None:
-        """Something that a report tells has changed; takes no time."""
+        """Report soon, because something in the report has changed. Returns at once."""
         if not self._line.followed:
             return
         due_s = max(self._loop.time(), self._reported_s + REPORT_GAP_S)
@@ -103,12 +104,12 @@ class Reporter:
             self._arm(due_s)
 
     def now(self) -> None:
-        """Report at once, and from now on; to be called when somebody begins to listen."""
+        """Report at once, and from now on; to be called when a gateway begins to listen."""
         if not self._closed:
             self._report()
 
     def close(self) -> None:
-        """Report no more."""
+        """Stop reporting."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

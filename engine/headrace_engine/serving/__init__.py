@@ -1,1 +1,1 @@
-"""What replicas of any role share as members of a Ray Serve app."""
+"""Parts that replicas of both roles share as members of a Ray Serve app."""

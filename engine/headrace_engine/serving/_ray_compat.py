@@ -1,4 +1,4 @@
-"""What replicas take from Ray beyond its public API; an upgrade breaks this file first.
+"""The uses of Ray beyond its public API in replicas. An upgrade of Ray breaks this file first.
 
 `tests/unit/test_contracts_serving.py` pins what is used here.
 """
@@ -17,28 +17,28 @@ NAMESPACE = b"headrace"
 
 
 def ongoing_requests(count: int) -> dict[str, float]:
-    """What `record_autoscaling_stats` answers so that Serve counts this many ongoing requests.
+    """Return an answer of `record_autoscaling_stats` with this many ongoing requests.
 
-    Serve's own count, which lacks requests that reach a replica by another way than Serve, is
-    replaced by it. So every autoscaling policy sees the truth in `total_num_requests`.
+    It replaces Serve's own count, which lacks requests that reach a replica by another way than
+    Serve. So every autoscaling policy gets the true count in `total_num_requests`.
     """
     return {RUNNING_REQUESTS_KEY: count}
 
 
 def max_ongoing_requests() -> int:
-    """This deployment's limit for each replica, as configured now."""
+    """Return this deployment's limit for each replica, as configured now."""
     return int(serve.get_replica_context()._deployment_config.max_ongoing_requests)
 
 
 def shutdown_seconds() -> tuple[float, float]:
-    """Seconds from the order to stop until Serve kills this replica, and the longest time that
-    Serve takes of them to see that the replica has no calls, as configured now."""
+    """Return the seconds from the order to stop until Serve kills this replica, and the maximum
+    part of them in which Serve finds that the replica has no calls, as configured now."""
     config = serve.get_replica_context()._deployment_config
     return config.graceful_shutdown_timeout_s, config.graceful_shutdown_wait_loop_s
 
 
 def read_note(key: str) -> bytes | None:
-    """A note that any process of the cluster left; it lives as long as the cluster. Blocks."""
+    """Read a note that a process of the cluster left. It lives as long as the cluster. Blocks."""
     note: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
     return note
 
@@ -49,5 +49,5 @@ def write_note(key: str, note: bytes) -> None:
 
 
 def drop_notes(prefix: str) -> None:
-    """Remove the notes whose keys begin so. Blocks."""
+    """Remove the notes whose keys begin with `prefix`. Blocks."""
     _internal_kv_del(prefix, del_by_prefix=True, namespace=NAMESPACE)

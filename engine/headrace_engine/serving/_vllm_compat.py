@@ -93,8 +93,8 @@ def _set_reasoning(engine_args: Any, config: VllmConfig, parser: str) -> None:
 
 
 def _chat_template(model: ModelConfig, given: str | None) -> tuple[str | None, bool]:
-    """The chat template that tools are rendered with, if there is one; and whether the tokenizer is
-    Mistral's own, which has none."""
+    """Return the chat template that tools are rendered with, if there is one; and whether the
+    tokenizer is Mistral's own, which has none."""
     from vllm.entrypoints.chat_utils import load_chat_template
     from vllm.renderers.hf import resolve_chat_template
     from vllm.tokenizers import cached_tokenizer_from_config
@@ -107,6 +107,6 @@ def _chat_template(model: ModelConfig, given: str | None) -> tuple[str | None, b
         loaded = load_chat_template(given)
         return resolve_chat_template(tokenizer, loaded, [{}], model_config=model), False
     except Exception as error:
-        # Whoever needs the tokenizer will say what is wrong with it.
+        # The code that needs the tokenizer will report what is wrong with it.
         logger.info("no chat template is known: %r", error)
         return None, False

@@ -1,7 +1,7 @@
-"""How many requests an HTTP port has, and how many of them are worked on at once.
+"""Counts the requests of an HTTP port, and limits how many of them run at once.
 
-Ray Serve counts and limits only calls of its handles; a port of a replica's own needs both done
-here. Requests above the limit wait for their turn, first come first served, as Serve's do.
+Ray Serve counts and limits only calls of its handles, so both are done here for a replica's own
+port. Requests above the limit wait for their turn, first come first served, as Serve's do.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 UNCOUNTED = frozenset({"/health"})
-"""Paths that say how the replica is: they neither wait nor count."""
+"""Paths that report the replica's health. Their requests neither wait nor count."""
 
 
 class InFlight:
-    """ASGI: counts requests, and passes on at most so many at once. Bound to one event loop.
+    """ASGI application that counts requests and limits those that run. Bound to one event loop.
 
     Args:
-        app: what answers them.
-        most: the limit, asked for each request; None for none.
+        app: application that answers them.
+        most: returns the limit, called for each request; None for no limit.
     """
 
     def __init__(self, app: ASGIApp, most: Callable[[], int] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Which replicas of each role this process may ask, as Ray Serve's controller last told it.
+"""The replicas of each role that this process may ask, as Ray Serve's controller last told it.
 
-Serve tells every process that holds a handle as soon as a replica starts, stops or drains; the
-request router of the handle (`request_router`) passes it on here. So nobody has to poll for it,
-and a replica that drains is left out at once. Thread-safe: handles run on a thread of their own.
+Serve tells every process that holds a handle as soon as a replica starts, stops or drains. The
+request router of the handle (`request_router`) passes it on here. So no code has to poll, and a
+replica that drains is left out at once. Thread-safe: handles run on a thread of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Members:
         self._watchers: dict[str, list[Callable[[Ids], None]]] = {}
 
     def update(self, role: str, replica_ids: Iterable[str]) -> None:
-        """The replicas of a role are these now. Watchers hear of changes only."""
+        """Set the replicas of a role. Watchers are called only if they change."""
         ids = frozenset(replica_ids)
         with self._lock:
             if self._ids.get(role) == ids:
@@ -43,4 +43,4 @@ class Members:
 
 
 MEMBERS = Members()
-"""Those of this process, which holds handles of one app only."""
+"""Replicas that this process may ask. It holds handles of one app only."""

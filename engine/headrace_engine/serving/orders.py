@@ -1,14 +1,15 @@
-"""Orders of an administrator that outlive the replicas that were there when they came.
+"""Orders of an administrator, which outlive the replicas that received them.
 
-The orders in force are kept with the cluster. A gateway notes an order before it tells the
-replicas, and each replica reads the notes when it starts and every few seconds, so one that starts
-just then, or was not reached, obeys too. They end when the app is deleted.
+The cluster keeps the orders in force. A gateway notes an order before it tells the replicas. Each
+replica reads the notes when it starts and every few seconds, so a replica that starts just then, or
+was not reached, follows the order, too. Orders end when the app is deleted.
 
     policy        where prompts are prefilled
     mode          how replicas draft
-    draft_cap     most draft tokens a step
+    draft_cap     maximum number of draft tokens a step
 
-An order either stands, or holds until a time and then gives way to the one that stands.
+An order is either standing, or passing: it holds until a time, and then the standing order holds
+again.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Value = Annotated[tuple[Any, ...], msgspec.Meta(max_length=1)]
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """One field's orders, as they are kept. Times are Unix seconds.
+    """One field's orders, as the cluster keeps them. Times are Unix seconds.
 
     Attributes:
-        standing: the value in a tuple, or an empty one if none was ever given.
-        passing: likewise, until `until_s`.
+        standing: the standing order's value in a tuple; empty if none was ever given.
+        passing: likewise, of the order that holds until `until_s`.
     """
 
     standing: Value = ()
@@ -37,14 +38,14 @@ class Noted(msgspec.Struct, frozen=True):
     until_s: float = 0.0
 
     def given(self, value: Any, now_s: float, for_s: float | None) -> Noted:
-        """After an order. One that stands ends what holds for a time."""
+        """Return the orders after a new one. A standing order ends a passing one."""
         if for_s is None:
             return Noted((value,))
         return Noted(self.standing, (value,), now_s + for_s)
 
     @classmethod
     def of(cls, note: bytes | None) -> Noted:
-        """From JSON; no orders where there is no note, or it is not one of ours."""
+        """Read orders from JSON. There are none if there is no note, or it is not one of ours."""
         try:
             return msgspec.json.decode(note or b"{}", type=cls)
         except msgspec.DecodeError:
@@ -57,7 +58,7 @@ class Notes:
 
     Args:
         app: the Serve application's name.
-        read, write: of the cluster's notes, by key.
+        read, write: read and write the cluster's notes, by key.
     """
 
     app: str
@@ -74,18 +75,18 @@ class Notes:
                 self.write(key, msgspec.json.encode(noted))
 
     def all(self) -> dict[str, Noted]:
-        """What is noted for each field."""
+        """Return the orders that are noted for each field."""
         return {name: Noted.of(self.read(prefix(self.app) + name)) for name in FIELDS}
 
 
 @dataclass(slots=True)
 class Obedience:
-    """What a replica still has to be told, given what it was told already."""
+    """Orders that a replica has carried out, to find those that it still has to carry out."""
 
     _obeyed: dict[str, Noted] = field(default_factory=dict)
 
     def news(self, noted: Mapping[str, Noted], now_s: float) -> list[dict[str, Any]]:
-        """The orders to carry out, in this order; each as `Notes.give` took it."""
+        """Return the orders to carry out, in sequence, each as `Notes.give` took it."""
         orders: list[dict[str, Any]] = []
         for name, kept in noted.items():
             before = self._obeyed.get(name, Noted())
@@ -101,5 +102,5 @@ class Obedience:
 
 
 def prefix(app: str) -> str:
-    """What the keys of an app's notes begin with."""
+    """Return the beginning of the keys of an app's notes."""
     return f"headrace-order/{app}/"

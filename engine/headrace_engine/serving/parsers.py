@@ -1,13 +1,13 @@
 """Parsers for tool calls and reasoning, chosen from a model's family.
 
 vLLM has a parser for each format in which models write tool calls and thoughts, and leaves the
-choice to whoever starts it. A model's chat template shows its format to the model, so the table
-reads the choice from there: a family is a `model_type` and a piece of text in the template. A model
-whose template shows no tools to it gets no parser for tool calls, since it could not know them.
+choice to the operator. A model's chat template shows its format to the model, so the choice follows
+from the template: a family is a `model_type` and a piece of text in the template. A model whose
+template shows no tools to it gets no parser for tool calls, since it could not know them.
 
 The table holds what vLLM's documentation (`docs/features/tool_calling.md`,
 `docs/features/reasoning_outputs.md`) and vLLM's recipes (https://recipes.vllm.ai, read in the state
-of August 21st, 2026) name for each family. What an operator sets is never changed.
+of August 21st, 2026) name for each family. An operator's own settings are never changed.
 
 Pure.
 """
@@ -114,7 +114,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(("bailing*",), "<arg_key>", "ling3", "ling3", source="recipes/inclusionAI"),
     Family(("glm4_moe*", "glm_moe_dsa", "glm5*"), "<arg_key>", "glm47", "glm45"),
     Family(("glm4v_moe*", "glm46v*"), "<arg_key>", "glm45", "glm45", source="recipes/zai-org"),
-    # XML in tool calls. Whose parameters have tags is not Hermes' JSON.
+    # XML in tool calls. A format whose parameters have tags is not Hermes' JSON.
     Family(
         *(("step3p*",), "<function=", "step3p5", "step3p5", True),
         source="recipes/stepfun-ai",
@@ -141,7 +141,7 @@ FAMILIES: tuple[Family, ...] = (
         source="reasoning_outputs",
     ),
 )
-"""The first that matches counts."""
+"""Known families. The first that matches counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def choose(
 
 
 def shared(decode: Mapping[str, Any], prefill: Mapping[str, Any]) -> dict[str, Any]:
-    """The prefill engine's settings, with those that shape answers taken over from decode."""
+    """Return the prefill engine's settings, with those that shape answers added from decode."""
     return {name: decode[name] for name in SHARED_SETTINGS if name in decode} | dict(prefill)
 
 

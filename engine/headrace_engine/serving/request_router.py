@@ -1,9 +1,10 @@
-"""How Serve's handles of our deployments choose a replica: the one that the caller names, else the
+"""Chooses replicas for Serve's handles of our deployments: the one that the caller names, else the
 less busy of two.
 
-A call names its replica with the keyword argument `replica`. One that is gone, or does not answer
-Serve's question for its queue, is replaced by any other, so the callee says who it is. Extends
-Serve's public `RequestRouter`; Serve makes one in each process that holds a handle.
+A call names its replica with the keyword argument `replica`. If that replica has stopped, or does
+not answer Serve's question for its queue, another one takes the call, so the called replica returns
+its own id. The class extends Serve's public `RequestRouter`; Serve makes one in each process that
+holds a handle.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 
 class NamedReplicaRouter(RequestRouter):
-    """Obeys `replica=`, and tells `MEMBERS` which replicas there are."""
+    """Request router that follows `replica=`, and passes the replicas on to `MEMBERS`."""
 
     def initialize_state(self, role: str = "", **kwargs: Any) -> None:
-        """`role`: under which `MEMBERS` keeps the replicas."""
+        """Set the role under which `MEMBERS` keeps the replicas."""
         self._role = role
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve's controller says who runs; a replica that drains is not among them."""
+        """Take the running replicas from Serve's controller, without those that drain."""
         super().update_replicas(replicas)
         self._tell()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A call found it dead before the controller did."""
+        """Remove a replica that a call found dead before the controller did."""
         super().on_replica_actor_died(replica_id)
         self._tell()
 
@@ -37,7 +38,7 @@ class NamedReplicaRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Groups of replicas to try, the best first; Serve takes the least busy of a group."""
+        """Return groups of replicas, the best first. Serve takes the least busy of a group."""
         wanted = pending_request.kwargs.get("replica") if pending_request is not None else None
         named = [r for r in candidate_replicas if r.replica_id.unique_id == wanted]
         others = [r for r in candidate_replicas if r.replica_id.unique_id != wanted]
@@ -52,7 +53,7 @@ class NamedReplicaRouter(RequestRouter):
 
 
 def routed_as(role: str) -> RequestRouterConfig:
-    """The Serve option `request_router_config` that makes handles of a deployment choose so."""
+    """Return the Serve option `request_router_config` that makes handles use this router."""
     return RequestRouterConfig(
         request_router_class="headrace_engine.serving.request_router:NamedReplicaRouter",
         request_router_kwargs={"role": role},

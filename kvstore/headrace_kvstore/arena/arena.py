@@ -5,18 +5,18 @@ copies the block in, and publishes it with its checksums. A reader takes a lease
 out and compares checksums. No bytes are copied under the lock, which is held for microseconds.
 
 Correctness rests on neither lock nor lease. Checksums are seeded with the key, so a slot that was
-reused during a read is a miss. A lease only avoids that wasted read. It expires by itself, so a
-dead reader costs nothing. A process that dies inside a critical section leaves the header's section
-word odd; the next process to take the lock rebuilds index and free chains (see `kernels`). A
-process that dies while it copies a block in leaves a slot WRITING. That slot is reclaimed when room
-is short or its key is stored again.
+reused during a read is a miss. A lease only avoids that wasted read. It expires after its time, so
+a dead reader costs nothing. A process that dies inside a critical section leaves the header's
+section word odd; the next process to take the lock rebuilds index and free chains (see `kernels`).
+A process that dies while it copies a block in leaves a slot WRITING. That slot is reclaimed when
+room is short or its key is stored again.
 
 The workers of one engine fill a slot together (`Writer`): each reserves the same slot and publishes
-its parts, and the block is READY when all have. So no reader, tier or policy meets half a block.
-While they do not all have, the slot is WRITING like any other.
+its parts. The block is READY when all workers have published. Until then the slot is WRITING like
+any other, so no reader, tier or policy sees half a block.
 
-Times are time.monotonic() seconds, which all processes of a machine share. So the file must not
-survive a restart of the machine: its folder is a tmpfs.
+Times are time.monotonic() seconds, which all processes of a machine share. Therefore the file must
+not survive a restart of the machine: its folder is a tmpfs.
 """
 
 from __future__ import annotations
@@ -56,25 +56,24 @@ logger = logging.getLogger("headrace.kvstore")
 
 LOOKUP_TRIES = 4
 WRITER_TIMEOUT_S = 120.0
-"""A reservation that was not renewed for so long may be given to others: its writer died or hangs.
-Should it still write, checksums tell."""
+"""Age at which a reservation that was not renewed may be given to another writer: its own writer
+died or hangs. If that writer still writes, checksums detect it."""
 INF = float("inf")
 TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
-"""Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
+"""Answers of `reserve` in place of a slot. TAKEN: the block is stored, or being written.
 NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held."""
 
 
 class Arena(PolicedArena):
-    """One process's handle on a node's arena. Threads may share it; a forked child may go on with
-    it.
+    """One process's handle on a node's arena. Threads may share it, and a forked child may use it.
 
     `policy` chooses the blocks that are evicted for new ones (see `policy.shared`). It belongs to
     the arena, not to the handle. quotas: bytes that each tenant (by its SLOT number) may hold;
-    default_quota: the same for tenants not listed. A tenant that stores more gives up blocks of its
-    own first.
+    default_quota: the same for tenants not listed. If a tenant stores more, its own blocks are
+    evicted first.
 
-    Calls that find the lock held for PATIENCE_S (`lease`: BRIEF_S) miss (`lease`, `reserve`,
-    `publish`) or raise LockBusyError (all others but `lookup`, which goes on without it).
+    A call waits up to PATIENCE_S for the lock (`lease`: BRIEF_S). After that `lease`, `reserve` and
+    `publish` miss, `lookup` works without the lock, and all others raise LockBusyError.
     """
 
     @classmethod
@@ -90,16 +89,16 @@ class Arena(PolicedArena):
         policy: str = policies.DEFAULT,
         **options: Any,
     ) -> Arena:
-        """Open the arena of that name, creating it if nobody has.
+        """Open the arena of that name, and create it if there is none.
 
         `size_bytes` bounds all of it: tables, the policy's state and data. `block_bytes` and
-        `layers` are those of most blocks, for which no room is lost; blocks smaller than
-        `smallest_block_bytes` (a quarter of that unless given) lose the more room the smaller they
-        are. `policy` evicts, unless its state would take too much of so small an arena. An arena
-        that is there already keeps size, cut and policy. `options` are the constructor's.
+        `layers` are those of most blocks, for which no room is lost. Blocks smaller than
+        `smallest_block_bytes` (default: a quarter of `block_bytes`) waste room, more the smaller
+        they are. `policy` evicts, unless its state would take too much of so small an arena. An
+        arena that exists keeps its size, geometry and policy. `options` are the constructor's.
 
         Raises ValueError if the size holds no block or the policy is unknown, OSError (ENOSPC) if
-        the folder has not that much room, ArenaFormatError if the file is no arena of this version.
+        the folder lacks the room, ArenaFormatError if the file is no arena of this version.
         """
         if not name or "/" in name or name in (".", ".."):
             raise ValueError(f"{name!r} is no file name")
@@ -133,20 +132,20 @@ class Arena(PolicedArena):
 
     @classmethod
     def attach(cls, name: str, folder: str | Path = "/dev/shm") -> Arena:
-        """Open the arena of that name; raises FileNotFoundError if nobody has made it yet, without
-        waiting for one that is being made."""
+        """Open the arena of that name. Raises FileNotFoundError if there is none, and at once if it
+        is still being made."""
         kernels.warm()
         return cls(SharedFile.attach(Path(folder) / name))
 
     # What is stored
 
     def namespace(self, digest: bytes, block_bytes: int, layers: int, keep: bool = True) -> int:
-        """The row of a namespace, registered if it is new.
+        """Return the row of a namespace; register the namespace if it is new.
 
         digest: 16 bytes. With `keep` the row stays this namespace's as long as this handle lives.
-        Where the table is full, a row that nobody keeps is given to the new namespace, one without
-        blocks before others. Raises ValueError if the namespace is registered with another block
-        size or number of layers, if a segment is too small for its blocks, or if all rows are kept.
+        If the table is full, the new namespace gets a row that no process keeps, preferably one
+        without blocks. Raises ValueError if the namespace is registered with another block size or
+        number of layers, if a segment is too small for its blocks, or if all rows are kept.
         """
         if len(digest) != 16 or block_bytes < 1 or layers < 1:
             raise ValueError(
@@ -180,7 +179,8 @@ class Arena(PolicedArena):
             return row
 
     def _reclaimed_row(self) -> int:
-        """A row that nobody keeps, its blocks dropped: the one used least lately. In a section."""
+        """Drop the blocks of the least recently used row that no process keeps, and return the row.
+        In a section."""
         used_s = np.full(NAMESPACES, -INF)
         held = self.table["state"] != FREE
         np.maximum.at(used_s, self.table["namespace"][held], self.table["used_s"][held])
@@ -195,10 +195,11 @@ class Arena(PolicedArena):
         raise Refused(f"the arena has {NAMESPACES} namespaces in use already")
 
     def lookup(self, row: int, hashes: Hashes) -> np.ndarray:
-        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects.
+        """Return the slots (int64 [n]) of the blocks that are stored, -1 for others. No side
+        effects.
 
-        Each hit was found in its slot's record. Where others change the index all the time and keep
-        the lock, a block in motion may be missed.
+        Each hit was checked against its slot's record. If other processes change the index all the
+        time and keep the lock, the lookup may miss a block whose index entry is being moved.
         """
         self._check_row(row)
         keys = pack_hashes(hashes)
@@ -209,16 +210,17 @@ class Arena(PolicedArena):
             if before % 2 == 0 and self._words[SECTION] == before:
                 return slots
         try:
-            with self._brief_section:  # repairs what a process that died inside has left
+            with self._brief_section:  # repairs the tables if a process died inside
                 kernels.lookup(self._t, row, keys, slots)
         except LockBusyError:
             pass
         return slots
 
     def lease(self, row: int, hashes: Hashes, lease_s: float, readers: int = 1) -> np.ndarray:
-        """As lookup; what is there stays for `lease_s` seconds, or until so many readers have each
-        called `release`, and counts as used once more. -1 for all where the lock cannot be had at
-        once: an engine's step waits for this."""
+        """Look blocks up, and lease those that are stored: they stay for `lease_s` seconds, or
+        until `readers` readers have each called `release`. Each also counts as used once more.
+        Returns slots as `lookup`; -1 for all if the lock is not free at once, since an engine's
+        step waits for this."""
         try:
             return self._leased(self._brief_section, row, hashes, lease_s, True, readers)
         except LockBusyError as error:
@@ -226,7 +228,8 @@ class Arena(PolicedArena):
             return np.full(len(hashes), -1, np.int64)
 
     def hold(self, row: int, hashes: Hashes, hold_s: float) -> np.ndarray:
-        """As `lease`, but the blocks do not count as used: policies see readers only."""
+        """Lease blocks without counting them as used: policies see readers only. Returns slots as
+        `lookup`."""
         return self._leased(self._section, row, hashes, hold_s, used=False)
 
     def _leased(
@@ -246,7 +249,7 @@ class Arena(PolicedArena):
         return slots
 
     def release(self, slots: np.ndarray) -> None:
-        """End a lease early, once for each reader. What is no slot (below 0) is skipped."""
+        """End a lease early, once for each reader. Numbers below 0 are no slots and are skipped."""
         wanted = self._slots(slots)
         with self._section:
             kernels.release(self._t, wanted[wanted >= 0], self._clock())
@@ -262,15 +265,16 @@ class Arena(PolicedArena):
         compute_s: float | np.ndarray = 0.0,
         writer: Writer | None = None,
     ) -> np.ndarray:
-        """Slots (int64 [n]) to copy these blocks into, this process being their writer.
+        """Return slots (int64 [n]) to copy these blocks into, with this process as their writer.
 
-        TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths and compute_s as in
-        SLOT, one a block (the last may be one for all). Each slot must be given to `publish` or
-        `abandon`, with its generation (`generations`) where another thread of this process may get
-        the slot later. A slot is this writer's for WRITER_TIMEOUT_S; `renew` extends that.
+        A block that gets no slot has TAKEN or NO_ROOM instead, both below 0. parents, depths and
+        compute_s as in SLOT, one a block (compute_s may be one for all). Each slot must be given to
+        `publish` or `abandon`, with its generation (`generations`) if another thread of this
+        process may get the slot later. A slot is this writer's for WRITER_TIMEOUT_S; `renew`
+        extends that.
 
         With `writer` this process is one of several, and gets the slot that another one has begun
-        to fill; what they do not fill, `give_up` frees when all have ended.
+        to fill. When all have ended, `give_up` frees the slots that they did not finish.
         """
         owner, bit, awaits = Filling.of(writer)
         self._check_row(row)
@@ -314,13 +318,13 @@ class Arena(PolicedArena):
         layers: np.ndarray | None = None,
         generations: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Make reserved blocks readable, once all of their writers have. Slots must be of one
-        namespace.
+        """Publish reserved blocks. A block becomes readable when all of its writers have published
+        it. All slots must be of one namespace.
 
-        sums: u64 [n, layers]; layers: int64, those that this writer has filled, None for all;
+        sums: u64 [n, layers]; layers: int64, the layers that this writer has filled, None for all;
         generations: as reserved, None if no other thread of this process can have got the slots.
-        Returns bool [n]: False where the slot is no longer this writer's, or where the lock could
-        not be had.
+        Returns bool [n]: False if the slot is no longer this writer's, or if the lock was not free
+        in time.
         """
         wanted = self._slots(slots)
         done = np.zeros(len(wanted), np.bool_)
@@ -342,8 +346,8 @@ class Arena(PolicedArena):
         return done
 
     def abandon(self, slots: np.ndarray, generations: np.ndarray | None = None) -> None:
-        """Give reserved slots back unwritten. What is no slot (below 0) is skipped. generations:
-        as of `publish`."""
+        """Give reserved slots back unwritten. Numbers below 0 are no slots and are skipped.
+        generations: as in `publish`."""
         wanted = self._slots(slots)
         tickets = self._tickets(wanted, generations)[wanted >= 0]
         wanted = wanted[wanted >= 0]
@@ -373,7 +377,7 @@ class Arena(PolicedArena):
 
     def give_up(self, row: int, hashes: Hashes, group: int) -> int:
         """Free the slots that a group of writers has begun to fill with these blocks and will not
-        finish; returns how many. None of them may still be copying."""
+        finish; return their number. No writer may still be copying."""
         self._check_row(row)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
@@ -383,7 +387,7 @@ class Arena(PolicedArena):
             return self._drop(begun, self.table["generation"][begun], WRITING, DROPPED)
 
     def discard(self, row: int, hashes: Hashes) -> int:
-        """Drop blocks that were found corrupt, leased or not; returns how many were there."""
+        """Drop blocks that were found corrupt, leased or not; return how many were stored."""
         self._check_row(row)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
@@ -393,9 +397,12 @@ class Arena(PolicedArena):
             return self._drop(there, self.table["generation"][there], READY, DISCARDED_TOTAL)
 
     def pin(self, row: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
-        """Keep blocks from eviction, or let them go again; bool [n]: whether they are there, and
-        pinned if they are to be. All pins together take MAX_PINNED_SHARE of the arena at most; the
-        first blocks go before the last. Pins of namespaces that no process uses give way."""
+        """Pin blocks, which keeps them from eviction, or unpin them.
+
+        Returns bool [n]: whether the block is stored and, with `pinned`, is pinned. All pins
+        together take at most MAX_PINNED_SHARE of the arena; the first of these blocks take
+        precedence. If there is no room, the pins of namespaces that no process uses are removed.
+        """
         self._check_row(row)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
@@ -415,8 +422,8 @@ class Arena(PolicedArena):
         return slots >= 0
 
     def _unpin_left(self, row: int) -> float:
-        """Unpin the blocks of namespaces that no living process uses, such as those of weights
-        that were replaced; returns their bytes. In a section."""
+        """Unpin the blocks of namespaces that no living process uses, such as those of replaced
+        weights; return their bytes. In a section."""
         pinned = (self.table["pinned"] == 1) & (self.table["namespace"] != row)
         freed = 0.0
         for other in np.unique(self.table["namespace"][pinned]).tolist():
@@ -437,7 +444,8 @@ class Arena(PolicedArena):
         return rows[rows["pinned"] == 1]
 
     def unpin(self, rows: np.ndarray) -> int:
-        """Let blocks be evicted again; returns how many were pinned. rows: SLOT [n], copies."""
+        """Unpin blocks, so that they may be evicted; return how many were unpinned. rows: SLOT [n],
+        copies."""
         count = 0
         for row in np.unique(rows["namespace"]).tolist():
             names = [h.tobytes() for h in rows["hash"][rows["namespace"] == row]]
@@ -445,7 +453,7 @@ class Arena(PolicedArena):
         return count
 
     def clear(self, row: int | None = None) -> int:
-        """Drop all blocks, or one namespace's, also pinned and leased ones; returns how many.
+        """Drop all blocks, or one namespace's, also pinned and leased ones; return their number.
 
         Blocks being written are not touched.
         """
@@ -472,7 +480,7 @@ class Arena(PolicedArena):
         return int(kernels.drop(self._t, slots, generations, state, now_s, total))
 
     def _left_behind(self, now_s: float) -> Chosen:
-        """Slots whose writers are past their time, with generations."""
+        """Return the slots whose writers are past WRITER_TIMEOUT_S, with their generations."""
         generations = self.table["generation"].copy()
         reserved = self.table["state"] == WRITING
         slots = np.flatnonzero(reserved & (self.table["stored_s"] < now_s - WRITER_TIMEOUT_S))

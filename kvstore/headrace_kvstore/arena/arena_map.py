@@ -32,8 +32,8 @@ from headrace_kvstore.table import EVENT, READY, SLOT, WRITING
 logger = logging.getLogger("headrace.kvstore")
 
 BRIEF_S = 0.2e-3
-"""Longest wait for the lock on an engine's thread, which makes a few such calls a worker. Sections
-take microseconds."""
+"""Maximum wait for the lock on an engine's thread, which makes a few such calls for each worker.
+Sections take microseconds."""
 
 
 class Space(NamedTuple):
@@ -45,7 +45,7 @@ class Space(NamedTuple):
 
 
 class Refused(ValueError):
-    """Raised in a section that has changed nothing."""
+    """Error raised in a section that has changed nothing."""
 
 
 class Section:
@@ -92,7 +92,7 @@ class Section:
 class ArenaMap:
     """A mapped arena.
 
-    `table` is the slot table itself (SLOT [slots]), for others to read. Subclasses use
+    `table` is the slot table itself (SLOT [slots]), which other classes may read. Subclasses use
     `_t`, its tables, under `_section`.
     """
 
@@ -121,20 +121,20 @@ class ArenaMap:
     # Namespaces and blocks
 
     def spaces(self) -> list[Space]:
-        """Namespaces by row."""
+        """Return the namespaces by row."""
         return [self.space(row) for row in range(int(self._words[NAMESPACE_COUNT]))]
 
     def space(self, row: int) -> Space:
-        """One namespace."""
+        """Return the namespace of a row."""
         found = self._t.spaces[row]
         return Space(found["digest"].tobytes(), int(found["block_bytes"]), int(found["layers"]))
 
     def row_of(self, digest: bytes) -> int | None:
-        """A namespace's row, if it is registered."""
+        """Return a namespace's row, if it is registered."""
         return next((i for i, s in enumerate(self.spaces()) if s.digest == digest), None)
 
     def offsets(self, slots: np.ndarray) -> np.ndarray:
-        """Bytes (int64 [n]) from the start of the arena to each slot's block."""
+        """Return the bytes (int64 [n]) from the start of the arena to each slot's block."""
         wanted = self._slots(slots, least=0)
         segment, place = np.divmod(wanted, self._per_segment)
         stride = self._t.spaces["slot_bytes"][self.table["namespace"][wanted]].astype(np.int64)
@@ -144,30 +144,30 @@ class ArenaMap:
 
     @property
     def data_address(self) -> int:
-        """Where blocks begin in this process, behind all tables."""
+        """Address in this process where blocks begin, after all tables."""
         return self.base_address + self.geometry.data_offset
 
     @property
     def data_bytes(self) -> int:
-        """From there to the end of the arena."""
+        """Bytes from `data_address` to the end of the arena."""
         return self.geometry.size_bytes - self.geometry.data_offset
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """Address in this process (int64 [n]) of each slot's block, for copy kernels."""
+        """Return the address in this process (int64 [n]) of each slot's block, for copy kernels."""
         return self.base_address + self.offsets(slots)
 
     def address(self, slot: int) -> int:
-        """Address in this process of the slot's block."""
+        """Return the address in this process of the slot's block."""
         return int(self.addresses(np.array([slot]))[0])
 
     def view(self, slot: int) -> np.ndarray:
-        """The slot's block: u8 [block_bytes], shared memory itself."""
+        """Return the slot's block: u8 [block_bytes], shared memory itself."""
         start = int(self.offsets(np.array([slot]))[0])
         row = int(self.table["namespace"][slot])
         return self._bytes[start : start + int(self._t.spaces["block_bytes"][row])]
 
     def sums(self, slots: np.ndarray) -> np.ndarray:
-        """Checksums of published blocks of one namespace: u64 [n, layers], a copy."""
+        """Return the checksums of published blocks of one namespace: u64 [n, layers], a copy."""
         wanted = self._slots(slots, least=0)
         if not len(wanted):
             return np.zeros((0, 0), np.uint64)
@@ -185,11 +185,11 @@ class ArenaMap:
         return int(self._words[EVENT_HEAD])
 
     def events(self, since_seq: int, limit: int = 4096) -> tuple[np.ndarray, int, bool]:
-        """What was stored and removed from `since_seq` on: EVENT [at most limit], next_seq, lost.
+        """Return the events from `since_seq` on: EVENT [at most limit], next_seq, lost.
 
-        If lost, there is no such history any more (the reader is too far behind, or a process
-        died): take all from `blocks`, and go on from the number that it gives. A new reader
-        starts that way or with 0.
+        `lost` means that this part of the history is no longer there (the reader is too late, or a
+        process died). The reader then takes all blocks from `blocks`, and continues from the number
+        that it returns. A new reader starts in the same way, or with 0.
         """
         with self._section:
             head, floor = int(self._words[EVENT_HEAD]), int(self._words[EVENT_FLOOR])
@@ -201,10 +201,11 @@ class ArenaMap:
         return found.view(EVENT), upto, False
 
     def blocks(self, row: int | None = None) -> tuple[np.ndarray, int]:
-        """All readable blocks (SLOT [n], a copy), and the sequence number from which events add.
+        """Return all readable blocks (SLOT [n], a copy), and the sequence number from which events
+        add.
 
-        Takes no lock: what changes meanwhile is told by these events, and a slot that was given to
-        another block while it was copied is left out.
+        Takes no lock: the events from that number on cover changes during the copy, and a slot that
+        was given to another block while it was copied is left out.
         """
         head, generations = int(self._words[EVENT_HEAD]), self.table["generation"].copy()
         wanted = self.table["state"] == READY
@@ -216,7 +217,7 @@ class ArenaMap:
         return rows[same], head
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able sizes, counts and totals. Takes no lock: figures may be a moment apart."""
+        """Return JSON-able sizes, counts and totals. Takes no lock, so they may be inconsistent."""
         t, ready = self._t, self.table["state"] == READY
         leased = self.table["lease_until_s"] > self._clock()
         return {
@@ -243,7 +244,7 @@ class ArenaMap:
         }
 
     def free_bytes(self) -> int:
-        """Data bytes that hold no block."""
+        """Return the number of data bytes that hold no block."""
         return int(self._t.segments["bytes"].sum()) - int(self.table["bytes"].sum())
 
     # The handle
@@ -256,16 +257,17 @@ class ArenaMap:
             return False
 
     def unlink(self) -> None:
-        """Remove the arena's name. Who has it mapped goes on; the next to come creates another."""
+        """Remove the arena's name. Processes that map it continue; the next to open it makes a new
+        one."""
         self._file.unlink()
 
     def unlink_unused(self) -> bool:
-        """Remove the arena's name unless another handle uses it; False if one does. Raises
+        """Remove the arena's name unless another handle uses it; return False if one does. Raises
         LockBusyError."""
         return self._file.unlink_unused()
 
     def close(self) -> None:
-        """Let go of the memory. Views that were given out keep it mapped until they are gone."""
+        """Release the memory. It stays mapped until all views that were handed out are deleted."""
         if hasattr(self, "_t"):
             self._words.release()
             del self._t, self.table, self._bytes, self._words
@@ -291,7 +293,7 @@ class ArenaMap:
         return int(self._t.spaces["layers"][rows[0]])
 
     def _sums_at(self, slots: np.ndarray) -> np.ndarray:
-        """Where each slot's checksums begin in `sums`."""
+        """Return where each slot's checksums begin in `sums`."""
         segment, place = np.divmod(slots, self._per_segment)
         start: np.ndarray = segment * (self._per_segment * self.geometry.layers)
         return start + place * self._layers(slots)

@@ -1,4 +1,4 @@
-"""Where everything stands in the arena's file: a function of six numbers, kept in its header.
+"""The layout of the arena's file: a function of six numbers, which the header holds.
 
     header | namespaces | segments | slots | readers | free chain | buckets | events | sums | state
     | data
@@ -8,8 +8,8 @@ holds blocks belongs to one namespace, and is cut into that namespace's slots: b
 to whole pages. So slot i of segment s is always row `s * slots_per_segment + i` of the slot table,
 and memory moves between namespaces of different block sizes a segment at a time. The checksums of
 a segment's blocks lie block after block in its part of `sums`: peers may reach the data, and
-nothing before it. Below the connector a block is so many equal "layers" with a checksum each; what
-they are there are the parts of the model's layers (`headrace_kvstore.parts`).
+nothing before it. Below the connector a block is a number of equal "layers" with a checksum each.
+These are the parts of the model's layers (`headrace_kvstore.parts`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ HEADER_BYTES = 72
 PAGE_BYTES = 4096
 NAMESPACES = 256
 SEGMENTS = 64
-"""Segments aimed at: one is the least that moves between namespaces."""
+"""Number of segments aimed at: memory moves between namespaces one segment at a time."""
 BLOCKS_PER_SEGMENT = 16
-"""Blocks a segment holds at least, where the arena is large enough."""
+"""Minimum number of blocks a segment holds, if the arena is large enough."""
 
 # Words of the header that change while the arena lives, from byte WORDS_OFFSET on.
 WORDS_OFFSET = 512
@@ -39,7 +39,7 @@ WORDS = 64
 SECTION = 0  # grows when a critical section begins and when it ends: odd inside one
 NAMESPACE_COUNT = 1
 EVENT_HEAD = 2  # sequence number of the next event
-EVENT_FLOOR = 3  # readers that come from before it have missed something
+EVENT_FLOOR = 3  # readers at an earlier number have missed events
 STORED_TOTAL = 4
 EVICTED_TOTAL = 5
 DISCARDED_TOTAL = 6
@@ -67,7 +67,7 @@ NAMESPACE = np.dtype(
 SEGMENT = np.dtype(
     [
         ("bytes", "u8"),
-        ("namespace", "i4"),  # NONE: nobody's
+        ("namespace", "i4"),  # NONE: of no namespace
         ("used", "i4"),  # slots that are not FREE
         ("free", "i4"),  # first slot of its free chain, or NONE
     ],
@@ -77,7 +77,7 @@ NONE = -1
 
 
 def _hash_as_words(record: np.dtype) -> np.dtype:
-    """The same bytes, with the hash as four words, which numba can read."""
+    """Return a dtype of the same bytes with the hash as four words, which numba can read."""
     fields = dict(record.fields or {})
     return np.dtype(
         {
@@ -95,7 +95,7 @@ KERNEL_EVENT = _hash_as_words(EVENT)
 
 
 class ArenaFormatError(ValueError):
-    """The file is no arena, of another version, or its header is damaged."""
+    """Error: the file is no arena, an arena of another version, or its header is damaged."""
 
 
 class Tables(NamedTuple):
@@ -121,8 +121,8 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The six numbers that fix all offsets. `layers`: a segment has room for the sums of so many a
-    slot."""
+    """The six numbers that fix all offsets. `layers`: number of sums for which a segment has room
+    in each slot."""
 
     size_bytes: int
     segments: int
@@ -140,8 +140,8 @@ class Geometry:
         smallest_block_bytes: int,
         state_bytes: int = 0,
     ) -> Geometry:
-        """Cut `size_bytes`, whole pages, for blocks of mostly `block_bytes`, none much under the
-        smallest.
+        """Plan an arena of `size_bytes`, whole pages. Most blocks have `block_bytes`, and no block
+        is much smaller than `smallest_block_bytes`.
 
         state_bytes: of the policy's state.
 
@@ -149,7 +149,7 @@ class Geometry:
         """
         if not 1 <= smallest_block_bytes <= block_bytes or layers < 1:
             raise ValueError("blocks have at least one byte and one layer; the smallest is no")
-        # Whoever makes the arena need not know the engines' layers: there is room for a sum a page.
+        # Room for one sum a page: the creator need not know the engines' layers.
         layers = max(layers, smallest_block_bytes // PAGE_BYTES)
         slot = _pages(block_bytes)
         blocks = min(
@@ -173,8 +173,8 @@ class Geometry:
         return planned
 
     def slot_bytes(self, block_bytes: int, layers: int) -> int:
-        """Bytes that one slot takes: the block, whole pages; more where a segment would have no
-        room for its blocks' checksums otherwise."""
+        """Return the bytes that one slot takes: the block, in whole pages. More if the segment
+        would otherwise lack room for its blocks' checksums."""
         if layers > self.layers:
             sums = self.slots_per_segment * self.layers
             block_bytes = max(block_bytes, -(-self.segment_bytes * layers // sums))
@@ -191,12 +191,12 @@ class Geometry:
 
     @property
     def last_segment_bytes(self) -> int:
-        """Bytes of the last segment; negative where so many segments do not fit."""
+        """Bytes of the last segment; negative if so many segments do not fit."""
         before = self.data_offset + (self.segments - 1) * self.segment_bytes
         return min(self.segment_bytes, self.size_bytes - before)
 
     def header(self) -> bytes:
-        """The header's fixed part: magic, version, these numbers, a checksum of all that."""
+        """Return the header's fixed part: magic, version, these numbers, and a checksum of them."""
         fixed = MAGIC + struct.pack("<7Q", VERSION, *astuple(self))
         return fixed + hashlib.blake2b(fixed, digest_size=8).digest()
 
@@ -232,7 +232,7 @@ class Geometry:
 
 
 def _regions(geometry: Geometry) -> list[tuple[str, int, np.dtype, int]]:
-    """Name, offset in bytes, dtype and length of each table, in file order."""
+    """Return the name, offset in bytes, dtype and length of each table, in file order."""
     slots = geometry.slots
     u4, u8 = np.dtype("u4"), np.dtype("u8")
     sizes = [

@@ -24,7 +24,7 @@ _HALF = np.uint64(32)
 
 @jit()
 def mix(row: int, key: np.ndarray) -> int:
-    """64 well-mixed bits of (row, key); vLLM's hashes are uniform, others need not be."""
+    """Return 64 well-mixed bits of (row, key); vLLM's hashes are uniform, others need not be."""
     x = key[0] ^ (key[1] * np.uint64(0x9E3779B97F4A7C15))
     x ^= (key[2] * np.uint64(0xC2B2AE3D27D4EB4F)) ^ (key[3] * np.uint64(0x165667B19E3779F9))
     x = (x ^ (x >> np.uint64(29)) ^ np.uint64(row)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -34,7 +34,7 @@ def mix(row: int, key: np.ndarray) -> int:
 
 @jit()
 def find(t: Tables, row: int, key: np.ndarray) -> Int:
-    """The slot that holds the key in any state, or ABSENT."""
+    """Return the slot that holds the key in any state, or ABSENT."""
     mask = t.buckets.size - 1
     tag = mix(row, key) >> _HALF
     at = np.int64(tag) & mask
@@ -71,7 +71,7 @@ def insert(t: Tables, slot: Int) -> None:
 
 @jit()
 def remove(t: Tables, slot: Int) -> None:
-    """Take the slot out of the index, and move what had to stand behind it forward."""
+    """Remove the slot from the index, and move later entries forward into the gap."""
     mask = t.buckets.size - 1
     at = np.int64(mix(t.table[slot].namespace, t.table[slot].hash) >> _HALF) & mask
     for _ in range(t.buckets.size):
@@ -92,7 +92,7 @@ def remove(t: Tables, slot: Int) -> None:
 
 @jit()
 def lookup(t: Tables, row: int, keys: np.ndarray, slots: np.ndarray) -> None:
-    """slots[i] = the READY slot of keys[i], or ABSENT. Runs without the lock."""
+    """Set slots[i] to the READY slot of keys[i], or ABSENT. Runs without the lock."""
     for i in range(keys.shape[0]):
         slot = find(t, row, keys[i])
         if slot != ABSENT and t.table[slot].state != READY:

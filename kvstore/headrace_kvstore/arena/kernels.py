@@ -1,18 +1,18 @@
-"""What happens inside the arena's critical sections, compiled.
+"""Compiled code of the arena's critical sections.
 
-All run under the arena's lock, and a process may be killed between any two stores.
-What makes that harmless:
+All of it runs under the arena's lock, and a process may be killed between any two stores. That is
+harmless for these reasons:
 
-- The slot table is the truth, and of a record only `state` says whether the rest means anything.
-  Index, segments and free chains are rebuilt from the table (`repair`) whenever a section was left
-  in the middle, so they may be left in any state.
+- The slot table is the truth, and a record's `state` tells whether the rest of it is valid. Index,
+  segments and free chains are rebuilt from the table (`repair`) whenever a section was left in the
+  middle, so they may be left in any state.
 - A record is filled while FREE and becomes WRITING by one store of one byte, in a call of its own
   (`commit`), since a compiler may reorder stores within a call. So no record that is not FREE is
   half-written.
 - READY follows WRITING by one byte too, after the checksums (`write_sums`, an earlier call).
-- What may change while READY (lease, counters, pin) are single aligned fields, each valid at any
-  value: at worst a lease or a count is lost.
-- An event that was not written is made up for by `repair`, which tells all readers to start over.
+- Only single aligned fields change while READY (lease, counters, pin), each valid at any value: at
+  worst a lease or a count is lost.
+- If an event was not written, `repair` makes all readers start over.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from headrace_kvstore.compiled import jit
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, WRITING
 
 NO_ROOM = -2  # `place`: no slot was free
-STUCK = -3  # `place`: its writer has had it for longer than it may
+STUCK = -3  # `place`: the slot's writer has exceeded its time
 
 _ONE = np.uint64(1)
 
@@ -67,7 +67,7 @@ def _chain(t: Tables, slot: Int, segment: Int) -> None:
 
 @jit()
 def _chain_free(t: Tables, segment: Int, row: int) -> None:
-    """Chain all FREE slots of a segment that the namespace holds, the first one first."""
+    """Chain all FREE slots of a segment that the namespace holds, in ascending order."""
     first = segment * _per_segment(t)
     for slot in range(first + _capacity(t, segment, row) - 1, first - 1, -1):
         if t.table[slot].state == FREE:
@@ -76,10 +76,10 @@ def _chain_free(t: Tables, segment: Int, row: int) -> None:
 
 @jit()
 def _take_slot(t: Tables, row: int, segment: Int) -> tuple[Int, Int]:
-    """A FREE slot for the namespace and its segment, or (ABSENT, ABSENT).
+    """Take a FREE slot for the namespace; return it and its segment, or (ABSENT, ABSENT).
 
-    From `segment` if it has one, else from the fullest that has (so that the others empty), else
-    from a segment that nobody holds.
+    The slot is from `segment` if that has one, else from the namespace's fullest segment that has
+    one (so that the others become empty), else from a segment of no namespace.
     """
     if segment == ABSENT or t.segments[segment].free == NONE:
         segment, unheld = ABSENT, ABSENT
@@ -112,7 +112,7 @@ def _wipe(record: Any) -> None:
 
 @jit()
 def _give_back(t: Tables, slot: Int) -> None:
-    """Make the slot FREE; a segment without blocks becomes nobody's."""
+    """Make the slot FREE; a segment without blocks then belongs to no namespace."""
     remove(t, slot)
     _wipe(t.table[slot])
     segment = slot // _per_segment(t)
@@ -147,8 +147,8 @@ def lease(
     readers: int,
     slots: np.ndarray,
 ) -> None:
-    """As lookup; what is there may not be evicted until `until_s` or until so many readers have
-    released it, and counts as used once, or not."""
+    """Look blocks up, and lease those that are there until `until_s` or until `readers` more
+    readers have released them. With `used` they also count as used once."""
     lookup(t, row, keys, slots)
     for slot in slots:
         if slot == ABSENT:
@@ -184,9 +184,10 @@ def place(
     """Fill a slot for each block whose slots[i] is NO_ROOM; `commit` must follow.
 
     rows: KERNEL_SLOT [n], FREE, of one namespace and owner; writer: the caller's bit of `awaits`.
-    slots[i] becomes the slot, also one that the caller's group has begun to fill and the caller has
-    not; ABSENT if the key is there or being written by others, STUCK if they have had it since
-    before `stuck_before_s`, or stays NO_ROOM. Returns how many are the last two.
+    slots[i] becomes the slot, which may be one that the caller's group has begun to fill and the
+    caller has not. It becomes ABSENT if the key is stored or being written by others, and STUCK if
+    they have had the slot since before `stuck_before_s`. Else it stays NO_ROOM. Returns how many
+    are STUCK or NO_ROOM.
     """
     segment: Int = ABSENT
     left = 0
@@ -220,7 +221,7 @@ def place(
 
 @jit()
 def commit(t: Tables, slots: np.ndarray) -> None:
-    """The slots that `place` filled are WRITING from here on."""
+    """Make the slots that `place` filled WRITING."""
     for slot in slots:
         if slot >= 0 and t.table[slot].state == FREE:
             t.table[slot].state = WRITING
@@ -249,8 +250,8 @@ def write_sums(
     layers: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    """Put sums[i], those of some layers, behind offsets[i] in the table, for slots that `owner`
-    writes."""
+    """Put sums[i], those of some layers, into the table of sums from offsets[i] on, for slots that
+    `owner` writes."""
     for i in range(slots.size):
         if _is_ticket(t, slots[i], generations[i], owner):
             for j in range(layers.size):
@@ -267,8 +268,8 @@ def publish(
     now_s: float,
     done: np.ndarray,
 ) -> None:
-    """A writer of `owner` is done with slots, which are READY if it was the last; done[i] says
-    whether it was its slot to fill. writer: its bit of `awaits`."""
+    """Mark slots as filled by one writer of `owner`; the last writer makes them READY. done[i]
+    becomes whether the slot was this writer's to fill. writer: its bit of `awaits`."""
     for i in range(slots.size):
         ours = _is_ticket(t, slots[i], generations[i], owner)
         done[i] = ours and t.table[slots[i]].awaits & writer != 0
@@ -286,7 +287,7 @@ def publish(
 
 @jit()
 def unfinished(t: Tables, row: int, keys: np.ndarray, owner: int, slots: np.ndarray) -> None:
-    """slots[i] = the slot of keys[i] that `owner` has begun to fill, or ABSENT."""
+    """Set slots[i] to the slot of keys[i] that `owner` has begun to fill, or ABSENT."""
     for i in range(keys.shape[0]):
         slot = find(t, row, keys[i])
         slots[i] = slot if slot != ABSENT and _is_mine(t, slot, owner) else ABSENT
@@ -296,8 +297,9 @@ def unfinished(t: Tables, row: int, keys: np.ndarray, owner: int, slots: np.ndar
 def drop(
     t: Tables, slots: np.ndarray, generations: np.ndarray, state: int, now_s: float, total: int
 ) -> int:
-    """Free each slot that still holds that generation in that state, and is neither pinned nor
-    leased at `now_s`; at infinity pinned ones go too. Returns how many, added to words[total]."""
+    """Free each slot that still has its generation and `state`, and is neither pinned nor leased at
+    `now_s`; if `now_s` is infinite, pinned and leased ones too. Adds the number of freed slots to
+    words[total] and returns it."""
     dropped = 0
     for i in range(slots.size):
         record = t.table[slots[i]]
@@ -315,9 +317,9 @@ def drop(
 
 @jit()
 def repair(t: Tables) -> None:
-    """Rebuild all that follows from the slot table; free records that cannot be.
+    """Rebuild index, segments and free chains from the slot table; free records that are invalid.
 
-    May be killed itself and begun again.
+    A process may be killed in here; the next one begins the repair again.
     """
     t.buckets[:] = 0
     for segment in range(t.segments.size):
@@ -360,7 +362,7 @@ _warming = threading.Lock()
 def warm() -> None:
     """Compile everything, once a process, so that no thread compiles while it holds the lock.
 
-    After this a call with arguments of other types is an error and not a compilation.
+    After this a call with arguments of other types is an error; it does not compile.
     """
     with _warming:
         _compile()

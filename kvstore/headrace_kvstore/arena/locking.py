@@ -29,16 +29,16 @@ LONGEST_SLEEP_S = 1e-3
 
 
 class LockBusyError(TimeoutError):
-    """Someone held the lock for longer than the caller would wait."""
+    """Error: another thread or process held the lock for longer than the caller would wait."""
 
 
 PATIENCE_S = 2.0
-"""Longest wait for a lock. Sections take microseconds, a policy's choice milliseconds: a holder
-that does not come back in this time is stopped, and the caller is better off without."""
+"""Maximum wait for a lock. Sections take microseconds, a policy's choice milliseconds. A holder
+that takes longer is stopped, and the caller should continue without the lock."""
 
 
 def byte_lock(kind: int, first: int, length: int = 1) -> bytes:
-    """The kernel's `struct flock` for some bytes of a file; length 0: all from there on."""
+    """Return the kernel's `struct flock` for some bytes of a file; length 0: all from there on."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, first, length, 0)
 
 
@@ -104,7 +104,7 @@ class FileLock:
         self._threads = threading.Lock()
         if self.fd >= 0:
             inherited = self.fd
-            # A new description of the same file, even where its name is gone.
+            # A new description of the same file, even if its name was removed.
             self.fd = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
             os.close(inherited)
 

@@ -19,7 +19,7 @@ Key = tuple[int, int]
 
 
 def _index(rows: np.ndarray) -> tuple[dict[Key, int], list[Key]]:
-    """Positions by key, and the key of each block's parent."""
+    """Return positions by key, and the key of each block's parent."""
     spaces = rows["namespace"].tolist()
     words = np.array(rows["hash"]).view(np.uint64).reshape(-1, 4)[:, 0].tolist()
     parents = list(zip(spaces, rows["parent"].tolist(), strict=True))
@@ -44,7 +44,7 @@ def chain(rows: np.ndarray, leaf: int) -> set[int]:
 
 
 def _up(places: dict[Key, int], parents: list[Key], at: int, until: set[int]) -> Iterator[int]:
-    """The chain from a block to its root, or to one of `until`."""
+    """Yield the chain from a block to its root, or to one of `until`."""
     seen: set[int] = set()
     here: int | None = at
     while here is not None and here not in until and here not in seen:

@@ -25,7 +25,7 @@ Hashes = Sequence[bytes] | np.ndarray
 
 
 class PolicedArena(ArenaMap):
-    """A mapped arena with the policy and quotas that decide which blocks go."""
+    """A mapped arena with the policy and quotas that decide which blocks are evicted."""
 
     def __init__(
         self,
@@ -43,9 +43,11 @@ class PolicedArena(ArenaMap):
         self._quotas, self._default_quota = dict(quotas or {}), default_quota
 
     def prompted(self, row: int, hashes: Hashes, at_s: float | None = None) -> bool:
-        """Tell the policy that a prompt came (at `at_s`, else now) whose full blocks are these,
-        root first, wherever they were found. May wait for another process's choice, so call it
-        from no thread that somebody waits for. Returns False where the policy was kept by others.
+        """Tell the policy that a prompt with these full blocks arrived at `at_s`, else now.
+
+        The blocks are in order, root first, wherever they were found. The call may wait while
+        another process uses the policy, so it must not run on a thread that an engine or a client
+        waits for. Returns False if another process held the policy for too long.
         """
         self._check_row(row)
         keys = pack_hashes(hashes)
@@ -59,16 +61,16 @@ class PolicedArena(ArenaMap):
         return True
 
     def measured(self, medium: str, byte_s: float) -> None:
-        """Tell the policy what a byte more takes to load from a medium; takes no lock."""
+        """Tell the policy the seconds to load one more byte from a medium; takes no lock."""
         self.policy.policy.measured(medium, byte_s)
 
     def load_byte_s(self, medium: str) -> float:
-        """Seconds that a byte more takes to load from a medium; 0 if it was not measured."""
+        """Return the seconds to load one more byte from a medium; 0 if it was not measured."""
         return self.policy.policy.byte_s(medium)
 
     def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:
-        """Hits per second that the policy expects of blocks of one namespace, float64 [n], whether
-        they stand here or in another tier; takes no lock. rows: SLOT [n]."""
+        """Return the hits per second that the policy expects of blocks of one namespace, float64
+        [n], whichever tier they are in; takes no lock. rows: SLOT [n]."""
         space = self.row_of(digest)
         keys = slot_keys(rows) if space is None else slot_keys(rows, space)
         return self.policy.policy.rates(keys, rows, self._clock())
@@ -79,7 +81,7 @@ class PolicedArena(ArenaMap):
         super().close()
 
     def _victims(self, row: int, need: int, now_s: float) -> Chosen:
-        """Slots whose eviction makes room for `need` blocks of a namespace, if there is a way."""
+        """Choose slots whose eviction makes room for `need` blocks of a namespace, if possible."""
         generations = self.table["generation"].copy()
         space = row, int(self._t.spaces["slot_bytes"][row])
         slots = self.policy.ask(
@@ -88,7 +90,7 @@ class PolicedArena(ArenaMap):
         return slots, generations[slots]
 
     def _over_quota(self, tenant: int, asked_bytes: float, now_s: float) -> Chosen:
-        """Blocks of the tenant's own that must go before it stores so many bytes."""
+        """Choose blocks of the tenant that must be evicted before it stores so many bytes."""
         limit = self._quotas.get(tenant, self._default_quota if tenant else None)
         if limit is None:
             return np.zeros(0, np.int64), np.zeros(0, np.uint32)

@@ -1,4 +1,4 @@
-"""Which blocks to evict so that a namespace gets room, by the policy's ranking of blocks. Pure.
+"""The choice of blocks to evict for a namespace, by the policy's ranking of blocks. Pure.
 
 A slot freed in one of the namespace's own segments is room at once. A slot freed in another
 namespace's segment is room only when that segment is empty and changes hands. So the policy is
@@ -20,7 +20,7 @@ from headrace_kvstore.table import FREE
 BATCHES = 64
 
 Choose = Callable[..., np.ndarray]
-"""`Policy.choose`; slots that may not go are left out whatever it says."""
+"""`Policy.choose`; slots that may not be evicted are removed from its answer."""
 
 
 def victims(
@@ -32,10 +32,11 @@ def victims(
     now_s: float,
     choose: Choose,
 ) -> np.ndarray:
-    """Slots to evict so that namespace `row` gets room for `need` blocks, if there is a way.
+    """Return slots to evict so that namespace `row` gets room for `need` blocks, if possible.
 
-    table: SLOT [slots]; segments: SEGMENT [segments]; slot_bytes: what a block of the row takes.
-    Where its own blocks go, 1/64 of them go at once, so that the choice is made once for many.
+    table: SLOT [slots]; segments: SEGMENT [segments]; slot_bytes: size of a slot of the row. If the
+    namespace's own blocks are evicted, 1/64 of its slots are evicted at once, so that one choice
+    serves many blocks.
     """
     per_segment = len(table) // len(segments)
     holders = segments["namespace"].copy()
@@ -68,8 +69,8 @@ def victims(
 def _last_ranks(
     table: np.ndarray, ranking: np.ndarray, segments: np.ndarray, per_segment: int
 ) -> np.ndarray:
-    """The place in the ranking with which each segment is empty; len(table) if it does not get so,
-    -1 if it is."""
+    """Return the rank whose eviction makes each segment empty; len(table) if none does, -1 if the
+    segment is empty already."""
     rank = np.full(len(table), len(table))
     rank[ranking] = np.arange(len(ranking))
     rank[table["state"] == FREE] = -1
@@ -80,7 +81,7 @@ def _last_ranks(
 def own_victims(
     table: np.ndarray, tenant: int, excess_bytes: float, now_s: float, choose: Choose
 ) -> np.ndarray:
-    """The tenant's own slots to evict, worst first, so that it holds `excess_bytes` less."""
+    """Return the tenant's own slots to evict, worst first, so that it holds `excess_bytes` less."""
     mine = table["tenant"] == tenant
     may_go = evictable(table, now_s) & mine
     if excess_bytes <= 0.0 or not may_go.any():

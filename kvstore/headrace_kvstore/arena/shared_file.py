@@ -2,11 +2,11 @@
 
 All bytes are allocated before the first use, so a full /dev/shm is an error at start and never a
 SIGBUS later. A file is complete once its first 8 bytes (the magic) are there. If its creator dies
-before that, the next process makes it anew. Creation and attachment happen under the file's lock.
+before that, the next process makes it again. Creation and attachment happen under the file's lock.
 
-Huge pages: the mapping asks for them (MADV_HUGEPAGE); the kernel's `shmem_enabled` decides. Where
-it says "advise", pages are allocated through the mapping, because an allocation through the file
-would ignore the advice. NUMA: on a machine with GPUs on several nodes pages take turns over these
+Huge pages: the mapping asks for them (MADV_HUGEPAGE); the kernel's `shmem_enabled` decides. If it
+is "advise", pages are allocated through the mapping, because an allocation through the file would
+ignore the advice. NUMA: on a machine with GPUs on several nodes pages are interleaved over these
 nodes (`device.placing.spread`), unless /dev/shm is mounted with `mpol=` or the creator runs under
 `numactl`; else the kernel places them, on the creator's node first.
 """
@@ -31,8 +31,8 @@ from headrace_kvstore.device.placing import spread
 logger = logging.getLogger("headrace.kvstore")
 
 CREATE_PATIENCE_S = 30.0
-"""Allocating takes about a quarter of a second per GiB. Others wait for the creator as long as the
-file grows at least once in this time."""
+"""Time in which the file must grow at least once, or other processes stop waiting for its creator.
+Allocating takes about a quarter of a second per GiB."""
 
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
@@ -40,7 +40,7 @@ IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 MADV_POPULATE_WRITE = 23
 MAGIC_BYTES = 8
 USES = 16
-"""First of the file's bytes whose locks say who uses what; locks do not touch the bytes."""
+"""First of the file's bytes whose locks tell which parts are in use; locks do not change bytes."""
 
 
 class SharedFile:
@@ -56,7 +56,7 @@ class SharedFile:
         self.lock = lock
         self.second_lock = FileLock(_reopen(lock.fd), byte=1)
         self._uses_fd = _reopen(lock.fd)
-        self.use(-1)  # by somebody
+        self.use(-1)  # the file as a whole is in use
         self.created = created
         self.size_bytes = len(memory)
         self._inode = os.fstat(lock.fd).st_ino
@@ -110,8 +110,8 @@ class SharedFile:
         return cls(path, memory, lock, created=True)
 
     def use(self, number: int) -> None:
-        """Say that this process uses part `number` of the file, until it closes the file or ends.
-        Call it, and `unused`, with `lock` held."""
+        """Mark part `number` of the file as used by this process, until it closes the file or ends.
+        Call this and `unused` with `lock` held."""
         fcntl.fcntl(self._uses_fd, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_RDLCK, USES + number))
 
     def unused(self, number: int) -> bool:
@@ -142,12 +142,13 @@ class SharedFile:
         fcntl.fcntl(self._uses_fd, fcntl.F_OFD_SETLK, byte_lock(kind, USES - 1))
 
     def unlink(self) -> None:
-        """Remove the name, if it still stands for this file; the memory goes with its last user."""
+        """Remove the name if it is still this file's; the last user's end frees the memory."""
         if _names(self.path, self._inode):
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmap; memory that somebody still views is unmapped with the last view."""
+        """Unmap the file. While views of the memory exist, it stays mapped until the last is
+        deleted."""
         if self._uses_fd >= 0:
             os.close(self._uses_fd)
             self._uses_fd = -1
@@ -158,10 +159,11 @@ class SharedFile:
 
 
 def remove_left(folder: Path, pattern: str) -> list[str]:
-    """Remove the shared files of that pattern that no living process has open; their names."""
+    """Remove the shared files of that pattern that no living process has open; return their
+    names."""
     removed = []
     for path in folder.glob(pattern):
-        with suppress(OSError):  # in use, or gone
+        with suppress(OSError):  # in use, or removed by another process
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_WRLCK, 0, 0))
@@ -173,7 +175,7 @@ def remove_left(folder: Path, pattern: str) -> list[str]:
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Return whether files of this folder lie in memory, and go with a restart of the machine."""
+    """Whether files of this folder lie in memory, and are lost when the machine restarts."""
     buffer = ctypes.create_string_buffer(256)
     if ctypes.CDLL(None).statfs(os.fsencode(folder), buffer):
         return False
@@ -181,7 +183,7 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def huge_page_mode() -> str:
-    """The kernel's word on huge pages in shared memory: always, within_size, advise, never, ..."""
+    """Return the kernel's mode of huge pages in shared memory: always, within_size, advise, ..."""
     try:
         words = SHMEM_HUGE_PAGES.read_text().split()
     except OSError:
@@ -190,7 +192,7 @@ def huge_page_mode() -> str:
 
 
 def _wait_for_creator(lock: FileLock) -> None:
-    """Take the lock. Raises LockBusyError if the one who holds it allocates nothing."""
+    """Take the lock. Raises LockBusyError if its holder allocates nothing."""
     while True:
         size = os.fstat(lock.fd).st_blocks
         try:
@@ -235,8 +237,7 @@ def _create(path: Path, fd: int, size_bytes: int) -> mmap.mmap:
 
 
 def _map(fd: int) -> mmap.mmap:
-    # mmap keeps a duplicate of the descriptor that it is given: give it another description than
-    # the lock's.
+    # mmap keeps a duplicate of its descriptor, which must not be of the lock's description.
     own = _reopen(fd)
     try:
         memory = mmap.mmap(own, 0)
@@ -249,7 +250,7 @@ def _map(fd: int) -> mmap.mmap:
 
 
 def _reopen(fd: int) -> int:
-    """Another open file description of the same file."""
+    """Open another file description of the same file."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 

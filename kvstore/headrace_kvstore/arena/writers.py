@@ -1,8 +1,8 @@
-"""Who fills a slot of the arena: a process alone, or one of the workers of an engine.
+"""Writers of an arena's slots: a process alone, or the workers of an engine together.
 
 A slot that is being filled has an owner, and a bit for each of its writers that is not done. A
 process that writes alone owns its slots by its pid. Workers that fill slots together own them under
-a number of their own, below 0, by which each of them finds the slots that another has begun.
+their group's number, below 0, by which each of them finds the slots that another has begun.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Writer:
     """One of the processes that fill slots together.
 
     Attributes:
-        group: names them on this machine; below 0.
-        number: of this one, from 0 on. count: of them all, at most MOST_WRITERS.
+        group: identifies the group on this machine; below 0.
+        number: of this writer, from 0 on. count: of all writers, at most MOST_WRITERS.
     """
 
     group: int
@@ -30,7 +30,7 @@ class Writer:
 
 
 class Filling(NamedTuple):
-    """What a writer puts into slots: their owner, its bit of `awaits`, and all bits."""
+    """Values that a writer puts into slots: their owner, its bit of `awaits`, and all bits."""
 
     owner: int
     bit: int
@@ -38,7 +38,8 @@ class Filling(NamedTuple):
 
     @classmethod
     def of(cls, writer: Writer | None) -> Filling:
-        """A writer's, or this process's own. Raises ValueError for an impossible writer."""
+        """Return a writer's values, or this process's own. Raises ValueError for an impossible
+        writer."""
         if writer is None:
             return cls(os.getpid(), 1, 1)
         if writer.group >= 0 or not 0 <= writer.number < writer.count <= MOST_WRITERS:
@@ -47,6 +48,6 @@ class Filling(NamedTuple):
 
 
 def group_of(name: str) -> int:
-    """A group's number, from a name that its members share and no other group has."""
+    """Return a group's number, from a name that its members share and no other group has."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return -1 - int.from_bytes(digest, "little") % 2**31

@@ -1,1 +1,1 @@
-"""StoreNodes on the machines of a Ray cluster: kept alive and introduced to each other."""
+"""StoreNodes on the machines of a Ray cluster: kept alive and connected to each other."""

@@ -1,11 +1,11 @@
-"""One StoreNode on each machine that runs engines, for as long as the app runs.
+"""Keeper of one StoreNode on each machine that runs engines, for as long as the app runs.
 
-Each engine replica tells the keeper where it runs (`join`). The keeper is a Serve deployment. On
-each such machine it has a named, detached Ray actor. Ray restarts the actor when it dies. The
-actor outlives the keeper, and the next keeper finds it by name. When the app is deleted, the
-keeper ends all actors and thereby removes the arenas. Engines never wait for any of this;
-without a node they work without its tiers. The keeper also introduces the nodes to each other
-(`peering`), so that machines lend each other their blocks.
+The keeper is a Serve deployment. Each engine replica tells it where it runs (`join`). On each such
+machine the keeper has a named, detached Ray actor, which Ray restarts when it dies. The actor
+outlives the keeper, and the next keeper finds it by name. When the app is deleted, the keeper ends
+all actors and thereby removes the arenas. Engines never wait for any of this; without a node they
+work without its tiers. The keeper also connects the nodes to each other (`peering`), so that
+machines lend each other their blocks.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ logger = logging.getLogger("headrace.kvstore")
 
 NAMESPACE = "headrace"
 LOOK_S = 5.0
-"""Between checks that every machine has its node; Ray itself restarts one that dies."""
+"""Time between checks that every machine has its node; Ray itself restarts a node that dies."""
 ANSWER_S = 3.0
 CLEAR_S = 30.0
-"""Longest wait for what an operator asked for: clearing a disk takes a while."""
+"""Maximum wait for an operator's request: clearing a disk takes a while."""
 JOIN_RETRY_S = 2.0
 SECRET_TRIES = 5
 ANYWHERE = ("0.0.0.0", "::")
 
 Setup = Callable[[str], None]
 Observe = Callable[[dict[str, dict[str, Any] | None]], None]
-"""Told each machine's `Operations.stats`, None of a node that does not answer."""
+"""Called with each machine's `Operations.stats`, None for a node that does not answer."""
 
 
 class StoreNodeActor:
@@ -54,26 +54,26 @@ class StoreNodeActor:
         self._node = StoreNode(NodeSettings.parse(settings)).start()
 
     def stats(self) -> dict[str, Any]:
-        """As `Operations.stats`."""
+        """Return `Operations.stats`."""
         return self._node.operations.stats()
 
     def secret(self) -> str | None:
-        """What it knows other nodes of the app by."""
+        """Return the secret by which the app's nodes know each other."""
         return self._node.settings.secret
 
     def lend(self) -> str:
-        """As `StoreNode.lend`, where other machines reach this one."""
+        """Lend blocks as `StoreNode.lend`, at an address that other machines reach; return it."""
         host = ray.util.get_node_ip_address()
         bound, port = split_host_port(self._node.lend(host_port(host, 0)))
         return host_port(host if bound in ANYWHERE else bound, port)
 
     def follow(self, addresses: list[str]) -> None:
-        """As `StoreNode.follow`."""
+        """Pull from these peers; see `StoreNode.follow`."""
         self._node.follow(addresses)
 
     def administer(self, action: str, namespace: str | None, hash: str | None) -> dict[str, Any]:
-        """Carry out an operator's request, as `administration.administer`, with hex for bytes; an
-        answer with `error` for one that is wrong."""
+        """Carry out an operator's request, as `administration.administer`, with hex for bytes. The
+        answer to a wrong request has `error`."""
         try:
             given = parse_hex(namespace, 16), parse_hex(hash, 32)
             return self._node.operations.administer(action, *given)
@@ -81,18 +81,19 @@ class StoreNodeActor:
             return {"error": str(error)}
 
     def close(self) -> bool:
-        """Close the node; the app ends, and its engines with it. Returns as `StoreNode.close`."""
+        """Close the node at the end of the app and its engines. Returns as `StoreNode.close`."""
         return self._node.close(engines_end=True)
 
 
 class StoreKeeper:
-    """The deployment.
+    """Serve deployment of the keeper.
 
     Args:
         settings: of every machine's node.
         setup: prepares each process (logs, traces).
         share: whether machines lend each other their blocks.
-        observe: makes, in the keeper's process, what is told of the nodes after each check.
+        observe: makes, in the keeper's process, the observer that gets the nodes' statistics after
+            each check.
 
     Raises:
         SettingsError: they are unknown or impossible.
@@ -120,13 +121,14 @@ class StoreKeeper:
         self._task = asyncio.create_task(self._look())
 
     async def join(self, machine: str) -> None:
-        """Have a node on this machine (Ray's node id in hex), from now on."""
+        """Keep a node on this machine (Ray's node id in hex) from now on."""
         if machine not in self._nodes:
             logger.info("a store node for machine %s", machine)
             self._nodes[machine] = self._make(machine)
 
     async def status(self) -> list[dict[str, Any]]:
-        """JSON-able: each machine's node, or why it has none; what the keeper asked in vain."""
+        """Return JSON-able: each machine's node, or why it has none, and the keeper's failed
+        calls."""
         nodes = dict(self._nodes)
         answers = await asyncio.gather(*(self._ask(node, "stats") for node in nodes.values()))
         return [
@@ -141,7 +143,8 @@ class StoreKeeper:
     async def administer(
         self, action: str, namespace: str | None = None, hash: str | None = None
     ) -> list[dict[str, Any]]:
-        """Have each machine's node carry out an operator's request; the answers by machine."""
+        """Have each machine's node carry out an operator's request; return the answers by
+        machine."""
         nodes = dict(self._nodes)
         request = "administer", action, namespace, hash
         asked = (self._ask(node, *request, limit_s=CLEAR_S) for node in nodes.values())
@@ -159,7 +162,8 @@ class StoreKeeper:
                 ray.kill(node)
 
     async def _agree_on_a_secret(self) -> None:
-        """Nodes that an earlier keeper left have one; the others get the same."""
+        """Give all nodes one secret: that of the nodes that an earlier keeper left, if there are
+        any."""
         secret = self._settings.get("secret")
         for _ in range(SECRET_TRIES if self._nodes and secret is None else 0):
             known = await asyncio.gather(*(self._ask(n, "secret") for n in self._nodes.values()))
@@ -189,14 +193,14 @@ class StoreKeeper:
         return f"{self._name}/{machine}"
 
     def _machines_with_nodes(self) -> list[str]:
-        """Machines where an earlier keeper left nodes."""
+        """Return the machines where an earlier keeper left nodes."""
         prefix = self._actor_name("")
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     async def _ask(self, node: Any, method: str, *arguments: Any, limit_s: float = ANSWER_S) -> Any:
-        """A node's answer; None if it gives none in time. The first failure of each kind is logged,
-        and all are counted."""
+        """Return a node's answer; None if it gives none in time. The first failure of each kind is
+        logged, and all are counted."""
         try:
             return await asyncio.wait_for(getattr(node, method).remote(*arguments), limit_s)
         except Exception as error:
@@ -207,7 +211,7 @@ class StoreKeeper:
             return None
 
     async def _look(self) -> None:
-        """Look at the nodes again and again."""
+        """Check the nodes every `LOOK_S`."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -216,7 +220,7 @@ class StoreKeeper:
                 logger.exception("looking at the store nodes failed")
 
     async def _look_once(self) -> None:
-        """Forget machines that have gone, start dead nodes again, introduce nodes to each other."""
+        """Drop machines that left the cluster, restart dead nodes, connect nodes to each other."""
         with contextlib.suppress(Exception):
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             for machine in self._nodes.keys() - alive:

@@ -1,4 +1,4 @@
-"""Introduces the StoreNodes of an app's machines to each other, so that each pulls from the others.
+"""Connections between the StoreNodes of an app's machines, so that each pulls from the others.
 
 Each turn asks all nodes for their addresses again, because machines come and go and a restarted
 node listens at another port. A node that does not answer keeps its last address: otherwise one
@@ -16,7 +16,7 @@ Ask = Callable[..., Awaitable[Any]]
 
 
 class Peering:
-    """The nodes' addresses, HOST:PORT, as far as they have told them."""
+    """The nodes' addresses, HOST:PORT, as far as the nodes have reported them."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask

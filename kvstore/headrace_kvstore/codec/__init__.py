@@ -3,10 +3,10 @@
 `raw` is the default and exact. `fp8` and `int4` are lossy, opted into, and live in namespaces of
 their own (`tag` and version go into the digest).
 
-There is no lossless one. No coder of single bytes saves more than a third of real bfloat16 KV; zstd
-does and unpacks 1.3 GB/s on one core, lz4 saves a sixth at 2.4 GB/s. Unpacked after the transfer,
-either is faster than raw bytes only over media below 0.4 GB/s, where disks here read 1.8 and a copy
-moves 12 (`python -m benchmarks.kvcodec`); and blocks would no longer be of one size.
+There is no lossless one. No coder of single bytes saves more than a third of real bfloat16 KV. zstd
+does, and unpacks 1.3 GB/s on one core; lz4 saves a sixth at 2.4 GB/s. Unpacked after the transfer,
+either is faster than raw bytes only over media below 0.4 GB/s. Disks here read 1.8 GB/s and a copy
+moves 12 (`python -m benchmarks.kvcodec`). Blocks would also no longer be of one size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a codec is: one layer of one KV block into stored bytes, and back.
+"""Codecs: from one layer of one KV block to stored bytes, and back.
 
 All layers of one shape have the same number of stored bytes, so arena slots and file records have
 one size. A lossy codec is opted into. Its tag and version are part of the namespace digest, so
@@ -19,26 +19,27 @@ from headrace_kvstore.codec.shape import LayerShape, Order
 Bytes = npt.NDArray[np.uint8]
 
 ALIGN_BYTES = 64
-"""Stored layers are whole cache lines, so that each layer of a payload begins on one."""
+"""Size of a cache line; stored layers are whole lines, so each layer of a payload begins on one."""
 
 
 class Unfit(ValueError):
-    """The layer holds a value that the codec cannot keep within its bound: do not store it.
+    """Error: the layer holds a value that the codec cannot keep within its bound. Do not store it.
 
-    NaN, infinity, or a magnitude of 2^126 and more (float16: 2^15), a quarter (half) of the
-    format's largest: KV that no attention survives anyway.
+    Such values are NaN, infinity, and magnitudes from 2^126 (float16: 2^15) on, a quarter (half) of
+    the format's largest. No attention survives such KV anyway.
     """
 
 
 class Coder:
     """A codec bound to one shape. Methods are thread-safe and release the GIL at work.
 
-    Subclasses give `write` and `read`, which see layers in `Order.VEC`: elements that share a scale
-    follow each other. Layers in another order are turned on the way.
+    Subclasses implement `write` and `read`, which see layers in `Order.VEC`: elements that share a
+    scale follow each other. Layers in another order are reordered on the way.
 
     Args:
         codec: the codec's name, for messages.
-        end_bytes: bytes that `write` fills. Stored layers are that, rounded up to `ALIGN_BYTES`.
+        end_bytes: bytes that `write` fills. The size of a stored layer is this, rounded up to
+            `ALIGN_BYTES`.
     """
 
     def __init__(self, codec: str, shape: LayerShape, end_bytes: int) -> None:
@@ -55,7 +56,7 @@ class Coder:
         self.limit = int(np.float32(limit).view(np.int32))
 
     def write(self, layer: Any, stored: Bytes) -> bool:
-        """Fill `stored` up to `end_bytes`; False for a value that the codec refuses."""
+        """Fill `stored` up to `end_bytes`; return False if the codec refuses a value."""
         raise NotImplementedError
 
     def read(self, stored: Bytes, layer: Any) -> None:
@@ -66,8 +67,8 @@ class Coder:
         """Fill `stored` from `layer`; same bytes in, same bytes out.
 
         Both are contiguous uint8 arrays of exactly `layer_bytes` and `stored_bytes`, the layer
-        aligned to its elements and `stored` to 2 bytes. ValueError where they are not; `Unfit` for
-        values that the codec refuses (`stored` is then undefined).
+        aligned to its elements and `stored` to 2 bytes. Raises ValueError if they are not, and
+        `Unfit` for values that the codec refuses (`stored` is then undefined).
         """
         source = view("layer", layer, self.layer_bytes, self.bits)
         if self._shape != self._vec:
@@ -77,9 +78,9 @@ class Coder:
         stored[self.end_bytes :] = 0
 
     def decode(self, stored: Bytes, layer: Bytes) -> None:
-        """Fill `layer` from what `encode` made. ValueError for buffers as above.
+        """Fill `layer` from the bytes that `encode` made. Raises ValueError for wrong buffers.
 
-        Any bytes decode without fault, to whatever numbers they mean: checksums come before.
+        Any bytes decode without an error, to some numbers. So compare checksums before.
         """
         target = view("layer", layer, self.layer_bytes, self.bits)
         source = view("stored", stored, self.stored_bytes, np.uint8)
@@ -103,26 +104,27 @@ class Codec:
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
-    """Grows when stored bytes change in meaning."""
+    """Version, incremented when stored bytes change in meaning."""
     lossy: ClassVar[bool] = True
-    """Decoded bytes may differ from the engine's own."""
+    """Whether decoded bytes may differ from the engine's own."""
 
     @property
     def parameters(self) -> dict[str, int]:
-        """What else decides the bytes; part of the namespace through `tag`."""
+        """Other parameters that decide the bytes; part of the namespace through `tag`."""
         return asdict(self)
 
     @property
     def window_tokens(self) -> int:
-        """A prompt's last tokens, which are computed whatever the store holds."""
+        """Number of a prompt's last tokens that are computed whatever the store holds."""
         return 0
 
     def bind(self, shape: LayerShape) -> Coder:
-        """A coder of such layers; ValueError for a shape that the codec does not take."""
+        """Return a coder of such layers. Raises ValueError for a shape that the codec does not
+        take."""
         raise NotImplementedError
 
     def stored_bytes(self, shape: LayerShape) -> int:
-        """Bytes of one stored layer; ValueError as above."""
+        """Return the bytes of one stored layer. Raises ValueError as `bind`."""
         return self.bind(shape).stored_bytes
 
 
@@ -138,13 +140,13 @@ class Raw(Codec):
 
 
 def tag(codec: Codec) -> str:
-    """Name and parameters in one string, for the namespace: `int4:group=32,window_tokens=128`."""
+    """Return name and parameters for the namespace, such as `int4:group=32,window_tokens=128`."""
     inside = ",".join(f"{key}={value}" for key, value in sorted(codec.parameters.items()))
     return f"{codec.name}:{inside}" if inside else codec.name
 
 
 def turned(layer: Any, order: LayerShape, wanted: LayerShape) -> Any:
-    """The layer's elements in another order."""
+    """Return the layer's elements in another order."""
     result = np.empty_like(layer)
     for to, of in zip(wanted.halves(result), order.halves(layer), strict=True):
         to[...] = of
@@ -152,8 +154,8 @@ def turned(layer: Any, order: LayerShape, wanted: LayerShape) -> Any:
 
 
 def view(name: str, buffer: Bytes, size_bytes: int, element: Any) -> Any:
-    """`buffer` as an array of `element`; ValueError unless it is an aligned, contiguous,
-    one-dimensional uint8 array of this size."""
+    """Return `buffer` as an array of `element`. Raises ValueError unless it is an aligned,
+    contiguous, one-dimensional uint8 array of this size."""
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise ValueError(f"{name} is no contiguous one-dimensional uint8 array")
     if buffer.size != size_bytes:

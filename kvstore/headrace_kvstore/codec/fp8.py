@@ -53,7 +53,7 @@ Groups = tuple[int, int]
 
 @njit(inline="always")
 def to_e4m3(scaled: Any) -> Any:
-    """e4m3 code of a float32 within +-448, to nearest, ties to even."""
+    """Return the e4m3 code of a float32 within +-448, to nearest, ties to even."""
     bits = as_bits(scaled)
     size = np.int32(bits & 0x7FFFFFFF)
     normal = np.int32(((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3))
@@ -65,7 +65,7 @@ def to_e4m3(scaled: Any) -> Any:
 
 @njit(inline="always")
 def exponent(largest: Any, k_min: int) -> Any:
-    """k for a group whose largest magnitude has these float32 bits (448 is 1.75 * 2^8)."""
+    """Return k for a group whose largest magnitude has these float32 bits (448 is 1.75 * 2^8)."""
     k = (largest >> 23) - 127 - 8
     if (largest & 0x7FFFFF) > 0x600000:
         k += 1
@@ -74,7 +74,7 @@ def exponent(largest: Any, k_min: int) -> Any:
 
 @njit(inline="always")
 def power(k: Any) -> Any:
-    """2^k as float32, for a normal 2^k."""
+    """Return 2^k as float32, for a normal 2^k."""
     return as_float(np.int32((k + 127) << 23))
 
 
@@ -82,7 +82,7 @@ def power(k: Any) -> Any:
 def write_codes(
     layer: Any, scales: Any, codes: Any, heads: int, groups: Groups, k_min: int, limit: int
 ) -> bool:
-    """Scales and codes of a layer; False for a value out of bounds."""
+    """Write scales and codes of a layer; return False for a value out of bounds."""
     at, code, plane = 0, 0, groups[0] * groups[1]
     for half in range(2):
         group = groups[half]

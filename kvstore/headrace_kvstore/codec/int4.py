@@ -49,26 +49,27 @@ from headrace_kvstore.compiled import jit
 PARAMETER: dict[str, Any] = {"float32": np.uint16, "bfloat16": np.uint16, "float16": np.int16}
 """Format of m and s for each dtype, named as in `lanes`."""
 FLAT = np.float32(2.0**-100)
-"""Ranges below are taken for none: their step would be no normal float32."""
+"""Ranges below this count as 0: their step would be no normal float32."""
 LOWEST, HIGHEST = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 @njit(inline="always")
 def to_code(value: Any, least: Any, inverse: Any) -> Any:
-    """round((value - least) * inverse), 0 to 15: from 2^23 on float32 holds whole numbers only."""
+    """Return round((value - least) * inverse), 0 to 15: from 2^23 on float32 holds whole numbers
+    only."""
     steps = np.float32(np.float32(value - least) * inverse)
     return np.int32(as_bits(np.float32(steps + np.float32(8388608.0))) & 0xF)
 
 
 @njit(inline="always")
 def from_code(code: Any, least: Any, step: Any) -> Any:
-    """least + code * step."""
+    """Return least + code * step."""
     return np.float32(least + np.float32(np.float32(np.int32(code)) * step))
 
 
 @jit(nogil=True)
 def fit(low: int, high: int, leasts: Any, steps: Any, at: int, limit: int) -> bool:
-    """Write m and s of a group with these lowest and highest ranks; False if out of bounds.
+    """Write m and s of a group with these lowest and highest ranks; return False if out of bounds.
 
     Bits of m and s grow away from zero, so that the neighbouring number is one bit step away.
     """
@@ -101,7 +102,7 @@ def write_codes(
     groups: tuple[int, int],
     limit: int,
 ) -> bool:
-    """m, s and codes of a layer; False for a value out of bounds."""
+    """Write m, s and codes of a layer; return False for a value out of bounds."""
     at, code, plane = 0, 0, codes.size // heads
     for side in range(2):
         group, half = groups[side], groups[side] // 2
@@ -155,7 +156,7 @@ class Int4Coder(Coder):
         self.parameter_bits = PARAMETER[shape.dtype]
 
     def parts(self, stored: Bytes) -> tuple[Any, Any, Any]:
-        """m, s and codes within `stored`."""
+        """Return m, s and codes within `stored`."""
         halves = stored[: 4 * self.count].view(self.parameter_bits)
         if not halves.flags.aligned:
             raise ValueError("stored begins within an element of 2 bytes")

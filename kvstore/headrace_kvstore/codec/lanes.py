@@ -18,16 +18,16 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 BITS: dict[str, Any] = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.int16}
-"""The integer type that stands for each dtype."""
+"""The integer type for each dtype."""
 
 F32, I32, I16, HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.HalfType()
 
 
 @intrinsic
 def load(context: Any, array: Any, index: Any) -> Any:
-    """`array[index]` of a contiguous array, without checks and without counting references.
+    """Return `array[index]` of a contiguous array, without checks and reference counting.
 
-    A row taken as a slice would count them, with atomic instructions that cost more than the row.
+    A slice of a row would count references, with atomic instructions that cost more than the row.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -39,7 +39,7 @@ def load(context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(context: Any, array: Any, index: Any, value: Any) -> Any:
-    """`array[index] = value` likewise; keeps the low bits of a wider integer."""
+    """Set `array[index] = value` in the same way; keep the low bits of a wider integer."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
@@ -52,7 +52,7 @@ def store(context: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def as_bits(context: Any, value: Any) -> Any:
-    """The 32 bits of a float32, as int32."""
+    """Return the 32 bits of a float32, as int32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], I32)
@@ -62,7 +62,7 @@ def as_bits(context: Any, value: Any) -> Any:
 
 @intrinsic
 def as_float(context: Any, bits: Any) -> Any:
-    """The float32 with these 32 bits (any integer type; higher bits are dropped)."""
+    """Return the float32 with these 32 bits (any integer type; higher bits are dropped)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kept = builder.trunc(args[0], I32) if args[0].type.width > 32 else args[0]
@@ -73,7 +73,7 @@ def as_float(context: Any, bits: Any) -> Any:
 
 @intrinsic
 def widen(context: Any, element: Any) -> Any:
-    """An element of a format above as float32, exactly."""
+    """Return an element of a format above as float32, exactly."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if element == types.int16:
@@ -105,19 +105,19 @@ def _narrowing(like: Any, rounded: bool) -> Any:
 
 @intrinsic
 def narrow(context: Any, value: Any, like: Any) -> Any:
-    """A finite float32 in the format of `like`, rounded to nearest, ties to even."""
+    """Return a finite float32 in the format of `like`, rounded to nearest, ties to even."""
     return _narrowing(like, rounded=True)
 
 
 @intrinsic
 def cut(context: Any, value: Any, like: Any) -> Any:
-    """`narrow` for a value that bfloat16 holds exactly: no rounding to pay for."""
+    """Return `narrow` of a value that bfloat16 holds exactly, without the cost of rounding."""
     return _narrowing(like, rounded=False)
 
 
 @intrinsic
 def e4m3(context: Any, code: Any) -> Any:
-    """The value of an e4m3 code divided by 2^8, NaN's two codes read as +-480 / 2^8.
+    """Return the value of an e4m3 code divided by 2^8; NaN's two codes are read as +-480 / 2^8.
 
     The code's bits are those of a float16 with another bias, subnormals included.
     """
@@ -130,7 +130,8 @@ def e4m3(context: Any, code: Any) -> Any:
 
 
 def _either(comparison: str) -> Any:
-    """One of two int32 (numba's own `max` and `min` widen them, which halves the SIMD width)."""
+    """Select one of two int32. (Numba's `max` and `min` widen them, which halves the SIMD
+    width.)"""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.select(builder.icmp_signed(comparison, *args), *args)
@@ -150,13 +151,13 @@ def smaller(context: Any, a: Any, b: Any) -> Any:
 
 @njit(inline="always")
 def magnitude(value: Any) -> Any:
-    """Bits of |value|: an int32 that grows with |value|, infinity and NaN on top."""
+    """Return the bits of |value|: an int32 that grows with |value|, infinity and NaN on top."""
     return np.int32(as_bits(value) & 0x7FFFFFFF)
 
 
 @njit(inline="always")
 def rank(value: Any) -> Any:
-    """An int32 that grows with `value`; NaN stands beyond the infinity of its sign.
+    """Return an int32 that grows with `value`; NaN lies beyond the infinity of its sign.
 
     `unrank` is its inverse.
     """
@@ -166,5 +167,5 @@ def rank(value: Any) -> Any:
 
 @njit(inline="always")
 def unrank(ranked: Any) -> Any:
-    """The float32 whose rank this is."""
+    """Return the float32 whose rank this is."""
     return as_float(np.int32(ranked ^ ((ranked >> 31) & 0x7FFFFFFF)))

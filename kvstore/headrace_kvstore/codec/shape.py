@@ -1,6 +1,6 @@
-"""Where the keys and values lie in one layer of one KV block, as the engine keeps it.
+"""The order of keys and values in one layer of one KV block, as the engine keeps it.
 
-A codec must find a key's channels and a value's tokens, so it is told the order in memory, not just
+A codec must find a key's channels and a value's tokens, so it needs the order in memory, not only
 the size.
 """
 
@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
-"""Bytes of one element; "uint8" stands for a cache that the engine itself keeps quantised."""
+"""Bytes of one element; "uint8" means a cache that the engine itself keeps quantised."""
 
 
 class Order(StrEnum):
@@ -24,16 +24,17 @@ class Order(StrEnum):
     NHD = "nhd"
     """N x H x (D of K, then D of V): vLLM's CUDA cache, token-major (`LBNHC`)."""
     HND_APART = "hnd_apart"
-    """All of K as H x N x D, then all of V: K and V in separate pieces, gathered."""
+    """H x N x D of K, then the same of V: K and V in separate pieces, gathered."""
     NHD_APART = "nhd_apart"
-    """All of K as N x H x D, then all of V."""
+    """N x H x D of K, then the same of V."""
     LATENT = "latent"
-    """N x H x D of one compressed vector (MLA): K and V cannot be told apart."""
+    """N x H x D of one compressed vector (MLA): K and V are not separate."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer of one KV block. ValueError for a size below 1 or an unknown dtype or order."""
+    """One layer of one KV block. Raises ValueError for a size below 1, or an unknown dtype or
+    order."""
 
     kv_heads: int
     block_tokens: int
@@ -61,9 +62,9 @@ class LayerShape:
         return planes * self.plane_elements * ELEMENT_BYTES[self.dtype]
 
     def halves(self, layer: Any) -> tuple[Any, Any]:
-        """K and V as views [heads, tokens, channels] of the layer's elements.
+        """Return K and V as views [heads, tokens, channels] of the layer's elements.
 
-        ValueError where they cannot be told apart.
+        Raises ValueError if the layer does not have them separately (MLA).
         """
         h, n, d = self.kv_heads, self.block_tokens, self.head_dim
         match self.order:

@@ -1,4 +1,4 @@
-"""Loading KV blocks from the machine's arena, a layer at a time."""
+"""Loads of KV blocks from the machine's arena, a layer at a time."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ class ArenaSource:
             self.bad |= (self._started.pop(layer)() != wanted).any(axis=1)
 
     def overwritten(self) -> np.ndarray:
-        """Tell which slots were given to other blocks since the load began, bool [n]."""
+        """Return which slots were given to other blocks since the load began, bool [n]."""
         changed: np.ndarray = self._generations[self.slots] != self._generation
         return changed

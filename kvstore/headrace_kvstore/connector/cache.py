@@ -1,4 +1,4 @@
-"""An engine's KV cache as the store uses it. This one is in host memory.
+"""An engine's KV cache as the store uses it, in host memory.
 
 Blocks are copied in and out in one pass over their bytes, which also computes their checksums.
 """
@@ -18,17 +18,18 @@ from headrace_kvstore.parts import Held
 
 
 class EngineCache:
-    """Copies blocks between an engine's cache and payloads in this process's memory.
+    """An engine's cache; copies blocks between it and payloads in this process's memory.
 
     Args:
         layout: of the engine's cache.
-        threads: share one copy.
+        threads: number of threads that share one copy.
 
     Attributes:
         layer_names: in payload order.
         held: the parts of a payload's layers that the cache has.
-        part_bytes: of a stored part.
-        step_clock: of the engine's computation. load_clock: of loads into the cache.
+        part_bytes: size of a stored part.
+        step_clock: clock of the engine's computation.
+        load_clock: clock of loads into the cache.
     """
 
     layer_names: Sequence[str]
@@ -45,17 +46,17 @@ class EngineCache:
 
     @property
     def stored_layer_bytes(self) -> int:
-        """Of what this cache has of a layer of a payload; it is one run."""
+        """Bytes of this cache's parts of a layer in a payload, which are contiguous."""
         return self.held.count * self.part_bytes
 
     def columns(self, layer: int) -> slice:
-        """Where this cache's parts of a layer are among all parts of a block."""
+        """Return where this cache's parts of a layer are among all parts of a block."""
         first = layer * self.held.parts + self.held.first
         return slice(first, first + self.held.count)
 
     def fence(self) -> Any:
-        """Loads from here on wait for what the calling thread has launched on a device. What was
-        computed in host memory is there already.
+        """Make later loads wait for the work that the calling thread has launched on a device. For
+        a cache in host memory there is nothing to wait for.
 
         Returns:
             The mark of `load_clock` from which loads may begin; None for now.
@@ -63,26 +64,26 @@ class EngineCache:
         return None
 
     def beside(self) -> EngineCache:
-        """The same cache, for loads that run beside others."""
+        """Return the same cache for loads that run beside others."""
         return self
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Payloads will lie in this memory, until `unregister` or `close`."""
+        """Announce memory that holds payloads until `unregister` or `close`."""
 
     def unregister(self, address: int) -> None:
-        """No payloads lie in the memory at this address any more."""
+        """Announce that the memory at this address holds no payloads any more."""
 
     def drain(self) -> None:
-        """Return when nothing that was begun touches the cache any more."""
+        """Wait until no copy that was begun touches the cache any more."""
 
     def close(self) -> None:
-        """Nothing is loaded or saved any more."""
+        """End all loads and saves."""
 
     def start(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> Callable[[], np.ndarray]:
-        """Begin a `load`; it is there, and its checksums are, when the result has been called.
-        A host copies within that call."""
+        """Begin a `load`. Calling the result waits for the load and returns its checksums. In host
+        memory that call makes the copy."""
         return partial(self.load, layer, blocks, payloads, seeds)
 
     def load(
@@ -112,7 +113,7 @@ class EngineCache:
         return copy_sum(stored, engine, layout.piece_bytes, seeds, threads=self._threads)
 
     def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Checksums of n blocks where they lie; arguments as `save`."""
+        """Return the checksums of n blocks in the engine's cache; arguments as `save`."""
         layout = self.layout
         engine = layout.engine_addresses(blocks).reshape(*seeds.shape, -1)
         return checksum(engine, layout.piece_bytes, seeds, threads=self._threads)

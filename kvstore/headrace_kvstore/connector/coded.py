@@ -2,8 +2,8 @@
 
 Checksums are those of the stored bytes. A load first copies these into memory of its own and
 decodes from there. So the bytes that were summed are the bytes that are decoded, even if another
-process writes to the slot meanwhile. Stored layers are rounded up to whole pages, as reading files
-past the page cache requires.
+process writes to the slot during the load. Stored layers are rounded up to whole pages, because
+reading files past the page cache requires it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from headrace_kvstore.nvme.record import PAGE_BYTES
 from headrace_kvstore.parts import WHOLE, Held
 
 ORDERS = {"cpu/vec": Order.VEC, "cuda": Order.HND}
-"""Of elements in vLLM's caches, by device. On a GPU kernels go by strides, so it says nothing of
-HND or NHD; the bytes stored are the same."""
+"""Order of elements in vLLM's caches, by device. Kernels on a GPU use strides, so its entry covers
+both HND and NHD; the stored bytes are the same."""
 
 
 def stored_layer_bytes(codec: Codec, shape: LayerShape) -> int:
-    """Bytes of one stored layer, in whole pages; ValueError for a shape the codec does not take."""
+    """Return the bytes of one stored layer, in whole pages. Raises ValueError for a shape that the
+    codec does not take."""
     return -(-codec.stored_bytes(shape) // PAGE_BYTES) * PAGE_BYTES
 
 
 def layer_shape(spec: Any, device: str) -> LayerShape:
-    """What a layer of one block means, from vLLM's cache specification.
+    """Return the shape of a layer of one block, from vLLM's cache specification.
 
     Args:
         spec: vLLM's AttentionSpec.
@@ -54,12 +55,12 @@ def layer_shape(spec: Any, device: str) -> LayerShape:
 
 
 class CodedCache(EngineCache):
-    """The cache is in host memory, with a codec between engine and payload.
+    """Cache in host memory with a codec between engine and payload.
 
     Args:
         layout: of the engine's cache.
-        codec, shape: how a layer is stored, of the heads that the cache has.
-        held: which part of a stored layer that is.
+        codec, shape: how a layer of the cache's heads is stored.
+        held: the part of a stored layer that the cache has.
 
     Raises:
         ValueError: the layers are not of that shape.
@@ -114,5 +115,5 @@ class CodedCache(EngineCache):
 
 
 def _bytes_at(address: int, size_bytes: int) -> np.ndarray:
-    """Memory as an array; the caller keeps it alive."""
+    """Return memory as an array; the caller keeps it alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))

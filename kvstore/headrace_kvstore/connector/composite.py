@@ -1,9 +1,10 @@
 """`HeadracePDConnector`: the store beside NIXL's prefill-to-decode transfer, in one engine.
 
-vLLM's MultiConnector loads from the first child that offers anything; this one from the child that
-offers most, the earlier one where they offer the same. If a remote prefill is ready, NIXL offers
-the whole prompt. That is taken at once, and the store, which may have to ask its node and start a
-pull from a peer, is not asked. Else the larger offer is taken, whatever the order of the children.
+vLLM's MultiConnector loads from the first child that offers anything. This connector loads from the
+child that offers most, and from the earlier one if they offer the same. If a remote prefill is
+ready, NIXL offers the whole prompt. The connector then takes that offer at once, and does not ask
+the store, which may have to ask its node and start a pull from a peer. Otherwise it takes the
+larger offer, whatever the order of the children.
 
     kv_connector: HeadracePDConnector
     kv_connector_module_path: headrace_kvstore.connector.composite

@@ -1,9 +1,9 @@
-"""`StoreConnector`: vLLM's calls, handed to the scheduler half or the worker half.
+"""`StoreConnector`, which hands vLLM's calls to the scheduler half or the worker half.
 
-Both halves of an engine may live in different processes; each maps the arena for itself. Blocks are
-found by vLLM's own block hashes, within a namespace that both halves derive from the same
-configuration. Whoever runs an engine subclasses it and says which model of the engine's step times
-prices loads (`headrace_engine.store_connector`).
+The two halves of an engine may live in different processes; each maps the arena for itself. Blocks
+are found by vLLM's own block hashes, within a namespace that both halves derive from the same
+configuration. A subclass sets the model of the engine's step times that prices loads
+(`headrace_engine.store_connector`).
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ from headrace_kvstore.protocol.wire import BadBlock
 logger = logging.getLogger("headrace.kvstore")
 
 ARENA_CHECK_S, ARENA_RETRY_S = 1.0, 60.0
-"""Between checks whether the arena was replaced (3 us each), and after a failed move."""
+"""Time between checks whether the arena was replaced (3 us each), and after a failed move."""
 LEARNER_END_S = 1.0
-"""Longest wait, once, for a thread that reports prompts to the replaced arena's policy."""
+"""Maximum wait, once, for a thread that reports prompts to the replaced arena's policy."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """From the scheduler half to the worker half."""
+    """Message from the scheduler half to the worker half."""
 
     work: Work
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """From the worker half to the scheduler half.
+    """Message from the worker half to the scheduler half.
 
     Attributes:
         jobs: how many workers ended each save job.
-        bad_in_files: blocks whose bytes in files were not right.
-        samples: what steps and loads took.
+        bad_in_files: blocks whose bytes in files were wrong.
+        samples: durations of steps and loads.
     """
 
     jobs: dict[int, int]
@@ -97,10 +97,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
 def slowest(
     mine: list[StepSample | LoadSample], theirs: list[StepSample | LoadSample]
 ) -> list[StepSample | LoadSample]:
-    """What two workers measured: of the same step or load the slower one's is the engine's.
+    """Merge the samples of two workers: for the same step or load, keep the slower one's.
 
-    Workers need not tell of it at once: a load ahead ends with another step on each of them, and a
-    device's time is read when it is there.
+    Workers may report a step or load at different times: a load ahead may end with a different step
+    on each worker, and a device's time is read when it is available.
     """
     found, others = [], list(theirs)
     for each in mine:
@@ -241,8 +241,8 @@ class StoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def exact_half(cls, connector: Any) -> SchedulerHalf | None:
-        """The scheduler half of the store in a scheduler's connector, if it gives back the bytes
-        that it was given.
+        """Return the scheduler half of the store in a scheduler's connector, unless its codec is
+        lossy.
 
         Args:
             connector: vLLM's, or None; the store's may be one of several in it.
@@ -251,10 +251,11 @@ class StoreConnector(KVConnectorBase_V1):
         return found[0].half if found and not found[0]._opened.codec.lossy else None
 
     def reset_cache(self) -> bool:
-        """Let go of all KV. vLLM calls this when the weights change or all caches are cleared.
+        """Stop using all KV so far. vLLM calls this when the weights change or all caches are
+        cleared.
 
-        From now on this engine finds none of the blocks that are stored already, and no other
-        engine finds the blocks that it stores, because the weights may be any. The engine shares
+        The weights may then be any. So from now on this engine finds none of the blocks that are
+        stored already, and no other engine finds the blocks that it stores. The engine shares
         blocks again after its next start.
         """
         if self._scheduler is None:
@@ -276,13 +277,13 @@ class StoreConnector(KVConnectorBase_V1):
         return self._scheduler is not None and self._scheduler.busy
 
     def _counts(self) -> dict[str, int]:
-        """Return what the scheduler half counts."""
+        """Return the scheduler half's counts."""
         unanswered = 0 if self._node is None else self._node.unanswered
         return {**self.half.counts, "node_unanswered": unanswered}
 
     def _give_up(self, hashes: Sequence[bytes]) -> None:
-        """All workers have ended their parts of these blocks: what they have not filled, none
-        will."""
+        """Free the slots of these blocks that are not filled: all workers have ended their
+        parts."""
         try:
             self._arena.give_up(self._opened.row, hashes, self._opened.group)
         except LockBusyError as error:
@@ -310,7 +311,7 @@ class StoreConnector(KVConnectorBase_V1):
         device = next(iter(kv_caches.values())).device
         cache: EngineCache
         if device.type != "cpu":
-            # Triton is there where a GPU is.
+            # Triton is installed on machines with a GPU.
             from headrace_kvstore.connector.device_cache import DeviceCache
 
             cache = DeviceCache(kv_caches, layout, opened.codec, opened.shape, held)
@@ -348,10 +349,10 @@ class StoreConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are saved whole, after the step."""
+        """Do nothing: blocks are saved whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Nothing waits: blocks that are being copied are held."""
+        """Do nothing: the block pool holds the blocks that are being copied."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
@@ -375,7 +376,7 @@ class StoreConnector(KVConnectorBase_V1):
 
     def _follow_arena(self) -> None:
         """Move to the arena that has taken this one's name, once nothing uses this one; called
-        between steps. Until all of the engine's processes have moved, blocks may be missed."""
+        between steps. Until all of the engine's processes have moved, lookups may miss blocks."""
         now_s = time.monotonic()
         if self._moves_to is None:
             if now_s < self._look_at_s:
@@ -403,7 +404,7 @@ class StoreConnector(KVConnectorBase_V1):
         logger.warning("the arena %s was replaced, and the new one is used", self._settings.name)
 
     def _learn(self) -> None:
-        """Begin to report prompts to the arena's policy, if that learns."""
+        """Begin to report prompts to the arena's policy, if the policy learns."""
         learns = self._arena.policy.learns and bool(self._opened.about)
         self._learner = PromptLearner(self._arena, [self._opened.row]) if learns else None
 
@@ -420,7 +421,7 @@ class StoreConnector(KVConnectorBase_V1):
                 told.data["epochs"], self._epochs = self._epochs, []
             return None if told.is_empty() else told
         first, counts = self._opened.rank == 0, dict(self._worker.counts)
-        if not first:  # the first worker speaks of blocks, the others of what they lost
+        if not first:  # the first worker counts blocks, the others their losses
             counts = {event: n for event, n in counts.items() if event in LOSSES}
         stats = self._reporter.report(counts) or StoreStats({})
         loads = [
@@ -466,5 +467,5 @@ class StoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A step that a full graph computes waits for its load before it begins."""
+        """Return False: a step that a full graph computes waits for its load before it begins."""
         return False

@@ -2,11 +2,11 @@
 
 A layer of some blocks crosses the bus in one batch of copies. On the device one kernel then puts it
 where the engine keeps it and sums its parts (`device.kernels`), or sums and decodes it. The host
-touches no byte. Saves go the other way. Loads and saves have a stream each. A load begins behind
+touches no byte. Saves go the other way. Loads and saves have a stream each. A load begins after
 everything that the computing thread had queued when the step began (`fence`).
 
-On CPU tensors, in Triton's interpreter, it does the same as `EngineCache` and `CodedCache`, byte
-for byte.
+On CPU tensors, in Triton's interpreter, the results equal those of `EngineCache` and `CodedCache`,
+byte for byte.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ STAGING_BYTES = 64 * 2**20
 
 
 class DeviceCache(EngineCache):
-    """The cache is on a device.
+    """Cache on a device.
 
     Args:
         caches: tensor by layer name, as vLLM's `register_kv_caches` hands over.
         layout: found from them.
-        codec, shape: how a layer is stored, of the heads that the cache has; neither for its own
-            bytes.
-        held: which part of a stored layer that is; the layout says so where there is no codec.
+        codec, shape: how a layer of the cache's heads is stored; None if its own bytes are stored.
+        held: the part of a stored layer that the cache has; None for the layout's own.
         staging_bytes: as `STAGING_BYTES`; 0 for a cache that is only summed.
         saves: whether blocks are saved, too.
 
@@ -81,7 +80,8 @@ class DeviceCache(EngineCache):
             self.step_clock = CudaClock(self.device)
 
     def beside(self) -> DeviceCache:
-        """The same cache with a lane of its own: its loads wait for no others. It saves nothing."""
+        """Return the same cache with a lane of its own: its loads wait for no others. It saves
+        nothing."""
         caches, codec, shape, held = self._made_of
         return DeviceCache(caches, self.layout, codec, shape, held, saves=False)
 
@@ -120,13 +120,14 @@ class DeviceCache(EngineCache):
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
-        """As `EngineCache.load`; returns when the device holds the blocks."""
+        """Copy one layer of n blocks in, as `EngineCache.load`; return when the device holds
+        them."""
         return self.start(layer, blocks, payloads, seeds)()
 
     def start(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> Callable[[], np.ndarray]:
-        """Queue a load; the rest as `EngineCache.start`."""
+        """Queue a load; otherwise as `EngineCache.start`."""
         lane, size = self._in, self.stored_layer_bytes
         stored = self._stored(layer, payloads)
         with lane.alone():
@@ -140,8 +141,8 @@ class DeviceCache(EngineCache):
         return lambda: found().view(np.uint64)
 
     def take(self, layer: int, blocks: np.ndarray, rows: Tensor, seeds: np.ndarray) -> np.ndarray:
-        """Move one layer of n blocks in whose stored bytes are in device memory already; the rest
-        as `EngineCache.load`.
+        """Move one layer of n blocks in from stored bytes that are in device memory already;
+        otherwise as `EngineCache.load`.
 
         Args:
             rows: uint8 [n, stored bytes of a layer], free again on return.
@@ -152,7 +153,7 @@ class DeviceCache(EngineCache):
         return found().view(np.uint64)
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """As `EngineCache.save`.
+        """Copy n blocks out, all layers, as `EngineCache.save`.
 
         Raises:
             Unfit: a layer holds values that the codec refuses.
@@ -178,7 +179,8 @@ class DeviceCache(EngineCache):
         return result
 
     def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """As `EngineCache.sums`, computed on the device: 8 bytes a block and part leave it."""
+        """Return checksums as `EngineCache.sums`, computed on the device: it sends 8 bytes a block
+        and part."""
         lane = self._in
         with lane.alone():
             places, asked = self.layout.engine_addresses(blocks), lane.upload(seeds)
@@ -188,7 +190,7 @@ class DeviceCache(EngineCache):
     def _unpack(
         self, lane: Lane, layer: int, blocks: np.ndarray, rows: Tensor, seeds: Tensor
     ) -> Tensor:
-        """From stored rows into the cache; sums int64 [n, parts] of the rows, as the seeds."""
+        """Move stored rows into the cache; return their sums, int64 [n, parts] as the seeds."""
         places = self.layout.engine_addresses(blocks)[:, layer]
         if self._coder is None:
             return self._copy_sum(self._by_part(lane, places), self._pieces(lane, rows), seeds)
@@ -204,7 +206,8 @@ class DeviceCache(EngineCache):
         seeds: Tensor,
         unfit: Tensor,
     ) -> Tensor:
-        """From the cache into stored rows; sums int64 [n, parts] of the rows, as the seeds."""
+        """Move blocks of the cache into stored rows; return the rows' sums, int64 [n, parts] as the
+        seeds."""
         places = self.layout.engine_addresses(blocks)[:, layer]
         if self._coder is None:
             return self._copy_sum(self._pieces(lane, rows), self._by_part(lane, places), seeds)
@@ -212,43 +215,43 @@ class DeviceCache(EngineCache):
         return self._row_sums(lane, rows, seeds)
 
     def _copy_sum(self, dst: Tensor | None, src: Tensor, seeds: Tensor) -> Tensor:
-        """`copy_sum` of parts, in the shape of the seeds."""
+        """Copy and sum parts; return the sums in the shape of the seeds."""
         return copy_sum(dst, src, self.layout.piece_bytes, seeds.view(-1)).view(seeds.shape)
 
     def _row_sums(self, lane: Lane, rows: Tensor, seeds: Tensor) -> Tensor:
-        """Of coded rows, each of which is a part."""
+        """Return the sums of coded rows, each of which is a part."""
         there = lane.upload(_addresses(rows)[:, None])
         return copy_sum(None, there, rows.shape[1], seeds.view(-1)).view(seeds.shape)
 
     def _pieces(self, lane: Lane, rows: Tensor) -> Tensor:
-        """Addresses int64 [parts, pieces] of a layer's pieces in its stored rows."""
+        """Return the addresses, int64 [parts, pieces], of a layer's pieces in its stored rows."""
         pieces = len(self.layout.layers[0].offsets)
         steps = np.arange(pieces, dtype=np.uint64) * np.uint64(self.layout.piece_bytes)
         return self._by_part(lane, np.add.outer(_addresses(rows), steps))
 
     def _by_part(self, lane: Lane, places: np.ndarray) -> Tensor:
-        """Addresses of pieces, part after part, as int64 [parts, pieces]."""
+        """Return addresses of pieces, part after part, as int64 [parts, pieces]."""
         pieces = len(self.layout.layers[0].offsets) // self.layout.held.count
         return lane.upload(places.reshape(-1, pieces))
 
     def _stored(self, layer: int, payloads: np.ndarray) -> np.ndarray:
-        """Where a layer's parts begin in payloads, u64 [n]."""
+        """Return where a layer's parts begin in payloads, u64 [n]."""
         first = np.uint64(self.columns(layer).start * self.part_bytes)
         return np.asarray(payloads, np.uint64) + first
 
     def _rows(self, lane: Lane, some: slice) -> Tensor:
-        """Device memory for some stored layers, uint8 [n, bytes]."""
+        """Return device memory for some stored layers, uint8 [n, bytes]."""
         size, count = self.stored_layer_bytes, some.stop - some.start
         return lane.staging[: count * size].view(count, size)
 
     def _batches(self, blocks: int) -> list[slice]:
-        """Runs of blocks of which a layer fits into the lane's memory."""
+        """Return runs of blocks whose layer fits into the lane's memory."""
         step = self._at_once
         return [slice(i, min(blocks, i + step)) for i in range(0, blocks, step)]
 
 
 def layer_strides(cache: Tensor, layout: BlockLayout, shape: LayerShape) -> LayerStrides:
-    """Where keys and values lie in vLLM's cache [blocks, heads, tokens, K then V].
+    """Return the strides of vLLM's cache [blocks, heads, tokens, K then V].
 
     Raises:
         ValueError: the cache is not of that form.
@@ -263,6 +266,6 @@ def layer_strides(cache: Tensor, layout: BlockLayout, shape: LayerShape) -> Laye
 
 
 def _addresses(rows: Tensor) -> np.ndarray:
-    """u64 [n], of the rows of a contiguous tensor of bytes."""
+    """Return the addresses, u64 [n], of the rows of a contiguous tensor of bytes."""
     step = np.uint64(rows.stride(0))
     return np.uint64(rows.data_ptr()) + step * np.arange(len(rows), dtype=np.uint64)

@@ -1,6 +1,7 @@
-"""Which engines' KV the store can keep, and into which parts it cuts their layers.
+"""The engines whose KV the store can keep, and the parts into which it cuts their layers.
 
-From vLLM's configuration alone, so that both halves of a connector come to the same.
+Everything follows from vLLM's configuration alone, so both halves of a connector come to the same
+result.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ OTHER_SPLITS = ("pipeline_parallel", "prefill_context_parallel", "decode_context
 
 
 def only_group(kv_cache_config: Any) -> Any:
-    """The engine's one KV cache group, of layers that are all of one size.
+    """Return the engine's one KV cache group, of layers that are all of one size.
 
     Args:
         kv_cache_config: vLLM's KVCacheConfig.
 
     Raises:
-        ValueError: there are several, or unlike layers; names their kinds, and what to set.
+        ValueError: there are several groups, or unlike layers; the text names their kinds and the
+            setting to change.
     """
     groups = kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
@@ -43,13 +45,13 @@ def only_group(kv_cache_config: Any) -> Any:
 
 
 def parts_of(vllm_config: Any, cache_layout: str | None, spec: Any, codec: Codec) -> Parts:
-    """How the layers of an engine's blocks are cut.
+    """Return how the layers of an engine's blocks are cut.
 
     Args:
         vllm_config: vLLM's VllmConfig.
         cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
         spec: of the layers, vLLM's AttentionSpec.
-        codec: that blocks are stored under. A lossy one codes all that a rank has of a layer.
+        codec: of the stored blocks. A lossy one codes all of a rank's heads of a layer as one part.
 
     Raises:
         ValueError: the engine is split in another way than by tensor parallelism, or too far.
@@ -79,8 +81,9 @@ def parts_of(vllm_config: Any, cache_layout: str | None, spec: Any, codec: Codec
 
 
 def _heads(vllm_config: Any, spec: Any, ranks: int) -> int:
-    """KV heads of all ranks. Where vLLM's count is not what the ranks hold together (a draft model
-    with other heads, packed heads), each rank's share counts as one."""
+    """Return the number of KV heads of all ranks. If vLLM's count differs from the heads that the
+    ranks hold together (a draft model with other heads, packed heads), each rank's share counts as
+    one."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
     heads = int(vllm_config.model_config.get_total_num_kv_heads())

@@ -1,12 +1,11 @@
-"""Loading KV blocks straight from the NVMe tier's files, a layer at a time.
+"""Loads of KV blocks straight from the NVMe tier's files, a layer at a time.
 
-A layer of all blocks is read with O_DIRECT into memory where it lands (`ways`), then moved into the
-engine's cache and summed on the way, so that a byte is touched twice and no other process handles
-it. There is room for `depth` layers; the pipeline asks for layer l + depth once layer l is in
-place.
+A layer of all blocks is read with O_DIRECT into landing memory (`ways`), then moved into the
+engine's cache and summed on the way. So each byte is touched twice and no other process handles it.
+There is room for `depth` layers; the pipeline asks for layer l + depth once layer l is in place.
 
-A load has a time limit: what has not come by then is computed. Reads that are still in flight keep
-the memory, and no other load begins before they have landed.
+A load has a time limit: blocks that have not arrived by then are computed. Reads that are still in
+flight keep the memory, and no other load begins before they have landed.
 """
 
 from __future__ import annotations
@@ -32,26 +31,27 @@ if TYPE_CHECKING:  # needs Triton, which is there where a GPU is
 logger = logging.getLogger("headrace.kvstore")
 
 _LEFT_BEHIND: list[Any] = []
-"""A disk that hangs may still write to their memory."""
+"""File tiers and ways whose memory a disk that hangs may still write to."""
 TRIAL_END_S = 30.0
 DIRECT_BACKEND = "GDS_MT"
-"""NIXL's plugin for GPUDirect Storage, by several threads."""
+"""NIXL's plugin for GPUDirect Storage with several threads."""
 
 
 class FileTier:
-    """Reads of this process from the tier's files. Their threads start with the first of them.
+    """Reader of blocks from the tier's files, in this process. Its threads start with the first
+    read.
 
-    Blocks go through host memory until a trial, which the first load starts, has found that they
-    come faster directly. A direct load with wrong blocks is no proof against the files: the next
-    loads go through host memory, which tells, until another trial is over.
+    Blocks go through host memory until a trial, which the first load starts, has found that direct
+    reads are faster. A direct load with wrong blocks does not prove that the files are bad. The
+    next loads therefore go through host memory, which shows it, until another trial is over.
 
     Args:
         cache: the engine's.
-        staging_bytes: of host memory that layers pass through.
-        backend: of NIXL for direct reads, where `cache` is a DeviceCache; "" for none.
+        staging_bytes: size of the host memory that layers pass through.
+        backend: NIXL's backend for direct reads, if `cache` is a DeviceCache; "" for none.
 
     Attributes:
-        why: the way that is taken, and why, in words; "" before the first load.
+        why: the way that is used, and why, in words; "" before the first load.
     """
 
     def __init__(self, cache: EngineCache, staging_bytes: int, backend: str = "") -> None:
@@ -71,7 +71,8 @@ class FileTier:
         depth: int,
         limit_s: float = math.inf,
     ) -> FileSource:
-        """A source of some blocks; `settle` it before the next. The rest as `FileSource`.
+        """Return a source of some blocks; call `settle` on it before the next. Arguments as
+        `FileSource`.
 
         Raises:
             ValueError: there is no room, or an earlier load still reads.
@@ -84,7 +85,7 @@ class FileTier:
         return FileSource(way, self._cache, places, blocks, seeds, depth, limit_s)
 
     def settle(self, source: FileSource) -> None:
-        """The source's load is over."""
+        """Release a source whose load is over; give up direct reads if they failed."""
         if not source.quiet():
             self._unsettled[source.way] = source
         whole = source.layers_read == len(self._cache.layer_names) and not source.bad.any()
@@ -104,7 +105,7 @@ class FileTier:
             _LEFT_BEHIND.append(self)
 
     def _way(self, places: Sequence[Location]) -> Way:
-        """For the next load. It may start a trial, with blocks of this load."""
+        """Return the way for the next load. This may start a trial with blocks of the load."""
         if self._trial is None:
             self._trial = threading.Thread(
                 target=self._try_direct, args=(places,), name="kv-file-trial", daemon=True
@@ -116,7 +117,7 @@ class FileTier:
         return direct if direct is not None and direct.holds(len(places)) else self._host
 
     def _try_direct(self, places: Sequence[Location]) -> None:
-        """In the trial's thread."""
+        """Run the trial, in its thread."""
         if not self._backend:
             self.why = "through host memory: the cache is there"
             return
@@ -145,20 +146,20 @@ class FileSource:
     """One step's load of some blocks from files; a `LayerSource`.
 
     Args:
-        way: that no other load takes meanwhile.
+        way: no other load uses it during this one.
         cache: the engine's.
         places: where the blocks lie.
         blocks: int64 [n], their ids in the engine's cache.
         seeds: u64 [n, parts of all layers].
-        depth: layers in flight, at most.
-        limit_s: seconds from the first layer's asking on; what has not come by then is bad.
+        depth: maximum number of layers in flight.
+        limit_s: seconds from the first layer's request on; if a layer is later, all blocks are bad.
 
     Attributes:
         way: as given.
         bad: bool [n]: blocks that could not be read, or did not match their checksums.
         late: whether the limit ended it.
-        layers_read: how many came before that.
-        read_s: from the first layer's asking to the last one's coming.
+        layers_read: number of layers that arrived before that.
+        read_s: seconds from the first layer's request to the last one's arrival.
     """
 
     medium = "nvme"
@@ -188,7 +189,7 @@ class FileSource:
 
     @property
     def depth(self) -> int:
-        """Layers that may be in flight."""
+        """Number of layers that may be in flight."""
         return len(self._room)
 
     def begin(self, layer: int) -> None:
@@ -226,11 +227,11 @@ class FileSource:
 
     @property
     def direct(self) -> bool:
-        """Whether it reads straight into the device. Bad blocks are no proof against files then."""
+        """Whether it reads straight into the device. Bad blocks do not prove bad files then."""
         return isinstance(self.way, DirectWay)
 
     def cause(self) -> str:
-        """Why blocks are bad: "slow", "unreadable", "corrupt" or "gone"."""
+        """Return why blocks are bad: "slow", "unreadable", "corrupt" or "gone"."""
         if self.late:
             return "slow"
         if self._unreadable.any():
@@ -238,15 +239,16 @@ class FileSource:
         return "corrupt" if self._corrupt.any() else "gone"
 
     def suspects(self) -> list[BadBlock]:
-        """Return the blocks that the files' owner should check: those that could not be read, or
-        that did not match. A direct read is no proof against the files."""
+        """Return the blocks that the files' owner should check: those that could not be read or did
+        not match. None after a direct read, which does not prove bad files."""
         if self.late or self.direct:
             return []
         wrong = np.flatnonzero(self._unreadable | self._corrupt).tolist()
         return [BadBlock.at(self._places[i]) for i in wrong]
 
     def quiet(self) -> bool:
-        """Call off what is in flight; whether the way's memory is nobody else's now."""
+        """Call off the reads in flight; return whether none of them uses the way's memory any
+        more."""
         for read in self._reads.values():
             read.call_off()
         self._reads = {layer: read for layer, read in self._reads.items() if not read.done()}

@@ -1,7 +1,7 @@
-"""Reports prompts to the arena's eviction policy, off the serving path.
+"""Reports of prompts to the arena's eviction policy, off the serving path.
 
 One process at a time uses the policy, and choosing victims may take a while. So the scheduler half
-only queues each prompt with its time; a thread of its own reports them.
+only queues each prompt with its time, and a separate thread reports them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.workers import Workers
 
 WAITING_PROMPTS = 1024
-"""Prompts that may wait to be reported; of more the oldest are forgotten."""
+"""Maximum number of prompts that wait to be reported; then the oldest is dropped."""
 
 
 class PromptLearner:
-    """Reports prompts to the arena, in each of the engine's namespaces, until `close`."""
+    """Reporter of prompts to the arena, in each of the engine's namespaces, until `close`."""
 
     def __init__(self, arena: Arena, rows: Iterable[int]) -> None:
         self._arena, self._rows = arena, list(rows)
@@ -26,14 +26,15 @@ class PromptLearner:
         self._worker = Workers(1, "kv-learn")
 
     def prompted(self, hashes: Sequence[bytes]) -> None:
-        """A prompt came whose full blocks are these, root first; returns at once."""
+        """Queue a new prompt with these full blocks, root first; return at once."""
         full = len(self._waiting) == WAITING_PROMPTS
         self._waiting.append((time.monotonic(), hashes))
         if not full:
             self._worker.submit(self._report)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Report what waits, as far as time allows, and stop; False if the arena is still used."""
+        """Report waiting prompts, as far as time allows, and stop; return False if the arena is
+        still used."""
         return self._worker.close(timeout_s)
 
     def _report(self) -> None:

@@ -1,30 +1,31 @@
-"""Whether KV in a slow tier is loaded or computed: what takes fewer predicted seconds.
+"""The choice between loading KV from a slow tier and computing it, by predicted seconds.
 
-Both sides are fitted online to what this engine measured:
+Both predictions are fitted online to the engine's own measurements:
 
     compute = T(tokens, pairs) - T(0, 0)      by the engine's step times; pairs = sum over the
                                               tokens of the tokens that each attends to
     load    = l + m blocks                    of a load from one medium
 
-Loading runs under the computation of the tokens behind it (`tail`), but for its first layer, and
-the step waits for the rest. So loading a prefix costs the engine
+Except for its first layer, a load overlaps with the computation of the tokens after it (`tail`),
+and the step waits for the rest. So loading a prefix costs the engine
 
-    wait = max(load / layers, load - tail)    instead of    what that prefix adds to the step
+    wait = max(load / layers, load - tail)    instead of    the prefix's part of the step
 
-A block costs more to compute the deeper it stands, and all cost about the same to load. The total
-over the choices "load the first k, compute the rest" is therefore concave within a medium: its
-minimum lies where a medium's blocks end, and only these places are compared.
+Deeper blocks take longer to compute, and all take about the same time to load. The total over the
+choices "load the first k, compute the rest" is therefore concave within a medium. Its minimum lies
+where a medium's blocks end, and only these places are compared.
 
-A step that waits holds up all that it computes, the other requests' tokens included. Loading ahead
-of it holds up nobody else, but nothing then hides the load. So KV is loaded ahead of the step if
+A step that waits delays all its tokens, those of other requests included. A load ahead of the step
+delays no other request, but nothing then hides the load. So KV is loaded ahead of the step if
 
-    wait (1 + others) > load          others: requests that the engine computes meanwhile
+    wait (1 + others) > load          others: requests that the engine computes at the time
 
-A tier that nobody measured counts as free, and so is tried. One that lost is tried again with a
-single block, as soon as its expected loss is within `PROBE_SHARE` of the seconds that declining
-spent on computing; so a disk that has recovered is found, at a bounded price. A load that takes
-longer than computing its blocks would have is given up (`Choice.limit_s`): never more than twice
-the better of the two (A. Karlin et al., Competitive snoopy caching, Algorithmica 3, 1988).
+A tier without measurements counts as free, and so is tried. A tier that lost is tried again with a
+single block, as soon as its expected loss is within `PROBE_SHARE` of the seconds that declining it
+spent on computing. So a disk that has recovered is found, at a bounded price. A load that takes
+longer than computing its blocks would have is given up (`Choice.limit_s`). So the choice never
+costs more than twice the better of the two (A. Karlin et al., Competitive snoopy caching,
+Algorithmica 3, 1988).
 
 Pure: no clocks, no I/O.
 """
@@ -39,16 +40,19 @@ from typing import Protocol
 from headrace_kvstore.fitting import LinearTime
 
 PROBE_SHARE = 0.02
-"""Of the seconds spent on computing what a tier could have supplied; goes into trying it again."""
+"""Part of the seconds spent on computing blocks that a tier could have supplied, which may be spent
+on trying the tier again."""
 CHANGED = 4.0
-"""A load that the one before makes implausible by this factor tells that the tier has changed: what
-it was before is forgotten. Plausible is all from "only blocks cost" to "only the load costs"."""
+"""Factor by which a load must leave the plausible range to show that the tier has changed. The
+earlier measurements are then dropped. The plausible range follows from the previous load, and
+reaches from "only blocks cost" to "only the load costs"."""
 LOAD_STD_S = 10.0, 10.0
-"""Of a load and of a block in it, before the first: nothing is assumed of a medium."""
+"""Standard deviations before the first measurement, of a load and of a block in it: so large that
+nothing is assumed about a medium."""
 
 
 class StepTime(Protocol):
-    """The engine's step-time model, as far as it is used here."""
+    """The part of the engine's step-time model that is used here."""
 
     samples: int
 
@@ -59,7 +63,7 @@ class StepTime(Protocol):
         ...
 
     def added_s(self, prompt: float, pairs: float) -> float:
-        """Predicted seconds by which prompt tokens make a step longer."""
+        """Return the predicted seconds by which prompt tokens make a step longer."""
         ...
 
 
@@ -73,11 +77,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to load.
+    """The blocks to load.
 
     Attributes:
-        blocks: of those offered, from the first on.
-        limit_s: when to give it up; infinite where nothing is known of computing.
+        blocks: number of leading blocks of those offered.
+        limit_s: seconds after which to give the load up; infinite if no step was measured.
     """
 
     blocks: int
@@ -89,7 +93,7 @@ class Price:
 
     Args:
         block_tokens: tokens a block.
-        layers: of the model.
+        layers: the model's layers.
         step: the engine's step times, to be fitted here.
     """
 
@@ -102,11 +106,11 @@ class Price:
     def computed(
         self, prompt: int, rows: int, draft: int, context: int, pairs: int, seconds: float
     ) -> None:
-        """A step computed so much (`work.Shape`); seconds without any waiting for KV."""
+        """Learn a step's shape (`work.Shape`) and its seconds, without any waiting for KV."""
         self._step.observe(prompt, rows, draft, context, pairs, seconds)
 
     def loaded(self, medium: str, blocks: int, seconds: float) -> None:
-        """A load from one medium took so long."""
+        """Learn the seconds of a load from one medium."""
         if not (0.0 < seconds < math.inf and blocks > 0):
             return
         last_blocks, last_s = self._last.get(medium, (blocks, seconds))
@@ -118,22 +122,24 @@ class Price:
         self._loads[medium].observe(blocks, seconds)
 
     def load_s(self, medium: str, blocks: int) -> float | None:
-        """Predicted seconds of a load; None for a medium that nobody measured."""
+        """Return the predicted seconds of a load; None for a medium without measurements."""
         return self._loads[medium].seconds(blocks) if medium in self._loads else None
 
     def more_s(self, medium: str) -> float | None:
-        """Predicted seconds of one block more in a load; None for a medium that nobody measured."""
+        """Return the predicted seconds of one more block in a load; None for a medium without
+        measurements."""
         return self._loads[medium].each_s if medium in self._loads else None
 
     def compute_s(self, first_token: int, last_token: int) -> float | None:
-        """Predicted seconds that tokens add to a step, `last_token` not included."""
+        """Return the predicted seconds that tokens add to a step, `last_token` not included; None
+        before the first measured step."""
         if not self._step.samples:
             return None
         return self._step.added_s(last_token - first_token, pairs(first_token, last_token))
 
     def block_s(self, first_block: int, blocks: int) -> float | None:
-        """Predicted seconds to compute each of these blocks, in the mean: what a pull from a peer
-        or an object must beat (`peers.pull_price`)."""
+        """Return the mean predicted seconds to compute one of these blocks: the limit that a pull
+        from a peer or an object must beat (`peers.pull_price`)."""
         first = first_block * self._block_tokens
         seconds = self.compute_s(first, first + blocks * self._block_tokens)
         return None if seconds is None else seconds / blocks
@@ -141,13 +147,13 @@ class Price:
     def choose(
         self, first_block: int, runs: Sequence[Run], tokens: int, ahead: bool = False
     ) -> Choice:
-        """How many of the offered blocks to load.
+        """Choose how many of the offered blocks to load.
 
         Args:
-            first_block: how many blocks stand before the first one offered.
-            runs: what is offered, in the order of the prompt.
-            tokens: of the whole prompt; what is not loaded is computed.
-            ahead: the load is made ahead of the step, so that nothing hides it.
+            first_block: number of blocks before the first one offered.
+            runs: the offered blocks, in the order of the prompt.
+            tokens: of the whole prompt; the engine computes the tokens that are not loaded.
+            ahead: whether the load is made ahead of the step, so that nothing hides it.
         """
         offered = sum(run.blocks for run in runs)
         size = self._block_tokens
@@ -172,21 +178,22 @@ class Price:
         """Whether to load ahead of the step that needs it.
 
         Args:
-            runs: what is loaded; media that nobody measured count as free.
-            first_token, tokens: from where on, and how long, the prompt is computed.
-            others: as above.
+            runs: the blocks to load; media without measurements count as free.
+            first_token, tokens: the prompt is computed from the first to the second.
+            others: number of other requests that the engine computes at the time.
         """
         load_s = sum(self.load_s(run.medium, run.blocks) or 0.0 for run in runs)
         tail_s = self.compute_s(first_token, tokens) or 0.0
         return max(load_s / self._layers, load_s - tail_s) * (1 + others) > load_s
 
     def _choice(self, first: int, blocks: int) -> Choice:
-        """Nothing is loaded that takes no time to compute: no load ends within such a limit."""
+        """Return the choice with its limit; no blocks if they take no time to compute, since no
+        load ends within such a limit."""
         limit_s = self.compute_s(first, first + blocks * self._block_tokens) or 0.0
         return Choice(blocks, limit_s) if limit_s > 0 else Choice(0, 0.0)
 
     def _probes(self, first: int, run: Run, tokens: int) -> bool:
-        """Whether the tier that lost may be tried, on what was saved up for it."""
+        """Whether the seconds saved up for a tier that lost suffice to try it."""
         declined_s = self.compute_s(first, first + run.blocks * self._block_tokens) or 0.0
         one_s = self.compute_s(first, first + self._block_tokens) or 0.0
         credit_s = self._credit_s.get(run.medium, 0.0) + PROBE_SHARE * declined_s
@@ -199,6 +206,6 @@ class Price:
 
 
 def pairs(first_token: int, last_token: int) -> int:
-    """Tokens attended to by the tokens from `first_token` to `last_token`, itself included:
-    sum of (t + 1)."""
+    """Return how many tokens the tokens from `first_token` up to `last_token` (not included) attend
+    to, each itself included: the sum of (t + 1)."""
     return (last_token * (last_token + 1) - first_token * (first_token + 1)) // 2

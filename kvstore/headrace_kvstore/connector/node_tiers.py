@@ -1,4 +1,4 @@
-"""Asks the local StoreNode which blocks its tiers below DRAM hold, for the scheduler half."""
+"""The scheduler half's questions to the local StoreNode: which blocks its tiers below DRAM hold."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from headrace_kvstore.settings import StoreSettings
 logger = logging.getLogger("headrace.kvstore")
 
 FORGOTTEN_AT = 1024
-"""Questions whose requests may have ended without looking at the answer."""
+"""Maximum number of open questions; older ones are dropped, as their requests may have ended."""
 
 
 class NodeTiers:
-    """The node's tiers below DRAM; without a node, every answer is: nothing. No call waits.
+    """The node's tiers below DRAM. Without a node, every answer is empty. No call waits.
 
     Args:
-        settings: of the store; its name leads to the node.
+        settings: of the store; the node has the same name.
         digest: of the engine's namespace.
 
     Attributes:
-        unanswered: blocks that the node was asked for in vain: it is away, or answers nonsense.
+        unanswered: number of blocks asked for without a usable answer: the node is away, or its
+            answer makes no sense.
         lease_s: how long located blocks stay where they are, from the question on.
     """
 
@@ -41,7 +42,7 @@ class NodeTiers:
         self._asked: dict[str, tuple[list[bytes], Future[wire.Reply]]] = {}
 
     def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
-        """Ask which of these blocks, from the first on, can be supplied; computing one takes
+        """Ask which leading ones of these blocks the node can supply. Computing one takes
         `compute_s` in the mean, 0 if that is not known or does not matter."""
         names = [bytes(name) for name in hashes]
         request = wire.Locate(request_id, self._digest, names, self.lease_s, compute_s)
@@ -50,8 +51,8 @@ class NodeTiers:
             self._asked.pop(next(iter(self._asked)))
 
     def answer(self, request_id: str) -> list[Location] | None:
-        """Where they lie, from the first on; nothing for a forgotten question. None while nobody
-        has said, or while it is worth waiting for blocks that come to DRAM."""
+        """Return where the leading blocks lie; empty for a question that was dropped. None until
+        the node has answered, or while it is worth waiting for blocks on their way to DRAM."""
         if request_id not in self._asked:
             return []
         names, asked = self._asked[request_id]
@@ -65,7 +66,7 @@ class NodeTiers:
             found = wire.unpack_locations(reply, self._digest, names)
         except (NodeAway, wire.WireError) as error:
             self.unanswered += len(names)
-            # One late answer is no news: the node has to do.
+            # One late answer is not worth a warning: the node is busy.
             if self._answers is not False and not getattr(error, "late", False):
                 self._answers = False
                 logger.warning(
@@ -80,8 +81,8 @@ class NodeTiers:
         return found
 
     def report_bad(self, blocks: Sequence[wire.BadBlock]) -> None:
-        """Have the node check blocks whose bytes were not right. It drops those that are damaged.
-        More than one report may have are reported when they are read again."""
+        """Have the node check blocks whose bytes were wrong. It drops those that are damaged.
+        Blocks beyond the size of one report are reported when they are read again."""
         self._client.tell(wire.ReportBad(self._digest, [*blocks[: wire.MAX_REPORTED]]))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A node's arena as one half of an engine's connector sees it: which blocks are the engine's."""
+"""A node's arena as one half of an engine's connector sees it, with the engine's blocks in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headrace_kvstore.settings import StoreSettings
 logger = logging.getLogger("headrace.kvstore")
 
 UNIDENTIFIED_DIGEST = bytes(DIGEST_BYTES)
-"""The digest of an engine whose KV has no identity."""
+"""Digest of an engine whose KV has no identity."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class OpenedArena:
 
     Attributes:
         settings: of the connector.
-        row: of the engine's blocks. digest: of their namespace. about: it, in a line for people;
-            empty if the engine's KV cannot be identified. Then it is neither loaded nor saved.
-        layers: whose KV a block holds. parts: how each of them is cut.
+        row: of the engine's blocks. digest: of their namespace. about: the namespace, in a line for
+            people; empty if the engine's KV cannot be identified. Then it is neither loaded nor
+            saved.
+        layers: number of layers in a block. parts: how each layer is cut.
         rank: of the worker whose half this is; 0 for the scheduler's.
-        group: names the engine's workers where they fill blocks together.
+        group: identifies the engine's workers when they fill blocks together.
         part_bytes: of a stored part. engine_block_bytes: of a block in one worker's cache.
-        codec: blocks are stored under it. shape: of what a worker has of a layer, if it is lossy.
+        codec: of the stored blocks. shape: of a worker's part of a layer, if the codec is lossy.
     """
 
     arena: Arena
@@ -109,7 +110,7 @@ class OpenedArena:
 
     @property
     def pieces(self) -> int:
-        """Parts of all layers of a block: it has a checksum for each."""
+        """Number of parts of all layers of a block, which has a checksum for each."""
         return self.layers * self.parts.parts
 
     @property
@@ -119,27 +120,29 @@ class OpenedArena:
 
     @property
     def whole_block_bytes(self) -> int:
-        """Bytes of a block in the caches of all workers, those that several have counted once."""
+        """Bytes of a block in the caches of all workers; bytes that several workers have count
+        once."""
         return self.engine_block_bytes * self.parts.writers
 
     @property
     def held(self) -> Held:
-        """What this worker has of each layer."""
+        """This worker's parts of each layer."""
         return self.parts.held(self.rank)
 
     @property
     def writes(self) -> bool:
-        """Whether this worker writes into the store; where not, a lower rank has the same."""
+        """Whether this worker writes into the store; if not, a lower rank has the same bytes."""
         return self.parts.writer(self.rank) is not None
 
     @property
     def writer(self) -> Writer | None:
-        """This worker among those that fill blocks together; None where one fills them alone."""
+        """This worker among those that fill blocks together; None if one fills them alone or this
+        worker does not write."""
         number, count = self.parts.writer(self.rank), self.parts.writers
         return None if number is None or count == 1 else Writer(self.group, number, count)
 
     def seeds(self, hashes: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """Checksum seeds [n, pieces] of blocks."""
+        """Return the checksum seeds [n, pieces] of blocks."""
         return layer_seeds([block_seed(self.digest, each) for each in hashes], self.pieces)
 
     def holds(self, hashes: Sequence[bytes]) -> bool:
@@ -147,11 +150,11 @@ class OpenedArena:
         return bool(self.about and (self.arena.lookup(self.row, hashes) >= 0).all())
 
     def leased(self, hashes: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Slots of blocks, kept for `lease_s`; -1 for those that are not there."""
+        """Lease blocks for `lease_s`; return their slots, -1 for those that are not stored."""
         return self.arena.lease(self.row, hashes, self.settings.lease_s)
 
     def follow(self) -> OpenedArena | None:
-        """Open the arena that has taken this one's name; None if no other has.
+        """Open the arena that has taken this one's name; return None if no other has.
 
         Raises:
             OSError, ValueError, LockBusyError: it cannot be opened, or has no room for this
@@ -170,7 +173,7 @@ class OpenedArena:
         return replace(self, arena=arena, row=row)
 
     def close(self) -> None:
-        """Let the arena go."""
+        """Close the arena."""
         self.arena.close()
 
 

@@ -1,12 +1,12 @@
-"""Loading a step's KV layer by layer under the computation of that step.
+"""Loads of a step's KV, layer by layer, under the computation of that step.
 
 Layer l's attention needs layer l's KV only, so the step may begin when the first layer is there:
 
     total = max(load, compute) + load of one layer        instead of        load + compute
 
 `DEPTH` layers are on their way at once. By Little's law, keeping up with the computation takes
-(seconds from asking for a layer to having it) / (seconds to compute a layer) of them. More cost
-nothing but memory where bytes wait in between; fewer leave the tier idle during its own latency.
+(seconds from asking for a layer to having it) / (seconds to compute a layer) of them. More layers
+only cost memory in which bytes wait; fewer leave the tier idle during its own latency.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEPTH = 8
 
 
 class LayerSource(Protocol):
-    """Where a step's KV comes from. Both calls are made in the loader's thread, in layer order."""
+    """Source of a step's KV. Both calls are made in the loader's thread, in layer order."""
 
     def begin(self, layer: int) -> None:
         """Ask for a layer; must not wait for it."""
@@ -35,13 +35,13 @@ class LayerSource(Protocol):
 
 
 class Threads(Protocol):
-    """As `concurrent.futures.Executor`."""
+    """Part of `concurrent.futures.Executor` that a pipeline uses."""
 
     def submit(self, call: Callable[[int], None], depth: int, /) -> Future[None]: ...
 
 
 class ThisThread:
-    """Runs a pipeline in the thread that makes it."""
+    """Executor that runs a pipeline in the thread that makes it."""
 
     def submit(self, call: Callable[[int], None], depth: int, /) -> Future[None]:
         done: Future[None] = Future()
@@ -58,14 +58,14 @@ class LayerPipeline:
 
     Args:
         sources: where the KV comes from, each for some of the blocks.
-        layers: how many.
+        layers: number of layers.
         threads: run the loader; one thread serves one pipeline after the other.
         depth: layers on their way at once.
         clock: of the loads.
-        began: its mark where the load may begin; when its thread begins, if not given.
+        began: the clock's mark from which the load may begin; None: when its thread begins.
 
     Attributes:
-        seconds: that the whole load took; 0 until it has ended.
+        seconds: duration of the whole load; 0 until it has ended.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LayerPipeline:
         """Block until a layer's KV is in place.
 
         Raises:
-            Exception: what the source raised; no later layer will come.
+            Exception: the source's own error; no later layer will come.
         """
         self._ready[layer].wait()
         if self._error is not None:
@@ -98,7 +98,7 @@ class LayerPipeline:
         """Wait for the end of the whole load.
 
         Raises:
-            Exception: what the source raised.
+            Exception: the source's own error.
         """
         self._done.result()
 

@@ -3,9 +3,9 @@
 The engine's block pool holds all of them by a reference, as it holds a running request's blocks.
 So they outlive their request, which ends, is preempted or is aborted as it would without a store.
 
-Two bounds keep the room for requests. At most a quarter of the pool is being copied. What else an
-ended request has left waits, and is let go, newest first, if the pool gets short of free blocks.
-Copies keep up with that: a GPU computes 10,000 tokens/s of an 8B model, 1.3 GB/s of KV, and its bus
+Two bounds keep room for requests. At most a quarter of the pool is being copied. The other blocks
+that an ended request has left wait, and are released, newest first, if the pool gets short of free
+blocks. Copies keep up: a GPU computes 10,000 tokens/s of an 8B model, 1.3 GB/s of KV, and its bus
 takes 20 GB/s. Unsaved blocks of a running request are held by the request and are not queued.
 """
 
@@ -26,12 +26,12 @@ COPYING_FRACTION = 1 / 4
 FREE_FRACTION = 1 / 16
 """Fraction of the engine's blocks that waiting blocks leave free."""
 JOB_BLOCKS = 256
-"""Blocks of one copy: it reserves their slots in one turn under the arena's lock, and they are let
-go together."""
+"""Maximum number of blocks of one copy: it reserves their slots under one hold of the arena's lock,
+and they are released together."""
 
 
 class Index(Protocol):
-    """The store, as far as it is used here."""
+    """The part of the store that is used here."""
 
     def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
         """Return, for each block, whether it is missing. No side effects."""
@@ -43,8 +43,8 @@ class SaveQueue:
 
     Args:
         index: the store.
-        counts: gets "save_busy": blocks that were let go unsaved.
-        ended: told of the blocks of each copy that all workers have ended; must not wait.
+        counts: gets "save_busy": number of blocks that were released unsaved.
+        ended: called with the blocks of each copy that all workers have ended; must not wait.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SaveQueue:
         self._next_job = 0
 
     def bind(self, pool: Any) -> None:
-        """Get vLLM's block pool."""
+        """Set vLLM's block pool."""
         self._pool = pool
 
     @property
@@ -84,7 +84,7 @@ class SaveQueue:
 
     @property
     def room(self) -> int:
-        """How many blocks more may be copied now; none before there is a pool."""
+        """Number of further blocks that may be copied now; 0 before there is a pool."""
         return max(0, self._limit - self._copied_blocks - self._waiting_blocks)
 
     @property
@@ -97,11 +97,11 @@ class SaveQueue:
         return [lacks and name not in self._names for lacks, name in absent]
 
     def count(self, names: Iterable[bytes]) -> int:
-        """How many of these blocks are held."""
+        """Return how many of these blocks are held."""
         return sum(name in self._names for name in names)
 
     def add(self, save: Save) -> None:
-        """Hold blocks until they are copied, in the order in which they came. There is a pool."""
+        """Hold blocks until they are copied, in the order in which they arrive. Needs a pool."""
         pieces = min(JOB_BLOCKS, self._limit)
         for first in range(0, len(save.blocks), pieces):
             piece = _cut(save, slice(first, first + pieces))
@@ -110,7 +110,7 @@ class SaveQueue:
             self._waiting_blocks += len(piece.blocks)
 
     def add_at_once(self, save: Save) -> bool:
-        """Have blocks copied with the next step.
+        """Copy blocks with the next step.
 
         Returns:
             False if others are being copied, and together they would be more than the limit and
@@ -125,7 +125,8 @@ class SaveQueue:
         return True
 
     def step(self) -> dict[int, Save]:
-        """Begin the copies that there is room for; returns what begins with this step, by job."""
+        """Begin the copies for which there is room; return those that begin with this step, by
+        job."""
         while self._waiting:
             save = self._waiting[0]
             if self._copied_blocks and self._copied_blocks + len(save.blocks) > self._limit:
@@ -137,7 +138,7 @@ class SaveQueue:
         return begun
 
     def yield_room(self, freed: int = 0) -> None:
-        """Let blocks go that wait, newest first, if the pool is short of free ones.
+        """Release waiting blocks, newest first, if the pool is short of free ones.
 
         Args:
             freed: blocks that will be free in a moment.
@@ -160,7 +161,7 @@ class SaveQueue:
             self._counts["save_busy"] += len(save.blocks)
 
     def end(self, jobs: Iterable[int]) -> None:
-        """Let the blocks of these jobs go: their copies have ended, well or not."""
+        """Release the blocks of these jobs, whose copies have ended, well or not."""
         for job in jobs:
             save = self._jobs.pop(job, None)
             if save is None:

@@ -1,30 +1,30 @@
-"""Which KV blocks an engine loads from the store, and which it saves there.
+"""The choice of the KV blocks that an engine loads from the store and saves there.
 
 This is the scheduler half of the connector without its vLLM shell. It decides by block hashes alone
 and moves no bytes. The worker half carries out its `Work`.
 
-Which blocks are saved: a block is wrong if it was computed from KV that failed to load, and vLLM
-learns of such a failure only with the output of the step. So a request's full blocks are saved once
-a step of that request has come back and they lie below
+A block is wrong if it was computed from KV that failed to load, and vLLM learns of such a failure
+only with the output of the step. So a request's full blocks are saved after the output of a step of
+that request has arrived, and only blocks that lie below
 
     confirmed tokens = num_computed_tokens - num_in_flight_tokens
 
-Of the blocks that slower tiers offer, those are loaded for which `load_price.Price` predicts that
-loading takes fewer seconds than computing. It also says whether a request's blocks are loaded ahead
-of its step or under it. Where vLLM does not recover a load that fails under a step (`under_steps`),
-all loads are made ahead of steps. What was loaded ahead and did not come is not loaded ahead again
-before the request was in a step.
+Slower tiers offer blocks. `load_price.Price` predicts for how many of them loading takes fewer
+seconds than computing, and only these are loaded. It also decides whether a request's blocks are
+loaded ahead of its step or under it. If vLLM does not recover a load that fails under a step
+(`under_steps`), all loads are made ahead of steps. After a load ahead, a request makes no further
+one until it was in a step, even if blocks did not arrive.
 
-Blocks that are being copied, and those that an ended request has left to copy, are held in the
-engine's block pool (`save_queue`). Nothing else waits for a copy: requests finish, are preempted or
+The engine's block pool holds the blocks that are being copied, and those that an ended request has
+left to copy (`save_queue`). Nothing else waits for a copy: requests finish, are preempted or
 aborted as they would without a store.
 
-Blocks of a request whose salt is marked (`headrace_kvstore.salts`), or whose adapter is not known
-by its content (`identity.adapters`), are neither loaded nor saved, nor are a request's private
-blocks (`headrace_kvstore.private_blocks`).
+Some blocks are neither loaded nor saved: those of a request whose salt is marked
+(`headrace_kvstore.salts`) or whose adapter is not known by its content (`identity.adapters`), and a
+request's private blocks (`headrace_kvstore.private_blocks`).
 
-An engine's scheduler may also have blocks saved and loaded that are no prompt's, under names that
-it makes itself (`lacking`, `load`, `save`).
+An engine's scheduler may also save and load blocks that belong to no prompt, under names that it
+makes itself (`lacking`, `load`, `save`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from headrace_kvstore.salts import is_marked
 
 
 class ArenaIndex:
-    """The arena by block hash. Every call takes microseconds.
+    """Index of the arena by block hash. Every call takes microseconds.
 
     Args:
         arena, row: where the engine's blocks are.
-        workers: that load each block.
+        workers: number of workers that load each block.
     """
 
     def __init__(self, arena: Arena, row: int, lease_s: float, workers: int = 1) -> None:
@@ -64,16 +64,17 @@ class ArenaIndex:
         self._arena, self._row = arena, row
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """How many of the first blocks can be loaded. No side effects."""
+        """Return how many of the first blocks can be loaded. No side effects."""
         return [*self.lacking(hashes), True].index(True)
 
     def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Which blocks the arena has not. No side effects."""
+        """Return for each block whether the arena lacks it. No side effects."""
         return [bool(absent) for absent in self._arena.lookup(self._row, hashes) < 0]
 
     def lease(self, hashes: Sequence[bytes]) -> None:
-        """Keep blocks from eviction while they are loaded. Where they are gone, or the lock is
-        held, checksums tell what is read without a lease."""
+        """Keep blocks from eviction while they are loaded. If a block was evicted already, or
+        another process holds the lock, the load reads without a lease and checksums detect wrong
+        bytes."""
         self._arena.lease(self._row, hashes, self._lease_s, self._workers)
 
 
@@ -84,8 +85,8 @@ class _Request:
     Attributes:
         blocks: ids of its blocks in the engine's cache, in order.
         scheduled: tokens scheduled since it was (re)admitted.
-        saved: how many leading blocks need no more looking at.
-        ahead: it had a load ahead since it was last in a step.
+        saved: number of leading blocks that `_save` has handled.
+        ahead: whether it had a load ahead since it was last in a step.
     """
 
     request: Any
@@ -127,21 +128,21 @@ class _Taken:
 
 
 class SchedulerHalf:
-    """Decides loads and saves of one engine.
+    """Scheduler of one engine's loads and saves.
 
     Args:
         index: the store.
         block_tokens: tokens a block, as the engine's cache has them.
         load, save: switch either direction off.
         slow: the tiers below DRAM.
-        most_slow: blocks that a request may load from there at once.
-        price: decides how much of what they offer is taken; None takes it all.
+        most_slow: maximum number of blocks that a request may load from there at once.
+        price: decides how many of the blocks offered there are loaded; None loads all.
         window_tokens: tokens at the end of a prompt that are always computed, never loaded, so that
             a lossy codec does not touch them.
-        costs: predicts what blocks take to compute, for the eviction policy, and whether loads pay
-            ahead of their step.
-        prompted: told of each new prompt's full blocks, root first; must not wait.
-        ended: told of the blocks of each save that all workers have ended; must not wait.
+        costs: predicts how long blocks take to compute, for the eviction policy, and whether loads
+            pay ahead of their step.
+        prompted: called with each new prompt's full blocks, root first; must not wait.
+        ended: called with the blocks of each save that all workers have ended; must not wait.
         names: names blocks in the store.
         under_steps: whether a load may be made under the step that needs it.
         clock: seconds, as `time.monotonic`.
@@ -185,11 +186,11 @@ class SchedulerHalf:
         self._work = Work()
 
     def bind(self, pool: Any) -> None:
-        """Get vLLM's block pool, which holds blocks; before that nothing is saved."""
+        """Set vLLM's block pool, which holds blocks; before this call nothing is saved."""
         self._queue.bind(pool)
 
     def reset(self) -> bool:
-        """Let go of all KV that was computed or stored so far: its weights may be others by now.
+        """Stop using all KV that was computed or stored so far: its weights may have changed.
 
         Returns:
             False if the engine's own cache still holds some: then nothing is saved until a later
@@ -203,13 +204,13 @@ class SchedulerHalf:
 
     @property
     def busy(self) -> bool:
-        """Whether blocks are held, so that the engine must step on until they are released."""
+        """Whether blocks are held, so that the engine must run steps until they are released."""
         return self._queue.busy
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
-        """Tokens that the store holds behind those that the engine's own cache has.
+        """Return how many tokens the store holds after those in the engine's own cache.
 
-        At least one token is left to compute. Called as often as vLLM likes.
+        At least one token is left to compute. vLLM may call this any number of times.
 
         Args:
             computed_tokens: a multiple of the block size.
@@ -241,7 +242,7 @@ class SchedulerHalf:
         return (there + slower) * self._block_tokens
 
     def loads_ahead(self, request: Any) -> bool:
-        """Whether what `matched` has just offered is loaded ahead of the request's step."""
+        """Whether the blocks that `matched` has just offered are loaded ahead of the step."""
         return self._offered.get(request.request_id, _Offer()).ahead
 
     def _may_load_ahead(self, request: Any) -> bool:
@@ -260,10 +261,10 @@ class SchedulerHalf:
         return self._costs.ahead(runs, first, request.num_tokens, others)
 
     def _placed(self, request: Any, first: int, hashes: list[bytes]) -> int | None:
-        """How many of these blocks, from the first on, slower tiers supply; None: not known yet.
+        """Return how many leading ones of these blocks slower tiers supply; None: not known yet.
 
         Args:
-            first: how many blocks of the prompt stand before them.
+            first: number of the prompt's blocks before them.
         """
         if self._slow is None or not hashes:
             return 0
@@ -281,12 +282,13 @@ class SchedulerHalf:
             if not self._is_answered(request):
                 return None
         places = self._taken[name].places
-        lacking = self._index.lacking(hashes)  # a peer's blocks have come into DRAM meanwhile
+        lacking = self._index.lacking(hashes)  # by now a peer's blocks are in DRAM
         missing = (n for n, h in enumerate(hashes) if lacking[n] and h not in places)
         return next(missing, len(hashes))
 
     def _is_answered(self, request: Any) -> bool:
-        """Whether nothing is asked of slower tiers for a request, or it is answered now."""
+        """Whether a request has no open question to slower tiers; take the answer if there is
+        one."""
         name = request.request_id
         question = self._asked.get(name)
         if question is None or self._slow is None:
@@ -299,7 +301,7 @@ class SchedulerHalf:
         return True
 
     def _take(self, question: _Question, answer: Sequence[Any], tokens: int) -> _Taken:
-        """Choose the blocks to load of those that are offered."""
+        """Choose the offered blocks to load."""
         assert self._slow is not None
         if not answer:
             return _Taken()
@@ -317,7 +319,7 @@ class SchedulerHalf:
         return _Taken(places, limit_s, until_s)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """The engine admits a request: what it found in the store will be loaded now."""
+        """Queue the load of the blocks found in the store: the engine admits the request."""
         start, ahead, names = self._offered.pop(request.request_id, _Offer())
         taken = self._taken.pop(request.request_id, _Taken())
         if not external_tokens:
@@ -337,11 +339,11 @@ class SchedulerHalf:
             load.until_s.append(taken.until_s)
 
     def added(self, request: Any) -> None:
-        """A request has come; its blocks become known when it is scheduled."""
+        """Register a new request; its blocks become known when it is scheduled."""
         if _is_apart(request):
             return
         self._requests[request.request_id] = _Request(request)
-        # A request whose prefill was remote has been seen by the engine that did it.
+        # If the prefill was remote, the engine that did it has reported this prompt.
         transfer = getattr(request, "kv_transfer_params", None) or {}
         if self._prompted is not None and not transfer.get("do_remote_prefill"):
             exact = shared_blocks(request.block_hashes)
@@ -350,7 +352,7 @@ class SchedulerHalf:
                 self._prompted(hashes)
 
     def step(self, output: Any) -> Work:
-        """What the worker half does beside the step that vLLM has just put together.
+        """Return the worker half's work beside the step that vLLM has just put together.
 
         Args:
             output: vLLM's SchedulerOutput.
@@ -372,7 +374,7 @@ class SchedulerHalf:
         return work
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
-        """A request has ended, well or not; its blocks are about to be freed."""
+        """Handle the end of a request, well or not; its blocks are about to be freed."""
         self._offered.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         self._taken.pop(request.request_id, None)
@@ -385,7 +387,7 @@ class SchedulerHalf:
             self._queue.yield_room(freed=len(known.blocks) - kept)
 
     def saved(self, jobs: Iterable[int]) -> None:
-        """The copies of these jobs have ended, well or not: the blocks are let go."""
+        """Release the blocks of these jobs, whose copies have ended, well or not."""
         self._queue.end(jobs)
 
     @property
@@ -412,7 +414,7 @@ class SchedulerHalf:
                 known.blocks.extend(blocks[0])
 
     def _savable(self, known: _Request) -> int:
-        """How many of a request's leading blocks are full, confirmed and not private."""
+        """Return how many of a request's leading blocks are full, confirmed and not private."""
         request, in_flight = known.request, known.request.num_in_flight_tokens
         if not self._may_save or not self._queue.has_pool or known.scheduled <= in_flight:
             return 0
@@ -423,7 +425,7 @@ class SchedulerHalf:
         """Queue the copies of a request's blocks that may be saved and that the store lacks.
 
         Args:
-            most: blocks.
+            most: maximum number of blocks.
         """
         request = known.request
         end = min(known.saved + most, self._savable(known))
@@ -451,21 +453,23 @@ class SchedulerHalf:
         )
 
     def lacking(self, names: Sequence[bytes]) -> list[bool]:
-        """Which blocks DRAM has not; all if nothing is loaded from there."""
+        """Return for each block whether DRAM lacks it; True for all if loading is off."""
         return self._index.lacking(self._names.own(names)) if self._loads else [True] * len(names)
 
     def load(self, request_id: str, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Copy blocks from DRAM ahead of a request's step; vLLM is told as of its other loads."""
+        """Copy blocks from DRAM ahead of a request's step; vLLM learns of the end as of other
+        loads."""
         own = self._names.own(names)
         self._index.lease(own)
         self._work.ahead[request_id] = Load(list(blocks), own)
 
     def save(self, blocks: Sequence[int], names: Sequence[bytes], salt: str, tokens: int) -> None:
-        """Copy blocks to DRAM as soon as the next step is computed, unless they are there, or too
+        """Copy blocks to DRAM as soon as the next step is computed, unless they are there or too
         many others are being copied.
 
         Args:
-            salt: of their request. tokens: of a prompt, that would be computed without them.
+            salt: their request's.
+            tokens: number of prompt tokens that would have to be computed without them.
         """
         names = self._names.own(names)
         if not self._may_save or not any(self._index.lacking(names)):
@@ -485,5 +489,5 @@ def _is_apart(request: Any) -> bool:
 
 
 def medium_of(place: Any) -> str:
-    """Which tier a place is in: what it says itself, else the node's files."""
+    """Return a place's tier: its own `medium`, or the node's files if it has none."""
     return str(getattr(place, "medium", "nvme"))

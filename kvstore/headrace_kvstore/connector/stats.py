@@ -15,10 +15,11 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
     saved, save_failed
     save_not_needed                             another engine has stored it, or is storing it
     save_no_room                                no slot can be evicted
-    save_busy                                   let go unsaved: the engine's cache was needed
+    save_busy                                   released unsaved: the engine's cache was needed
 
 Blocks that were lost or declined are computed. No request fails because of them. In an engine of
-several workers the first one counts, and each of the others only what it lost or failed to save.
+several workers the first worker counts all events, and each other worker only its own losses and
+failed saves.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ LOSSES = frozenset(
         *("lost_slow_nvme", "lost_error", "save_failed"),
     ]
 )
-"""What may have happened to one worker's part of a block alone."""
+"""Events that may happen to one worker's part of a block alone."""
 
 
 class LoadTime(NamedTuple):
-    """One step's load: from which medium, how much, how long it took by itself."""
+    """One step's load: its medium, its size, and its own duration without the step's."""
 
     medium: str
     bytes: int
@@ -53,7 +54,7 @@ class LoadTime(NamedTuple):
 
 
 class StoreStats(KVConnectorStats):
-    """What has come since the last report.
+    """Statistics since the last report.
 
     `data` is {event: blocks}. For planners it also has `loads`, lists as `LoadTime`, once
     `digests`, the namespaces of the worker's blocks in hex, and after each reset `epochs`, in hex.
@@ -76,18 +77,19 @@ class StoreStats(KVConnectorStats):
 
 
 def blocks_by_event(data: Mapping[str, Any]) -> dict[str, int]:
-    """The counts among a report's data."""
+    """Return the counts among a report's data."""
     return {event: blocks for event, blocks in data.items() if isinstance(blocks, int)}
 
 
 class Reporter:
-    """Turns counts that only grow into what has come since the last report."""
+    """Reporter of the differences between growing counts and their last report."""
 
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
 
     def report(self, counts: Mapping[str, int]) -> StoreStats | None:
-        """What is new in `counts`, or None. Other threads may be counting."""
+        """Return the increase of `counts` since the last report, or None. Other threads may be
+        counting."""
         now = dict(counts)
         if now == self._told:
             return None
@@ -98,7 +100,7 @@ class Reporter:
 
 
 class StorePromMetrics(KVConnectorPromMetrics):
-    """The counter in vLLM's own export."""
+    """Prometheus counter of block outcomes in vLLM's own export."""
 
     def __init__(
         self,

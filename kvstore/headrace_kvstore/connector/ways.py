@@ -4,10 +4,10 @@
     DirectWay  the file -> the device's memory (NIXL's GDS_MT) -> one kernel into the cache, which
                sums or decodes it
 
-On a device the host's way crosses the bus from memory that is registered with it. Which way is
-faster depends on disk, bus and driver, so both are measured (`Trial`), on blocks of the engine,
-when its first load from files asks. The direct way is taken only if it is faster and its bytes are
-the host's way's.
+For a cache on a device, the host's way crosses the bus from memory that is registered with the
+device. Which way is faster depends on disk, bus and driver. So the engine's first load from files
+measures both (`Trial`), on its own blocks. The direct way is used only if it is faster and brings
+the same bytes as the host's way.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ if TYPE_CHECKING:  # needs Triton, which is there where a GPU is
     from headrace_kvstore.connector.device_cache import DeviceCache
 
 DIRECT_BYTES = 64 * 2**20
-"""Device memory that direct reads land in: what vLLM leaves free is little."""
+"""Size of the device memory in which direct reads land; vLLM leaves little free."""
 TRIAL_BYTES, TRIAL_S = 16 * 2**20, 0.3
-"""Of one read, and of all of a trial, at most."""
+"""Maximum size of one read, and maximum duration of a whole trial."""
 LEAST_TURNS, MOST_TURNS = 3, 7
 Name = Literal["direct", "host"]
 
 
 class Way(Protocol):
-    """Where layers land, and how they go on from there."""
+    """Way of layers: where they land, and how they get from there into the cache."""
 
     reader: BlockReader
 
     def room(self, blocks: int, depth: int) -> np.ndarray:
-        """Addresses u64 [layers, blocks], of as many layers of some blocks as fit, `depth` at most.
+        """Return addresses, u64 [layers, blocks], for as many layers of some blocks as fit, at most
+        `depth`.
 
         Raises:
             ValueError: not one layer fits.
@@ -62,7 +63,7 @@ class Way(Protocol):
     def put(
         self, layer: int, room: np.ndarray, blocks: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
-        """Move a layer that has landed into the cache; its checksums, as `EngineCache.load`.
+        """Move a layer that has landed into the cache; return its checksums, as `EngineCache.load`.
 
         Args:
             room: u64 [n], a row of `room`.
@@ -70,12 +71,13 @@ class Way(Protocol):
         ...
 
     def close(self) -> bool:
-        """End all reads; False if a disk that hangs may still write to this way's memory."""
+        """End all reads; return False if a disk that hangs may still write to this way's memory."""
         ...
 
 
 def rooms(address: int, size_bytes: int, blocks: int, layer_bytes: int, depth: int) -> np.ndarray:
-    """As `Way.room`, of memory that begins at `address`; each layer begins a page."""
+    """Return addresses as `Way.room`, in memory from `address` on; each layer of a block begins a
+    page."""
     stride = -(-layer_bytes // PAGE_BYTES) * PAGE_BYTES
     fitting = min(depth, size_bytes // max(1, blocks * stride))
     if not fitting:
@@ -85,7 +87,7 @@ def rooms(address: int, size_bytes: int, blocks: int, layer_bytes: int, depth: i
 
 
 class HostWay:
-    """Through page-aligned memory of this process."""
+    """Way through page-aligned memory of this process."""
 
     def __init__(self, cache: EngineCache, staging_bytes: int, mover: Mover) -> None:
         self._cache, self._mover = cache, mover
@@ -100,7 +102,7 @@ class HostWay:
     def put(
         self, layer: int, room: np.ndarray, blocks: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
-        # `load` adds the layer's place in a payload to what it is given.
+        # `load` adds the layer's place in a payload to the addresses.
         first = self._cache.columns(layer).start
         before = np.uint64(first * self._cache.part_bytes)
         return self._cache.load(layer, blocks, room - before, seeds)
@@ -113,14 +115,14 @@ class HostWay:
 
 
 class DirectWay:
-    """Into memory of the cache's device.
+    """Way straight into memory of the cache's device.
 
     Args:
-        backend: of NIXL. POSIX reaches host memory alone: with a cache there it does the same.
-        size_bytes: of device memory that reads land in.
+        backend: NIXL's. POSIX reaches only host memory, and does the same with a cache there.
+        size_bytes: size of the device memory in which reads land.
 
     Raises:
-        Exception: this way is not open here; the text says why.
+        Exception: this way cannot be used here; the text says why.
     """
 
     def __init__(self, cache: DeviceCache, backend: str, size_bytes: int = DIRECT_BYTES) -> None:
@@ -151,7 +153,7 @@ class DirectWay:
         return blocks * self._cache.stored_layer_bytes <= len(self._rows)
 
     def landed(self, room: np.ndarray) -> torch.Tensor:
-        """The memory of a row of `room`, uint8 [n, bytes of a layer]."""
+        """Return the memory of a row of `room`, uint8 [n, bytes of a layer]."""
         size, first = self._cache.stored_layer_bytes, int(room[0]) - self._rows.data_ptr()
         return self._rows[first : first + len(room) * size].view(len(room), size)
 
@@ -163,12 +165,13 @@ class DirectWay:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """The thread's device meanwhile; a new thread's is the first one of the machine."""
+    """Return a context in which `device` is the thread's current device; a new thread's is the
+    machine's first."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _OnDevice:
-    """Starts reads with the device current, as CUDA's libraries want it."""
+    """Mover that starts reads with the device current, as CUDA's libraries require."""
 
     def __init__(self, mover: NixlMover, device: torch.device) -> None:
         self._mover, self._device = mover, device
@@ -179,7 +182,8 @@ class _OnDevice:
 
 
 def _not_in_pages(cache: EngineCache) -> str:
-    """Why layers cannot be read into a device: GPUDirect Storage reads whole pages; else ""."""
+    """Return why layers cannot be read into a device, or "": GPUDirect Storage reads whole
+    pages."""
     held, size = cache.held, cache.part_bytes
     if any(count * size % PAGE_BYTES for count in (held.parts, held.first, held.count)):
         return f"parts of {size} bytes are not whole pages of {PAGE_BYTES}"
@@ -188,12 +192,12 @@ def _not_in_pages(cache: EngineCache) -> str:
 
 @dataclass
 class Trial:
-    """What reading the same blocks took on both ways.
+    """Durations of reading the same blocks on both ways.
 
     Attributes:
-        bytes: of one read.
-        host_s, direct_s: seconds of each, in turns.
-        equal: whether the bytes were.
+        bytes: size of one read.
+        host_s, direct_s: seconds of each read on either way, which take turns.
+        equal: whether both ways brought the same bytes.
         failed: why the direct way could not be tried; "" if it was.
     """
 
@@ -204,7 +208,7 @@ class Trial:
     failed: str = ""
 
     def choice(self) -> tuple[Name, str]:
-        """The way to take, and why, in words. Each way counts with its median."""
+        """Return the way to use, and why, in words. Each way counts with its median."""
         if self.failed:
             return "host", f"the direct way failed: {self.failed}"
         if not self.equal:
@@ -220,8 +224,8 @@ class Trial:
 
 
 def tried(cache: DeviceCache, direct: DirectWay, places: Sequence[Location], mover: Mover) -> Trial:
-    """Read a layer of some blocks on both ways in turns, for `TRIAL_S` at most, into memory that no
-    load uses. What both do alike afterwards is left out.
+    """Read a layer of some blocks on both ways in turns, for at most `TRIAL_S`, into memory that no
+    load uses. The later work, which is the same for both, is left out.
 
     Args:
         mover: reads into host memory.

@@ -1,4 +1,4 @@
-"""What the scheduler half of the connector tells the worker half with each step."""
+"""Work that the scheduler half of the connector gives the worker half with each step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Load:
 
     Attributes:
         places: where slower tiers hold those that may not be in DRAM, by hash.
-        limits_s: of each request that loads from there, how long that may take.
-        until_s: of each of them, when the lease of its places ends, by this machine's
+        limits_s: maximum duration of the load, for each request that loads from slower tiers.
+        until_s: end of the lease of the places, for each of these requests, by this machine's
             `time.monotonic`.
     """
 
@@ -28,13 +28,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Blocks of one request to copy into the store, and where they stand for the eviction policy.
+    """Blocks of one request to copy into the store, with their places in the prompt for the
+    eviction policy.
 
     Attributes:
         blocks: block ids in the engine's cache.
         hashes: their block hashes.
         parents: the hash of the block before each; empty for a root.
-        depths: how many blocks stand before each.
+        depths: number of blocks before each.
         tenant: the request's cache salt.
         compute_s: predicted seconds to compute each; 0 before anything was measured.
     """
@@ -48,7 +49,7 @@ class Save:
 
 
 class Shape(NamedTuple):
-    """What a step computes.
+    """Amount of a step's computation.
 
     Attributes:
         prompt: prompt tokens.
@@ -66,7 +67,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the worker half does in one step: `load` for the step itself, `ahead` by request for a
+    """Work of the worker half in one step: `load` for the step itself, `ahead` by request for a
     later one, `saves` by job number; `shape` of a step that computes prompts."""
 
     load: Load = field(default_factory=Load)
@@ -76,7 +77,8 @@ class Work:
 
 
 def step_shape(output: Any) -> Shape:
-    """Of the step in vLLM's SchedulerOutput. A prompt's only missing token counts as a row."""
+    """Return the shape of the step in vLLM's SchedulerOutput. A prompt whose only missing token is
+    computed counts as a row."""
     cached = output.scheduled_cached_reqs
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

@@ -1,13 +1,13 @@
-"""Moves KV blocks between an engine's cache and its machine's arena.
+"""Transfer of KV blocks between an engine's cache and its machine's arena.
 
 This is the worker half of the connector without its vLLM shell. Loads run layer by layer under the
-step that needs them, or ahead of it, in a thread of their own: then the engine's other requests go
-on, and the step that needs them comes when they are there. A step that cannot wait for single
-layers, since a CUDA graph computes it as a whole, waits for its load before it begins. Each (block,
-layer) is compared with its checksum. A block that fails, is late or is missing is reported to vLLM,
-which computes it. Saves run in a thread of their own, after the step that found them. The durations
-of steps and loads are measured on the way, for `price`, by the clocks of the device that does the
-work (`device.clock`).
+step that needs them, or ahead of it in a thread of their own. During a load ahead the engine's
+other requests continue, and the step that needs the load runs when it is complete. A step that a
+CUDA graph computes as a whole cannot wait for single layers, so it waits for its load before it
+begins. Each (block, layer) is compared with its checksum. A block that fails, is late or is missing
+is reported to vLLM, which computes it. Saves run in a thread of their own, after the step that
+found them. The worker half measures the durations of steps and loads for `load_price`, by the
+clocks of the device that does the work (`device.clock`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from headrace_kvstore.table import hash_word, tenant_number
 logger = logging.getLogger("headrace.kvstore")
 
 SAVE_NICENESS = 5
-"""Of the saving thread: the engine's computing thread goes first where both want a core."""
+"""Niceness of the saving thread: the engine's computing thread goes first if both want a core."""
 
 
 REFUSED = {TAKEN: "save_not_needed", NO_ROOM: "save_no_room"}
@@ -52,7 +52,7 @@ Seeds = Callable[[Sequence[bytes]], np.ndarray]
 
 
 class StepSample(NamedTuple):
-    """What a step that computed prompts took, waits for KV left out; as `work.Shape`."""
+    """Seconds of a step that computed prompts, without waits for KV; the rest as `work.Shape`."""
 
     prompt: int
     rows: int
@@ -63,7 +63,7 @@ class StepSample(NamedTuple):
 
 
 class LoadSample(NamedTuple):
-    """What a load took, or would have taken: from one medium, so many blocks."""
+    """Seconds that a load of blocks from one medium took, or would have taken."""
 
     medium: str
     blocks: int
@@ -71,19 +71,19 @@ class LoadSample(NamedTuple):
 
 
 class WorkerHalf:
-    """Carries out what the scheduler half decided, for one worker.
+    """Executor of the scheduler half's decisions, for one worker.
 
     Args:
         arena, row: where the engine's blocks are.
         cache: this worker's.
-        seeds: of blocks.
+        seeds: computes the checksum seeds of blocks.
         settings: of the store.
         files: makes a reader of files into a cache, for blocks that are not in DRAM.
-        writes: whether this worker saves; where not, another one saves the same bytes.
-        writer: which of those that save it is, if they are several.
+        writes: whether this worker saves; if not, another one saves the same bytes.
+        writer: this worker among those that save, if there are several.
 
     Attributes:
-        counts: blocks by what became of them, since the start.
+        counts: blocks by outcome, since the start.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class WorkerHalf:
         self._columns = np.r_[tuple(columns)].astype(np.int64)
         cache.register(arena.data_address, arena.data_bytes)
         self._files = None if files is None else files(cache)
-        # Loads ahead have all of their own, so that a step's own load waits for none of them.
+        # Loads ahead have resources of their own, so a step's own load waits for none of them.
         self._cache_ahead = cache.beside()
         self._files_ahead = None if files is None else files(self._cache_ahead)
         # A load from DRAM takes milliseconds, so it waits for no disk.
@@ -131,21 +131,22 @@ class WorkerHalf:
         self.counts: Counter[str] = Counter()
 
     def open(self, ahead: bool = False) -> None:
-        """vLLM turns to a step.
+        """Begin to time a step of vLLM.
 
         Args:
-            ahead: loads ahead come with it. They wait for what was queued before this step, and not
-                for the step, which leaves their blocks alone.
+            ahead: whether the step has loads ahead. They wait for the work queued before this step,
+                and not for the step, which does not touch their blocks.
         """
         if ahead:
             self._cache_ahead.fence()
         self._timer.begin()
 
     def begin(self, work: Work, by_layers: bool = True) -> None:
-        """A step's load starts; the step may have computed already if it loads nothing.
+        """Start a step's load and the loads ahead; the step may have computed already if it loads
+        nothing.
 
         Args:
-            by_layers: `wait` will be called for each layer that the step needs.
+            by_layers: whether `wait` will be called for each layer that the step needs.
         """
         self._work, self._saves = work, work.saves
         if work.load.blocks:
@@ -159,14 +160,15 @@ class WorkerHalf:
             self._tasks.append(threads.submit(self._load_ahead, request_id, load))
 
     def wait(self, layer_name: str) -> None:
-        """The step needs a layer now. Layers that share another's cache are no concern of ours."""
+        """Wait for a layer that the step needs now. A layer that shares another's cache is
+        ignored."""
         layer = self._layer_of.get(layer_name)
         if self._pipeline is not None and layer is not None:
             self._wait(partial(self._pipeline.wait, layer))
 
     def end(self) -> None:
-        """The step is computed, or queued on its device, or there was nothing to compute; its saves
-        start."""
+        """End a step and start its saves. The step was computed or queued on its device, or had
+        nothing to compute."""
         self._timer.end(self._work.shape)
         if self._pipeline is not None and self._source is not None:
             ended = self._finish(self._pipeline, self._source, self._cache, self._files)
@@ -188,40 +190,40 @@ class WorkerHalf:
             self._tasks.append(self._saver.submit(self._save, job, save))
 
     def failed_blocks(self) -> set[int]:
-        """Ids of blocks whose load failed since the last call."""
+        """Return the ids of blocks whose load failed since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
     def loaded_ahead(self) -> set[str]:
-        """Requests whose load ahead has ended since the last call, well or not."""
+        """Return the requests whose load ahead has ended since the last call, well or not."""
         finished, self._finished = self._finished, set()
         return finished
 
     def finished_jobs(self) -> list[int]:
-        """Saves that have ended since the last call."""
+        """Return the saves that have ended since the last call."""
         with self._lock:
             done, self._done = self._done, []
         return done
 
     def loads(self) -> list[tuple[str, int, float]]:
-        """Loads since the last call: medium, blocks that came, seconds."""
+        """Return the loads since the last call: medium, number of loaded blocks, seconds."""
         loads, self._loads = self._loads, []
         return loads
 
     def samples(self) -> list[StepSample | LoadSample]:
-        """What was measured since the last call."""
+        """Return the measurements since the last call."""
         self._samples += [StepSample(*shape, seconds) for shape, seconds in self._timer.ended()]
         samples, self._samples = self._samples, []
         return samples
 
     def prepare_to_move(self) -> bool:
-        """Save no more until `move`; True between steps once nothing uses the arena."""
+        """Stop saving until `move`; return True between steps once nothing uses the arena."""
         self._stops_saving = True
         ended = self._pipeline is None and all(task.done() for task in self._tasks)
         return ended and not self._came
 
     def move(self, arena: Arena, row: int) -> None:
-        """Use another arena from now on, and close the one before."""
+        """Use another arena from now on, and close the previous one."""
         before, self._arena, self._row = self._arena, arena, row
         self._cache.register(arena.data_address, arena.data_bytes)
         self._cache.unregister(before.data_address)
@@ -242,20 +244,20 @@ class WorkerHalf:
         self._arena.close()
 
     def bad_in_files(self) -> list[BadBlock]:
-        """Return the blocks whose bytes in files were not right, since the last call."""
+        """Return the blocks whose bytes in files were wrong, since the last call."""
         bad, self._bad_in_files = self._bad_in_files, []
         return bad
 
     def _wait(self, until: Callable[[], None]) -> None:
-        """The step waits for KV."""
+        """Wait for KV that the step needs, and time the wait."""
         self._timer.pause()
         with contextlib.suppress(Exception):  # `end` reports what failed
             until()
         self._timer.resume()
 
     def _load_ahead(self, request_id: str, load: Load) -> None:
-        """In a thread of loads ahead. The load is finished here, since the next one uses the same
-        staging memory."""
+        """Load ahead, in a thread for such loads. Wait for the end of the load, since the next one
+        uses the same staging memory."""
         ended = _Ended(_Loading.of_nothing(load), 0.0, failed=True)
         try:
             source = self._find(load, self._cache_ahead, self._files_ahead)
@@ -277,7 +279,7 @@ class WorkerHalf:
         return LayerPipeline(parts, len(cache.layer_names), threads, depth, clock, began)
 
     def _find(self, load: Load, cache: EngineCache, files: FileTier | None) -> _Loading:
-        """Where a load's blocks come from. If that cannot be told, they are computed."""
+        """Find the sources of a load's blocks. If this fails, the blocks are computed."""
         try:
             return self._sources(load, cache, files)
         except Exception:
@@ -285,7 +287,8 @@ class WorkerHalf:
             return _Loading.of_nothing(load)
 
     def _sources(self, load: Load, cache: EngineCache, files: FileTier | None) -> _Loading:
-        """What stands in DRAM comes from there, what else has a place from its file."""
+        """Return a load's sources: DRAM for blocks that are there, else the file of a block's
+        place."""
         blocks = np.array(load.blocks, np.int64)
         seeds = self._seeds(load.hashes)
         slots = self._arena.lookup(self._row, load.hashes)
@@ -295,7 +298,7 @@ class WorkerHalf:
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
         if placed and files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
-            # Without a limit for every request that reads here, the leases are the limit.
+            # If no request that reads here has a limit, the leases are the limit.
             left_s = max(0.0, min(load.until_s, default=math.inf) - time.monotonic())
             wanted_s = sum(load.limits_s) if load.limits_s else math.inf
             limit_s = min(wanted_s, left_s, self._lease_s)
@@ -321,7 +324,8 @@ class WorkerHalf:
         except Exception:
             failed = True
             logger.exception("loading KV failed; %d blocks are computed", len(source.blocks))
-            # What was begun must not arrive in blocks that are computed by then.
+            # Wait for copies under way: they must not arrive later in blocks that are then
+            # computed.
             with contextlib.suppress(Exception):
                 cache.drain()
             if files is not None and source.files is not None:
@@ -330,7 +334,7 @@ class WorkerHalf:
         return _Ended(source, pipeline.seconds, failed)
 
     def _account(self, ended: _Ended) -> None:
-        """Record which blocks a load brought, and which are to be computed."""
+        """Record which blocks were loaded, and which must be computed."""
         source, seconds = ended.source, ended.seconds
         bad = np.ones(len(source.blocks), np.bool_)
         lost = Counter({"error" if ended.failed else "gone": len(bad)})
@@ -355,7 +359,7 @@ class WorkerHalf:
                 lost["gone" if cause == "gone" else f"{cause}_{medium}"] += len(wrong)
             self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
         if source.files is not None:
-            # Reading does not wait for the device, so it may have begun before the copies could.
+            # Reads do not wait for the device, so they may have begun before the copies could.
             seconds = max(seconds, source.files.read_s) if seconds else 0.0
             self._measure(source.files, seconds)
         self.counts.update({f"lost_{cause}": n for cause, n in lost.items() if n})
@@ -371,8 +375,8 @@ class WorkerHalf:
         self._tasks.append(self._saver.submit(self._after_load, source.slots, corrupt))
 
     def _after_load(self, slots: np.ndarray, corrupt: dict[bytes, int]) -> None:
-        """Give the leases of a load back, and drop blocks whose bytes were wrong, if they are still
-        in the slots where they were read."""
+        """Release the leases of a load. Drop blocks whose bytes were wrong, if they are still in
+        the slots where they were read."""
         try:
             self._arena.release(slots)
             if corrupt:
@@ -387,7 +391,8 @@ class WorkerHalf:
             logger.warning("the leases of a load run out by themselves: %s", error)
 
     def _measure(self, files: FileSource, seconds: float) -> None:
-        """Learn from a load that came to its end, or from how far a late one came."""
+        """Record the duration of a complete load; for a late one, extrapolate from the layers
+        read."""
         if not seconds or (files.bad.any() and not files.late):
             return
         share = max(1, files.layers_read) / len(self._cache.layer_names)
@@ -423,7 +428,7 @@ class WorkerHalf:
             payloads = self._arena.addresses(slots).astype(np.uint64)
             sums = self._cache.save(blocks, payloads, self._seeds(hashes)[:, self._columns])
         except BaseException:
-            self._arena.abandon(slots)  # those of several writers are given up when all have ended
+            self._arena.abandon(slots)  # a group's slots are freed when all writers have ended
             raise
         published = int(self._arena.publish(slots, sums, self._writer, self._columns).sum())
         self.counts["saved"] += published
@@ -432,10 +437,10 @@ class WorkerHalf:
 
 @dataclass
 class _Loading:
-    """One step's load: which of its blocks comes from which source; the rest is gone.
+    """One step's load: which of its blocks comes from which source. The other blocks are missing.
 
     Attributes:
-        slots: those in the arena, leased by the scheduler half.
+        slots: slots of the blocks in the arena, leased by the scheduler half.
         parts: sources, with the positions of their blocks.
         files: the one of them that reads files.
     """
@@ -448,7 +453,7 @@ class _Loading:
 
     @staticmethod
     def of_nothing(load: Load) -> _Loading:
-        """A load none of whose blocks has a source."""
+        """Return a load none of whose blocks has a source."""
         return _Loading(load.hashes, np.array(load.blocks, np.int64), np.zeros(0, np.int64), [])
 
 
@@ -456,8 +461,8 @@ class _Ended(NamedTuple):
     """A load that is over.
 
     Attributes:
-        seconds: that it took; 0 if it did not come to its end.
-        failed: none of its blocks can be used.
+        seconds: duration; 0 if the load did not reach its end.
+        failed: whether none of its blocks can be used.
     """
 
     source: _Loading

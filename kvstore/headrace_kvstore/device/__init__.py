@@ -1,1 +1,1 @@
-"""What the store does on a GPU: the time of its work, copies, checksums and codecs there."""
+"""The store's work on a GPU: clocks, copies, checksums and codecs."""

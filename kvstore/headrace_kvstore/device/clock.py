@@ -1,8 +1,8 @@
-"""When work on a device begins and ends.
+"""Clocks that tell when work on a device begins and ends.
 
-On a GPU a call returns as soon as its work is queued, so a host clock around it reads what queueing
-takes. A mark in the device's own queue has the time at which the device comes to it. On a CPU the
-call is the work, and a mark is the host's time.
+On a GPU a call returns as soon as its work is queued, so a host clock around it measures only the
+queueing. A mark in the device's own queue has the time at which the device reaches it. On a CPU the
+call does the work, and a mark is the host's time.
 
 `StepTimer` uses marks to time engine steps, without waiting for any of them.
 """
@@ -19,27 +19,27 @@ import torch
 Label = TypeVar("Label")
 
 PENDING_STEPS = 64
-"""Steps whose end the device has not reached; of more, the oldest are forgotten."""
+"""Maximum number of steps kept whose end the device has not reached; the oldest are dropped."""
 
 
 class Clock(Protocol):
-    """The time of one queue of a device."""
+    """Clock of one queue of a device."""
 
     def mark(self) -> Any:
-        """A point behind all that has been queued."""
+        """Return a mark after all work queued so far."""
         ...
 
     def seconds(self, begin: Any, end: Any) -> float | None:
-        """From one mark to a later one; None while the device has not come to the later one."""
+        """Return the seconds between two marks; None until the device has reached the later one."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """Return when the device has come to it."""
+        """Wait until the device has reached the mark."""
         ...
 
 
 class HostClock:
-    """Of a host, where work is done when its call returns."""
+    """Clock of a host, where work is done when its call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -52,7 +52,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Of a CUDA stream.
+    """Clock of a CUDA stream.
 
     Args:
         device: of the stream.
@@ -75,7 +75,7 @@ class CudaClock:
 
 
 class StepTimer(Generic[Label]):
-    """Times steps, the waits inside them left out. One thread.
+    """Timer of steps, without the waits inside them. For one thread.
 
         step = (begin to end) - sum over its waits of (pause to resume)
 
@@ -89,25 +89,26 @@ class StepTimer(Generic[Label]):
         self._pending: deque[tuple[Label, list[Any]]] = deque(maxlen=PENDING_STEPS)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._marks = [self._clock.mark()]
 
     def pause(self) -> None:
-        """The host is about to wait for something that the step needs."""
+        """Begin a wait of the host for something that the step needs."""
         if self._marks:
             self._marks.append(self._clock.mark())
 
     resume = pause
-    """The wait is over."""
+    """End the wait."""
 
     def end(self, label: Label | None) -> None:
-        """All of the step is queued; without a label, or without a begin, it is not timed."""
+        """End a step, all of which is queued; without a label or a `begin` it is not timed."""
         marks, self._marks = self._marks, []
         if marks and label is not None:
             self._pending.append((label, [*marks, self._clock.mark()]))
 
     def ended(self) -> list[tuple[Label, float]]:
-        """Steps that the device has ended since the last call, in order, and their seconds."""
+        """Return the steps that the device has ended since the last call, in order, with
+        seconds."""
         found = []
         while self._pending:
             label, marks = self._pending[0]

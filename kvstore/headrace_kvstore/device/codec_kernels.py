@@ -1,9 +1,9 @@
 """The store's codecs as Triton kernels: stored bytes equal those of `codec` to the bit.
 
 A layer of a block is read where it lies in the engine's cache, by its strides, so no order in
-memory needs a turn. K's elements share a scale along tokens, V's along channels. A *line* is what a
-scale belongs to or a row of such (a channel of K, a token of V), a *place* runs along it. A program
-takes some lines, or some groups of lines, of one head of one block.
+memory must be changed. K's elements share a scale along tokens, V's along channels. A *line* is a
+channel of K or a token of V; it has one scale, or one for each of its groups. A *place* is an index
+along a line. A program takes some lines, or some groups of lines, of one head of one block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace_kvstore.device.numbers import (
 )
 
 ELEMENTS_AT_ONCE = 4096
-"""Of one program."""
+"""Number of elements of one program."""
 FLAT_RANGE = tl.constexpr(float(FLAT))
 HIGHEST, LOWEST = tl.constexpr(2**31 - 1), tl.constexpr(-(2**31))
 
@@ -90,7 +90,8 @@ class DeviceCoder:
             kernel[grid](layers, stored, stored.stride(0), *place, **sizes, **EXACT)
 
     def _launches(self, blocks: int) -> Iterator[tuple[Any, tuple[int, ...], dict[str, Any]]]:
-        """Of K, then of V: the grid, the places of elements, scales and codes, and sizes."""
+        """Yield for K, then for V: the grid, the places of elements, scales and codes, and
+        sizes."""
         coder, shape, steps = self._coder, self._shape, self._strides
         heads, tokens, channels = shape.kv_heads, shape.block_tokens, shape.head_dim
         both = (
@@ -131,7 +132,7 @@ def _fp8_tile(
     PADDED: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """A program's lines, its elements' places, its codes' places, and which of them there are."""
+    """Return a program's lines, the places of elements, scales and codes, and which are inside."""
     head = tl.program_id(1).to(tl.int64)
     line = tl.program_id(2) * UNITS + tl.arange(0, UNITS)
     place = tl.arange(0, PADDED)
@@ -162,7 +163,7 @@ def _fp8_encode(
     PADDED: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Formulas as `codec.fp8`."""
+    """Encode with the formulas of `codec.fp8`."""
     block = tl.program_id(0).to(tl.int64)
     line, at, scale, code, inside = _fp8_tile(
         units, head_step, line_step, place_step, value_step, PLACES, PADDED, UNITS
@@ -200,7 +201,7 @@ def _fp8_decode(
     PADDED: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """The inverse. A code's bits are those of a float16 with another bias."""
+    """Decode fp8. A code's bits are those of a float16 with another bias."""
     block = tl.program_id(0).to(tl.int64)
     line, at, scale, code, inside = _fp8_tile(
         units, head_step, line_step, place_step, value_step, PLACES, PADDED, UNITS
@@ -226,8 +227,8 @@ def _int4_tile(
     PADDED: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """A program's groups, the places of their first halves' elements and of their codes, and which
-    of them there are; a group's second half stands HALF places on."""
+    """Return a program's groups, the places of their first halves' elements, of parameters and
+    codes, and which are inside. A group's second half is HALF places further on."""
     head = tl.program_id(1).to(tl.int64)
     group = tl.program_id(2) * UNITS + tl.arange(0, UNITS)
     i = tl.arange(0, PADDED)
@@ -261,7 +262,7 @@ def _int4_encode(
     COUNT: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Formulas as `codec.int4`."""
+    """Encode with the formulas of `codec.int4`."""
     block = tl.program_id(0).to(tl.int64)
     group, at, parameter, code, inside = _int4_tile(
         units, head_step, line_step, place_step, value_step, GROUPS, HALF, PADDED, UNITS
@@ -319,7 +320,7 @@ def _int4_decode(
     COUNT: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """The inverse."""
+    """Decode int4."""
     block = tl.program_id(0).to(tl.int64)
     group, at, parameter, code, inside = _int4_tile(
         units, head_step, line_step, place_step, value_step, GROUPS, HALF, PADDED, UNITS

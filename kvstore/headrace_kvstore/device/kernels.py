@@ -26,7 +26,7 @@ GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 
 
 def copy_sum(dst: Tensor | None, src: Tensor, piece_bytes: int, seeds: Tensor) -> Tensor:
-    """Copy runs of bytes and sum what was read; queued on the current stream.
+    """Copy runs of bytes and sum the bytes read; queued on the current stream.
 
     Args:
         dst, src: int64 [runs, pieces], addresses. Without `dst` nothing is copied.
@@ -74,7 +74,7 @@ def _copy_sum(
     COPY: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One run."""
+    """Copy and sum one run."""
     run = tl.program_id(0)
     lanes = tl.arange(0, 16)
     rows = tl.cdiv(words, 16)

@@ -1,10 +1,10 @@
 """One queue of copies between host memory and a device: a stream, and device memory for blocks on
 their way.
 
-Copies of host memory that the device knows (`register`) run at the bus's speed beside everything
-else. What is queued is done in order, so a piece of the way's memory may be used again as soon as
-what reads it is queued. On a CPU there is no queue, and everything is done when its call returns:
-that is how lanes are tested where there is no GPU.
+Copies of host memory that is registered with the device (`Registered`) run at the bus's speed
+beside other work. The queue runs in order, so a piece of the staging memory may be used again as
+soon as the work that reads it is queued. On a CPU there is no queue, and each call does its work
+before it returns; lanes are tested in this way on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("headrace.kvstore")
 
 
 class Lane:
-    """Used by one thread at a time, within `alone`.
+    """Queue of copies, used by one thread at a time, within `alone`.
 
     Args:
         device: where the cache is.
@@ -46,13 +46,13 @@ class Lane:
         self.staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
 
     def wait_for_current(self) -> None:
-        """What is queued from here on begins behind what the calling thread has queued."""
+        """Make later work of this lane wait for all work that the calling thread has queued."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Queue work; no other thread does meanwhile."""
+        """Hold the lane to queue work, while no other thread may."""
         stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
         with self._lock, stream:
             yield
@@ -77,8 +77,8 @@ class Lane:
         return there.pin_memory().to(self._device, non_blocking=True)
 
     def fetch(self, numbers: Tensor) -> Callable[[], np.ndarray]:
-        """Queue the copy of numbers to the host; the result waits until they are there, and so
-        until all is done that was queued before."""
+        """Queue the copy of numbers to the host. Calling the result waits for them, and thus for
+        all work queued before."""
         if self._stream is None:
             return lambda: numbers.numpy()
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -94,7 +94,7 @@ class Lane:
         return result
 
     def drain(self) -> None:
-        """Return when all that was queued is done."""
+        """Wait until all queued work is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -107,8 +107,8 @@ class Registered:
         self._addresses: list[int] = []
 
     def add(self, address: int, size_bytes: int) -> None:
-        """Register memory, which stays mapped until `close`. Copies of memory that cannot be
-        registered are slower, and right."""
+        """Register memory, which stays mapped until `close`. If it cannot be registered, copies are
+        slower but correct."""
         error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
         if int(error) == 0:
             self._addresses.append(address)
@@ -118,18 +118,18 @@ class Registered:
                 "is copied at the speed of pageable memory; see docs/gpu.md",
                 *(size_bytes, error),
             )
-            # CUDA tells an error once more, at the next launch: let it be this one.
+            # CUDA reports an error again at the next launch: make that launch here.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self._device)
 
     def remove(self, address: int) -> None:
-        """Give back the memory at this address, if it was registered; nothing copies it."""
+        """Unregister the memory at this address, if it was registered; no copy may use it."""
         if address in self._addresses:
             self._addresses.remove(address)
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def close(self) -> None:
-        """Give the memory back; nothing copies any more."""
+        """Unregister all memory; no copy may use it any more."""
         addresses, self._addresses = self._addresses, []
         for address in addresses:
             torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,8 +1,7 @@
 """Number formats inside Triton kernels, as `codec.lanes` has them inside numba's.
 
-`FORMAT` names an element: "float32", "bfloat16" or "float16". Nothing here rounds otherwise than to
-nearest, ties to even, so kernels must be launched with `EXACT`, which forbids fused
-multiply-and-add.
+`FORMAT` names an element: "float32", "bfloat16" or "float16". All functions round to nearest, ties
+to even. Kernels must therefore be launched with `EXACT`, which forbids fused multiply-and-add.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ EXACT = {"enable_fp_fusion": False}
 
 @triton.jit
 def read(base, at, inside, FORMAT: tl.constexpr):
-    """Elements as float32, exactly; `base`, addresses as int64; `at`, in elements; 0 outside."""
+    """Read elements as float32, exactly; `base`, addresses as int64; `at`, in elements; 0
+    outside."""
     if FORMAT == "float32":
         found = tl.load((base + 4 * at).to(tl.pointer_type(tl.float32)), inside, 0.0)
     elif FORMAT == "float16":
@@ -28,9 +28,9 @@ def read(base, at, inside, FORMAT: tl.constexpr):
 
 @triton.jit
 def write(base, at, value, inside, FORMAT: tl.constexpr, EXACTLY: tl.constexpr):
-    """float32 as elements, rounded; the rest as `read`.
+    """Write float32 as elements, rounded; arguments as `read`.
 
-    EXACTLY: bfloat16 holds the values exactly, so nothing is rounded.
+    EXACTLY: whether bfloat16 holds the values exactly, so that nothing is rounded.
     """
     if FORMAT == "float32":
         tl.store((base + 4 * at).to(tl.pointer_type(tl.float32)), value, inside)
@@ -44,21 +44,21 @@ def write(base, at, value, inside, FORMAT: tl.constexpr, EXACTLY: tl.constexpr):
 
 @triton.jit
 def bits_of(value):
-    """The 32 bits of a float32, as int32."""
+    """Return the 32 bits of a float32, as int32."""
     return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def float_of(bits):
-    """The float32 with these 32 bits."""
+    """Return the float32 with these 32 bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def narrow(value, FORMAT: tl.constexpr):
-    """The 16 bits of a float32, rounded to float16, or else to bfloat16; as int32.
+    """Return the 16 bits of a float32, rounded to float16, or else to bfloat16; as int32.
 
-    A NaN stays one. That of a GPU, 0x7FFFFFFF, would be rounded up to -0.
+    A NaN stays one; without this rule a GPU's NaN, 0x7FFFFFFF, would be rounded up to -0.
     """
     if FORMAT == "float16":
         found = value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -71,7 +71,7 @@ def narrow(value, FORMAT: tl.constexpr):
 
 @triton.jit
 def widen(half, FORMAT: tl.constexpr):
-    """The float32 of 16 bits, as `narrow` makes them."""
+    """Return the float32 of 16 bits, as `narrow` makes them."""
     if FORMAT == "float16":
         found = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -81,5 +81,6 @@ def widen(half, FORMAT: tl.constexpr):
 
 @triton.jit
 def rank(bits):
-    """An int32 that grows with the float32 of these bits, and back: its own inverse."""
+    """Return an int32 that grows with the float32 of these bits; the function is its own
+    inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,8 +1,8 @@
-"""Has a GPU's worker run where its GPU is, and an arena lie where the GPUs are.
+"""Placement of a GPU's worker near its GPU, and of an arena near the GPUs.
 
-`topology` decides; this file asks the kernel. What it refuses (containers without SYS_NICE may set
-no memory policy) is logged and left. Memory policies are preferences: a full node costs speed, not
-the process.
+`topology` decides, and this file asks the kernel. If the kernel refuses (containers without
+SYS_NICE may set no memory policy), this file logs it and leaves the placement as it is. Memory
+policies are preferences: a full node costs speed, not the process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MASK_WORDS = 16
 _BUS_ID_BYTES = 32
 
 _own_policy: list[int] = []
-"""Of this process, since `apply` gave it one."""
+"""This process's memory policy, if `apply` has set one."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @cache
 def place_worker(device: int) -> topology.Placement:
-    """Place this process, the worker of a CUDA device, once; what was done.
+    """Place this process, the worker of a CUDA device, once; return the placement.
 
     Call it before NIXL makes its agent, which reads UCX_NET_DEVICES.
     """
@@ -53,8 +53,8 @@ def place_worker(device: int) -> topology.Placement:
 
 
 def pci_address(device: int, driver: Any = None) -> str:
-    """Of a CUDA device, by its number in this process; a MIG instance has its card's. Empty if the
-    driver does not tell.
+    """Return the PCI address of a CUDA device, by its number in this process; a MIG instance has
+    its card's. Empty if the driver does not report one.
 
     Args:
         driver: CUDA's library; None for libcuda.so.1.
@@ -69,8 +69,8 @@ def pci_address(device: int, driver: Any = None) -> str:
 
 
 def apply(placement: topology.Placement) -> None:
-    """Have all threads of this process run so, and those that they start. Memory: this one's, and
-    that of the threads that it starts."""
+    """Apply a placement: the processors to all threads of this process and those that they start,
+    the memory node to the calling thread and those that it starts."""
     if placement.net_devices:
         os.environ[NET_DEVICES] = placement.net_devices
     if not placement.cpus:
@@ -87,15 +87,15 @@ def apply(placement: topology.Placement) -> None:
 
 
 def spread(memory: mmap.mmap, folder: Path, nodes: Sequence[int] | None = None) -> str:
-    """Have pages of a shared file, none of which is there yet, lie on the nodes of the GPUs.
+    """Place the pages of a shared file, none of which is allocated yet, on the nodes of the GPUs.
 
     Args:
-        folder: of the file. Nothing is done where it is mounted with a policy (`mpol=`), or where
-            this process has one: somebody has chosen.
-        nodes: None for what `topology` finds.
+        folder: of the file. Nothing is done if it is mounted with a policy (`mpol=`), or if this
+            process has one: the operator has chosen.
+        nodes: None for those that `topology` finds.
 
     Returns:
-        What was done, in words; empty if nothing was.
+        The placement in words; empty if nothing was changed.
     """
     nodes = topology.read().arena_nodes() if nodes is None else nodes
     if not nodes or somebody_has_chosen() or mounted_with_policy(folder):
@@ -112,7 +112,8 @@ def spread(memory: mmap.mmap, folder: Path, nodes: Sequence[int] | None = None) 
 
 
 def somebody_has_chosen() -> bool:
-    """Whether this thread has a memory policy that is not of `apply`, or the kernel tells none."""
+    """Whether this thread has a memory policy other than that of `apply`, or the kernel reports
+    none."""
     return _policy() not in (0, *_own_policy)
 
 
@@ -129,14 +130,14 @@ def mounted_with_policy(folder: Path, mounts: Path = Path("/proc/self/mounts")) 
 
 
 def describe_nodes(nodes: Sequence[int]) -> str:
-    """For people."""
+    """Describe nodes for people."""
     if len(nodes) == 1:
         return f"on NUMA node {nodes[0]}"
     return f"interleaved over NUMA nodes {', '.join(map(str, nodes))}" if nodes else ""
 
 
 def describe(placement: topology.Placement) -> str:
-    """For people."""
+    """Describe a placement for people."""
     parts = []
     if placement.node is not None:
         parts.append(f"on the processors and memory of NUMA node {placement.node}")
@@ -146,7 +147,7 @@ def describe(placement: topology.Placement) -> str:
 
 
 def _policy() -> int:
-    """This thread's memory policy: 0 for none, below 0 where the kernel does not tell."""
+    """Return this thread's memory policy: 0 for none, below 0 if the kernel does not report it."""
     mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * _MASK_WORDS)()
     bits = ctypes.c_ulong(64 * _MASK_WORDS)
     done = _call("get_mempolicy", ctypes.byref(mode), mask, bits, None, 0)

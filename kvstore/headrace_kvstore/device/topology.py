@@ -1,18 +1,18 @@
-"""Which processors, memory node and network cards are nearest to each GPU, from sysfs.
+"""The processors, memory node and network cards nearest to each GPU, from sysfs.
 
     a GPU's worker       runs on the processors of its GPU's NUMA node, and takes memory from there
-                         first, unless somebody has bound the process already
+                         first, unless the process is bound already
     its RDMA device      the active ones that share the most PCI bridges with the GPU: on a DGX H100
-                         the one below the same switch. None is named where they share no more than
+                         the one below the same switch. None is named if they share no more than
                          the processor's socket: UCX then knows as much
-    a machine's arena    all on one node if all GPUs are there, else its pages take turns over the
-                         GPUs' nodes, so that each GPU reads at the same speed
+    a machine's arena    all on one node if all GPUs are there, else its pages are interleaved over
+                         the GPUs' nodes, so that each GPU reads at the same speed
     a MIG instance       is where its card is
 
-Nothing is decided on a machine without GPUs, with one NUMA node, or where the firmware does not
-tell a GPU's node. Only what a container may use counts. Sources: Linux's Documentation/ABI
-(sysfs-bus-pci, sysfs-devices-node, sysfs-class-infiniband). Pure: reads files below the roots that
-it is given.
+Nothing is decided on a machine without GPUs, with one NUMA node, or if the firmware does not report
+a GPU's node. Only devices and processors that a container may use count. Sources: Linux's
+Documentation/ABI (sysfs-bus-pci, sysfs-devices-node, sysfs-class-infiniband). Pure: reads files
+below the roots that it is given.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
 """PCI vendor, and the classes of its GPUs."""
 ACTIVE = "4:"
-"""How the state of a port that works begins."""
+"""Beginning of the state of an active port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where the kernel's files are."""
+    """Folders of the kernel's files."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -46,7 +46,7 @@ class Gpu:
         bus_id: such as 0000:1b:00.0.
         node: NUMA node with processors; -1 if that is not known.
         bridges: PCI devices above it, the host's bridge first.
-        instances: MIG's; 0 where it is not in use.
+        instances: number of MIG instances; 0 if MIG is not in use.
     """
 
     bus_id: str
@@ -79,25 +79,26 @@ class Topology:
     nics: tuple[Nic, ...]
 
     def gpu(self, bus_id: str) -> Gpu | None:
-        """The GPU of that address, in anybody's way to write it."""
+        """Return the GPU of that PCI address, in any spelling."""
         wanted = normal(bus_id)
         return next((gpu for gpu in self.gpus if gpu.bus_id == wanted), None)
 
     def nearest(self, gpu: Gpu) -> tuple[Nic, ...]:
-        """The RDMA devices that share the most bridges with a GPU; none if that is the host's."""
+        """Return the RDMA devices that share the most bridges with a GPU; none if that is only the
+        host's."""
         shared = {nic: _common(nic.bridges, gpu.bridges) for nic in self.nics}
         most = max(shared.values(), default=0)
         return tuple(nic for nic, count in shared.items() if count == most > 1)
 
     def arena_nodes(self) -> tuple[int, ...]:
-        """NUMA nodes that hold the arena; none where it does not matter or nothing is known."""
+        """Return the NUMA nodes for the arena; none if it does not matter or nothing is known."""
         nodes = {gpu.node for gpu in self.gpus}
         return tuple(sorted(nodes)) if len(self.cpus) > 1 and nodes and -1 not in nodes else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a GPU's worker runs; what is empty or None stays as it is.
+    """Placement of a GPU's worker; an empty value or None changes nothing.
 
     Attributes:
         cpus: processors.
@@ -113,11 +114,12 @@ class Placement:
 def place(
     machine: Topology, bus_id: str, allowed: Collection[int], net_devices: str | None
 ) -> Placement:
-    """Where the worker of a GPU runs.
+    """Choose the placement of a GPU's worker.
 
     Args:
         bus_id: of its GPU.
-        allowed: processors that the process may use now. Fewer than all: somebody has chosen.
+        allowed: processors that the process may use now. If they are fewer than all, the process is
+            bound already.
         net_devices: UCX_NET_DEVICES, None if it is not set.
     """
     gpu = machine.gpu(bus_id)
@@ -133,7 +135,7 @@ def place(
 
 
 def read(roots: Roots = Roots()) -> Topology:
-    """The machine's. What cannot be read is not there."""
+    """Read the machine's topology. Entries that cannot be read are left out."""
     cpus = {}
     for folder in (roots.sys / "devices/system/node").glob("node[0-9]*"):
         found = cpu_list(_text(folder / "cpulist"))
@@ -143,7 +145,7 @@ def read(roots: Roots = Roots()) -> Topology:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """Numbers of the kernel's lists, such as 0-3,8. Empty for what is none."""
+    """Parse a list of the kernel, such as 0-3,8. Empty for text that is no list."""
     found: set[int] = set()
     try:
         for part in filter(None, text.split(",")):
@@ -155,7 +157,8 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def normal(bus_id: str) -> str:
-    """A PCI address as sysfs writes it: NVIDIA's have 8 digits of the domain, and capitals."""
+    """Return a PCI address as sysfs writes it: NVIDIA's have 8 digits of the domain, and
+    capitals."""
     domain, _, rest = bus_id.lower().rpartition(":")[0].rpartition(":")
     return f"{domain[-4:] or '0000'}:{rest}:{bus_id.lower().rpartition(':')[2]}"
 
@@ -200,7 +203,7 @@ def _node(device: Path, cpus: Collection[int]) -> int:
 
 
 def _bridges(device: Path) -> tuple[str, ...]:
-    """What stands above a device: host bridge first, itself left out."""
+    """Return the bridges above a device, host bridge first."""
     parts = Path(os.path.realpath(device)).parts
     first = next((i for i, part in enumerate(parts) if part.startswith("pci")), len(parts))
     return parts[first:-1]

@@ -1,1 +1,1 @@
-"""The StoreNode: one process per machine that looks after its KV tiers."""
+"""The StoreNode: one process per machine that manages its KV tiers."""

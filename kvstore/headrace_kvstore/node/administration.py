@@ -19,7 +19,7 @@ from headrace_kvstore.nvme.record import padded
 Action = Literal["pins", "unpin", "clear", "lookup"]
 ACTIONS: tuple[Action, ...] = get_args(Action)
 MAX_LISTED = 1000
-"""Chains of pinned blocks in one answer; the totals count all."""
+"""Maximum number of chains of pinned blocks in one answer; the totals count all."""
 
 
 def administer(
@@ -65,7 +65,7 @@ def parse_hex(text: str | None, most_bytes: int) -> bytes | None:
 
 
 def list_pins(tiers: Tiers, namespace: bytes | None) -> dict[str, Any]:
-    """List the pinned chains, the largest first, and what they take."""
+    """List the pinned chains, the largest first, and their size."""
     with tiers.arena_lock:
         arena = None if tiers.dram is None else tiers.dram.arena
         if arena is None:
@@ -94,7 +94,8 @@ def list_pins(tiers: Tiers, namespace: bytes | None) -> dict[str, Any]:
 
 
 def unpin(tiers: Tiers, namespace: bytes | None, leaf: bytes | None) -> dict[str, Any]:
-    """Let pinned blocks be evicted again: all, a namespace's, or a chain's by its last block."""
+    """Unpin blocks, so that they may be evicted: all, a namespace's, or a chain's by its last
+    block."""
     with tiers.arena_lock:
         if tiers.dram is None:
             return {"unpinned": 0}

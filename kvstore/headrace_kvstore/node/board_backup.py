@@ -1,17 +1,17 @@
-"""Saves a node's board, so that what replicas left there outlives all of them.
+"""Backup of a node's board, so that the replicas' notes outlive all replicas.
 
-The board is loaded once at the start and saved every SAVE_S if it has changed, and at a clean end:
-as one object of the object tier if the node has one, else as one file in its NVMe folder.
+The board is loaded once at the start. It is saved every SAVE_S if it has changed, and at a clean
+end: as one object of the object tier if the node has one, else as one file in its NVMe folder.
 
-    MAGIC | blake2b over all behind it, 16 bytes | msgpack of a list of `Kept`
+    MAGIC | blake2b of the rest, 16 bytes | msgpack of a list of `Kept`
 
-A backup is written whole or not at all and taken whole or not at all; one that is torn, foreign or
-larger than a board may be is not taken, and replaced by the next save. Before the load has
+A backup is written whole or not at all, and loaded whole or not at all. One that is torn, foreign
+or larger than a board may be is not loaded, and the next save replaces it. Before the load has
 succeeded nothing is saved, so an endpoint that is away at the start costs no backup.
 
-The nodes of an app read each other's boards, so their backups are alike, and the object of the
-last one that saves stands for all of them. The checksum finds damage, not forgery: who can write
-there can make engines verify wrong drafts, which costs time and changes no answer.
+The nodes of an app read each other's boards, so their backups are alike, and one object, from the
+last node that saved, serves all of them. The checksum finds damage, not forgery. An attacker who
+can write there can make engines verify wrong drafts, which costs time and changes no answer.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ MAGIC = b"HRBOARD1"
 SUM_BYTES = 16
 SAVE_S = 300.0
 RETRY_S = 10.0
-"""Until a load that failed is tried again."""
+"""Time until a load that failed is tried again."""
 
 
 class DamagedError(ValueError):
-    """Bytes that are no whole backup."""
+    """Error: bytes that are no whole backup."""
 
 
 class Place(Protocol):
-    """Where a backup lies. Methods raise OSError or ObjectError."""
+    """Storage of a backup. Methods raise OSError or ObjectError."""
 
     shared: bool
     """Whether all nodes of an app have the same backup."""
 
     def read(self, most_bytes: int) -> bytes | None:
-        """The backup, or as many of its bytes; None if there is none."""
+        """Return the backup, at most `most_bytes` of it; None if there is none."""
 
     def write(self, data: bytes) -> None:
         """Replace the backup, whole or not at all."""
@@ -64,7 +64,7 @@ class FolderPlace:
         self._file = folder / BOARD_NAME
 
     def read(self, most_bytes: int) -> bytes | None:
-        """As `Place`."""
+        """Read the file; see `Place.read`."""
         try:
             with self._file.open("rb") as file:
                 return file.read(most_bytes)
@@ -72,7 +72,7 @@ class FolderPlace:
             return None
 
     def write(self, data: bytes) -> None:
-        """As `Place`."""
+        """Replace the file; see `Place.write`."""
         draft = self._file.with_name(f".{BOARD_NAME}-{os.getpid()}")
         self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -95,7 +95,7 @@ class ObjectPlace:
         self._client = client
 
     def read(self, most_bytes: int) -> bytes | None:
-        """As `Place`."""
+        """Read the object; see `Place.read`."""
         try:
             return bytes(self._client.get(BOARD_NAME, 0, most_bytes))
         except ObjectError as error:
@@ -104,12 +104,12 @@ class ObjectPlace:
             raise
 
     def write(self, data: bytes) -> None:
-        """As `Place`."""
+        """Replace the object; see `Place.write`."""
         self._client.put(BOARD_NAME, memoryview(data))
 
 
 class BoardBackup:
-    """Loads and saves a board from `start` to `close`, in a thread of its own. Never raises."""
+    """Backup of a board from `start` to `close`, in a thread of its own. Never raises."""
 
     def __init__(self, board: Board, place: Place, save_s: float = SAVE_S) -> None:
         self._board, self._place, self._save_s = board, place, save_s
@@ -126,13 +126,13 @@ class BoardBackup:
         return self
 
     def close(self, timeout_s: float) -> None:
-        """Save a last time, if that takes no longer."""
+        """Save a last time; wait at most `timeout_s` for it."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able: `state` ("loading", "on", or what failed last), saves, failures."""
+        """Return JSON-able: `state` ("loading", "on", or what failed last), saves, failures."""
         return {"state": self._state, "saves": self._saves, "failures": self._failures}
 
     def _run(self) -> None:
@@ -178,22 +178,22 @@ class BoardBackup:
 
 
 def backup_bytes(board_bytes: int) -> int:
-    """What the backup of a board of this size takes at most."""
+    """Return the maximum size of the backup of a board of this size."""
     # A note's frame is at most 150 bytes there, and counts NOTE_COST_BYTES on the board.
     return len(MAGIC) + SUM_BYTES + 5 + board_bytes
 
 
 def pack(kept: list[Kept]) -> bytes:
-    """The bytes of a backup."""
+    """Return the bytes of a backup."""
     body = msgspec.msgpack.encode(kept)
     return MAGIC + checksum(body) + body
 
 
 def unpack(data: bytes, board_bytes: int) -> list[Kept]:
-    """What `pack` was given.
+    """Return the notes in the bytes of a backup.
 
     Raises:
-        DamagedError: it is not that, or of a larger board.
+        DamagedError: the bytes are no whole backup, or are of a larger board.
     """
     if data[: len(MAGIC)] != MAGIC:
         raise DamagedError(f"it begins with {data[:8]!r}, not {MAGIC!r}")
@@ -210,5 +210,5 @@ def unpack(data: bytes, board_bytes: int) -> list[Kept]:
 
 
 def checksum(body: bytes | memoryview) -> bytes:
-    """What stands before a backup's body: SUM_BYTES."""
+    """Return the checksum before a backup's body: SUM_BYTES long."""
     return hashlib.blake2b(body, digest_size=SUM_BYTES).digest()

@@ -1,4 +1,4 @@
-"""Publishes what a node's tiers hold: each change, or all contents."""
+"""Publication of the blocks in a node's tiers: each change, or all contents."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from headrace_kvstore.protocol.events import DRAM, NVME, Change, EventPublisher
 
 
 class NodeEvents:
-    """Publishes changes once `open` was called, and drops them before. Thread-safe but for `open`.
+    """Publisher of changes after `open`; before that they are dropped. Thread-safe except for
+    `open`.
 
     Blocks in objects are not published: every node that may read the object store lists it itself.
 
     Args:
-        tiers: whose blocks they are.
+        tiers: hold the blocks.
     """
 
     def __init__(self, settings: NodeSettings, tiers: Tiers) -> None:
@@ -25,7 +26,7 @@ class NodeEvents:
         self.publisher: EventPublisher | None = None
 
     def open(self, for_peers: bool) -> None:
-        """Publish where the settings say so, and to peers.
+        """Begin to publish, if the settings name an endpoint or peers follow.
 
         Raises:
             zmq.ZMQError: an endpoint cannot be bound.
@@ -40,8 +41,8 @@ class NodeEvents:
             self.publisher.publish(changes)
 
     def nvme_changed(self, event: TierEvent) -> None:
-        """Publish an event of the NVMe tier, unless it is of a block that a scan found (a resync
-        publishes it), or that came and was removed since."""
+        """Publish an event of the NVMe tier. Two kinds are left out: blocks that a scan found,
+        which a resync publishes, and stored blocks that were removed since."""
         nvme = self._tiers.nvme
         if event.reason == "scanned":
             return
@@ -55,7 +56,7 @@ class NodeEvents:
             self.publisher.resync()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able; empty if nothing is published."""
+        """Return the publisher's statistics, JSON-able; empty if nothing is published."""
         return {} if self.publisher is None else self.publisher.stats()
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class NodeEvents:
             self.publisher.close()
 
     def contents(self) -> Iterator[Change]:
-        """All blocks in DRAM and on NVMe, roots first."""
+        """Yield all blocks in DRAM and on NVMe, roots first."""
         nvme = self._tiers.nvme
         tiers = [(DRAM, self._tiers.arena_contents())]
         if nvme is not None:

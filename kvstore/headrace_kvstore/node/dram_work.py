@@ -1,8 +1,8 @@
 """A node's work on one arena.
 
-It follows the arena's events, writes blocks behind, prefetches blocks, lends them to peers and
-shares them through the object store. An engine may remove the arena and create another one under
-the same name. The work on the old arena then ends, and new work begins on the new one.
+It follows the arena's events, writes blocks to NVMe (write-behind), prefetches blocks, lends them
+to peers and shares them through the object store. An engine may remove the arena and create another
+one under the same name. The work on the old arena then ends, and new work begins on the new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("headrace.kvstore")
 ALONE = "neither listen nor peers are given"
 
 _LEFT_BEHIND: list[DramWork] = []
-"""Arenas that stay mapped, because a disk that hangs may still use their memory."""
+"""Work on arenas that stay mapped, because a disk that hangs may still use their memory."""
 
 
 def open_arena(settings: NodeSettings) -> Arena:
@@ -47,10 +47,10 @@ def open_arena(settings: NodeSettings) -> Arena:
 
 
 class DramWork:
-    """Begun by its constructor, on an arena that it opens or makes.
+    """Work on an arena, which the constructor opens or makes and on which it begins to work.
 
     Raises:
-        OSError, ValueError, LockBusyError: the arena cannot be had.
+        OSError, ValueError, LockBusyError: the arena cannot be opened.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class DramWork:
             logger.exception("no blocks are shared with peers")
 
     def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int) -> int:
-        """Have blocks brought in from NVMe, those that only objects hold from there; returns how
-        many were queued."""
+        """Bring blocks in from NVMe, or from objects if only these have them; return how many were
+        queued."""
         if self.objects is None:
             return self.prefetcher.ask(digest, hashes, priority)
         fetched, nvme = self.objects.tier.contains(digest, hashes), self._tier()
@@ -98,7 +98,7 @@ class DramWork:
         return queued + self.objects.fetcher.ask(digest, far, priority)
 
     def renew(self) -> None:
-        """Keep the slots of blocks on their way, a few times each WRITER_TIMEOUT_S. Raises
+        """Keep the slots of blocks on their way, a few times in each WRITER_TIMEOUT_S. Raises
         LockBusyError."""
         now_s = time.monotonic()
         if now_s < self._renew_at_s:
@@ -112,7 +112,7 @@ class DramWork:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to publish, write or read."""
+        """Whether nothing is left to publish, write or read."""
         return (
             self.follower.caught_up
             and self.writer.idle
@@ -123,7 +123,7 @@ class DramWork:
         )
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able: what is followed, written and read."""
+        """Return JSON-able statistics of following, writing and reading."""
         return {
             "follow": self.follower.stats(),
             "write_behind": self.writer.stats(),
@@ -131,9 +131,9 @@ class DramWork:
         }
 
     def close(self, timeout_s: float, flush: bool = False) -> bool:
-        """End it; `flush` writes what waits, as far as half of the time allows.
+        """End the work; `flush` first writes waiting blocks, for at most half of the time.
 
-        Returns False if a disk or a peer still has some of the arena's memory: then it stays
+        Returns False if a disk or a peer still uses some of the arena's memory, which then stays
         mapped.
         """
         deadline = time.monotonic() + timeout_s

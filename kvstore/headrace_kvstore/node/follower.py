@@ -1,4 +1,5 @@
-"""Follows an arena's ring of events, to publish what DRAM holds and to write it behind.
+"""Follower of an arena's ring of events, which publishes DRAM's blocks and has them written to
+NVMe.
 
 The ring may overflow, and a process that dies inside the arena may lose events. In both cases,
 and at the start, the follower reads the whole arena instead. The same sweep finds blocks that
@@ -27,14 +28,15 @@ from headrace_kvstore.table import STORED
 logger = logging.getLogger("headrace.kvstore")
 
 POLL_S, IDLE_POLL_S = 0.02, 0.16
-"""Between two looks at the ring: at first, and after a while without events. Each one that is in
-vain doubles the pause."""
+"""Pause between two checks of the ring: at first, and at most. Each check without events doubles
+it."""
 OFFER_BLOCKS = 1024
-"""Offered at once: the tier's lock is held for so many look-ups."""
+"""Maximum number of blocks offered at once: the tier's lock is held for so many look-ups."""
 
 
 class Follower:
-    """Passes changes to `publish`, lost ones to `resync`, and stored blocks to `writer`."""
+    """Follower that passes changes to `publish` and stored blocks to `writer`, and calls `resync`
+    if events were lost."""
 
     def __init__(
         self,
@@ -68,13 +70,13 @@ class Follower:
 
     @property
     def caught_up(self) -> bool:
-        """All events so far were handled, and no sweep is due."""
+        """Whether all events so far were handled, and no sweep is due."""
         if self._sweeping or (self._writer.missed and self._may_sweep()):
             return False
         return self._seq is not None and self._seq == self._arena.next_seq
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return JSON-able counts."""
         return {"resyncs": self.lost, "sweeps": self.sweeps}
 
     def _run(self) -> None:
@@ -93,7 +95,7 @@ class Follower:
                 self._stop.wait(1.0)
 
     def _turn(self) -> bool:
-        """Handle new events; False if there were none."""
+        """Handle new events; return False if there were none."""
         if self._seq is None:
             self._seq = self._sweep()
             self._resync()
@@ -122,7 +124,7 @@ class Follower:
         """Publish events, and offer blocks that were stored.
 
         Returns False, with nothing done, if a row was given to another namespace: some of these
-        events are of the one before, and do not say which.
+        events may be of the previous namespace, and events do not tell.
         """
         before, self._spaces = self._spaces, self._arena.spaces()
         spaces = self._spaces
@@ -140,7 +142,8 @@ class Follower:
         return True
 
     def _sweep(self) -> int:
-        """Offer every block that is there, those used most and last first; the ring's number."""
+        """Offer every stored block: those with hits first, and of these the latest used first.
+        Return the ring's number."""
         self._swept_s, self._sweeping = time.monotonic(), True
         try:
             return self._offer_all()

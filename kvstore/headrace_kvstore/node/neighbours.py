@@ -1,7 +1,7 @@
 """The part of a StoreNode that other nodes see: its port, its peers, and the pulls from them.
 
 A node without `listen` lends nothing. A node with neither `listen` nor `peers` has no peers,
-until `open` is called. Peers are members of the app (`membership`): nobody else gets an answer.
+until `open` is called. Only members of the app (`membership`) get an answer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PULL_PRIORITY = 0
 
 
 class Pulling(NamedTuple):
-    """Blocks on their way from a peer, or from objects: how many, how long they are worth waiting
-    for, and a future of how many have come."""
+    """Blocks on their way from a peer, or from objects: their number, how long they are worth
+    waiting for, and a future of the number that was loaded."""
 
     blocks: int
     wait_s: float
@@ -47,12 +47,12 @@ class Pulling(NamedTuple):
 
 
 class Neighbours:
-    """Begun by its constructor.
+    """The node's port, peers and pulls; active from construction on.
 
     Args:
         dram: the work on the arena, None while there is none.
         publisher: of the events that peers follow.
-        board: gets the notes of peers' boards; they get its own.
+        board: gets the notes of peers' boards; peers get this node's own notes.
 
     Raises:
         zmq.ZMQError: `listen` cannot be bound.
@@ -75,7 +75,8 @@ class Neighbours:
             self.open(settings.listen)
 
     def open(self, listen: str | None) -> None:
-        """Have peers from now on and, if HOST:PORT is given, lend to them; what is open stays so.
+        """Have peers from now on and, if HOST:PORT is given, lend to them. A port that is open
+        already stays open.
 
         Raises:
             ValueError: there is no secret to know members by.
@@ -104,17 +105,17 @@ class Neighbours:
 
     @property
     def address(self) -> str | None:
-        """HOST:PORT that peers reach this node at; None if it lends nothing."""
+        """HOST:PORT at which peers reach this node; None if it lends nothing."""
         return None if self._server is None else self._server.endpoint.removeprefix("tcp://")
 
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
     ) -> Pulling | None:
-        """Have the leading run of these blocks brought into DRAM, from the peer or the objects that
-        save most.
+        """Pull the leading run of these blocks into DRAM, from the peer or the objects that save
+        most.
 
-        compute_s: what computing a block takes, 0 if that is not known. None if nobody has any, or
-        computing is predicted to be as fast. See `peers.pull_price`.
+        compute_s: seconds to compute a block, 0 if that is not known. Returns None if no peer or
+        object has any, or if computing is predicted to be as fast. See `peers.pull_price`.
         """
         offered = self._offered(digest, hashes, compute_s)
         if offered is None:
@@ -136,7 +137,7 @@ class Neighbours:
         return Pulling(choice.blocks, limit_s, done)
 
     def survey(self, digest: bytes, hashes: Sequence[bytes], compute_s: float) -> list[Supply]:
-        """What `pull` would bring; brings nothing."""
+        """Return the blocks that `pull` would bring, without pulling them."""
         offered = self._offered(digest, hashes, compute_s)
         if offered is None or offered[2] is None:
             return []
@@ -146,8 +147,8 @@ class Neighbours:
     def _offered(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float
     ) -> tuple[DramWork, list[bytes], Choice | None] | None:
-        """The blocks that the arena lacks, and what of them is worth pulling; None if nobody has
-        the first."""
+        """Return the blocks that the arena lacks, and the best pull of a leading run of them, None
+        if none is worth it. Returns None if no peer or object has the first of these blocks."""
         dram, peers = self._dram(), self.peers
         row = None if dram is None else dram.arena.row_of(digest)
         if dram is None or row is None or not hashes:
@@ -165,7 +166,7 @@ class Neighbours:
         return dram, wanted, choose(runs, size, compute_s, limit_s)
 
     def follow(self, addresses: Sequence[str]) -> None:
-        """Have these peers and those of the settings, and no others. Raises ValueError."""
+        """Make these peers and those of the settings the only peers. Raises ValueError."""
         if self.peers is None:
             return
         wanted = {*addresses, *self._settings.peers}
@@ -175,7 +176,7 @@ class Neighbours:
             self.peers.add(address)
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON-able state and counts."""
         dram = self._dram()
         work = None if dram is None else dram.remote
         return {
@@ -195,7 +196,7 @@ class Neighbours:
             self._server.close()
 
     def close(self) -> None:
-        """Disconnect from all peers; call `deafen` and end the work on the arena first."""
+        """Disconnect from all peers. First end lending and the work on the arena."""
         if self.peers is not None:
             self.peers.close()
 

@@ -1,14 +1,14 @@
 """StoreNode: the process of one machine that serves its KV store to the engines.
 
-Engines copy blocks into and out of the arena by themselves; no byte of theirs passes through here.
+Engines copy blocks into and out of the arena directly; their bytes do not pass through the node.
 The node writes the arena's blocks to NVMe, tells readers where they lie, and keeps them there for
-the time of a lease. It brings blocks back into DRAM before they are used, from NVMe, other nodes
-or objects. It lends its own blocks and publishes what each tier holds. A node may die at any time:
-engines then work without NVMe, peers and prefetch, and the next node finds the arena and the
+the time of a lease. It brings blocks back into DRAM before they are used, from NVMe, other nodes or
+objects. It lends its own blocks, and publishes events of each tier's blocks. A node may die at any
+time: engines then work without NVMe, peers and prefetch, and the next node finds the arena and the
 files.
 
-This module is the life of a node: start, close, lending, opening tiers. `operations` holds what
-clients ask for. A node is a plain object with its own threads: it runs by itself
+This module covers a node's life: start, close, lending, opening tiers. `operations` serves the
+clients' requests. A node is a plain object with its own threads: it runs as a process of its own
 (`python -m headrace_kvstore node`) or inside another process.
 """
 
@@ -42,23 +42,23 @@ from headrace_kvstore.protocol.server import NodeServer
 logger = logging.getLogger("headrace.kvstore")
 
 CHECK_S = 1.0
-"""Between looks whether the arena was replaced."""
+"""Time between checks whether the arena was replaced."""
 ARENA_S = 10.0
-"""`start` waits so long for the arena. Making one takes about a quarter of a second per GiB."""
+"""Maximum wait of `start` for the arena. Making one takes about a quarter of a second per GiB."""
 
 
 class StoreNode:
-    """One machine's node; made by its constructor, running from `start` to `close`. Thread-safe.
+    """One machine's node, running from `start` to `close`. Thread-safe.
 
-    A missing arena or disk is no error: the node does what is left, and `stats` says what is not.
+    A missing arena or disk is no error: the node works without it, and `stats` shows it.
 
     Args:
         settings: what is stored where.
-        mover: shared with others; None makes one of its own where there is an NVMe tier.
+        mover: shared with other users; None makes one of its own if there is an NVMe tier.
 
     Attributes:
-        tiers: those that are there now.
-        operations: what clients can ask for.
+        tiers: those that exist now.
+        operations: the requests of clients.
     """
 
     def __init__(self, settings: NodeSettings, *, mover: Mover | None = None) -> None:
@@ -134,11 +134,12 @@ class StoreNode:
             self.operations.backup = BoardBackup(self._board, place).start()
 
     def close(self, engines_end: bool = False) -> bool:
-        """End within about `close_s`; what was not written by then is not.
+        """End within about `close_s`; blocks that are not written by then are not written at all.
 
         Args:
-            engines_end: the engines of this machine end, too: the arena is removed, unless it is to
-                be kept. Otherwise only an arena that no other process uses is removed.
+            engines_end: whether the engines of this machine end, too. Then the arena is removed
+                unless it is to be kept. Otherwise only an arena that no other process uses is
+                removed.
 
         Returns False if a disk hangs: then threads and memory are left behind, and only the end of
         the process frees them.
@@ -180,7 +181,8 @@ class StoreNode:
     # Other nodes
 
     def lend(self, listen: str) -> str:
-        """Lend to peers from now on, at HOST:PORT as in the settings, which go before; the address.
+        """Lend to peers from now on, at HOST:PORT; return the address. An address in the settings
+        takes precedence.
 
         Raises:
             RuntimeError: the node is closed.
@@ -198,15 +200,15 @@ class StoreNode:
             return neighbours.address
 
     def follow(self, addresses: Sequence[str]) -> None:
-        """Pull from these peers, HOST:PORT, and those of the settings, and from no others; without
-        effect before `lend`. Raises ValueError."""
+        """Pull from these peers, HOST:PORT, and those of the settings, and from no others. Without
+        effect if the node has no peers yet: call `lend` before. Raises ValueError."""
         if self.tiers.neighbours is not None:
             self.tiers.neighbours.follow(addresses)
 
     # Inside
 
     def _check(self) -> None:
-        """Open the arena once it can be had, and again when it was replaced."""
+        """Open the arena as soon as possible, and again when it was replaced; renew its slots."""
         pause_s = 0.0
         while not self._stop.wait(pause_s):
             dram = self.tiers.dram
@@ -239,7 +241,7 @@ class StoreNode:
             self.tiers.reasons["dram"] = str(error)
             return
         with self.tiers.arena_lock:
-            if self._stop.is_set():  # the node was closed meanwhile
+            if self._stop.is_set():  # the node was closed while the arena was opened
                 self._end(dram, settings.close_s)
                 return
             self.tiers.dram = dram
@@ -248,7 +250,7 @@ class StoreNode:
             self._slow.submit(self.operations.warm)
 
     def _remove(self, arena: Arena) -> None:
-        """Remove the arena's name, unless it is to be kept or engines go on with it."""
+        """Remove the arena's name, unless it is to be kept or engines continue to use it."""
         if self.settings.keep_arena:
             return
         if self._engines_end:
@@ -275,7 +277,7 @@ class StoreNode:
         self._objects_opened()
 
     def _objects_opened(self) -> None:
-        """A tier that others or an earlier node filled can be read."""
+        """Warm DRAM, since a tier that other nodes or an earlier one filled can be read."""
         if self.settings.warm:
             self._slow.submit(self.operations.warm)
 

@@ -1,8 +1,9 @@
-"""A node's work with an object store: blocks worth sharing go there, wanted ones come from there.
+"""A node's work with an object store: it writes blocks worth sharing there, and fetches wanted
+ones.
 
-What is worth it shows only with use, so no list of blocks waits here: every `sweep_s` the arena is
-looked through for blocks that have proved themselves and are in no object yet. What could not be
-written is found by the next look; nothing is held meanwhile but `WRITE_BYTES` being put.
+Only use shows which blocks are worth sharing, so there is no queue. Every `sweep_s` the writer
+searches the arena for blocks that were used again and are in no object yet. The next sweep finds
+blocks that could not be written. The writer holds at most `WRITE_BYTES` of copies at a time.
 """
 
 from __future__ import annotations
@@ -34,25 +35,26 @@ logger = logging.getLogger("headrace.kvstore")
 
 READ_BYTES = 32 * 2**20
 WRITE_BYTES = 16 * 2**20
-"""Copied from the arena at once, and then put, each block as an object of its own."""
+"""Bytes copied from the arena at once, and then put, each block as an object of its own."""
 OBJECTS = "object store"
-"""Among the peers of a `Run`."""
+"""Name of the object store as the peer of a `Run`."""
 FIRST_LATENCY_S, FIRST_BYTES_PER_S = 0.05, 1e8
-"""Assumed before the first fetch."""
+"""Latency and bandwidth assumed before the first fetch."""
 
 
 def worth_sharing(rows: np.ndarray) -> np.ndarray:
-    """Blocks that were used again since they were stored, or that somebody asked to keep.
+    """Return which blocks are worth sharing: those used again since they were stored, and pinned
+    ones.
 
-    An object costs a request and a place for as long as it stays, and most blocks are never wanted
-    twice; one that was wanted by a second request here will be wanted elsewhere too.
+    An object costs a request, and room for as long as it stays, and most blocks are never wanted
+    twice. A block that a second request wanted here will be wanted elsewhere too.
     """
     wanted: np.ndarray = (rows["hits"] > 0) | (rows["pinned"] > 0)
     return wanted
 
 
 class ObjectSource:
-    """The object tier as a `staging.sources.Source`; `cost` is learned from what it reads."""
+    """The object tier as a `staging.sources.Source`; `cost` is learned from its reads."""
 
     batch_blocks = 64
 
@@ -61,19 +63,20 @@ class ObjectSource:
         self.cost = pull_cost(FIRST_LATENCY_S, FIRST_BYTES_PER_S)
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
-        """Reads of `READ_BYTES`, so that the first blocks are there before the last are asked."""
+        """Split into reads of `READ_BYTES`, so that the first blocks arrive before the last are
+        requested."""
         size = max(1, READ_BYTES // block_bytes)
         return [min(size, blocks - first) for first in range(0, blocks, size)]
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
-        """As `Source`."""
+        """Find the blocks' objects; see `Source.open`."""
         if not self._tier.may_read:
             raise Unavailable("breaker")
         return ObjectOffer(self._tier, self.cost, digest, hashes)
 
 
 class ObjectOffer:
-    """Blocks in objects; one that is removed meanwhile is a miss."""
+    """Blocks in objects; one that is removed before its read is a miss."""
 
     def __init__(
         self, tier: ObjectTier, cost: LinearTime, digest: bytes, hashes: Sequence[bytes]
@@ -85,13 +88,15 @@ class ObjectOffer:
         self._began_s, self._asked_bytes = time.monotonic(), 0
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
-        """As `Offer`. The sums in `found` are known once a block has come."""
+        """Begin to read blocks; see `Offer.read`. A block's sums in `found` are known once it has
+        arrived."""
         objects = [self._objects[i] for i in which]
         self._asked_bytes += sum(held.name.shape.payload_bytes for held in objects)
         return self._tier.read(objects, addresses, [self.found[i].sums for i in which])
 
     def close(self, bad: Sequence[int]) -> None:
-        """As `Offer`: learn what it cost. The tier itself has dropped what was bad."""
+        """Learn the cost of the reads; see `Offer.close`. The tier itself has dropped bad
+        objects."""
         if self._asked_bytes and not bad:
             self._cost.observe(self._asked_bytes, time.monotonic() - self._began_s)
 
@@ -103,11 +108,11 @@ def _found(name: ObjectName) -> Found:
 
 
 class ObjectWriter:
-    """Puts an arena's blocks into objects, from a thread of its own.
+    """Writer of an arena's blocks into objects, in a thread of its own.
 
     Args:
-        bytes_per_s: what the writes take of the line, in the mean.
-        sweep_s: between looks through the arena.
+        bytes_per_s: mean bandwidth of the writes.
+        sweep_s: time between searches of the arena.
     """
 
     def __init__(self, arena: Arena, tier: ObjectTier, bytes_per_s: int, sweep_s: float) -> None:
@@ -120,9 +125,9 @@ class ObjectWriter:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Write no more; False if the arena's memory may still be read after that time.
+        """Stop writing; return False if the arena's memory may still be read after that time.
 
-        An object under way is left to its own end: it was copied before.
+        A put under way continues: its bytes are a copy.
         """
         deadline = time.monotonic() + timeout_s
         self._stop.set()
@@ -133,7 +138,7 @@ class ObjectWriter:
         return free
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts of sweeps, and of blocks."""
+        """Return JSON-able counts of sweeps, and of blocks."""
         return {"sweeps": self.sweeps, "written": self.written, "failed": self.failed}
 
     def _run(self) -> None:
@@ -157,7 +162,7 @@ class ObjectWriter:
                 self._write(shape, rows[first : first + size])
 
     def _candidates(self) -> Iterator[tuple[Space, np.ndarray]]:
-        """Blocks worth it that are in no object, SLOT (n,), by namespace."""
+        """Yield the blocks worth sharing that are in no object, SLOT (n,), by namespace."""
         with self._touching:
             if self._stop.is_set():
                 return
@@ -199,8 +204,8 @@ class ObjectWork:
         )
 
     def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
-        """The leading run of these blocks that objects hold, priced as a peer's; none while the
-        endpoint fails."""
+        """Return the leading run of these blocks that objects hold, priced as a peer's; none while
+        the endpoint fails."""
         here = self.tier.contains(digest, hashes)
         count = len(here) if here.all() else int(here.argmin())
         if not count or not self.tier.may_read:
@@ -208,13 +213,13 @@ class ObjectWork:
         return [Run(OBJECTS, ((OBJECT, count, self._source.cost),))]
 
     def close(self, timeout_s: float) -> bool:
-        """End it; False if the arena's memory may still be used after that time."""
+        """End the work; return False if the arena's memory may still be used after that time."""
         deadline = time.monotonic() + timeout_s
         ended = self.fetcher.close(timeout_s)
         return self._writer.close(max(0.05, deadline - time.monotonic())) and ended
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able sizes and counts."""
+        """Return JSON-able sizes and counts."""
         cost = self._source.cost
         return {
             "fetch": self.fetcher.stats(),
@@ -225,7 +230,7 @@ class ObjectWork:
 
 
 def open_tier(settings: NodeSettings, ready: Callable[[], None]) -> ObjectTier:
-    """The settings' object tier, at work; `ready` is called once it knows what there is.
+    """Start and return the settings' object tier; it calls `ready` once it knows its objects.
 
     Raises:
         ImportError: the client is not installed.

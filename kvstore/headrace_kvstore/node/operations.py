@@ -1,4 +1,4 @@
-"""What clients can ask of a node: find blocks, bring them closer, and count them.
+"""Requests of a node's clients: find blocks, bring them closer, and count them.
 
 Every operation works on the tiers that exist at that moment. A missing tier has no blocks. Requests
 that take microseconds are answered in the socket's thread. Those that read many blocks or wait for
@@ -37,23 +37,23 @@ from headrace_kvstore.protocol.server import Staged
 logger = logging.getLogger("headrace.kvstore")
 
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
-"""Of prefetches that no client asked for."""
+"""Priorities of prefetches that no client asked for."""
 
 
 class Operations:
-    """Thread-safe.
+    """Operations of a node. Thread-safe.
 
     Args:
         settings: of the node.
         tiers: where its blocks are.
         worth: values blocks, for `warm`.
         board: notes that processes of this machine leave for each other.
-        events: what the node publishes.
-        slow: runs what may take long.
+        events: publish the node's changes.
+        slow: runs requests that may take long.
 
     Attributes:
         backup: of the board, if the node keeps one.
-        requests: how many of each kind clients sent; counted by the server.
+        requests: number of the clients' requests of each kind; the server counts them.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Operations:
         self._started_s = time.monotonic()
 
     def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
-        """Does what a request says: a `protocol.server.Handle`."""
+        """Carry out a request: a `protocol.server.Handle`."""
         match request:
             case wire.Ping():
                 return wire.Done()
@@ -107,9 +107,9 @@ class Operations:
     def locate(
         self, digest: bytes, hashes: Sequence[bytes], lease_s: float = 30.0, request_key: str = ""
     ) -> list[Location]:
-        """The leading run of these blocks that NVMe has, kept there for `lease_s`.
+        """Return the leading run of these blocks that NVMe has, and keep them there for `lease_s`.
 
-        With a lease it counts as a use, and a block that a second request uses is brought into DRAM
+        A call with a lease counts as a use. A block that a second request uses is brought into DRAM
         in the background.
         """
         tier = self.tiers.nvme
@@ -125,8 +125,8 @@ class Operations:
     def survey(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
     ) -> list[supply.Supply]:
-        """Where the leading run of these blocks would come from: DRAM and NVMe, and behind these
-        what `pull` would bring. Nothing is read, leased or counted."""
+        """Return where the leading run of these blocks would come from: DRAM and NVMe, and after
+        these the blocks that `pull` would bring. Nothing is read, leased or counted."""
         dram, tier, neighbours = self.tiers.dram, self.tiers.nvme, self.tiers.neighbours
         row = None if dram is None else dram.arena.row_of(digest)
         in_dram = on_nvme = np.zeros(len(hashes), np.bool_)
@@ -151,22 +151,21 @@ class Operations:
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
     ) -> Pulling | None:
-        """Have the leading run of blocks brought into DRAM, from a peer or from objects, if that is
-        worth it."""
+        """Pull the leading run of blocks into DRAM, from a peer or from objects, if that is worth
+        it."""
         neighbours = self.tiers.neighbours
         return None if neighbours is None else neighbours.pull(digest, hashes, compute_s)
 
     def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
-        """Have blocks brought into DRAM, from objects if NVMe lacks them; returns how many were
-        queued."""
+        """Bring blocks into DRAM, from objects if NVMe lacks them; return how many were queued."""
         dram = self.tiers.dram
         return 0 if dram is None else dram.prefetch(digest, hashes, priority)
 
     def report_bad(self, digest: bytes, blocks: Sequence[wire.BadBlock]) -> int:
-        """Check blocks on NVMe that a reader could not use; returns how many were dropped.
+        """Check blocks on NVMe that a reader could not use; return how many were dropped.
 
-        Only what this node cannot read or verify either is dropped. A block that has moved since
-        the reader was told its place is not what it read.
+        The node drops only blocks that it cannot read or verify either. If a block has moved since
+        the reader got its place, the reader read other bytes, and the block is not checked.
         """
         self._counts["reported_bad"] += len(blocks)
         nvme = self.tiers.nvme
@@ -183,8 +182,8 @@ class Operations:
         return dropped
 
     def warm(self) -> int:
-        """Have the most valuable blocks of NVMe and the objects brought into DRAM's free room;
-        returns how many were queued."""
+        """Bring the most valuable blocks of NVMe and the objects into DRAM's free room; return how
+        many were queued."""
         tiers = self.tiers
         with tiers.arena_lock:
             room = 0 if tiers.dram is None else tiers.dram.arena.free_bytes()
@@ -199,7 +198,7 @@ class Operations:
         return administer(self.tiers, action, namespace, block_hash)  # type: ignore[arg-type]
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able: each tier's state, sizes and hits, and what the node does."""
+        """Return JSON-able: each tier's state, sizes and hits, and the node's own counts."""
         counts, tiers = self._counts, self.tiers
         with tiers.arena_lock:
             work = {} if tiers.dram is None else tiers.dram.stats()

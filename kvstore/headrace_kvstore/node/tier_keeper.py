@@ -1,4 +1,4 @@
-"""Keeps an NVMe tier open: waits for a busy folder, and tries a failed disk again.
+"""Keeper of an NVMe tier: opens it, waits for a busy folder, and tries a failed disk again.
 
 Opening may take long, because it scans the folder and a disk may hang. So it runs in its own
 thread. There is no tier until it is done.
@@ -23,13 +23,14 @@ from headrace_kvstore.nvme.slots import open_slot
 logger = logging.getLogger("headrace.kvstore")
 
 HEAL_LIMIT = 16
-"""The time until a failed disk is tried again grows up to so many times the first one."""
+"""Maximum factor by which the time until a failed disk is tried again grows."""
 
 
 class TierKeeper:
-    """`tier` is the tier once there is one; `opened` is called whenever it can be used anew.
+    """Keeper of one tier. `tier` is the tier once there is one.
 
-    `ready` says that `opened` has returned for the first time.
+    `opened` is called whenever the tier can be used, at first or again. `ready` is whether it was
+    called once and has returned.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class TierKeeper:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Give the folder back; False if the disk hangs."""
+        """Give the folder back; return False if the disk hangs."""
         self._stop.set()
         self._thread.join(timeout_s)
         tier, self.tier, self.reason = self.tier, None, "closed"
@@ -62,7 +63,7 @@ class TierKeeper:
         return True
 
     def stats(self) -> dict[str, Any]:
-        """As the tier's; without one its state and why."""
+        """Return the tier's statistics; without a tier, its state and the reason."""
         tier = self.tier
         if tier is not None:
             return tier.stats()
@@ -78,7 +79,7 @@ class TierKeeper:
                 self.reason, pause_s = repr(error), self._settings.retry_s
 
     def _turn(self) -> float:
-        """See to the tier; seconds until the next look."""
+        """Open or check the tier; return the seconds until the next check."""
         if self.tier is None:
             return self._open()
         look_s = min(1.0, self._settings.heal_s)
@@ -93,7 +94,7 @@ class TierKeeper:
         return look_s
 
     def _patience(self) -> float:
-        """Seconds until a disk that has just failed is tried again."""
+        """Return the seconds until a disk that has just failed is tried again."""
         self._failed_s = time.monotonic()
         wait_s = self._heal_s
         self._heal_s = min(2 * wait_s, HEAL_LIMIT * self._settings.heal_s)

@@ -23,9 +23,11 @@ Contents = Iterable[tuple[bytes, np.ndarray]]
 
 @dataclass
 class Tiers:
-    """None stands for a tier that is missing; `reasons` says why, by the tier's name.
+    """Tiers of a node. None means that a tier is missing; `reasons` has the reason, by the tier's
+    name.
 
-    `arena_lock` is held while the arena is replaced or closed, and by users who must not meet that.
+    `arena_lock` is held while the arena is replaced or closed, and by users that must not run at
+    that time.
     """
 
     dram: DramWork | None = None
@@ -54,7 +56,7 @@ class Tiers:
         return None if neighbours is None else neighbours.peers
 
     def arena_contents(self) -> Contents:
-        """Namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
+        """Return namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
         with self.arena_lock:
             if self.dram is None:
                 return []
@@ -64,7 +66,7 @@ class Tiers:
         return [(digests[number], rows[rows["namespace"] == number]) for number in numbers]
 
     def stats(self, settings_nvme_bytes: int, hits: int, misses: int) -> dict[str, dict[str, Any]]:
-        """JSON-able, by tier: medium, state, the reason if it is off, sizes, blocks and hits.
+        """Return JSON-able by tier: medium, state, the reason if it is off, sizes, blocks and hits.
 
         Args:
             settings_nvme_bytes: size of the NVMe tier while it is missing.

@@ -1,7 +1,7 @@
-"""What a block is worth to a node: on NVMe, or brought back into DRAM.
+"""The value of a block to a node: on NVMe, or brought back into DRAM.
 
-The unit is seconds of computing saved per second: hits per second, by the arena policy's forecast,
-times what each saves. Without an arena it comes from past use alone.
+Its unit is seconds of computing saved per second: hits per second, by the arena policy's forecast,
+times the seconds that each hit saves. Without an arena it follows from past use alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.policy.base import saved_s
 
 REMEMBERED_USES = 1 << 16
-"""How many blocks are remembered as read from NVMe by one request."""
+"""Maximum number of blocks remembered as read from NVMe by one request."""
 
 
 class Worth:
-    """Of the blocks of one node. Rows are SLOT (n,).
+    """Value of the blocks of one node. Rows are SLOT (n,).
 
     Args:
         dram: the work on the arena, None while there is none.
@@ -34,7 +34,7 @@ class Worth:
         self._dram = dram
 
     def keeping(self, digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
-        """What keeping blocks on NVMe is worth: a `catalog.Value`."""
+        """Return the value of keeping blocks on NVMe: a `catalog.Value`."""
         dram = self._dram()
         if dram is None:
             return use_per_second(digest, rows, now_s)
@@ -43,7 +43,7 @@ class Worth:
     def best(
         self, contents: Sequence[tuple[bytes, np.ndarray]], room_bytes: int
     ) -> Iterator[tuple[bytes, list[bytes]]]:
-        """The most valuable blocks that fit, as namespace digest and hashes, roots first.
+        """Yield the most valuable blocks that fit, as namespace digest and hashes, roots first.
 
         Args:
             contents: namespace digest and rows; a digest may come more than once.
@@ -61,13 +61,14 @@ class Worth:
 
 
 class Uses:
-    """Finds blocks that a second request reads from NVMe: they are worth bringing into DRAM."""
+    """Record of uses; finds blocks that a second request reads from NVMe, which are worth bringing
+    into DRAM."""
 
     def __init__(self) -> None:
         self._by: OrderedDict[bytes, str] = OrderedDict()
 
     def again(self, digest: bytes, hashes: Sequence[bytes], request_key: str) -> list[bytes]:
-        """Note that a request reads these blocks; returns those that another one read before."""
+        """Record that a request reads these blocks; return those that another one read before."""
         again = []
         for block_hash in hashes:
             key = digest + padded(block_hash)
@@ -85,7 +86,8 @@ class Uses:
 def below_dram(
     nvme: NvmeTier | None, objects: ObjectTier | None
 ) -> Iterator[tuple[bytes, np.ndarray]]:
-    """Namespace digest and rows, SLOT (n,), of the blocks of slower tiers, each block once."""
+    """Yield namespace digest and rows, SLOT (n,), of the blocks of slower tiers, each block
+    once."""
     if nvme is not None:
         yield from nvme.contents()
     if objects is not None:

@@ -1,7 +1,7 @@
-"""Which blocks a file tier holds, and where. In memory, rebuilt from the files, no I/O.
+"""Catalog of the blocks that a file tier holds, and their places. In memory, no I/O.
 
-Blocks lie in slots of segments. Slots are used in order and never reused. Space is freed one
-segment at a time: the one whose blocks are worth least.
+It is rebuilt from the files. Blocks lie in slots of segments. Slots are used in order and never
+reused. Space is freed one segment at a time: the one whose blocks are worth least.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from headrace_kvstore.nvme.record import Block, Shape, padded
 from headrace_kvstore.table import FREE, READY, SLOT
 
 Value = Callable[[bytes, np.ndarray, float], np.ndarray]
-"""(namespace digest, rows of SLOT (n,), now in monotonic seconds) -> what keeping each is worth, f8
-(n,). Segments are of one size, so the sum over a segment's blocks is what its bytes are worth."""
+"""(namespace digest, rows of SLOT (n,), now in monotonic seconds) -> value of keeping each, f8
+(n,). Segments are of one size, so the sum over a segment's blocks is the value of its bytes."""
 
 
 def use_per_second(digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
-    """Value = (1 + hits) / (1 + seconds since last use): what to keep while no policy is given."""
+    """Return (1 + hits) / (1 + seconds since last use), the value if no policy is given."""
     return (1.0 + rows["hits"]) / (1.0 + np.maximum(0.0, now_s - rows["used_s"]))
 
 
@@ -38,7 +38,7 @@ class Segment:
     users: int = 0
     """Reads and writes under way."""
     rows: np.ndarray = field(init=False)
-    """Table row of each slot's block, -1 where none, (slots,)."""
+    """Table row of each slot's block, -1 if it has none, (slots,)."""
     sums: np.ndarray = field(init=False)
     """(slots, layers) u64."""
 
@@ -48,7 +48,7 @@ class Segment:
 
 
 class Catalog:
-    """Keys to slots and back. Not locked: the tier's lock is held around every call."""
+    """Map of keys to slots and back. Not locked: callers hold the tier's lock."""
 
     def __init__(self) -> None:
         self.table = np.zeros(64, SLOT)
@@ -68,11 +68,11 @@ class Catalog:
         return sum(segment.file_bytes for segment in self.segments.values())
 
     def row(self, digest: bytes, block_hash: bytes) -> int | None:
-        """The block's row in `table`."""
+        """Return the block's row in `table`."""
         return self._rows.get(digest + padded(block_hash))
 
     def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
-        """Which blocks are here, bool (n,)."""
+        """Return for each block whether it is here, bool (n,)."""
         rows = self._rows
         return np.fromiter((digest + padded(h) in rows for h in hashes), bool, len(hashes))
 
@@ -93,12 +93,13 @@ class Catalog:
             yield self.segments[number], [slot for _, slot in run]
 
     def place(self, row: int) -> tuple[Segment, int]:
-        """Segment and slot of a row."""
+        """Return segment and slot of a row."""
         number, slot = self._place[row]
         return self.segments[int(number)], int(slot)
 
     def add(self, segment: Segment, slot: int, block: Block, stored_s: float) -> None:
-        """Book a published record; of two of one key the later sequence wins (the caller knows)."""
+        """Add a published record. The key must not be in the catalog: of two records of one key the
+        caller adds the one with the later sequence."""
         if not self._free:
             size = len(self.table)
             self.table = np.concatenate([self.table, np.zeros(size, SLOT)])
@@ -123,7 +124,7 @@ class Catalog:
         entry["bytes"] = segment.shape.record_bytes
 
     def remove(self, row: int) -> None:
-        """Forget a block; its slot stays used up."""
+        """Remove a block; its slot is not reused."""
         segment, slot = self.place(row)
         segment.rows[slot] = -1
         block_hash = self.table[row]["hash"].tobytes()
@@ -132,7 +133,7 @@ class Catalog:
         self._free.append(row)
 
     def hashes(self, segment: Segment) -> Iterator[tuple[int, bytes]]:
-        """Row and hash of each block in a segment."""
+        """Yield row and hash of each block in a segment."""
         for row in segment.rows[segment.rows >= 0].tolist():
             yield row, self.table[row]["hash"].tobytes()
 
@@ -141,8 +142,8 @@ class Catalog:
         return self.table[segment.rows[segment.rows >= 0]]
 
     def drop(self, segment: Segment, now_s: float) -> list[bytes] | None:
-        """Forget a segment; the hashes of its blocks, or None if it is in use: being read or
-        written, or with a block that is leased."""
+        """Remove a segment; return the hashes of its blocks. Return None, and remove nothing, if
+        the segment is in use: being read or written, or with a leased block."""
         rows = segment.rows[segment.rows >= 0]
         entries = self.table[rows]
         held = entries["lease_until_s"] > now_s

@@ -1,4 +1,4 @@
-"""Moves bytes between local memory and files: many pieces at once, by threads.
+"""Transfers between local memory and files: many pieces at once, by threads.
 
 A *move* is a scatter list: piece i is `lengths[i]` bytes at memory address `addresses[i]` and at
 `offsets[i]` of file `fds[i]`. The caller keeps memory and files alive until the move is done.
@@ -26,7 +26,8 @@ from headrace_kvstore.workers import Workers
 Operation = Literal["READ", "WRITE"]
 
 THREADS = 8
-"""In each direction. Four reach a disk's bandwidth with pieces of 2 MiB, eight with 128 KiB."""
+"""Threads in each direction. Four reach a disk's bandwidth with pieces of 2 MiB, eight with 128
+KiB."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CALLS = {"READ": _libc.pread, "WRITE": _libc.pwrite}
@@ -36,7 +37,8 @@ for _call in _CALLS.values():
 
 
 class MoveError(OSError):
-    """Some pieces did not move; `pieces` maps their positions in the scatter list to the reason."""
+    """Error: some pieces did not move. `pieces` maps their positions in the scatter list to
+    reasons."""
 
     def __init__(self, operation: str, pieces: Mapping[int, OSError]) -> None:
         first = next(iter(pieces.values()))
@@ -69,11 +71,12 @@ class Move(Future[None]):
         self.set_running_or_notify_cancel()
 
     def call_off(self) -> None:
-        """Begin no more pieces. The move is done, and its memory free, once the others ended."""
+        """Begin no more pieces. The move is done, and its memory free, once the pieces under way
+        end."""
         self._called_off = True
 
     def tasks(self) -> list[Callable[[], None]]:
-        """What threads are to carry out, each by one thread, so that all pieces move."""
+        """Return the tasks that move all pieces; each task is for one thread."""
         self._threads = 1 if self.in_order else min(THREADS, len(self.lengths))
         return [self._work] * self._threads
 
@@ -117,7 +120,7 @@ class Move(Future[None]):
 
 
 class Mover:
-    """Reads and writes files from and to local memory. Thread-safe."""
+    """Mover of bytes between files and local memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._workers = {each: Workers(THREADS, f"kv-{each.lower()}") for each in _CALLS}
@@ -134,13 +137,13 @@ class Mover:
     ) -> Move:
         """Start writing memory to files; each argument is one number a piece.
 
-        in_order: write piece after piece, and none behind one that failed.
+        in_order: write piece after piece, and none after one that failed.
         """
         return self._start(Move("WRITE", addresses, fds, offsets, lengths, in_order=in_order))
 
     def _start(self, move: Move) -> Move:
         tasks = move.tasks()
-        with self._lock:  # a mover that is being closed takes all of a move's tasks or none
+        with self._lock:  # a mover that is being closed accepts all of a move's tasks or none
             taken = not self._closed
             if taken and tasks:
                 self._moves.add(move)
@@ -158,9 +161,10 @@ class Mover:
             self._moves.discard(move)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Call everything off, and wait for the pieces under way.
+        """Call all moves off, and wait for the pieces under way.
 
-        Returns False if the disk kept some past `timeout_s`; their threads are then left behind.
+        Returns False if the disk has not ended some within `timeout_s`; their threads are then
+        abandoned.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:

@@ -1,16 +1,16 @@
-"""Reads files through a NIXL backend: GDS_MT into GPU memory, POSIX into host memory.
+"""Reads of files through a NIXL backend: GDS_MT into GPU memory, POSIX into host memory.
 
 A move is as in `mover`: piece i is `lengths[i]` bytes at memory address `addresses[i]` and at
-`offsets[i]` of file `fds[i]`. No thread stands behind a move. Whoever waits for it, or asks whether
+`offsets[i]` of file `fds[i]`. A move has no thread: the caller that waits for it, or asks whether
 it is done, polls. One lock covers the agent, which is not thread-safe.
 
-What NIXL does not do:
+NIXL has these limits:
 
-- It may call a short or failed read done. So what was read is believed for its checksums alone.
-- It cannot take back what is in flight. `call_off` changes the outcome, and `done` stays False
-  until all has landed.
-- After an error, nobody knows which of a move's reads still land. So the move is never done, its
-  memory is given back to nobody, and `broken` says that this mover is not to be used again.
+- It may report a short or failed read as done. So only checksums prove that bytes are right.
+- It cannot cancel reads in flight. `call_off` changes the outcome, and `done` stays False until all
+  reads have landed.
+- After an error, it is unknown which of a move's reads still land. So the move is never done, its
+  memory is never freed, and `broken` marks this mover as unusable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WHOLE_FILE_BYTES = 1 << 62
 
 
 class NixlMove:
-    """A scatter list on its way. `result`, `done`, `call_off` and callbacks are as of `mover.Move`;
+    """A scatter list on its way. `result`, `done`, `call_off` and callbacks are as in `mover.Move`;
     callbacks run in the thread that sees the end."""
 
     def __init__(self, mover: NixlMover, handle: Any, pieces: int) -> None:
@@ -49,7 +49,7 @@ class NixlMove:
         self._callbacks: list[Callable[[Any], None]] = []
 
     def call_off(self) -> None:
-        """It will not be used; its memory is free once it is done."""
+        """Call the move off; its memory is free once it is done."""
         if not self._landed and self._error is None:
             self._error = CancelledError("the move was called off")
 
@@ -63,7 +63,7 @@ class NixlMove:
         return self._landed
 
     def failed(self) -> None:
-        """NIXL says so."""
+        """Record that NIXL has reported a failure."""
         reason = OSError(errno.EIO, "NIXL: the transfer failed")
         self._error = MoveError("READ", dict.fromkeys(range(self._pieces), reason))
 
@@ -86,11 +86,11 @@ class NixlMove:
             raise self._error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise."""
+        """Return the error that `result` would raise."""
         return self._error
 
     def add_done_callback(self, call: Callable[[Any], None]) -> None:
-        """Call it with this move when it is done."""
+        """Have `call` called with this move when it is done."""
         if self._landed:
             call(self)
         else:
@@ -98,10 +98,10 @@ class NixlMove:
 
 
 class NixlMover:
-    """Reads from files into memory that it was given. Thread-safe.
+    """Mover from files into registered memory. Thread-safe.
 
     Args:
-        backend: "GDS_MT", or "POSIX" where memory is the host's.
+        backend: "GDS_MT", or "POSIX" for host memory.
         memory: where addresses are.
         device: number of the GPU whose memory it is, which is the calling thread's current one.
 
@@ -137,7 +137,7 @@ class NixlMover:
 
         Raises:
             RuntimeError: this mover is broken.
-            Exception: NIXL's own: memory or a file is not what it takes.
+            Exception: NIXL's own: it does not accept the memory or a file.
         """
         if self.broken:
             raise RuntimeError("NIXL's reads are broken: an earlier one failed")
@@ -170,14 +170,14 @@ class NixlMover:
         return move
 
     def forget(self, fd: int) -> None:
-        """The file is about to be closed; no move reads it."""
+        """Deregister a file that is about to be closed; no move may read it."""
         with self._lock:
             known = self._files.pop(fd, None)
             if known is not None and self._agent is not None:
                 self._agent.deregister_memory(known)
 
     def landed(self, handle: Any, move: NixlMove) -> bool:
-        """Poll."""
+        """Poll a move; return whether all its bytes have landed."""
         with self._lock:
             if self.broken or self._agent is None:
                 return False
@@ -193,8 +193,8 @@ class NixlMover:
             return False
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Wait for what is in flight, then end. False if something stays in flight: keep memory and
-        mover for ever then."""
+        """Wait for moves in flight, then end. Returns False if a move stays in flight: the memory
+        and the mover must then be kept for ever."""
         deadline = time.monotonic() + timeout_s
         while not self.broken and any(not move.done() for move in tuple(self._moves)):
             if time.monotonic() >= deadline:

@@ -61,11 +61,11 @@ from headrace_kvstore.workers import Workers
 logger = logging.getLogger("headrace.kvstore")
 
 WRITING_BYTES = 256 * 2**20
-"""Records in flight to the disk, at most."""
+"""Maximum size of the records in flight to the disk."""
 LOCK = "lock"
-"""The file in a folder that its owner holds, with the owner's name in it."""
+"""File in a folder that its owner holds, with the owner's name in it."""
 LOCATED_AT_ONCE = 256
-"""Blocks located under one lock: half a millisecond."""
+"""Maximum number of blocks located under one hold of the lock: half a millisecond."""
 NOT_THE_DISK = (errno.ECANCELED, errno.EFAULT, *NO_FILE, *NO_RESOURCES)
 """Errors of a write that are not disk faults: cancelled, the source memory was unmapped, the file
 was removed, no descriptor or memory to open it."""
@@ -109,15 +109,16 @@ class NvmeTier(SegmentSpace):
         writing_limit_bytes: int = WRITING_BYTES,
         events: Sequence[Callable[[TierEvent], None]] = (),
     ) -> NvmeTier:
-        """Own a folder, make it if need be, and find what lies in it.
+        """Own a folder, make it if need be, and find the blocks in it.
 
         Args:
-            size_bytes: what all segment files may take together; more is removed at once.
+            size_bytes: maximum size of all segment files together; if they exceed it, segments are
+                removed at once.
             segment_bytes: size of a new segment, a multiple of 4,096.
             mover: reads and writes the files; shared with others.
-            sync: a write is done once the disk has it for good (O_DSYNC).
-            owner: what others shall read in the lock.
-            value: what keeping a block is worth; decides which segment goes.
+            sync: whether a write is done only once the disk has it for good (O_DSYNC).
+            owner: name that other processes read in the lock.
+            value: value of keeping a block; decides which segment is removed.
             events: called with each `TierEvent`, with "scanned" blocks before this returns.
 
         Raises:
@@ -143,15 +144,15 @@ class NvmeTier(SegmentSpace):
     # Looking
 
     def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
-        """Which blocks can be read, bool (n,); changes nothing."""
+        """Return for each block whether it can be read, bool (n,); change nothing."""
         with self._lock:
             if self.state == "off":
                 return np.zeros(len(hashes), bool)
             return self._catalog.contains(digest, hashes)
 
     def locate(self, digest: bytes, block_hash: bytes, lease_s: float = 0.0) -> Location | None:
-        """Where a block lies, or None. A lease is a reader's: the segment is not removed for so
-        long, and the block counts as used."""
+        """Return where a block lies, or None. With a lease, for a reader, the segment is not
+        removed for so long, and the block counts as used."""
         with self._lock:
             row = None if self.state == "off" else self._catalog.row(digest, block_hash)
             if row is None:
@@ -212,19 +213,19 @@ class NvmeTier(SegmentSpace):
         return found
 
     def rows(self) -> np.ndarray:
-        """A copy of the table, SLOT (n,), of the blocks that are here."""
+        """Return a copy of the table, SLOT (n,), of the blocks that are here."""
         with self._lock:
             table = self._catalog.table
             return table[table["state"] > 0]
 
     def record(self, digest: bytes, block_hash: bytes) -> np.void | None:
-        """A copy of a block's row, SLOT."""
+        """Return a copy of a block's row, SLOT."""
         with self._lock:
             row = self._catalog.row(digest, block_hash)
             return None if row is None else self._catalog.table[row].copy()
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Namespace digest and rows, SLOT (n,), of each segment's blocks."""
+        """Yield namespace digest and rows, SLOT (n,), of each segment's blocks."""
         with self._lock:
             segments = list(self._catalog.segments.values())
         for segment in segments:
@@ -242,10 +243,11 @@ class NvmeTier(SegmentSpace):
         first_layer: int = 0,
         verify: Verify | None = None,
     ) -> Read:
-        """Start reading some layers of many blocks; counts as a use of each.
+        """Start reading some layers of many blocks, as `BlockReader.read`; this counts as a use of
+        each.
 
-        As `BlockReader.read`; blocks that turn out bad in `wait` are discarded. Their segments stay
-        until the read is done.
+        Blocks that turn out bad in `wait` are discarded. The blocks' segments stay until the read
+        is done.
         """
         now_s = time.monotonic()
         used: list[Segment] = []
@@ -288,8 +290,8 @@ class NvmeTier(SegmentSpace):
     # Writing
 
     def write(self, shape: Shape, saves: Sequence[Save]) -> list[Future[bool]]:
-        """Start writing blocks. Each future tells whether the block is here in the end; the
-        memory must not change before.
+        """Start writing blocks. Each future tells whether the block is here in the end; the memory
+        must not change before that.
 
         Raises ValueError or struct.error for a block that no header can describe; the futures
         raise nothing.
@@ -312,8 +314,8 @@ class NvmeTier(SegmentSpace):
         return futures
 
     def _take(self, shape: Shape, save: Save, full: bool = False) -> Flight | Future[bool] | None:
-        """A slot for the block, or what becomes of it without one; None if a segment must be made
-        first. full: none can be had.
+        """Return a flight with a slot for the block, or a future of the outcome if it needs or gets
+        none. None if a segment must be made first; full: no segment can be made.
         """
         with self._lock:
             key = padded(save.hash)
@@ -358,7 +360,7 @@ class NvmeTier(SegmentSpace):
             return Flight(shape, block, header, save.address, segment, slot, future)
 
     def _landed(self, flight: Flight, error: OSError | None) -> None:
-        """A record was written, or could not be."""
+        """Handle a record that was written, or could not be written."""
         with self._lock:
             if error is None:
                 self._catalog.add(flight.segment, flight.slot, flight.block, flight.taken_s)
@@ -375,7 +377,7 @@ class NvmeTier(SegmentSpace):
         flight.future.set_result(error is None)
 
     def discard(self, digest: bytes, block_hash: bytes, reason: str = "discarded") -> bool:
-        """Forget a block, on disk too, in the background; False if it was not here."""
+        """Discard a block, on disk too, in the background; return False if it was not here."""
         return self._discard(digest, block_hash, reason)
 
     def _discard(
@@ -398,8 +400,8 @@ class NvmeTier(SegmentSpace):
         return True
 
     def clear(self, digest: bytes | None = None) -> int:
-        """Forget all blocks, or one namespace's, on disk too; returns how many. Files that are
-        being read or written stay until they are not."""
+        """Discard all blocks, or one namespace's, on disk too; return how many. Files that are
+        being read or written stay, without their blocks."""
         count, now_s = 0, time.monotonic()
         with self._growing:
             with self._lock:
@@ -451,12 +453,12 @@ class NvmeTier(SegmentSpace):
                 self._tell(TierEvent(True, segment.shape.digest, block_hash, "scanned"))
 
     def heal(self) -> None:
-        """Trust the disk again, after it failed, until it fails once more."""
+        """Use the disk again after it failed, until it fails once more."""
         with self._lock:
             self.state, self.reason, self._failed_reads = "on", "", 0
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able view: state, sizes, counters since the start, the start-up scan."""
+        """Return a JSON-able view: state, sizes, counters since the start, the start-up scan."""
         with self._lock:
             return {
                 "state": self.state,
@@ -471,7 +473,7 @@ class NvmeTier(SegmentSpace):
             }
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Let what is in flight finish, give files and folder back. The files stay."""
+        """Let reads and writes in flight finish, and release files and folder. The files stay."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self.state, self.reason = "off", self.reason or "closed"

@@ -1,7 +1,7 @@
-"""A second look at blocks that a reader reported as bad.
+"""A second check of blocks that a reader reported as bad.
 
-The reader's memory, its bus or a place that was out of date may have been at fault. So the owner
-reads the blocks itself, and the tier drops what is damaged on the disk.
+The reader's memory, its bus or an outdated place may have been at fault. So the owner reads the
+blocks itself, and the tier drops those that are damaged on the disk.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from headrace_kvstore.nvme.segment import Location, Read, page_memory
 READ_BYTES = 16 * 2**20
 """Memory for one read."""
 READ_S = 10.0
-"""A disk that takes longer for one read hangs. Its blocks stay."""
+"""Time after which a disk that has not ended a read counts as hanging. Its blocks stay."""
 
 
 def recheck(tier: NvmeTier, places: Sequence[Location]) -> int:
-    """Read blocks of one namespace again; returns how many the tier dropped."""
+    """Read blocks of one namespace again; return how many the tier dropped."""
     if not places:
         return 0
     shape = places[0].shape

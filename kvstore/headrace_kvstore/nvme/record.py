@@ -1,4 +1,5 @@
-"""The file format: what a block's bytes look like on disk, and which bytes count as a block.
+"""The file format: the layout of a block's bytes on disk, and the rule which bytes count as a
+block.
 
     segment  = [segment header: 1 page][record 0][record 1]...     one namespace, fixed record size
     record   = [header: 1 or more pages][payload, padded to a page]
@@ -10,8 +11,8 @@ the header's own checksum. A writer writes the payload first and the header last
 has no valid header. Payload bytes are covered by one u64 sum per layer, kept in the header and
 checked when a layer is loaded. Numbers are little-endian.
 
-The header's checksum is blake2b, 8 bytes, over the fixed fields and the sums. Padding is covered by
-nothing and means nothing.
+The header's checksum is blake2b, 8 bytes, over the fixed fields and the sums. Padding has no
+meaning and no checksum.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ _FIXED_BYTES = _SHAPE.size + _BLOCK.size + _SUM.size
 
 MAX_LAYERS = (0xFFFF * PAGE_BYTES - _FIXED_BYTES) // 8
 ONE_PAGE_LAYERS = (PAGE_BYTES - _FIXED_BYTES) // 8
-"""Layers whose sums fit in a header of one page; each further page takes 512 more."""
+"""Number of layers whose sums fit in a header of one page; each further page takes 512 more."""
 
 
 def pages(length: int) -> int:
-    """Pages that hold `length` bytes."""
+    """Return the number of pages that hold `length` bytes."""
     return -(-length // PAGE_BYTES)
 
 
 def padded(block_hash: bytes) -> bytes:
-    """A block hash as tables and files hold it: 32 bytes, zero-padded."""
+    """Return a block hash as tables and files hold it: 32 bytes, zero-padded."""
     if len(block_hash) > HASH_BYTES:
         raise ValueError(f"a block hash has at most {HASH_BYTES} bytes, not {len(block_hash)}")
     return block_hash.ljust(HASH_BYTES, b"\0")
@@ -53,7 +54,7 @@ def padded(block_hash: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Shape:
-    """What all records of a namespace have in common."""
+    """Properties that all records of a namespace share."""
 
     digest: bytes
     layers: int
@@ -77,36 +78,37 @@ class Shape:
 
     @property
     def record_bytes(self) -> int:
-        """What one block occupies."""
+        """Bytes that one block occupies."""
         return self.header_bytes + pages(self.payload_bytes) * PAGE_BYTES
 
     def slots(self, segment_bytes: int) -> int:
-        """Records that a segment of this size holds."""
+        """Return the number of records that a segment of this size holds."""
         return max(0, segment_bytes - PAGE_BYTES) // self.record_bytes
 
     def header_offset(self, slot: int) -> int:
-        """Where in its segment a record begins."""
+        """Return the offset in its segment at which a record begins."""
         return PAGE_BYTES + slot * self.record_bytes
 
     def payload_offset(self, slot: int) -> int:
-        """Where in its segment a record's layer 0 begins."""
+        """Return the offset in its segment at which a record's layer 0 begins."""
         return self.header_offset(slot) + self.header_bytes
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a record tells about its block besides the shape. `hash` and `parent`: 32 bytes."""
+    """A record's facts about its block besides the shape. `hash` and `parent`: 32 bytes."""
 
     hash: bytes
     parent: bytes = bytes(HASH_BYTES)
     depth: int = 0
     tenant: int = 0
     compute_s: float = 0.0
-    """Predicted seconds to compute it where it stands; a float32 on disk."""
+    """Predicted seconds to compute it at its place in the prompt; a float32 on disk."""
     wall_s: float = 0.0
     """time.time() when it was stored."""
     sequence: int = 0
-    """Grows with each record that a folder takes: of two records of one key the later counts."""
+    """Number that grows with each record of a folder: of two records of one key the later
+    counts."""
     sums: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64), compare=False)
     """One u64 a layer, (layers,)."""
 
@@ -127,7 +129,7 @@ class Save:
 
 @dataclass(frozen=True)
 class TierEvent:
-    """A block can be found from now on, or no longer."""
+    """Notice that a block can be found from now on, or no longer."""
 
     stored: bool
     digest: bytes
@@ -138,7 +140,7 @@ class TierEvent:
 
 
 def pack_header(shape: Shape, block: Block) -> bytes:
-    """A record's header, `shape.header_bytes` long."""
+    """Return a record's header, `shape.header_bytes` long."""
     sums = np.ascontiguousarray(block.sums, dtype="<u8")
     if sums.shape != (shape.layers,):
         raise ValueError(f"{shape.layers} layers want as many sums, not {sums.shape}")
@@ -156,7 +158,7 @@ def pack_header(shape: Shape, block: Block) -> bytes:
 
 
 def unpack_header(shape: Shape, header: bytes | memoryview) -> Block | None:
-    """The block whose record begins with these bytes, or None if it does not count."""
+    """Return the block whose record begins with these bytes, or None if it does not count."""
     sums_end = _FIXED_BYTES + 8 * shape.layers
     if len(header) < sums_end:
         return None
@@ -173,13 +175,14 @@ def unpack_header(shape: Shape, header: bytes | memoryview) -> Block | None:
 
 
 def pack_segment(shape: Shape) -> bytes:
-    """A segment's header, one page."""
+    """Return a segment's header, one page."""
     head = _pack_shape(_SEGMENT_MAGIC, shape, 1)
     return (head + _checksum(head)).ljust(PAGE_BYTES, b"\0")
 
 
 def unpack_segment(header: bytes) -> Shape | None:
-    """What a segment holds, or None if it is damaged, unfinished or of another version."""
+    """Return the shape of a segment's blocks, or None if the header is damaged, unfinished or of
+    another version."""
     head = header[: _SHAPE.size]
     if len(head) < _SHAPE.size or header[_SHAPE.size : _SHAPE.size + 8] != _checksum(head):
         return None

@@ -1,4 +1,4 @@
-"""Writing a record so that only a whole one counts: its payload first, then its header."""
+"""Writes of records: the payload first, then the header, so that only a whole record counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Flight:
     slot: int
     future: Future[bool] = field(default_factory=Future)
     taken_s: float = field(default_factory=time.monotonic)
-    """Counts as its first use: blocks that were saved in order stay in order of their age."""
+    """Time of its first use: blocks that were saved in order stay in order of their age."""
 
 
 def write_record(
@@ -42,8 +42,8 @@ def write_record(
 ) -> None:
     """Start writing; `landed` is called once, on any thread, with the error if there was one.
 
-    Both pieces go through O_DIRECT where `segment.File.choose_fds` allows; a header always does,
-    since it lies in memory of its own.
+    Both pieces go through O_DIRECT if `segment.File.choose_fds` allows it. It always does for the
+    header, which lies in page-aligned memory of its own.
     """
     memory, header_address = page_memory(len(flight.header))
     memory[: len(flight.header)] = np.frombuffer(flight.header, np.uint8)
@@ -58,7 +58,7 @@ def write_record(
         return
 
     def done(move: Any) -> None:
-        assert memory is not None  # kept until nobody writes from it
+        assert memory is not None  # kept until no write uses it
         files.release(file)
         error = move.exception()
         if error is not None and not isinstance(error, MoveError):
@@ -70,7 +70,7 @@ def write_record(
 
 
 def make_segment(path: str, size_bytes: int, shape: Shape) -> None:
-    """Make a segment's file with all of its room. Raises OSError, and leaves nothing then."""
+    """Make a segment's file with all of its room. Raises OSError, and then leaves no file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size_bytes)
@@ -89,7 +89,7 @@ def remove_segment(path: str) -> None:
     So the file is cut to nothing first. A read under way then ends early, which is a miss.
     Raises OSError if the name stays.
     """
-    with suppress(OSError):  # unlinking matters more, and says what is wrong
+    with suppress(OSError):  # unlinking matters more, and reports the error
         os.truncate(path, 0)
     with suppress(FileNotFoundError):
         os.unlink(path)

@@ -1,4 +1,4 @@
-"""The start-up scan: finds the blocks in a folder of segments by reading their headers only.
+"""The start-up scan, which finds the blocks in a folder of segments by their headers only.
 
 A segment is removed if its own header does not verify: its writer died early, or it has
 another version. A record is skipped if its header does not verify.
@@ -30,19 +30,19 @@ _NAME = re.compile(r"segment-(\d{10})(?:-[0-9a-f]{8})?\.kv")
 
 @dataclass
 class Scan:
-    """What a scan found."""
+    """Result of a scan."""
 
     seconds: float = 0.0
     segments: int = 0
     blocks: int = 0
     damaged_headers: int = 0
-    """Records with something in their header that does not verify."""
+    """Number of records whose header is not blank and does not verify."""
     segments_removed: int = 0
     last_segment: int = 0
     last_sequence: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        """JSON-able view."""
+        """Return a JSON-able view."""
         return asdict(self)
 
 
@@ -98,7 +98,7 @@ def _open_segment(path: str, number: int) -> Segment | None:
 def _read_headers(
     segment: Segment, mover: Mover, files: SegmentFiles
 ) -> Iterator[tuple[int, Block | None]]:
-    """Each slot whose header is not blank, with its block or None."""
+    """Yield each slot whose header is not blank, with its block or None."""
     length = segment.shape.header_bytes
     memory, address = page_memory(segment.slots * length)
     begins = np.arange(segment.slots) * length
@@ -123,7 +123,7 @@ def _read_headers(
 def _book(
     catalog: Catalog, segment: Segment, slot: int, block: Block, sequences: dict[bytes, int]
 ) -> None:
-    """Take a block over unless a later record of its key is known."""
+    """Add a block to the catalog unless a later record of its key is known."""
     key = segment.shape.digest + block.hash
     if sequences.get(key, -1) >= block.sequence:
         return

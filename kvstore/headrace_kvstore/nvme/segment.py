@@ -1,4 +1,4 @@
-"""Reading blocks from segment files, by their owner or by any process that has a Location.
+"""Reads of blocks from segment files, by their owner or by any process that has a Location.
 
 A read takes some layers of many blocks, each layer to its own address. Layers that are adjacent in
 memory and in the file become one piece.
@@ -35,7 +35,7 @@ from headrace_kvstore.nvme.mover import MoveError
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
 
 OPEN_FILES = 128
-"""Segments kept open, two descriptors each."""
+"""Maximum number of unused segments kept open, with two descriptors each."""
 
 NO_FILE = (errno.ENOENT, errno.ESTALE)
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -49,7 +49,7 @@ the bytes now at those addresses."""
 
 @dataclass(frozen=True)
 class Location:
-    """Where a block lies; plain values, to be sent to other processes."""
+    """Place of a block; plain values, to be sent to other processes."""
 
     path: str
     segment: int
@@ -61,30 +61,30 @@ class Location:
 
     @property
     def payload_offset(self) -> int:
-        """Where in the file layer 0 begins."""
+        """Offset in the file at which layer 0 begins."""
         return self.shape.payload_offset(self.slot)
 
 
 @dataclass
 class File:
-    """An open segment; `direct_fd` is -1 where the file system has no O_DIRECT."""
+    """An open segment; `direct_fd` is -1 if the file system has no O_DIRECT."""
 
     path: str
     fd: int
     direct_fd: int
     users: int = 0
     cached: bool = True
-    """False once `SegmentFiles` has dropped it: the last user closes it."""
+    """Whether `SegmentFiles` holds it; if not, the last user closes it."""
 
     def is_removed(self) -> bool:
-        """Return whether the file has no name any more. The kernel frees none of its room before
-        every descriptor is closed."""
+        """Whether the file has no name any more. The kernel frees none of its room before every
+        descriptor is closed."""
         return os.fstat(self.fd).st_nlink == 0
 
     def choose_fds(
         self, addresses: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
-        """For each piece the descriptor it goes through, (n,) int64."""
+        """Return the descriptor through which each piece goes, (n,) int64."""
         if self.direct_fd < 0:
             return np.full(len(addresses), self.fd)
         aligned = (addresses | offsets | lengths) % PAGE_BYTES == 0
@@ -116,7 +116,8 @@ class SegmentFiles:
         self._files: OrderedDict[str, File] = OrderedDict()
 
     def acquire(self, path: str) -> File:
-        """Open it, or find it open; it stays so until `release`. Raises OSError.
+        """Return an open file, which stays open until `release`; open it if need be. Raises
+        OSError.
 
         A removed file counts as missing, even if it is open here. Opening a file closes all
         removed files that are not in use. A disk that hangs delays only the threads that open its
@@ -139,7 +140,7 @@ class SegmentFiles:
                 self.release(file)
 
     def release(self, file: File) -> None:
-        """Take back `acquire`."""
+        """Undo one `acquire`."""
         with self._lock:
             file.users -= 1
             last = not file.users and not file.cached
@@ -186,7 +187,7 @@ class SegmentFiles:
         return File(path, fd, direct_fd)
 
     def _use(self, path: str, opened: File | None) -> File | None:
-        """The open file, else the one given, with a user more."""
+        """Return the open file, else the one given, with one more user."""
         with self._lock:
             file = self._files.get(path, opened)
             if file is None:
@@ -221,7 +222,7 @@ class Moving(Protocol):
 
 
 class Reads(Protocol):
-    """Starts filling memory from files; as `mover.Mover`."""
+    """Part of `mover.Mover` that starts to fill memory from files."""
 
     def read(self, addresses: Any, fds: Any, offsets: Any, lengths: Any) -> Moving: ...
 
@@ -249,15 +250,16 @@ class Read:
         self._ok: np.ndarray | None = None
 
     def done(self) -> bool:
-        """The memory is nobody's but the caller's again."""
+        """Whether no more bytes will arrive, so that the caller may reuse the memory."""
         return self.move.done()
 
     def call_off(self) -> None:
-        """Read no more than is in flight; `wait` then tells which blocks to do without: all."""
+        """Begin no further reads; `wait` then counts all blocks as missing."""
         self.move.call_off()
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
-        """Which blocks are in memory whole and, with `verify`, proven right: bool (blocks,).
+        """Wait, and return whether each block is whole in memory and, with `verify`, proven right:
+        bool (blocks,).
 
         Raises TimeoutError while bytes may still arrive; nothing else.
         """
@@ -290,7 +292,7 @@ class Read:
 
 
 class BlockReader:
-    """Reads blocks where a Location tells, in any process."""
+    """Reader of blocks at their Locations, in any process."""
 
     def __init__(self, mover: Reads, files: SegmentFiles | None = None) -> None:
         self._mover = mover
@@ -311,8 +313,8 @@ class BlockReader:
             addresses: u64 (blocks, n), where each layer goes, `layer_bytes` each.
             verify: computes the sums to compare with the location's; None compares nothing.
             on_bad: called with each block that failed and its reason.
-            on_done: called, on another thread, when no more bytes will arrive, with whether all
-                pieces that were asked for did.
+            on_done: called, on another thread, when no more bytes will arrive; its argument is
+                whether all pieces that were asked for arrived.
         """
         addresses = np.ascontiguousarray(addresses, dtype=np.int64)
         shapes = {(place.shape.layers, place.shape.layer_bytes) for place in locations}
@@ -368,7 +370,7 @@ def open_failure(error: OSError) -> str:
 def plan_pieces(
     payload_offsets: np.ndarray, addresses: np.ndarray, first_layer: int, layer_bytes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Fewest pieces that bring layers to their addresses.
+    """Plan the minimum number of pieces that bring layers to their addresses.
 
     Args:
         payload_offsets: (blocks,), where each block's layer 0 begins in its file.
@@ -390,6 +392,6 @@ def plan_pieces(
 
 
 def page_memory(length: int) -> tuple[np.ndarray, int]:
-    """Zeroed, page-aligned memory: u8 (at least length,) and its address."""
+    """Allocate zeroed, page-aligned memory: u8 (at least length,) and its address."""
     memory = np.frombuffer(mmap.mmap(-1, max(1, length)), np.uint8)
     return memory, memory.ctypes.data

@@ -1,7 +1,7 @@
-"""The segments of a file tier: how many there are within its size, and which one goes.
+"""The segments of a file tier: how many fit its size, and which one is removed.
 
-A full tier removes the segment whose blocks are worth least. A disk that others have filled gets
-one segment's room back, not all of them (`_gives_way`).
+A full tier removes the segment whose blocks are worth least. If other files have filled the disk,
+the tier gives up one segment's room, not all segments (`_gives_way`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SegmentSpace:
     Attributes:
         state, reason: whether the disk is used, and why not.
         events: called with each `TierEvent`.
-        value: what keeping a block is worth; decides which segment goes.
+        value: value of keeping a block; decides which segment is removed.
     """
 
     def __init__(self, folder: Path, size_bytes: int, segment_bytes: int, sync: bool) -> None:
@@ -53,20 +53,21 @@ class SegmentSpace:
         self._open: dict[Shape, Segment] = {}
         self._next_segment = 1
         self._disk_full = False
-        """A segment was given up for a full disk, and none could be made since."""
+        """Whether a segment was given up for a full disk, and none could be made since."""
         self._undeleted: dict[str, int] = {}
         """Size of each removed segment whose file is still there, by path."""
         self._counts: Counter[str] = Counter()
 
     def _open_segment(self, shape: Shape) -> Segment | None:
-        """This namespace's segment with a free slot."""
+        """Return this namespace's segment with a free slot, if there is one."""
         segment = self._open.get(shape)
         return segment if segment is not None and segment.next_slot < segment.slots else None
 
     def _grow(self, shape: Shape) -> bool:
-        """See to it that the namespace has a segment with a free slot; False if it cannot have one.
+        """Make a segment with a free slot for the namespace unless it has one; return False if that
+        is impossible.
 
-        The disk allocates and removes without the tier's lock, so that only writers wait for it.
+        The disk allocates and removes files without the tier's lock, so only writers wait for it.
         """
         slots = shape.slots(self.segment_bytes)
         with self._growing:
@@ -95,11 +96,11 @@ class SegmentSpace:
                     return True
 
     def _gives_way(self, error: OSError) -> bool:
-        """Handle a segment that could not be made; True if it is to be tried again.
+        """Handle a segment that could not be made; return True if it is to be tried again.
 
-        A disk that others have filled gets one segment back. If that makes no room, others have
-        taken it: giving up more would empty the tier and help nobody. Then nothing more is given up
-        until a segment could be made again.
+        If other files have filled the disk, the tier gives up one segment. If that makes no room,
+        other files have taken it, and giving up more would only empty the tier. Then the tier gives
+        up no more until a segment could be made again.
         """
         if error.errno in NO_RESOURCES:
             self._counts["segments_unopened"] += 1
@@ -115,7 +116,7 @@ class SegmentSpace:
         return False
 
     def _make_room(self) -> bool:
-        """Give segments up until one more fits; False if that cannot be."""
+        """Give segments up until one more fits; return False if that is impossible."""
         for path in list(self._undeleted):
             self._delete(path, self._undeleted[path])
         while self._file_bytes + self.segment_bytes > self.size_bytes:
@@ -125,15 +126,15 @@ class SegmentSpace:
 
     @property
     def _file_bytes(self) -> int:
-        """Bytes of all files, removed segments that the disk still keeps included."""
+        """Bytes of all files, including removed segments that the disk still keeps."""
         with self._lock:
             return self._catalog.file_bytes + sum(self._undeleted.values())
 
     def _reclaim(self) -> int:
-        """Remove the segment that is worth least; its bytes, 0 if none can be removed.
+        """Remove the segment that is worth least; return its bytes, 0 if none can be removed.
 
-        Called by one thread at a time. The tier's lock is held for one segment after the other:
-        others neither wait for the choice nor for the disk.
+        Called by one thread at a time. The tier's lock is held for one segment after the other, so
+        other threads wait neither for the choice nor for the disk.
         """
         now_s = time.monotonic()
         with self._lock:
@@ -158,19 +159,21 @@ class SegmentSpace:
         return segment.file_bytes if self._remove(segment, gone, "evicted") else 0
 
     def _remove(self, segment: Segment, gone: Sequence[bytes], reason: str) -> bool:
-        """Remove the file of a segment that the catalog has dropped; False if the disk keeps it."""
+        """Remove the file of a segment that the catalog has dropped; return False if the disk keeps
+        it."""
         self._files.close([segment.path])
         for block_hash in gone:
             self._tell(TierEvent(False, segment.shape.digest, block_hash, reason))
         return self._delete(segment.path, segment.file_bytes)
 
     def _close_open(self, segment: Segment) -> None:
-        """Write no more to this segment."""
+        """Stop writing to this segment."""
         if self._open.get(segment.shape) is segment:
             del self._open[segment.shape]
 
     def _delete(self, path: str, size_bytes: int) -> bool:
-        """Remove a segment's file; False if the disk keeps it, and then it counts as before."""
+        """Remove a segment's file. Return False if the disk keeps it; its size then still
+        counts."""
         try:
             remove_segment(path)
         except OSError as error:

@@ -1,10 +1,10 @@
-"""Which part of a folder is a node's own, where several nodes of one machine are given the folder.
+"""Slots of a folder that several nodes of one machine share.
 
 Pods of one machine mount one folder of it, and each has a node. A node owns one *slot*: the first
-is the folder itself, the others are its subfolders "1", "2", ... It takes a slot that exists and is
-free, so a restarted node finds blocks of an earlier one. If all are owned it makes another one,
-unless some belong to another app: that is one which is being replaced, and whose blocks are worth
-waiting for. So there are as many slots as nodes of one app ever were there at once.
+is the folder itself, the others are its subfolders "1", "2", ... A node takes a slot that exists
+and is free, so a restarted node finds blocks of an earlier one. If all are owned it makes another
+one, unless some belong to another app. Such an app is being replaced, and its blocks are worth
+waiting for. So there are as many slots as nodes of one app ever ran there at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MOST_SLOTS = 64
 
 
 def open_slot(folder: Path, owner: str, open_tier: Callable[[Path], NvmeTier]) -> NvmeTier:
-    """The tier in a slot.
+    """Open the tier in a slot.
 
     Args:
         owner: name that all nodes of an app have, and no others.
         open_tier: `NvmeTier.open` of a slot's folder; writes `owner` into its lock.
 
     Raises:
-        FolderBusy: a slot is to be waited for.
+        FolderBusy: another app owns a slot, which will become free; or all slots are owned.
     """
     waits: FolderBusy | None = None
     for number in range(MOST_SLOTS):
@@ -41,5 +41,5 @@ def open_slot(folder: Path, owner: str, open_tier: Callable[[Path], NvmeTier]) -
 
 
 def _owner(slot: Path) -> str:
-    """What the slot's owner wrote; "" if it has not done so yet."""
+    """Return the name that the slot's owner wrote; "" if it has not done so yet."""
     return (slot / LOCK).read_bytes()[:256].decode(errors="replace")

@@ -1,7 +1,7 @@
-"""Which objects exist. In memory, no I/O.
+"""Catalog of existing objects. In memory, no I/O.
 
 Several objects may hold the same block, since clusters that share a bucket do not wait for each
-other. Any of them serves a read. The block is gone when the last one is.
+other. Any of them serves a read. The block is missing once the last one is removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Held:
 
     name: ObjectName
     text: str
-    """Its name as the store has it."""
+    """Name of the object in the store."""
     used_s: float
     """Monotonic seconds of its last use here, or of its making."""
     hits: int = 0
@@ -32,13 +32,13 @@ class Held:
 
     @property
     def key(self) -> bytes:
-        """Of its block."""
+        """Key of its block."""
         return self.name.shape.digest + self.name.hash
 
 
 class UseOrder:
-    """Objects of a dictionary in the order of their last use. A heap whose entries are put right
-    when they come to the top, so that a use costs nothing."""
+    """Objects of a dictionary in the order of their last use. A heap whose entries are corrected
+    when they reach the top, so that a use costs nothing."""
 
     _SPARE = 1024
 
@@ -47,7 +47,7 @@ class UseOrder:
         self._heap: list[tuple[float, str]] = []
 
     def add(self, held: Held) -> None:
-        """Take in an object that is in the dictionary."""
+        """Add an object that is in the dictionary."""
         heapq.heappush(self._heap, (held.used_s, held.text))
         if (
             len(self._heap) > 2 * len(self._objects) + self._SPARE
@@ -56,8 +56,8 @@ class UseOrder:
             heapq.heapify(self._heap)
 
     def pop(self) -> Held:
-        """Take out the object unused longest; the caller removes it from the dictionary. Raises
-        IndexError if there is none."""
+        """Remove and return the object unused longest; the caller removes it from the dictionary.
+        Raises IndexError if there is none."""
         while True:
             used_s, text = self._heap[0]
             held = self._objects.get(text)
@@ -70,10 +70,10 @@ class UseOrder:
 
 
 class ObjectCatalog:
-    """Objects by name and by block. Not locked: the tier's lock is held around every call.
+    """Objects by name and by block. Not locked: callers hold the tier's lock.
 
     Args:
-        writer: whose objects are `own`.
+        writer: name of the writer of `own` objects.
     """
 
     def __init__(self, writer: str) -> None:
@@ -87,11 +87,11 @@ class ObjectCatalog:
 
     @property
     def blocks(self) -> int:
-        """Different ones."""
+        """Number of different blocks."""
         return len(self._by_key)
 
     def add(self, held: Held) -> None:
-        """Take an object in."""
+        """Add an object."""
         if held.text in self.objects:
             return
         self.objects[held.text] = held
@@ -103,7 +103,7 @@ class ObjectCatalog:
         self._by_key.setdefault(held.key, []).append(held)
 
     def remove(self, text: str) -> None:
-        """Forget an object."""
+        """Remove an object."""
         held = self.objects.pop(text, None)
         if held is None:
             return
@@ -115,27 +115,27 @@ class ObjectCatalog:
             del self._by_key[held.key]
 
     def find(self, digest: bytes, block_hash: bytes) -> Held | None:
-        """An object that holds this block: the one found last."""
+        """Return the object found last of those that hold this block."""
         same = self._by_key.get(digest + padded(block_hash))
         return same[-1] if same else None
 
     def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
-        """Which blocks are held, bool (n,)."""
+        """Return for each block whether an object holds it, bool (n,)."""
         known = self._by_key
         return np.fromiter((digest + padded(h) in known for h in hashes), bool, len(hashes))
 
     def use(self, held: Held, now_s: float) -> None:
-        """A read begins."""
+        """Record that a read begins."""
         held.hits += 1
         held.used_s = now_s
 
     def is_own(self, held: Held) -> bool:
-        """Return whether this tier's writer made it."""
+        """Whether this tier's writer made the object."""
         return held.name.writer == self._writer
 
     def take_victims(self, excess_bytes: int) -> list[str] | None:
-        """Forget own objects, those unused longest, for so many bytes less. Returns their names;
-        None, with nothing forgotten, if all of them are not enough."""
+        """Remove the own objects unused longest, until at least `excess_bytes` are removed. Returns
+        their names; None, with nothing removed, if all of them are not enough."""
         if excess_bytes > self.own_bytes:
             return None
         chosen: list[str] = []
@@ -147,7 +147,8 @@ class ObjectCatalog:
         return chosen
 
     def shrink(self, most_objects: int) -> list[Held]:
-        """Forget the objects unused longest until so many are left; returns them."""
+        """Remove the objects unused longest until `most_objects` are left; return the removed
+        ones."""
         gone: list[Held] = []
         while len(self.objects) > most_objects:
             gone.append(self._by_use.pop())
@@ -155,7 +156,7 @@ class ObjectCatalog:
         return gone
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Namespace digest and rows, SLOT (n,), of all blocks; `namespace` is 0."""
+        """Yield namespace digest and rows, SLOT (n,), of all blocks; `namespace` is 0."""
         by_digest: dict[bytes, list[Held]] = {}
         for same in self._by_key.values():
             by_digest.setdefault(same[-1].name.shape.digest, []).append(same[-1])

@@ -1,13 +1,13 @@
 """The few requests that the object tier makes, with a name for each way in which they fail.
 
-The client is obstore (Apache Arrow's object_store): S3 and what speaks like it, `gs://`, `az://`,
+The client is obstore (Apache Arrow's object_store): S3 and compatible stores, `gs://`, `az://`,
 a folder (`file:///...`), and memory (`memory:///`, for tests). Each request has a time limit and at
-most one more try. An answer lands in memory of its own, so one that comes too late harms nobody.
+most one more try. An answer lands in memory of its own, so a late one overwrites nothing.
 
-NIXL 1.3.2 has a plugin for S3, OBJ. It works against the same servers, and was left out after
-trying: it cannot list or delete; it has no time limit, so an endpoint that hangs keeps arena memory
-for a minute, also after its handle was released; it calls a read past an object's end done; and it
-was no faster, though what is here also compares checksums (docs/kvstore.md).
+NIXL 1.3.2 has a plugin for S3, OBJ, which works against the same servers. It was left out after a
+trial. It cannot list or delete. It has no time limit, so an endpoint that hangs keeps arena memory
+for a minute, also after its handle was released. It reports a read past an object's end as done.
+And it was no faster, though this client also compares checksums (docs/kvstore.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_RANGE = re.compile(r"range was invalid|Invalid range")
 
 
 class ObjectError(Exception):
-    """A request failed. `reason`: "absent", "denied", "timeout", "unreachable" or "failed"."""
+    """Failure of a request. `reason`: "absent", "denied", "timeout", "unreachable" or "failed"."""
 
     def __init__(self, reason: str, text: str = "") -> None:
         super().__init__(f"{reason}: {text}" if text else reason)
@@ -34,7 +34,7 @@ class ObjectError(Exception):
 
 class Listed(NamedTuple):
     """One object. `modified_s`: seconds of the server's time.time(). `tag`: the entity tag of this
-    version; empty where the server gives none."""
+    version; empty if the server gives none."""
 
     name: str
     size_bytes: int
@@ -43,7 +43,8 @@ class Listed(NamedTuple):
 
 
 class StoreClient:
-    """obstore below one URL; names are relative to it. Thread-safe. Requests raise ObjectError.
+    """Client of obstore below one URL, with names relative to it. Thread-safe. Requests raise
+    ObjectError.
 
     Args:
         url: such as `s3://bucket/prefix`. Credentials, region and endpoint come from the usual
@@ -79,7 +80,7 @@ class StoreClient:
             raise ValueError(f"{url}: {str(error).splitlines()[0]}") from error
 
     def list(self, after: str = "") -> Iterator[Listed]:
-        """Iterate over all objects, or those whose names follow this one."""
+        """Iterate over all objects, or over those whose names follow `after`."""
         try:
             for chunk in self._store.list(offset=after or None, chunk_size=LIST_CHUNK):
                 for meta in chunk:
@@ -89,7 +90,7 @@ class StoreClient:
             raise named(error) from error
 
     def get(self, name: str, offset: int, length: int) -> memoryview:
-        """These bytes, or as many of them as there are."""
+        """Return these bytes, or as many of them as there are."""
         try:
             return memoryview(self._store.get_range(name, start=offset, length=length))
         except Exception as error:
@@ -113,7 +114,8 @@ class StoreClient:
 
 
 def named(error: Exception) -> ObjectError:
-    """The reason behind what obstore raised; its text tells what its types do not."""
+    """Return an ObjectError with the reason of obstore's error, from its text where its type does
+    not tell."""
     text = str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = int(status[1]) if status else 0

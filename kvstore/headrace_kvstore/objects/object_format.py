@@ -1,13 +1,14 @@
-"""The format of an object, which holds one KV block. The name says all but the block's bytes.
+"""The format of an object, which holds one KV block. The name holds everything but the block's
+bytes.
 
     name   = NAMESPACE_DIGEST/BLOCK_HASH.PLACE.WRITER         digest, hash and place in hex
     place  = layers u32, layer bytes u64, parent u64, depth u32, tenant u32, one zero byte,
              seconds to compute it f32                        little-endian
     object = [one u64 checksum a layer][layer 0][layer 1]...
 
-So a listing describes all blocks of a store, and no object is read to learn what it holds. The size
-follows from the name, so a listing also shows which objects are truncated. Equal names hold equal
-bytes, so writing an object again repairs it.
+So a listing describes all blocks of a store, without reading any object. The size follows from the
+name, so a listing also shows which objects are truncated. Objects of equal names have equal bytes,
+so writing an object again repairs it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headrace_kvstore.checksum import block_seed, copy_sum, layer_seeds
 from headrace_kvstore.nvme.record import Save, Shape, padded
 
 BOARD_NAME = "board"
-"""The one object that holds no block: the backup of nodes' boards (`node.board_backup`)."""
+"""Name of the one object that holds no block: the backup of nodes' boards (`node.board_backup`)."""
 WRITER = r"[A-Za-z0-9_-]{1,64}"
 _PLACE = struct.Struct("<IQQIIxf")
 _NAME = re.compile(
@@ -34,7 +35,7 @@ _SUM_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """An object's name, taken apart. `hash`: 32 bytes; `parent`: as in SLOT."""
+    """Fields of an object's name. `hash`: 32 bytes; `parent`: as in SLOT."""
 
     shape: Shape
     hash: bytes
@@ -46,14 +47,15 @@ class ObjectName:
 
     @classmethod
     def of(cls, shape: Shape, writer: str, save: Save) -> ObjectName:
-        """The name under which a block is stored. Raises ValueError for a hash that is too long."""
+        """Return the name under which a block is stored. Raises ValueError for a hash that is too
+        long."""
         parent = int.from_bytes(save.parent[:8], "little")
         where = save.depth, save.tenant, save.compute_s
         return cls(shape, padded(save.hash), writer, parent, *where)
 
     @classmethod
     def parse(cls, text: str) -> ObjectName | None:
-        """None for a name that is not one of ours."""
+        """Parse a name; return None if it is not of this format."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
@@ -78,19 +80,19 @@ class ObjectName:
 
     @property
     def size_bytes(self) -> int:
-        """The whole object."""
+        """Size of the whole object."""
         return object_bytes(self.shape)
 
 
 def object_bytes(shape: Shape) -> int:
-    """Size of an object that holds a block of this shape."""
+    """Return the size of an object that holds a block of this shape."""
     return _SUM_BYTES * shape.layers + shape.payload_bytes
 
 
 def pack(shape: Shape, save: Save) -> memoryview | None:
-    """An object's bytes; None if those in memory do not match their sums.
+    """Return an object's bytes; None if the bytes in memory do not match their sums.
 
-    So the memory may be given to another block meanwhile, without a lease.
+    So no lease is needed: another block may take the memory at any time.
     """
     data = np.empty(object_bytes(shape), np.uint8)
     start = data.ctypes.data + _SUM_BYTES * shape.layers
@@ -100,8 +102,8 @@ def pack(shape: Shape, save: Save) -> memoryview | None:
 
 
 def unpack(shape: Shape, block_hash: bytes, data: memoryview, to: np.ndarray) -> np.ndarray | None:
-    """Copy an object's layers to u64 addresses (layers,); their sums, u64 (layers,), or None if
-    the bytes do not match them. `data` has the right length."""
+    """Copy an object's layers to u64 addresses (layers,); return their sums, u64 (layers,), or None
+    if the bytes do not match them. `data` must have the right length."""
     sums = np.frombuffer(data, "<u8", shape.layers).astype(np.uint64)
     start = np.frombuffer(data, np.uint8).ctypes.data + _SUM_BYTES * shape.layers
     return sums if np.array_equal(_copied(shape, block_hash, start, to), sums) else None

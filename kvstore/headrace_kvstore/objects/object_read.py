@@ -16,16 +16,16 @@ from headrace_kvstore.objects.object_format import unpack
 class ObjectRead:
     """Blocks on their way from objects into memory: a `staging.sources.Fill`.
 
-    Each block comes with one request, and the answer lands in memory of its own. The thread that
-    waits for the read copies it to its destination, in the same pass that computes its checksums.
-    So a caller may give up at any time: a late answer never touches the caller's memory.
+    One request fetches each block, and the answer lands in memory of its own. The thread that waits
+    for the read copies it to its destination, in the same pass that computes its checksums. So a
+    caller may give up at any time: a late answer never touches the caller's memory.
 
     Args:
         objects: of one shape.
         addresses: u64 (blocks, layers), where each layer goes.
-        sums: u64 (layers,) a block: filled in for those that are right.
-        deadline_s: monotonic seconds at which what has not come is given up.
-        judge: told of each block that came whether it is right.
+        sums: u64 (layers,) a block: filled in for blocks that are right.
+        deadline_s: monotonic time at which missing blocks are given up.
+        judge: called with each block that arrived, and whether it is right.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class ObjectRead:
         self.called_off = False
 
     def answer(self, block: int, data: memoryview | None) -> None:
-        """A block's bytes are here, or will not come."""
+        """Take a block's bytes, or None if it will not arrive."""
         with suppress(InvalidStateError):  # it was given up
             self._answers[block].set_result(data)
 
     def call_off(self) -> None:
-        """Do without what has not come; all blocks count as not there."""
+        """Give the read up; all its blocks count as missing."""
         self.called_off = True
         for block in range(len(self._answers)):
             self.answer(block, None)

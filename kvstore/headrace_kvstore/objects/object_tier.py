@@ -1,16 +1,17 @@
-"""The object tier: KV blocks below a prefix of an object store, shared by everyone who may read it.
+"""The object tier: KV blocks below a prefix of an object store, shared by all who may read it.
 
 The tier walks through the store's names at the start, and from then on through LIST_OBJECTS of them
-every `refresh_s`; names say which blocks there are. So it finds blocks that another cluster wrote,
-and forgets those that a whole walk did not show. It knows the INDEX_BLOCKS objects used or made
-last. Objects under this tier's writer name stay within `size_bytes`, also those beyond the index;
-the least recently used are removed first. Objects of others are never removed.
+every `refresh_s`; the names describe the blocks. So it finds blocks that another cluster wrote, and
+drops those that a whole walk did not show. It knows the INDEX_BLOCKS objects used or made last.
+Objects under this tier's writer name stay within `size_bytes`, also those beyond the index; the
+least recently used are removed first. Objects of other writers are never removed.
 
 No error reaches a request. A missing object, a flipped byte, an endpoint that refuses, hangs or is
-gone are misses, each counted by name. After failures in a row a circuit breaker stops reads, or
-writes, and lets single tries through until one works. With read-only credentials the tier reads.
+away are misses, each counted by name. After failures in a row a circuit breaker stops reads, or
+writes, and lets single tries through until one works. With read-only credentials the tier only
+reads.
 
-Everyone who can write below the prefix is trusted: checksums find damage, not forgery.
+All who can write below the prefix are trusted: checksums find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from headrace_kvstore.workers import Workers
 logger = logging.getLogger("headrace.kvstore")
 
 REQUESTS = 4
-"""Reads at once, and writes at once; each read holds one block in memory."""
+"""Maximum number of reads at once, and of writes at once; each read holds one block in memory."""
 INDEX_BLOCKS = 1 << 18
-"""Objects known at once, those used or made last: about 0.25 GB."""
+"""Maximum number of objects known at once, those used or made last: about 0.25 GB."""
 LIST_OBJECTS, BATCH_OBJECTS = 1 << 16, 1 << 12
-"""Names looked at in one refresh (66 requests to S3), and taken in under one lock."""
+"""Number of names listed in one refresh (66 requests to S3), and added under one lock."""
 MAX_IGNORED = 1 << 16
 SPARE_SHARE = 100
-"""One part in so many of its size that a tier with more objects than it knows leaves free."""
+"""A tier with more objects than it knows leaves at least 1 / SPARE_SHARE of its size free."""
 READ_TIMEOUTS = 3
-"""Request timeouts after which a read is given up, with the time that it waited for its turn."""
+"""Number of request timeouts after which a read is given up, including its wait for a thread."""
 TICK_S = 0.1
 
 T = TypeVar("T")
@@ -61,10 +62,10 @@ class ObjectTier:
 
     Args:
         client: requests below the prefix; also an attribute.
-        writer: whose objects count as its own: letters, digits, `_`, `-`; nodes of one name share
-            `size_bytes` and may remove each other's objects.
-        size_bytes: what its own objects may take.
-        refresh_s: between listings.
+        writer: name of the writer of its own objects: letters, digits, `_`, `-`; nodes of one name
+            share `size_bytes` and may remove each other's objects.
+        size_bytes: maximum size of its own objects.
+        refresh_s: time between listings.
         timeout_s: of one request of the client.
         ready: called once the first listing is known.
     """
@@ -89,14 +90,14 @@ class ObjectTier:
         self._lock = threading.RLock()
         self._catalog = ObjectCatalog(writer)
         self._ignored: dict[str, tuple[str, float | None, int]] = {}
-        """By name: why it is not used, its time stamp, and the last walk that saw it. It is used
-        again once it was written anew."""
+        """Objects that are not used, by name: the reason, the time stamp, and the last walk that
+        saw the object. An object is used again once it was written again."""
         self._ignored_names: Counter[str] = Counter()
-        """Objects that the last walk did not take in, by reason."""
+        """Number of objects that the last walk did not add, by reason."""
         self._removed: set[str] = set()
         self._removed_before: set[str] = set()
-        """Names removed since this refresh began, and since the one before: a page may still show
-        them."""
+        """Names removed since this refresh began (`_removed`), and from the beginning of the
+        previous one until then. A listing may still show them."""
         self._walk: Walk | None = None
         self._walks = 0
         self._unindexed = self._unindexed_bytes = self._written_in_walk = 0
@@ -114,7 +115,7 @@ class ObjectTier:
         return self
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End it; what an endpoint that hangs still sends reaches nobody's memory."""
+        """End all work. Late answers of an endpoint that hangs do not reach callers' memory."""
         deadline = time.monotonic() + timeout_s
         self._stop.set()
         for workers in (self._readers, self._putters):
@@ -126,32 +127,32 @@ class ObjectTier:
 
     @property
     def may_read(self) -> bool:
-        """Reads are not stopped by the breaker."""
+        """Whether the breaker allows reads."""
         return not self._reads.blocked(time.monotonic())
 
     @property
     def may_write(self) -> bool:
-        """Writes are not stopped by the breaker."""
+        """Whether the breaker allows writes."""
         return not self._writes.blocked(time.monotonic())
 
     def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
-        """Which blocks are known to be here, bool (n,); changes nothing."""
+        """Return for each block whether it is known to be here, bool (n,); change nothing."""
         with self._lock:
             return self._catalog.contains(digest, hashes)
 
     def find(self, digest: bytes, block_hash: bytes) -> Held | None:
-        """An object that holds a block, or None."""
+        """Return an object that holds a block, or None."""
         with self._lock:
             return self._catalog.find(digest, block_hash)
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Namespace digest and rows, SLOT (n,), each block once."""
+        """Yield namespace digest and rows, SLOT (n,), each block once."""
         with self._lock:
             found = list(self._catalog.contents())
         yield from found
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able sizes, states and counts since the start."""
+        """Return JSON-able sizes, states and counts since the start."""
         with self._lock:
             return {
                 "state": "on" if self.may_read else "off",
@@ -189,7 +190,7 @@ class ObjectTier:
         return read
 
     def _bring(self, read: ObjectRead, block: int) -> None:
-        """One request, in a worker."""
+        """Make one request, in a worker."""
         data = None
         try:
             data = None if read.called_off else self._get(read.objects[block])
@@ -202,7 +203,7 @@ class ObjectTier:
             self._forget(held.text, "corrupt")
 
     def _get(self, held: Held) -> memoryview | None:
-        """An object's bytes; None if they cannot be had, or another reader found them bad."""
+        """Return an object's bytes; None if the request fails, or another reader found them bad."""
         with self._lock:
             if held.text not in self._catalog.objects:
                 return None
@@ -227,10 +228,10 @@ class ObjectTier:
     # Writing
 
     def pack(self, shape: Shape, saves: Sequence[Save]) -> list[Packed]:
-        """Copy blocks that are not here yet into objects to be.
+        """Copy blocks that are not here yet into the bytes of new objects.
 
-        Memory may change meanwhile: bytes that do not match their sums are left out, and so are
-        blocks that no name can describe.
+        The memory may change during the copy: blocks that do not match their sums are left out, and
+        so are blocks that no name can describe.
         """
         here = self.contains(shape.digest, [save.hash for save in saves])
         packed: list[Packed] = []
@@ -249,7 +250,7 @@ class ObjectTier:
         return packed
 
     def put(self, packed: Sequence[Packed]) -> int:
-        """Make objects, `REQUESTS` at once, and wait for them; how many can be found now."""
+        """Make objects, `REQUESTS` at once, and wait for them; return how many were made."""
         needed = sum(len(data) for _, data in packed)
         if packed and self.may_write and not self._make_room(needed):
             self._count("writes_full", len(packed))
@@ -285,7 +286,7 @@ class ObjectTier:
         return True
 
     def _make_room(self, needed_bytes: int) -> bool:
-        """Remove objects of ours until there is room for so much; False if there is none."""
+        """Remove own objects until `needed_bytes` fit; return False if that is impossible."""
         with self._lock:
             names = self._catalog.take_victims(self._own_bytes + needed_bytes - self.size_bytes)
         return names is not None and (not names or self._delete(names))
@@ -297,15 +298,15 @@ class ObjectTier:
             self.client.delete(names)
         except ObjectError as error:
             self._failed("deletes", error, len(names))
-            return False  # what is still there is found again
+            return False  # objects that still exist are found again
         self._count("objects_evicted", len(names))
         return True
 
-    # Learning what is there
+    # Learning which objects exist
 
     def refresh(self) -> bool:
-        """Look at the next LIST_OBJECTS names, and take in new objects. The end of a walk drops
-        objects that are missing. False if the listing failed."""
+        """List the next LIST_OBJECTS names, and add new objects. At the end of a walk, drop objects
+        that are missing. Returns False if the listing failed."""
         with self._lock:
             self._removed_before, self._removed = self._removed, set()
         walk = self._walk = self._walk or Walk(self._walks + 1)
@@ -325,14 +326,13 @@ class ObjectTier:
         return True
 
     def _next(self, walk: Walk) -> list[Listed]:
-        """The next names, from where the walk stopped."""
+        """Return the next names, from where the walk stopped."""
         if walk.names is None:
             walk.names = self.client.list(walk.after) if walk.after else self.client.list()
         return walk.take(BATCH_OBJECTS)
 
     def _learn(self, walk: Walk, listed: Sequence[Listed]) -> None:
-        """Take in objects that are new, as far as there is room; remove own ones that are too
-        many."""
+        """Add new objects as far as there is room; remove own ones that are too many."""
         with self._lock:
             fresh = [each for each in listed if self._is_new(walk, each)]
         found: dict[str, tuple[Held, float]] = {}
@@ -356,7 +356,7 @@ class ObjectTier:
                     modified_s = time.time() - (time.monotonic() - held.used_s)
                     self._unindexed_bytes += held.name.size_bytes * self._catalog.is_own(held)
                 if not self._catalog.is_own(held) or held.walk < walk.number:
-                    continue  # of the latter this walk will come by
+                    continue  # this walk will still reach the latter
                 if self._trim.takes(held.name.size_bytes, modified_s):
                     too_many.append(held.text)
                 else:
@@ -380,7 +380,7 @@ class ObjectTier:
         return each.name != BOARD_NAME
 
     def _end_of(self, walk: Walk) -> None:
-        """Forget the objects that the whole walk did not show, and plan the next walk."""
+        """Drop the objects that the whole walk did not show, and plan the next walk."""
         with self._lock:
             known = list(self._catalog.objects.values())
         gone = [held for held in known if held.walk < walk.number]
@@ -405,7 +405,7 @@ class ObjectTier:
 
     @property
     def _own_bytes(self) -> int:
-        """Bytes of all own objects, those beyond the index as the last walk counted them."""
+        """Bytes of all own objects; for those beyond the index, by the last walk's count."""
         return self._catalog.own_bytes + self._unindexed_bytes
 
     def _learned(self, held: Held) -> None:
@@ -418,7 +418,7 @@ class ObjectTier:
                 self._unindexed_bytes += gone.name.size_bytes * self._catalog.is_own(gone)
 
     def _forget(self, name: str, why: str) -> None:
-        """Forget an object, and do not use it again until it is written anew."""
+        """Drop an object, and do not use it until it is written again."""
         with self._lock:
             self._catalog.remove(name)
             self._ignored[name] = why, None, self._walks
@@ -428,7 +428,7 @@ class ObjectTier:
     # Inside
 
     def _keep(self) -> None:
-        """Refresh now and then."""
+        """Refresh every `refresh_s`, until `close`."""
         pause_s = 0.0
         while not self._stop.wait(pause_s):
             pause_s = min(1.0, self._refresh_s)
@@ -440,7 +440,8 @@ class ObjectTier:
                 logger.exception("looking after the object tier failed; it goes on")
 
     def _request(self, what: str, breaker: Breaker, call: Callable[[], T]) -> T | None:
-        """What a request gives; None if it fails, or the breaker allows none. That is counted."""
+        """Make a request and return its answer; None if it fails or the breaker stops it, which is
+        counted."""
         if not breaker.allow(time.monotonic()):
             self._count(f"{what}_breaker", 1)
             return None

@@ -1,4 +1,4 @@
-"""A walk through all names of an object store, some at a time, and what it finds out.
+"""A walk through all names of an object store, some at a time, and its results.
 
 The index of a tier has room for the objects used last. Own objects beyond that are only counted
 here, with their ages, so that the oldest can be removed by the next walk. So memory does not grow
@@ -79,7 +79,7 @@ class Trim:
         return cls()
 
     def takes(self, size_bytes: int, modified_s: float) -> bool:
-        """Return whether an object is to be removed, and count it then."""
+        """Return whether an object is to be removed; if so, count it."""
         if self.bytes <= 0 or modified_s > self.until_s:
             return False
         self.bytes -= size_bytes

@@ -1,1 +1,1 @@
-"""Pulls blocks from other nodes: leased by their owner, read one-sided over NIXL."""
+"""Pulls of blocks from other nodes: leased by their owner, read one-sided over NIXL."""

@@ -1,4 +1,4 @@
-"""One NIXL agent with UCX on one thread: lets peers read a piece of memory, and reads theirs.
+"""One NIXL agent with UCX on one thread, which lets peers read a piece of memory and reads theirs.
 
 NIXL's own progress thread never sleeps, so it is switched off. This thread polls while a transfer
 is in flight or a peer may be reading (`serving`), and sleeps otherwise. Reads through shared
@@ -7,7 +7,7 @@ connection only. Over TCP the owner takes part in each read.
 
 A read in flight cannot be cancelled. If it takes too long, its connection is cut; the read ends
 when UCX gives it up, and its memory may be written to until then. When a peer dies, NIXL reports
-an error at the next use of the connection and forgets the peer.
+an error at the next use of the connection and drops the peer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 20e-6, 500e-6
 
 
 class PullError(OSError):
-    """A read from a peer failed; the text is one word for the metrics: lost, slow, refused."""
+    """Failure of a read from a peer; the text is one word for the metrics: lost, slow, refused."""
 
 
 class Pull(Future[None]):
@@ -53,7 +53,7 @@ class _Flight:
 
 
 class Agent:
-    """Made with its memory: `length` bytes at `address`, which must outlive it.
+    """NIXL agent of one memory: `length` bytes at `address`, which must outlive the agent.
 
     Args:
         serving: whether a peer may be reading, so that this side must poll.
@@ -86,7 +86,7 @@ class Agent:
         self._thread.start()
 
     def meet(self, metadata: bytes) -> Future[str]:
-        """Learn how a peer's memory is read; the future gives the name to read it by."""
+        """Connect to a peer by its metadata; the future gives the name to read it by."""
         met: Future[str] = Future()
 
         def meet() -> None:
@@ -120,12 +120,12 @@ class Agent:
         return pull
 
     def wake(self) -> None:
-        """`serving` may have become true."""
+        """Wake the thread, since `serving` may have become true."""
         with self._wake:
             self._wake.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """End it; False if bytes may still arrive after that time."""
+        """End the agent; return False if bytes may still arrive after that time."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -133,7 +133,7 @@ class Agent:
         return not self._thread.is_alive()
 
     def _call(self, call: Callable[[], None]) -> bool:
-        """Have the thread do it; False if it has ended, or will."""
+        """Have the thread make the call; return False if the thread has ended, or will."""
         with self._wake:
             if not self._stopping:
                 self._calls.append(call)
@@ -195,7 +195,7 @@ class Agent:
                 agent.get_xfer_descs(np.stack([remote, lengths, zeros], axis=1), mem_type="DRAM"),
                 pull.peer,
             )
-        except Exception:  # the peer is unknown by now, or its memory is
+        except Exception:  # NIXL no longer knows the peer or its memory
             pull.set_exception(PullError("refused" if pull.peer in self._known else "lost"))
             return
         flight = _Flight(pull, handle)
@@ -242,5 +242,5 @@ class Agent:
             self._known.discard(peer)
             try:
                 self._agent.remove_remote_agent(peer)
-            except Exception as error:  # NIXL has forgotten it by itself
+            except Exception as error:  # NIXL has dropped the peer already
                 logger.debug("peer %s is gone: %r", peer, error)

@@ -1,6 +1,6 @@
-"""Which node holds which KV blocks, by medium, learned from the nodes' event streams. Pure.
+"""Directory of the KV blocks that each node holds, by medium, from the nodes' event streams. Pure.
 
-Each node numbers its batches of events from 0 (see `events.py`); `sequence.py` says which are
+Each node numbers its batches of events from 0 (see `events.py`); `sequence.py` decides which are
 applied. A batch that begins with `AllBlocksCleared` is the node's whole state. If a batch before
 another one is missing, the caller has the node replay from `wanted`. A restarted node starts again
 at 0; the caller learns of that from its generation and calls `drop`.
@@ -29,9 +29,10 @@ logger = logging.getLogger("headrace.kvstore")
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 MEDIA = (DRAM, NVME)
-"""Fastest first; others are not followed."""
+"""Media that are followed, fastest first."""
 MOST_BLOCKS = 1 << 22
-"""Of all nodes together, about 0.5 GB; further ones are counted, not remembered, and not pulled."""
+"""Maximum number of blocks of all nodes together, about 0.5 GB; further ones are counted, but not
+remembered and not pulled."""
 
 
 class _Node:
@@ -47,11 +48,11 @@ class Directory:
         self._most_blocks = most_blocks
         self._nodes: dict[str, _Node] = {}
         self.dropped = 0
-        """Blocks that were not remembered for want of room; those that a node tells of again count
-        again."""
+        """Number of blocks that were not remembered for lack of room; a block that a node reports
+        again counts again."""
 
     def apply(self, node: str, seq: int, events: Sequence[Event]) -> bool:
-        """Take a batch; False if batches before it are missing, and nothing was taken."""
+        """Apply a batch; return False, and apply nothing, if batches before it are missing."""
         known = self._nodes.setdefault(node, _Node())
         whole = bool(events) and isinstance(events[0], AllBlocksCleared)
         fate = known.numbers.judge(seq, whole)
@@ -62,19 +63,19 @@ class Directory:
         return fate is not Fate.WAIT
 
     def wanted(self, node: str) -> int:
-        """Number of the batch that a node is to replay from."""
+        """Return the number of the batch from which a node is to replay."""
         known = self._nodes.get(node)
         return 0 if known is None else known.numbers.wanted
 
     def drop(self, node: str) -> None:
-        """Forget a node that is gone, or that was restarted."""
+        """Drop a node that has ended, or that was restarted."""
         self._nodes.pop(node, None)
 
     def leading(
         self, node: str, digest: bytes, hashes: Sequence[bytes], media: Sequence[str]
     ) -> list[str]:
-        """The medium of each of the leading blocks that a node holds, the first that fits of
-        `media`."""
+        """Return the medium of each of the leading blocks that a node holds: the first of `media`
+        that has it."""
         known = self._nodes.get(node)
         if known is None:
             return []
@@ -89,17 +90,17 @@ class Directory:
         return found
 
     def blocks(self, node: str, medium: str) -> int:
-        """How many blocks a node has told of."""
+        """Return how many blocks of a node and medium are known."""
         known = self._nodes.get(node)
         return 0 if known is None else len(known.media.get(medium, ()))
 
     def _take(self, known: _Node, event: Event) -> None:
-        """Raises ValueError for what no store tells."""
+        """Apply one event. Raises ValueError for an event that no store publishes."""
         if isinstance(event, AllBlocksCleared):
             known.media.clear()
             return
         if event.medium not in MEDIA or event.ownership is None:
-            return  # not of a store
+            return  # no store's event
         digest = bytes.fromhex(event.ownership)
         if len(digest) != DIGEST_BYTES:
             raise ValueError(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(digest)}")

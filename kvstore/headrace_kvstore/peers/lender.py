@@ -1,12 +1,12 @@
-"""The owner's side of a pull: leases blocks of its arena to peers, and says where they lie.
+"""The owner's side of a pull: it leases blocks of its arena to peers, and tells where they lie.
 
 A lease is an arena lease: blocks are not evicted until it is released or expires. Blocks that only
 NVMe has are brought into DRAM first, and the answer waits for that. Peers may lease at most
 LENT_SHARE of the arena at once; further requests are refused, and the peer computes.
 
-The reader takes the blocks of a lease for right by their tags (`tags`). They are made when they are
-first asked for, of bytes that match their sums, and kept while the slot holds that block. The sums
-lie where peers cannot write.
+The reader verifies the blocks of a lease by their tags (`tags`). The owner makes tags when they are
+first asked for, of bytes that match their sums, and keeps them while the slot holds that block. The
+sums lie where peers cannot write.
 
 When a block does not verify at the reader, the owner checks its own copy. If that is wrong too,
 the block is dropped. Otherwise the transfer was at fault.
@@ -34,7 +34,7 @@ from headrace_kvstore.staging.prefetch import Prefetcher
 
 LENT_SHARE = 0.5
 LEND_PRIORITY = 64
-"""Of prefetches that a peer waits for."""
+"""Priority of prefetches that a peer waits for."""
 
 
 @dataclass
@@ -51,13 +51,13 @@ class _Lent:
 
 
 class Lender:
-    """Lends one arena's blocks. Thread-safe.
+    """Lender of one arena's blocks. Thread-safe.
 
     Args:
-        arena: whose blocks.
+        arena: holds the blocks.
         generation: changes whenever addresses may have changed.
         tags: of this generation.
-        on_nvme: digest, hashes -> which blocks the NVMe tier has, bool (n,).
+        on_nvme: digest, hashes -> whether the NVMe tier has each block, bool (n,).
         prefetcher: brings these into the arena.
     """
 
@@ -80,7 +80,7 @@ class Lender:
         self._tags = tags
         slots = len(arena.table)
         self._tagged = np.zeros(slots, "u4"), np.zeros((slots, TAG_BYTES), "u1")
-        """Of each slot: the generation (from 1 on) that has a tag, and the tag."""
+        """For each slot: the generation (from 1 on) that has a tag, and the tag."""
         self._tagging = ThreadPoolExecutor(1, "kv-tags")
 
     def serving(self) -> bool:
@@ -90,7 +90,7 @@ class Lender:
             return bool(self._lent)
 
     def lease(self, request: Lease) -> Leased | Failed | Future[Leased]:
-        """Answer a reader."""
+        """Lease blocks to a reader; return the answer."""
         if request.generation != self.generation:
             self._count("refused_generation", len(request.hashes))
             return Failed("generation")
@@ -114,13 +114,14 @@ class Lender:
         return answer
 
     def tags(self, lease: int) -> Future[Tags] | Failed:
-        """The tags of what is leased; that of a block that does not match its sums is wrong."""
+        """Return the tags of a lease's blocks; a block that does not match its sums gets a wrong
+        tag."""
         with self._lock:
             lent = self._lent.get(lease)
         return Failed("lease") if lent is None else self._tagging.submit(self._tags_of, lent)
 
     def release(self, lease: int, bad: Sequence[int]) -> None:
-        """The reader is done; `bad` positions did not verify there."""
+        """End a lease; `bad` are the positions of blocks that did not verify at the reader."""
         with self._lock:
             self._run_out()
             lent = self._lent.pop(lease, None)
@@ -133,7 +134,7 @@ class Lender:
             self._look_at(lent, suspects)
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts, of blocks."""
+        """Return JSON-able counts of blocks."""
         with self._lock:
             self._run_out()
             return {
@@ -215,7 +216,7 @@ class Lender:
             self._counts["ran_out"] += len(self._lent.pop(lease).hashes)
 
     def _look_at(self, lent: _Lent, suspects: Sequence[int]) -> None:
-        """Drop those of a reader's bad blocks that are bad here too."""
+        """Drop blocks that were bad at a reader and are bad here too."""
         generations, tags = self._tagged
         names = [lent.hashes[i] for i in suspects]
         slots = self._arena.lookup(lent.row, names)

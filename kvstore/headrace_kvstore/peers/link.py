@@ -1,9 +1,9 @@
 """This node's view of one peer: its identity, its health, its blocks, its board.
 
-The peer is greeted first; its answer names its generation and its memory. Then it is asked every
-`LOOK_S` for new notes of its board and new batches of its events, `LOOK_BYTES` at a time. A new
-generation means a new peer under the same address: everything known of the old one is dropped, and
-the peer is greeted anew.
+This node greets the peer first, and the answer names the peer's generation and memory. Then it asks
+every `LOOK_S` for new notes of the peer's board and new batches of its events, `LOOK_BYTES` at a
+time. A new generation means a new peer under the same address. This node then drops everything
+known of the old one, and greets the peer again.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ logger = logging.getLogger("headrace.kvstore")
 
 LOOK_S, GREET_S = 0.2, 0.2
 FAILURES, LONGEST = 3, 16
-"""Pulls that fail in a row until a peer is left alone; how often the pause doubles, as a factor."""
+"""Number of pulls that fail in a row before a peer is left alone for a pause, and the maximum
+factor by which repeated failures lengthen the pause."""
 LOOK_BYTES = 2**20
 
 _batches = msgspec.msgpack.Decoder(EventBatch)
 
 
 class Link:
-    """One peer. All but `turn` may be called from any thread.
+    """Link to one peer. All but `turn` may be called from any thread.
 
     Args:
-        address: HOST:PORT of its peers' socket.
-        client: asks it.
-        directory: told what it holds, under its address.
-        board: gets the notes of its board.
+        address: HOST:PORT of the peer's socket for peers.
+        client: client for requests to the peer.
+        directory: gets the peer's blocks, under its address.
+        board: gets the notes of the peer's board.
         is_own: whether a generation is this node's own: a list of all nodes may name this one too.
-        pause_s: of the breaker, at first.
+        pause_s: first pause of the breaker.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class Link:
         self._next_s = 0.0
         self._lost = False
         self._read = "", 0
-        """Generation of its board, and how far it was read."""
+        """Generation of the peer's board, and how far it was read."""
 
     def turn(self, now_s: float, look_s: float = LOOK_S) -> None:
-        """Take the peer's answer if it has come, and ask it anew if it is time."""
+        """Handle the peer's answer if it has arrived, and send the next request if it is time."""
         if self._asked is not None:
             if not self._asked.done():
                 return
@@ -87,7 +88,7 @@ class Link:
         self._asked = self.client.ask(Look(*self._read, wanted, LOOK_BYTES) if known else Hello())
 
     def lost(self) -> None:
-        """Its memory is gone, or its connection: greet it anew before it is asked again."""
+        """Greet the peer again before the next request: its memory or its connection was lost."""
         self._lost, self._next_s = True, 0.0
 
     def close(self, wait: bool = True) -> None:
@@ -96,7 +97,7 @@ class Link:
         self._go_down("closed")
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON-able state and counts."""
         return {
             "state": self.state,
             "reason": self.reason,

@@ -1,10 +1,10 @@
 """The messages between two nodes, over TCP, framed as `wire` frames those of engines.
 
-    Hello  -> Welcome      who are you, and how is your memory read
-    Look   -> News         new notes of your board, and new batches of your events
-    Lease  -> Leased       keep these blocks for me, and say where they lie
+    Hello  -> Welcome      the owner's generation, and NIXL's metadata of its memory
+    Look   -> News         new notes of the owner's board, and new batches of its events
+    Lease  -> Leased       keep these blocks for the reader, and tell where they lie
     GetTags -> Tags        the keyed tags of a lease's blocks (`tags`)
-    Release                done; these blocks did not verify
+    Release                end a lease; these blocks did not verify
 
 Messages hold numbers, names and hashes, no pickle. Addresses lie within the memory that the
 owner's NIXL agent has registered. The agent's metadata is NIXL's own binary form. Only members of
@@ -32,7 +32,7 @@ from headrace_kvstore.protocol.wire import (
 )
 
 MAX_BLOCKS = 1024
-"""In one lease."""
+"""Maximum number of blocks in one lease."""
 MAX_LOOK_BYTES = 2**22
 
 Generation = Annotated[str, Meta(max_length=64)]
@@ -42,23 +42,26 @@ Word = Annotated[int, Meta(ge=0)]
 
 
 class Hello(Message):
-    """Answered by `Welcome`."""
+    """Greeting of a reader. Answered by `Welcome`."""
 
 
 class Look(Message):
-    """Answered by `News`: notes behind a place on the board, batches of events from a number on."""
+    """Request for the notes after a place on the board, and for the batches of events from a number
+    on. Answered by `News`."""
 
     board: Generation
     after: Number
     batch: Number
     most_bytes: Annotated[int, Meta(ge=0, le=MAX_LOOK_BYTES)]
-    """For notes, and as much again for batches. A single larger one is sent all the same."""
+    """Maximum size of the notes, and of the batches as well. A single larger one is sent
+    nevertheless."""
 
 
 class Lease(Message):
-    """Keep blocks for `lease_s`, brought to DRAM first if need be; answered by `Leased`.
+    """Request to keep blocks for `lease_s`, after bringing them to DRAM if need be. Answered by
+    `Leased`.
 
-    `generation` is the owner's as the reader knows it: another one is answered by `Failed`.
+    `generation` is the owner's as the reader knows it. If it is wrong, the answer is `Failed`.
     """
 
     generation: Generation
@@ -70,14 +73,15 @@ class Lease(Message):
 
 
 class Release(Message):
-    """End a lease; `bad` are positions in its rows whose bytes did not verify. No answer."""
+    """End of a lease; `bad` are positions in its rows whose bytes did not verify. No answer."""
 
     lease: Number
     bad: Annotated[list[Small], Meta(max_length=MAX_BLOCKS)] = []
 
 
 class GetTags(Message):
-    """Answered by `Tags`, once the owner has compared the blocks of a lease with their sums."""
+    """Request for the tags of a lease's blocks. Answered by `Tags`, after the owner has compared
+    the blocks with their sums."""
 
     lease: Number
 
@@ -86,15 +90,16 @@ PeerRequest = Hello | Look | Lease | GetTags | Release
 
 
 class Welcome(Message):
-    """`generation`: changes whenever addresses may have changed. `agent`: NIXL's metadata."""
+    """Answer to `Hello`. `generation`: changes whenever addresses may have changed. `agent`: NIXL's
+    metadata."""
 
     generation: Generation
     agent: Annotated[bytes, Meta(max_length=2**20)]
 
 
 class News(Message):
-    """`first`: number of the first of `batches`, each an `events.EventBatch`; `next`: of the next
-    one that there will be."""
+    """Answer to `Look`. `first`: number of the first of `batches`, each an `events.EventBatch`;
+    `next`: number of the next batch to come."""
 
     generation: Generation
     notes: Notes
@@ -104,7 +109,8 @@ class News(Message):
 
 
 class Row(msgspec.Struct, array_like=True):
-    """One leased block: which of those asked for, where it is, and its place in the prefix."""
+    """One leased block: its index among those asked for, its address, and its place in the
+    prefix."""
 
     index: Small
     address: Word
@@ -115,7 +121,8 @@ class Row(msgspec.Struct, array_like=True):
 
 
 class Leased(Message):
-    """`rows`: blocks that are kept. `sums`: u64 (rows, layers), little-endian."""
+    """Answer to `Lease`. `rows`: blocks that are kept. `sums`: u64 (rows, layers),
+    little-endian."""
 
     lease: Number = 0
     rows: Annotated[list[Row], Meta(max_length=MAX_BLOCKS)] = []
@@ -123,7 +130,7 @@ class Leased(Message):
 
 
 class Tags(Message):
-    """One a row of the lease, joined."""
+    """Tags of a lease, one a row, joined."""
 
     tags: Annotated[bytes, Meta(max_length=MAX_BLOCKS * TAG_BYTES)]
 
@@ -131,6 +138,6 @@ class Tags(Message):
 PeerReply = Welcome | News | Leased | Tags | Failed
 
 decode_request = frame_decoder(PeerRequest)
-"""Id and body of a frame that a reader sent. Raises WireError."""
+"""Decoder of a reader's frame into its id and body. Raises WireError."""
 decode_reply = frame_decoder(PeerReply)
-"""Id and body of a frame that an owner sent. Raises WireError."""
+"""Decoder of an owner's frame into its id and body. Raises WireError."""

@@ -1,8 +1,8 @@
-"""Peers as a `Source` of the prefetcher: their owner leases blocks, this node reads them.
+"""Peers as a `Source` of the prefetcher: a peer leases its blocks, and this node reads them.
 
-Each batch goes to the peer that holds the longest leading run, or to the cheapest of equals. A
-pull ends well before its lease. A block that arrives later, or does not match its tag (`tags`), is
-a miss. The owner makes the tags while the blocks are read.
+Each batch goes to the peer that holds the longest leading run; if several do, to the one with the
+shortest predicted pull. A pull ends well before its lease. A block that arrives later, or does not
+match its tag (`tags`), is a miss. The peer makes the tags while this node reads the blocks.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from headrace_kvstore.staging.sources import Fill, Found, Offer, Unavailable
 from headrace_kvstore.table import HASH_BYTES, SLOT
 
 READ_BYTES = 64 * 2**20
-"""Read at once, at most: the agent's thread does nothing else meanwhile."""
+"""Maximum size of one read; the agent's thread does nothing else during a read."""
 
 
 @dataclass(frozen=True)
 class PullLimits:
-    """Seconds: until a pull counts as too slow, and for how long blocks are leased."""
+    """Limits in seconds: after which a pull counts as too slow, and how long blocks are leased."""
 
     pull_s: float
     lease_s: float
 
 
 class RemoteSource:
-    """Pulls into one arena.
+    """Source of pulls into one arena.
 
     Args:
-        space: digest -> how the arena's blocks of a namespace are cut, None if it is not known.
+        space: digest -> the namespace in the arena, with its block size; None if it is not known.
         readers: with the arena's memory.
         secret: the app's.
     """
@@ -66,10 +66,10 @@ class RemoteSource:
         self.counts: Counter[str] = Counter()
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
-        """Half of what is left at a time, READ_BYTES at most.
+        """Return the sizes of reads: half of the rest each time, at most READ_BYTES.
 
-        Verifying is about twice as fast as reading: what was read last is verified while half as
-        much comes, and in the end one block is left to verify.
+        Verifying is about twice as fast as reading. So each read is verified while the next one,
+        half as large, arrives, and only one block is left to verify in the end.
         """
         most, sizes = max(1, READ_BYTES // block_bytes), []
         while blocks:
@@ -78,7 +78,7 @@ class RemoteSource:
         return sizes
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
-        """As `Source`."""
+        """Lease the blocks from the best peer; see `Source.open`."""
         space = self._space(digest)
         runs = self._peers.runs(digest, hashes)
         if space is None or not runs:
@@ -106,7 +106,7 @@ class RemoteSource:
         raise Unavailable(word)
 
     def failed(self, peer: str, word: str, blocks: int) -> None:
-        """A lease or a pull came to nothing."""
+        """Count a lease or a pull that failed, and report the peer's failure."""
         with self._lock:
             self.counts[f"failed_{word}"] += blocks
         if word in ("lost", "slow", "refused"):
@@ -115,7 +115,7 @@ class RemoteSource:
         self._peers.failed(peer, word)
 
     def _meet(self, peer: str, welcome: Welcome) -> str:
-        """The name to read it by. Raises PullError."""
+        """Return the agent name to read the peer by; connect first if needed. Raises PullError."""
         with self._meeting:
             known = self._met.get(peer)
             if known is None or known[0] != welcome.generation:
@@ -125,7 +125,7 @@ class RemoteSource:
             return known[1]
 
     def _cut(self, peer: str) -> None:
-        """End the connection; it is met anew."""
+        """End the connection; the next lease opens a new one."""
         known = self._met.pop(peer, None)
         if known is not None:
             self._readers.forget(known[1])
@@ -134,7 +134,7 @@ class RemoteSource:
 class RemoteOffer:
     """Leased blocks of one peer.
 
-    Raises ValueError, IndexError or OverflowError for an answer without sense.
+    Raises ValueError, IndexError or OverflowError if the peer's answer makes no sense.
     """
 
     def __init__(
@@ -171,7 +171,8 @@ class RemoteOffer:
         self._asked: Future[Tags] | None = None
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
-        """As `Offer`."""
+        """Begin to read blocks from the peer; the first call also asks for the tags. See
+        `Offer.read`."""
         limit_s = min(self._source.limits.pull_s, self._until_s - time.monotonic())
         if self._asked is None:
             self._asked = self._source._peers.tags(self._run.peer, self._lease, limit_s)
@@ -187,8 +188,8 @@ class RemoteOffer:
     def right(
         self, which: Sequence[int], addresses: np.ndarray, timeout_s: float | None
     ) -> np.ndarray:
-        """Which blocks match their tags at these addresses, bool (n,). Raises PullError, and
-        TimeoutError while the tags have not come."""
+        """Return whether each block matches its tag at its address, bool (n,). Raises PullError,
+        and TimeoutError if the tags have not arrived."""
         assert self._asked is not None  # since the first read
         tags, size = self._asked.result(timeout_s).tags, self._shape.payload_bytes
         if len(tags) != TAG_BYTES * len(self.found):
@@ -200,7 +201,7 @@ class RemoteOffer:
         return np.array(right, np.bool_)
 
     def close(self, bad: Sequence[int]) -> None:
-        """As `Offer`: end the lease, and remember how the peer did."""
+        """End the lease and record the peer's success or failure; see `Offer.close`."""
         peers, peer = self._source._peers, self._run.peer
         if self._lease:
             peers.tell(peer, Release(self._lease, list(bad)))
@@ -213,7 +214,7 @@ class RemoteOffer:
             peers.succeeded(peer, medium, self._good_bytes, seconds)
 
     def judged(self, pull: Pull, good: int, bad: int, word: str) -> None:
-        """One fill is over."""
+        """Record the result of one fill."""
         size = self._shape.payload_bytes
         self._good_bytes += good * size
         source = self._source
@@ -235,11 +236,11 @@ class RemoteFill:
         self._addresses = addresses
 
     def call_off(self) -> None:
-        """As `Fill`."""
+        """Call the pull off; see `Fill.call_off`."""
         self._pull.called_off = True
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
-        """As `Fill`."""
+        """Wait for the pull and verify its blocks; see `Fill.wait`."""
         good, word = np.zeros(len(self._which), np.bool_), ""
         try:
             self._pull.result(timeout_s)

@@ -27,12 +27,12 @@ from headrace_kvstore.protocol.wire import Done
 from headrace_kvstore.staging.prefetch import Prefetcher
 
 READERS = 2
-"""Agents that read. UCX copies shared memory in the call that posts a read, so one thread keeps one
-core busy and is slower than the memory."""
+"""Number of agents that read. UCX copies shared memory in the call that posts a read, so one thread
+keeps one core busy and is slower than the memory."""
 
 
 class RemoteWork:
-    """Begun by its constructor.
+    """Work with peers on one arena; it begins in the constructor.
 
     Args:
         tier: the NVMe tier, or None while there is none.
@@ -63,7 +63,7 @@ class RemoteWork:
         assert settings.secret is not None  # there are peers
         tags = BlockTags(settings.secret, self.generation)
         self.lender = Lender(arena, self.generation, tags, on_nvme, below)
-        # Blocks alone: tables and sums are nobody else's.
+        # Only blocks: peers must not reach tables and sums.
         memory = arena.data_address, arena.data_bytes
         self.agent = Agent(*memory, self.lender.serving)
         try:
@@ -76,7 +76,7 @@ class RemoteWork:
         self.puller = Prefetcher(arena, self.source, settings.pulling_bytes, "kv-pull")
 
     def answer(self, request: PeerRequest) -> Any:
-        """What a peer is answered."""
+        """Return the answer to a peer's request."""
         match request:
             case Hello():
                 return Welcome(self.generation, self.agent.metadata)
@@ -93,7 +93,7 @@ class RemoteWork:
         return Done()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return JSON-able counts."""
         return {
             "generation": self.generation,
             "pull": {**self.puller.stats(), **self.source.counts},
@@ -101,7 +101,7 @@ class RemoteWork:
         }
 
     def close(self, timeout_s: float) -> bool:
-        """End it; False if bytes may still arrive after that time."""
+        """End the work; return False if bytes may still arrive after that time."""
         self.lender.close()
         ended = self.puller.close(timeout_s)
         return self.readers.close(timeout_s) and ended

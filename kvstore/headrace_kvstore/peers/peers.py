@@ -1,5 +1,4 @@
-"""A node's peers: one thread asks all of them what is new, knows what they hold, and whom to pull
-from."""
+"""A node's peers: one thread polls all of them, and keeps the blocks that each of them holds."""
 
 from __future__ import annotations
 
@@ -37,20 +36,21 @@ T = TypeVar("T")
 
 TURN_S = 0.05
 LOOKS_PER_S = 40
-"""At all peers together: with more than eight of them, each is asked less often."""
+"""Maximum number of requests a second to all peers together: with more than eight peers, each is
+asked less often."""
 ANSWER_S, RETRY_S = 3.0, 0.5
-"""A peer that does not answer for so long is down; and is tried again after that."""
+"""Time without an answer after which a peer is down, and time until it is tried again."""
 
 
 class Peers:
-    """Thread-safe. Addresses are HOST:PORT.
+    """Peers of a node. Thread-safe. Addresses are HOST:PORT.
 
     Args:
-        addresses: to begin with; this node's own may be among them.
+        addresses: the first peers; this node's own address may be among them.
         members: lets this node in at its peers.
         is_own: whether a generation is this node's own.
-        pause_s: for how long a peer that fails is left alone at first.
-        board: gets what is posted on peers' boards.
+        pause_s: first pause in which a peer that fails is left alone.
+        board: gets the notes of peers' boards.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Peers:
         self._thread.start()
 
     def add(self, address: str) -> None:
-        """Pull from this node too. Raises ValueError."""
+        """Add a peer to pull from. Raises ValueError."""
         if not is_address(address):
             raise ValueError(f"{address!r} is no address of a node; give HOST:PORT")
         with self._lock:
@@ -89,19 +89,20 @@ class Peers:
                 )
 
     def remove(self, address: str) -> None:
-        """Stop pulling from it."""
+        """Stop pulling from a peer."""
         with self._lock:
             link = self._links.pop(address, None)
         if link is not None:
             link.close(wait=False)
 
     def addresses(self) -> set[str]:
-        """All that there are now."""
+        """Return the addresses of all current peers."""
         with self._lock:
             return set(self._links)
 
     def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
-        """Of each peer that may be asked, the leading run of these blocks that it holds."""
+        """Return, for each peer that may be asked, the leading run of these blocks that it
+        holds."""
         now_s, runs = time.monotonic(), []
         for link in self._all():
             if link.state != "up" or link.breaker.blocked(now_s):
@@ -116,8 +117,8 @@ class Peers:
         return runs
 
     def welcome(self, address: str) -> Welcome | None:
-        """How a peer's memory is read, if it may be tried now; then `succeeded` or `failed` must
-        tell how it went."""
+        """Return how a peer's memory is read, if it may be tried now. The caller must then report
+        the outcome to `succeeded` or `failed`."""
         with self._lock:
             link = self._links.get(address)
             welcome = None if link is None else link.welcome
@@ -126,11 +127,11 @@ class Peers:
             return welcome
 
     def lease(self, address: str, request: Lease, limit_s: float) -> Future[Leased]:
-        """Ask a peer; the future raises `PullError`."""
+        """Ask a peer for a lease; the future raises `PullError`."""
         return self._ask(address, request, Leased, limit_s)
 
     def tags(self, address: str, lease: int, limit_s: float) -> Future[Tags]:
-        """Of a lease's blocks. As `lease`."""
+        """Ask a peer for the tags of a lease's blocks; the future raises `PullError`."""
         return self._ask(address, GetTags(lease), Tags, limit_s)
 
     def _ask(
@@ -167,7 +168,7 @@ class Peers:
             link.client.tell(body)
 
     def succeeded(self, address: str, medium: str, size_bytes: int, seconds: float) -> None:
-        """A peer did what it was asked: what the bytes cost, if there were any."""
+        """Record a peer's success, and the seconds that its bytes took, if there were any."""
         with self._lock:
             link = self._links.get(address)
             if link is not None:
@@ -177,7 +178,7 @@ class Peers:
                 link.counts["pulled_bytes"] += size_bytes
 
     def failed(self, address: str, word: str) -> None:
-        """A pull, or a lease, has failed."""
+        """Record that a pull or a lease has failed."""
         with self._lock:
             link = self._links.get(address)
             if link is not None:
@@ -187,11 +188,11 @@ class Peers:
 
     @property
     def blocks_dropped(self) -> int:
-        """Blocks of peers that are not remembered, as `Directory.dropped`."""
+        """Number of the peers' blocks that are not remembered, as `Directory.dropped`."""
         return self._directory.dropped
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able, by address."""
+        """Return JSON-able statistics by address."""
         now_s = time.monotonic()
         return {
             link.address: {
@@ -226,6 +227,6 @@ class Peers:
             for link in links:
                 try:
                     link.turn(time.monotonic(), look_s)
-                except Exception:  # one peer's fault is not another's
+                except Exception:  # one peer's fault must not affect the others
                     logger.exception("talking to peer %s failed; it goes on", link.address)
                     link.counts["errors"] += 1

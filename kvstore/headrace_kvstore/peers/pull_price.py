@@ -1,14 +1,14 @@
-"""What pulling blocks from a peer costs, and whether it beats computing them. Pure.
+"""The cost of pulling blocks from a peer, and the choice between pulling and computing. Pure.
 
     pull_s = latency_s + bytes / bandwidth          both fitted to this node's own pulls
 
-A pull is worth it where pull_s < compute_s, the engine's prediction for the same blocks. Of several
-peers the one that saves most seconds is asked:
+A pull is worth it if pull_s < compute_s, the engine's prediction for the same blocks. If several
+peers have blocks, the node asks the one that saves most seconds:
 
     saved_s = compute_s * blocks - pull_s(blocks)
 
-An engine that cannot price its blocks yet gives compute_s = 0: then the longest run wins, and the
-cheaper of equals.
+An engine that cannot price its blocks yet gives compute_s = 0. Then the longest run wins, and among
+equal runs the cheapest.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import NamedTuple
 from headrace_kvstore.fitting import LinearTime
 
 FIRST_LATENCY_S, FIRST_BYTES_PER_S = 2e-3, 1e9
-"""Assumed before the first pull."""
+"""Latency and bandwidth assumed before the first pull."""
 
 
 def pull_cost(
     latency_s: float = FIRST_LATENCY_S, bytes_per_s: float = FIRST_BYTES_PER_S
 ) -> LinearTime:
-    """Seconds of pulling bytes from one medium, as assumed before the first pull. Each part may be
-    25 times as much."""
+    """Return a model of the seconds to pull bytes from one medium, as assumed before the first
+    pull. Each part may be 25 times as much."""
     each_s = 1.0 / bytes_per_s
     return LinearTime(latency_s, each_s, 25 * latency_s, 25 * each_s, unit=2**26)
 
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The leading blocks that one peer holds, by medium, with the seconds that pulling takes."""
+    """The leading blocks that one peer holds, by medium, with the cost of pulling them."""
 
     peer: str
     media: tuple[tuple[str, int, LinearTime], ...]
@@ -53,15 +53,15 @@ class Run:
         return sum(count for _, count, _ in self.media)
 
     def pull_s(self, block_bytes: int) -> float:
-        """Predicted seconds for all of it."""
+        """Return the predicted seconds to pull the whole run."""
         return sum(cost.seconds(count * block_bytes) for _, count, cost in self.media)
 
 
 def choose(
     runs: Iterable[Run], block_bytes: int, block_compute_s: float, most_s: float
 ) -> Choice | None:
-    """The pull that saves most seconds; None where computing is predicted to be as fast, or where
-    nothing can come within `most_s`."""
+    """Return the pull that saves most seconds. None if computing is predicted to be as fast, or if
+    no pull can end within `most_s`."""
     best: tuple[float, Choice] | None = None
     for run in runs:
         pull_s = run.pull_s(block_bytes)

@@ -14,7 +14,7 @@ from headrace_kvstore.peers.agent import Agent, Pull, PullError
 
 
 class Readers:
-    """Agents that a peer cannot tell apart: its metadata is all that a reader needs."""
+    """Agents that are interchangeable for a peer: a reader needs only the peer's metadata."""
 
     def __init__(self, agents: Sequence[Agent]) -> None:
         self._agents = agents
@@ -22,7 +22,7 @@ class Readers:
         self._bytes = [0] * len(agents)
 
     def meet(self, metadata: bytes, limit_s: float) -> str:
-        """As `Agent.meet`, of all. Raises PullError."""
+        """Connect all agents to a peer, as `Agent.meet`. Raises PullError."""
         each = [agent.meet(metadata) for agent in self._agents]
         try:
             names = [met.result(limit_s) for met in each]
@@ -38,7 +38,7 @@ class Readers:
     def read(
         self, peer: str, local: np.ndarray, remote: np.ndarray, lengths: np.ndarray, limit_s: float
     ) -> Pull:
-        """As `Agent.read`."""
+        """Start a read on the agent with the fewest bytes, as `Agent.read`."""
         with self._lock:
             which = min(range(len(self._agents)), key=self._bytes.__getitem__)
             size = int(lengths.sum())
@@ -53,7 +53,7 @@ class Readers:
         return pull
 
     def close(self, timeout_s: float) -> bool:
-        """As `Agent.close`, of all."""
+        """End all agents, as `Agent.close`."""
         until_s = time.monotonic() + timeout_s
         closed = [agent.close(max(0.0, until_s - time.monotonic())) for agent in self._agents]
         return all(closed)

@@ -2,8 +2,8 @@
 
 GMAC, which is AES-256-GCM of no text (NIST SP 800-38D), over the block's bytes. Its key follows
 from the app's secret and from the owner's generation, which is never used twice; its nonces are
-counted. The tag goes over the control line, so who can change the bytes on their way, or in the
-owner's memory once they are tagged, cannot make another tag that is right.
+counted. The tag goes over the control line. So an attacker who can change the bytes on their way,
+or in the owner's memory once they are tagged, cannot make another tag that is right.
 
 It reads 24 GB/s on one thread, where the sums of `checksum` read 33, and releases the GIL.
 """
@@ -21,9 +21,9 @@ from headrace_kvstore.protocol.membership import Membership
 
 NONCE_BYTES = 12
 TAG_BYTES = NONCE_BYTES + 16
-"""The nonce, then GMAC's."""
+"""Size of a tag: the nonce, then GMAC's tag."""
 NO_TAG = bytes(TAG_BYTES)
-"""Is right for no block."""
+"""Tag that is right for no block."""
 
 
 class BlockTags:
@@ -40,12 +40,12 @@ class BlockTags:
         self._nonces = count(1)
 
     def make(self, address: int, length: int) -> bytes:
-        """The tag of these bytes, TAG_BYTES. Raises OverflowError from 2 GiB on."""
+        """Return the tag of these bytes, TAG_BYTES long. Raises OverflowError from 2 GiB on."""
         nonce = next(self._nonces).to_bytes(NONCE_BYTES, "little")
         return nonce + self._gcm.encrypt(nonce, b"", _at(address, length))
 
     def right(self, tag: bytes, address: int, length: int) -> bool:
-        """Whether a tag of the owner's is that of these bytes."""
+        """Whether the owner's tag is that of these bytes."""
         try:
             self._gcm.decrypt(tag[:NONCE_BYTES], tag[NONCE_BYTES:], _at(address, length))
         except (InvalidTag, OverflowError):

@@ -1,10 +1,10 @@
-"""What an eviction policy is: which slots of a table to give up next, and what it may read.
+"""The interface of an eviction policy, which chooses the slots of a table to give up next.
 
 A policy reads the slot table (`table.SLOT`) and arrays of its own. It reads no clock, does no I/O
 and starts no thread, so every process that maps the arena can evict, and the simulator replays the
 code that production runs. Its caller lets one process in at a time (`shared.SharedPolicy`).
 
-Each prompt is reported by `prompt`. When room is short, `choose` says what goes.
+`prompt` reports each prompt. When room is short, `choose` names the slots to give up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two namespaces share 
 
 
 def block_keys(namespace: NDArray[np.uint16] | int, head: NDArray[np.uint64]) -> Keys:
-    """One u64 a block: the first 8 bytes of its hash, set apart by its namespace's row.
+    """Return one u64 a block: the first 8 bytes of its hash, combined with its namespace's row.
 
     Two blocks that collide share a reuse history; no bytes depend on it.
     """
@@ -42,78 +42,80 @@ def block_keys(namespace: NDArray[np.uint16] | int, head: NDArray[np.uint64]) ->
 
 
 def slot_keys(table: Table, namespace: int | None = None) -> Keys:
-    """`block_keys` of every slot; of the given namespace's row instead of the slots' own."""
+    """Return `block_keys` of every slot, by the given namespace's row instead of the slots' own."""
     owner = table["namespace"] if namespace is None else namespace
     return block_keys(owner, hash_words(table))
 
 
 def hash_words(table: Table) -> NDArray[np.uint64]:
-    """The first 8 bytes of each slot's block hash, as `parent` names it."""
+    """Return the first 8 bytes of each slot's block hash, in the form of `parent`."""
     return np.asarray(table.getfield(np.dtype("<u8"), _HASH_OFFSET))
 
 
 def parent_keys(table: Table) -> Keys:
-    """`block_keys` of every slot's parent."""
+    """Return `block_keys` of every slot's parent."""
     return block_keys(table["namespace"], table["parent"])
 
 
 def evictable(table: Table, now_s: float) -> NDArray[np.bool_]:
-    """Slots that may be given up: complete, not pinned, and with no reader's lease."""
+    """Return which slots may be given up: complete, not pinned, and without a reader's lease."""
     return (table["state"] == READY) & (table["pinned"] == 0) & (table["lease_until_s"] <= now_s)
 
 
 class Policy:
-    """Base of the policies: learns nothing; only `choose` must be given."""
+    """Base of the policies, which learns nothing. Subclasses must implement only `choose`."""
 
     name = ""
     learns = False
     """Whether `prompt` does anything."""
 
     def prompt(self, keys: Keys, now_s: float) -> None:
-        """A prompt arrived whose full blocks have these keys, root first."""
+        """Learn that a prompt arrived whose full blocks have these keys, root first."""
 
     def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
-        """Up to `need` slots to give up, worst first, only such that are `among`, if that is given.
+        """Return up to `need` slots to give up, worst first, and only slots in `among` if that is
+        given.
 
-        Fewer come back when the rest is leased, pinned or being written. A block never comes
-        before one that needs it, unless the latter is given up too.
+        The result is shorter if the other slots are leased, pinned or being written. A block never
+        comes before one that needs it, unless the latter is given up too.
         """
         raise NotImplementedError
 
     def rates(self, keys: Keys, rows: Table, now_s: float) -> NDArray[np.float64]:
-        """Hits per second to expect of blocks, here or in another tier: float64 (n,).
+        """Return the hits per second to expect of blocks, here or in another tier: float64 (n,).
 
-        Reads only, and may be called by who is not inside. rows: SLOT (n,), of which `used_s`,
-        `stored_s` and `hits` count. Where nothing is learned, blocks used often and lately have
-        the highest.
+        Reads only, and may be called outside the section. rows: SLOT (n,), of which `used_s`,
+        `stored_s` and `hits` count. A policy that learns nothing gives the highest rates to blocks
+        used often and lately.
         """
         return proven_rate(rows, now_s) + 1.0 / (
             AGED_S + np.maximum(0.0, now_s - rows["used_s"].astype(np.float64))
         )
 
     def measured(self, medium: str, byte_s: float) -> None:
-        """Engines need so many seconds to load a byte more from "dram" or "nvme". Takes no lock."""
+        """Learn the seconds to load one more byte from "dram" or "nvme". Takes no lock."""
 
     def byte_s(self, medium: str) -> float:
-        """What `measured` told last; 0 where nobody has measured."""
+        """Return the last value of `measured`; 0 if nothing was measured."""
         return 0.0
 
     def forget(self) -> None:
-        """Begin anew, whatever bytes the policy's own arrays hold."""
+        """Start again without history, whatever bytes the policy's own arrays hold."""
 
 
 def proven_rate(rows: Table, now_s: float) -> NDArray[np.float64]:
-    """Hits per second since each block was stored, as if it had been so for `AGED_S` at least."""
+    """Return each block's hits per second since it was stored; `AGED_S` is added to its age."""
     age_s = np.maximum(0.0, now_s - rows["stored_s"].astype(np.float64))
     return np.asarray(rows["hits"] / (AGED_S + age_s), np.float64)
 
 
 def saved_s(rows: Table, byte_s: float) -> NDArray[np.float64]:
-    """Seconds that loading each block from a tier saves against computing it, (n,), at least 0.
+    """Return the seconds that loading each block from a tier saves over computing it, (n,), at
+    least 0.
 
-    A block of which nobody told what computing it takes is taken to cost as much a byte as the
-    others do together. Where nobody told of any, all cost the same a byte, and only their order
-    means anything.
+    For a block without `compute_s`, the others' total seconds per byte are assumed. If no
+    block has `compute_s`, all cost the same a byte, and only the order of the results has a
+    meaning.
 
     Args:
         byte_s: of a load from the tier; 0 while it is not known.
@@ -127,6 +129,6 @@ def saved_s(rows: Table, byte_s: float) -> NDArray[np.float64]:
 
 
 def candidates(table: Table, now_s: float, among: Mask | None) -> Mask:
-    """`evictable` slots `among` those given."""
+    """Return the `evictable` slots `among` those given."""
     may_go = evictable(table, now_s)
     return may_go if among is None else may_go & among

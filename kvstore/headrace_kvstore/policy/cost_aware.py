@@ -1,17 +1,18 @@
-"""The default: keep what saves the most predicted seconds per byte and second of residence.
+"""The default policy: keep blocks that save the most predicted seconds per byte-second of
+residence.
 
 For a block b at time t,
 
     worth(b) = rate(b, t) * (compute_s - load_s) / bytes      saved seconds per byte-second
 
-- ``compute_s - load_s``: what one hit saves (`base.saved_s`); ``load_s`` by the loads that this
-  machine's engines have measured
+- ``compute_s - load_s``: seconds that one hit saves (`base.saved_s`); ``load_s`` by the loads that
+  this machine's engines have measured
 - ``rate(b, t)``: hits per second to expect while it is held: the sum of the rates of all
-  conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of what
-  `history` knows of each)
+  conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of the
+  features that `history` has of each)
 
-Blocks stand or fall with their ancestors, so groups of blocks are compared (`Forest.density`).
-What is least worth goes first.
+A block is of no use without its ancestors, so groups of blocks are compared (`Forest.density`). The
+group of least worth is evicted first.
 """
 
 from __future__ import annotations
@@ -46,33 +47,33 @@ from headrace_kvstore.policy.history import (
 from headrace_kvstore.policy.tree import Forest, worst_first
 
 FORGET_S = 24 * 3600.0
-"""Counts lose half their weight in this time, so that another kind of traffic gets learned."""
+"""Time in which counts lose half their weight, so that the policy learns new kinds of traffic."""
 
 REFIT_SHARE = 0.05
 REFIT_PROMPTS, REFIT_MOST = 64, 4096
-"""The model is fitted anew after this share of all prompts seen, within these bounds, is new."""
+"""The model is fitted again when this share of all prompts seen, within these bounds, is new."""
 
 HISTORY_SHARE = 1 / 256
 HISTORY_BLOCKS = 1 << 10, 1 << 22
-"""Share of a store's bytes that remembers blocks, and how many blocks at least and at most."""
+"""Share of a store's bytes that remembers blocks, and minimum and maximum number of blocks."""
 
 
 MEDIA = "dram", "nvme"
-"""Whose loads are measured."""
+"""Media whose loads are measured."""
 
 
 def history_blocks(size_bytes: int) -> int:
-    """Blocks to remember beside a store of this size, a power of two."""
+    """Return the number of blocks to remember for a store of this size, a power of two."""
     wanted = max(1, int(size_bytes * HISTORY_SHARE) // BLOCK.itemsize)
     least, most = HISTORY_BLOCKS
     return min(most, max(least, 1 << (wanted.bit_length() - 1)))
 
 
 def state_dtype(prompts: int = 1 << 16, blocks: int = 1 << 18) -> np.dtype:
-    """All that the policy remembers, as one record.
+    """Return the dtype of the policy's state, one record.
 
-    It follows `prompts` conversations and remembers `blocks` blocks (a multiple of 8): 10 MB as
-    they stand.
+    The policy follows `prompts` conversations and remembers `blocks` blocks (a multiple of 8). With
+    the defaults the state takes 10 MB.
     """
     if prompts < 1 or blocks < WAYS or blocks % WAYS:
         raise ValueError("prompts >= 1 and blocks a positive multiple of 8")
@@ -93,7 +94,7 @@ def state_dtype(prompts: int = 1 << 16, blocks: int = 1 << 18) -> np.dtype:
 
 
 class CostAware(Policy):
-    """Predicted seconds saved per byte and second of residence.
+    """Policy by predicted seconds saved per byte and second of residence.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ class CostAware(Policy):
 
     @classmethod
     def create(cls) -> Self:
-        """With fresh state."""
+        """Return a policy with fresh state."""
         return cls(np.zeros(1, state_dtype()))
 
     def prompt(self, keys: Keys, now_s: float) -> None:
@@ -133,7 +134,8 @@ class CostAware(Policy):
         self._seen[0] += 1
 
     def rates(self, keys: Keys, rows: Table, now_s: float) -> NDArray[np.float64]:
-        """The conversation that passed each block last, and how often it was read so far."""
+        """Return rates from the conversation that passed each block last, and from its hits so
+        far."""
         return self._waiting(keys, rows, now_s)[1] + proven_rate(rows, now_s)
 
     def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
@@ -145,7 +147,7 @@ class CostAware(Policy):
         return worst_first(table, forest, worth, now_s, need, among, covered=True)
 
     def worth(self, table: Table, forest: Forest, now_s: float) -> NDArray[np.float64]:
-        """Saved seconds per byte-second of each slot's group, shape (slots,)."""
+        """Return the saved seconds per byte-second of each slot's group, shape (slots,)."""
         rate = _carried(
             *(forest.parents, forest.order), *self._waiting(slot_keys(table), table, now_s)
         )
@@ -166,7 +168,7 @@ class CostAware(Policy):
             self._byte_s[MEDIA.index(medium)] = byte_s
 
     def byte_s(self, medium: str) -> float:
-        byte_s = float(self._byte_s[MEDIA.index(medium)])  # others may write it meanwhile
+        byte_s = float(self._byte_s[MEDIA.index(medium)])  # others may be writing it
         return byte_s if 0.0 <= byte_s < np.inf else 0.0
 
     def forget(self) -> None:
@@ -192,7 +194,7 @@ _UNKNOWN = cell_of(-1.0, 0, 16, 16)  # a first turn of middling length
 
 @jit(nogil=True)
 def _rate_at(best, cell, age_s):  # type: ignore[no-untyped-def]
-    """`best_rate` of a cell at an age, between the bins' edges."""
+    """Return `best_rate` of a cell at an age, interpolated between the bins' edges."""
     age = max(0.0, age_s)
     k = age_bin(age)
     part = min(1.0, (age - _EDGES[k]) / (_EDGES[k + 1] - _EDGES[k]))
@@ -201,8 +203,8 @@ def _rate_at(best, cell, age_s):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def waiting(keys, used_s, blocks, prompts, best, now_s):  # type: ignore[no-untyped-def]
-    """The conversation that passed each block last, 0 where none is remembered, and its rate; a
-    block of unknown history is taken for that of a first turn when the block was used."""
+    """Return the conversation that passed each block last, 0 if none is remembered, and its rate. A
+    block of unknown history gets the rate of a first turn at the time of the block's last use."""
     serials, rate = np.zeros(len(keys), np.int64), np.zeros(len(keys))
     for i in range(len(keys)):
         at = find(blocks, keys[i])
@@ -217,8 +219,8 @@ def waiting(keys, used_s, blocks, prompts, best, now_s):  # type: ignore[no-unty
 
 @jit(nogil=True)
 def _carried(parents, order, serials, own):  # type: ignore[no-untyped-def]
-    """Expected hits per second of each slot in use: a conversation counts once, at the deepest
-    block of its that is there, and in all blocks before that."""
+    """Return the expected hits per second of each slot in use. A conversation counts once in its
+    deepest block that is there, and once in each block before it."""
     rate = np.zeros(len(parents))
     counted = np.zeros(len(parents), np.bool_)
     for i in order:

@@ -1,4 +1,4 @@
-"""When a prompt's blocks will be asked for again: a survival model fitted from the stream.
+"""A survival model, fitted from the stream of prompts, of when a prompt's blocks are wanted again.
 
 The hazard of a prompt is the rate, per second, at which its next turn arrives, given that it has
 not arrived yet. It falls with age, but not from the start (people read before they write), and
@@ -13,11 +13,12 @@ likelihood comes from iterative proportional fitting over the cells' events and 
 factor is shrunk to 1 by `PRIOR_EVENTS` events that the rest of the model predicted right. Prompts
 not asked for again count through their exposure, so nothing is biased towards those that return.
 
-What a block is worth holding for is not the hazard now but the best rate ahead:
+The value of holding a block is not the hazard now but the best rate ahead:
 
     rate(x, age) = max over t of  P(asked within t) / E[seconds held until asked, or t]
 
-the Gittins index of a job that ends when it is asked for; it sees a peak that is still to come.
+This is the Gittins index of a job that ends when it is asked for. It accounts for a peak that is
+still to come.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ SWEEPS = 4
 
 
 def prior_base() -> Floats:
-    """The hazard before anything was seen, (AGES,), per second."""
+    """Return the hazard before any event was seen, (AGES,), per second."""
     middle = 0.5 * (AGE_EDGES_S[:-1] + AGE_EDGES_S[1:])
     return PRIOR_SHARE / (middle + PRIOR_RETURN_S)
 
 
 def fit(events: Floats, exposure_s: Floats) -> Floats:
-    """Hazard of every cell, shape (CELLS, AGES), per second.
+    """Return the hazard of every cell, shape (CELLS, AGES), per second.
 
-    `events` and `exposure_s` (CELLS, AGES): next turns that arrived in the cell, and seconds that
-    prompts spent in it waiting.
+    `events` and `exposure_s` (CELLS, AGES): number of next turns that arrived in the cell, and
+    seconds that prompts waited in it.
     """
     y, time = events.reshape(SHAPE), exposure_s.reshape(SHAPE)
     base = _by_age(y.sum((0, 1, 2, 3)), time.sum((0, 1, 2, 3)))
@@ -72,7 +73,8 @@ def fit(events: Floats, exposure_s: Floats) -> Floats:
 
 
 def _by_age(events: Floats, exposure_s: Floats) -> Floats:
-    """The hazard by age alone; where little was seen, the prior's shape at the level before it."""
+    """Return the hazard by age alone; where little was seen, the prior's shape at the level
+    before."""
     base, ratio = prior_base(), 1.0
     for k in range(AGES):
         seen, expected = events[k], exposure_s[k] * base[k]
@@ -86,7 +88,8 @@ def _shrunk(events: Floats, expected: Floats) -> Floats:
 
 
 def best_rate(hazard: Floats) -> Floats:
-    """The Gittins index at the start of each age bin, shape as `hazard` (CELLS, AGES), per second.
+    """Return the Gittins index at the start of each age bin, shape as `hazard` (CELLS, AGES), per
+    second.
 
     For bins a <= t: ``P = 1 - exp(-H)`` with ``H`` the hazard summed over the bins' seconds, and
     ``E`` the integral of the survival ``exp(-H)``.

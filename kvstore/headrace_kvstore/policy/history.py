@@ -1,12 +1,12 @@
-"""What is remembered of prompts and of blocks, in the store or evicted long ago.
+"""History of prompts and of blocks, whether these are in the store or were evicted long ago.
 
-Two fixed-size tables. A *prompt* row follows one conversation: when it was last asked, how long
-its prompt was, at which turn it is, and up to which age its waiting was counted. A *block* entry
-says which prompt row passed a block last; it costs 24 bytes, a millionth of the block's own, so
-far more blocks are remembered than kept. Both forget the oldest first.
+It has two tables of fixed size. A *prompt* row follows one conversation: the time of its last
+prompt, that prompt's length, its turn, and the age up to which its waiting was counted. A *block*
+entry names the prompt row that passed a block last. It takes 24 bytes, a millionth of the block's
+own, so far more blocks are remembered than kept. Both tables drop the oldest first.
 
 A prompt continues a row if it begins with all blocks of that row's last prompt. Otherwise it begins
-a new one, as those do that share a beginning with others (a system prompt).
+a new row, also if it shares a beginning with other prompts (a system prompt).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _log2(n, top):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
-    """The cell of a prompt; `gap_s` below 0: no turn before. Classes as hazard.py lists them."""
+    """Return the cell of a prompt, with the classes of hazard.py; `gap_s` below 0: no turn
+    before."""
     gap = 0 if gap_s < 0.0 else 1 + _log2(int(min(gap_s, 1e6)) // 8, GAPS - 2)
     turns = min(turn, 2) if turn < 3 else 3 + _log2((turn - 1) // 2, TURNS - 4)
     news = 0 if fresh == 0 else 1 + _log2(fresh, FRESH - 2)
@@ -67,7 +68,7 @@ def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def count_waiting(row, now_s, exposure_s):  # type: ignore[no-untyped-def]
-    """Book the seconds that a prompt waited since it was last counted."""
+    """Add the seconds that a prompt waited since it was last counted."""
     if not 0 <= row.cell < len(exposure_s):
         return
     start, end = row.counted_s - row.seen_s, now_s - row.seen_s
@@ -88,7 +89,7 @@ def count_all(prompts, now_s, exposure_s):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def find(blocks, key):  # type: ignore[no-untyped-def]
-    """The entry of `key`, or -1 - the entry to take for it."""
+    """Return the entry of `key`, or -1 - the entry to use for it."""
     places = len(blocks) // WAYS
     start = int(np.int64((key * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20))) % places * WAYS
     oldest = start
@@ -104,7 +105,7 @@ def find(blocks, key):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s):  # type: ignore[no-untyped-def]
-    """Book a prompt's arrival; returns its row's serial, 0 for a prompt without blocks."""
+    """Record a prompt's arrival; return its row's serial, 0 for a prompt without blocks."""
     if len(keys) == 0:
         return 0
     known, last = 0, -1

@@ -1,4 +1,4 @@
-"""LRU: what was used longest ago goes first."""
+"""LRU: the block used longest ago is evicted first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from headrace_kvstore.policy.tree import Forest, worst_first
 
 
 class LRU(Policy):
-    """Least recently leased or written first; of one prompt's blocks the deepest first."""
+    """Policy that evicts the least recently leased or written block first, and of one prompt's
+    blocks the deepest first."""
 
     name = "lru"
 

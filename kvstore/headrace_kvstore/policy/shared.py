@@ -1,9 +1,10 @@
-"""One policy for all processes of a machine: which one, where its state is, and who may use it.
+"""One policy for all processes of a machine: the choice of it, its state, and its section.
 
 The process that creates the arena chooses the policy. The choice is in the arena's header, so every
 process evicts by the same policy over the same state. One process at a time uses it, under a lock
-that the kernel releases when its holder dies. Meanwhile the state's first word is 1. A process that
-finds it so on entry begins the history anew, so a death inside costs what was learned.
+that the kernel releases when its holder dies. The state's first word is 1 while a process uses it.
+If a process finds 1 on entry, another one died inside; it then starts the history again, and all
+that was learned is lost.
 
     state = [inside: u64][7 words unused][the policy's own record]
 """
@@ -30,28 +31,28 @@ T = TypeVar("T")
 DEFAULT = "cost-aware"
 HEAD_BYTES = 64
 MOST_OF_STORE = 1 / 8
-"""Share of a store that a policy's state may take; where it would be more, LRU decides."""
+"""Maximum share of a store that a policy's state may take; if it would be more, LRU decides."""
 
 
 KINDS = {"lru": 0, "cost-aware": 4}
-"""Codes by the name that settings give. They stand in arenas' headers and never change."""
+"""Codes by the name that settings give. They are in arenas' headers and never change."""
 
 NAMES = {code: name for name, code in KINDS.items()}
 
 
 def _record(size_bytes: int) -> np.dtype:
-    """What `CostAware` remembers beside a store of `size_bytes`."""
+    """Return the dtype of `CostAware`'s state for a store of `size_bytes`."""
     blocks = history_blocks(size_bytes)
     return state_dtype(max(1, blocks // 4), blocks)
 
 
 def state_bytes(name: str, size_bytes: int) -> int:
-    """Bytes of a policy's state beside a store of `size_bytes`."""
+    """Return the bytes of a policy's state for a store of `size_bytes`."""
     return 0 if name == "lru" else HEAD_BYTES + _record(size_bytes).itemsize
 
 
 def affordable(name: str, size_bytes: int) -> str:
-    """The policy of that name, or LRU where its state would take too much of so small a store.
+    """Return the name of the policy, or LRU if its state would take too much of so small a store.
 
     Raises ValueError for an unknown name.
     """
@@ -64,17 +65,16 @@ def affordable(name: str, size_bytes: int) -> str:
 
 
 class SharedPolicy:
-    """The policy named, over state in shared memory; as a context manager it is the section in
-    which its calls are made:
+    """A policy over state in shared memory. As a context manager it is the section for its calls:
 
         with shared as policy:
             policy.prompt(...)
 
-    Entering raises LockBusyError where the lock cannot be had.
+    Entering raises LockBusyError if the lock is not free in time.
 
     Args:
-        state: u8 [state_bytes], zeroed when new; fewer bytes than this version of the policy
-            needs, left by another version, make LRU decide.
+        state: u8 [state_bytes], zeroed when new. If another version of the policy left another
+            size, LRU decides.
     """
 
     def __init__(
@@ -93,19 +93,19 @@ class SharedPolicy:
         if name != "lru":
             self._inside = state[:8].view(np.uint64)
             record = state[HEAD_BYTES:].view(_record(size_bytes))
-            with self.lock:  # nobody is inside while a new policy sets up its state
+            with self.lock:  # no process may be inside while a new policy sets up its state
                 self.policy = CostAware(record)
 
     @property
     def learns(self) -> bool:
-        """Whether there is any use in telling it of prompts."""
+        """Whether the policy learns from prompts."""
         return self.policy.learns
 
     def ask(self, call: Callable[[Policy], T]) -> T:
         """Call the policy inside its section. If it raises, the error is logged and LRU answers.
 
-        None of this happens under the arena's own lock, so look-ups and leases never wait for it.
-        Raises LockBusyError where others keep the policy.
+        The arena's own lock is not held, so look-ups and leases never wait for this. Raises
+        LockBusyError if other processes hold the policy for too long.
         """
         try:
             with self as policy:
@@ -141,7 +141,7 @@ class SharedPolicy:
 
 
 def warm(name: str) -> None:
-    """Compile what the policy needs, on a table of its own: nobody may compile in the section."""
+    """Compile the policy's code on a table of its own: no process may compile in the section."""
     table = np.zeros(2, SLOT)
     table["state"], table["bytes"] = READY, 1.0
     table["hash"][1] = (1).to_bytes(32, "little")

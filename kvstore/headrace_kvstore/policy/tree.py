@@ -1,7 +1,7 @@
-"""The slots as the forest of prefixes that they are, and eviction orders that respect it.
+"""The forest of prefixes that the slots form, and eviction orders that respect it.
 
-A block is of use only while every block before it in its prefix is there. So leaves go before
-their parents, and blocks that lost an ancestor (orphans) go first of all.
+A block is of use only while every block before it in its prefix is there. So leaves are evicted
+before their parents, and blocks that lost an ancestor (orphans) first of all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace_kvstore.policy.base import (
 from headrace_kvstore.table import FREE
 
 ROOT = -1  # in `parents`: the block has no parent
-ORPHAN = -2  # in `parents`: an ancestor is gone
+ORPHAN = -2  # in `parents`: an ancestor was evicted
 
 _Floats = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ class Forest:
         return score
 
     def removable(self, may_go: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """`may_go` less the ancestors of blocks that may not. (slots,)"""
+        """Return `may_go` without the ancestors of blocks that may not be evicted. (slots,)"""
         blocked = np.zeros(len(may_go), dtype=np.bool_)
         held = self.order[~may_go[self.order]]
         blocked[held] = True
@@ -53,13 +53,13 @@ class Forest:
         return may_go & ~blocked
 
     def density(self, value: _Floats, weight: _Floats) -> _Floats:
-        """Value per weight of the group of blocks with which each block stands or falls.
+        """Return the value per weight of the group of blocks that each block belongs to.
 
         A child that is worth more per weight than its parent is worth having only together with
-        it, so the two count as one; merged from the leaves up, groups get less dense with depth
-        (the decomposition of W. A. Horn, Single-machine job sequencing with treelike precedence
-        ordering, SIAM J. Appl. Math. 23, 1972). Evicting by rising density, deepest first within
-        a group, is then leaf first, and gives up least value for the weight freed.
+        it, so the two form a group. Groups are merged from the leaves up and get less dense with
+        depth (the decomposition of W. A. Horn, Single-machine job sequencing with treelike
+        precedence ordering, SIAM J. Appl. Math. 23, 1972). Evicting by rising density, deepest
+        first within a group, then evicts leaves first, and loses least value for the weight freed.
         """
         return _density(self.parents, self.order, value, weight)
 
@@ -74,10 +74,10 @@ def worst_first(
     *,
     covered: bool = False,
 ) -> Slots:
-    """The `need` evictable slots of least score, leaves before parents, orphans before all.
+    """Return the `need` evictable slots of least score, leaves before parents, orphans before all.
 
-    `score`, (slots,), is changed. Where `covered` is set, it never rises with depth already.
-    Blocks that may not go keep their ancestors. Equal scores: the deepest first.
+    `score`, (slots,), is changed. With `covered`, the caller promises that it never rises with
+    depth. Ancestors of blocks that may not be evicted stay. Equal scores: the deepest first.
     """
     score[forest.parents == ORPHAN] = -np.inf
     if not covered:
@@ -92,7 +92,8 @@ def worst_first(
 
 @jit(nogil=True)
 def _deepest_first(depth, used):  # type: ignore[no-untyped-def]
-    """Counting sort; depths beyond the number of slots (no chain is that long) count as equal."""
+    """Sort by counting; depths beyond the number of slots (no chain is that long) count as
+    equal."""
     limit = len(depth)
     starts = np.zeros(limit + 2, np.int64)
     count = 0
@@ -160,9 +161,11 @@ def _block_ancestors(parents, held, blocked):  # type: ignore[no-untyped-def]
 
 @jit(nogil=True)
 def _density(parents, order, value, weight):  # type: ignore[no-untyped-def]
-    """Groups are linked lists: `first`/`following` chain a group's child groups, `last` splices
-    two chains in one step. Once a group grew by a denser child its density only rises, so one
-    pass over the children decides.
+    """Compute each block's group density.
+
+    Groups are linked lists: `first`/`following` chain a group's child groups, `last` splices two
+    chains in one step. Once a group grew by a denser child its density only rises, so one pass over
+    the children decides.
     """
     n = len(parents)
     first = np.full(n, -1, np.int32)
@@ -178,7 +181,7 @@ def _density(parents, order, value, weight):  # type: ignore[no-untyped-def]
                 group[child] = i
                 total[i] += total[child]
                 mass[i] += mass[child]
-                if first[child] >= 0:  # its children stand behind all of ours
+                if first[child] >= 0:  # its children follow all of ours
                     following[last[i]] = first[child]
                     last[i] = last[child]
                     after = following[child]

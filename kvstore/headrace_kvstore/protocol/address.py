@@ -1,8 +1,8 @@
 """HOST:PORT with IPv4 addresses, IPv6 addresses and names, and the sockets that reach them.
 
 An IPv6 address is in brackets wherever a port follows it. ZeroMQ looks for IPv4 addresses alone
-unless a socket's IPV6 option is set, and for IPv6 addresses first if it is. So it is set by the
-address.
+unless a socket's IPV6 option is set, and for IPv6 addresses first if it is. So this module sets the
+option by the address.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def base_url(host: str, port: int) -> str:
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Split HOST:PORT; the host comes without brackets.
+    """Split HOST:PORT; return the host without brackets.
 
     Raises:
         ValueError: it is not HOST:PORT, or an IPv6 host is not in brackets.
@@ -66,7 +66,7 @@ def family(host: str) -> socket.AddressFamily:
 
 
 def bind(sock: zmq.Socket[Any], endpoint: str) -> str:
-    """Bind a ZeroMQ socket; returns the endpoint, with the port that it got.
+    """Bind a ZeroMQ socket; return the endpoint, with the port that it got.
 
     Args:
         endpoint: such as tcp://[::1]:5557, ipc:///tmp/a or tcp://*:5557, which is all addresses

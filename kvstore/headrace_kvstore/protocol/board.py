@@ -1,18 +1,18 @@
-"""A board of notes that processes of one machine leave for each other, and which notes it keeps.
+"""A board of notes that processes of one machine leave for each other.
 
 A *note* is bytes that the board does not interpret. Its writer numbers the notes of each stream.
 The board refuses a note whose number is not above the last one of that writer and stream, so
 posting a note twice is safe. Readers get notes in the order of their arrival, and so each writer's
 stream in its own order.
 
-A full board evicts the oldest note of the largest stream, whoever wrote it; of two streams of
-equal size, the older note. So a busy stream never displaces a quiet one.
+A full board evicts the oldest note of the largest stream, whichever process wrote it. Of two
+streams of equal size, it evicts the older note. So a busy stream never displaces a quiet one.
 
 A restarted node has a board with a new *generation*, empty or with notes restored from a backup
-(`node.board_backup`). Every answer names the generation.
-When it changes, readers start from the beginning, and writers post again what they still have. A
-writer names the generation that it posts for, since posts in the wrong order would be refused.
-Once a writer posts, its restored notes go, because it posts all that it still has.
+(`node.board_backup`). Every answer names the generation. When it changes, readers start from the
+beginning, and writers post their remaining notes again. A writer names the generation that it posts
+for, since posts in the wrong order would be refused. Once a writer posts, its restored notes are
+removed, because it posts all notes that it still has.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from msgspec import Meta
 MAX_NAME_BYTES = 64
 MAX_NOTE_BYTES = 2**20
 NOTE_COST_BYTES = 512
-"""What a note takes beside its bytes."""
+"""Bytes counted for each note in addition to its data."""
 
 Name = Annotated[bytes, Meta(max_length=MAX_NAME_BYTES)]
 Number = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 class Note(msgspec.Struct, array_like=True, frozen=True):
-    """`last`: number of the last thing in `data`, within the writer's stream."""
+    """A note. `last`: number of the last item in `data`, within the writer's stream."""
 
     writer: Name
     stream: Name
@@ -46,7 +46,8 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Page(msgspec.Struct, array_like=True, tag="notes"):
-    """Notes in their order; where to read on in this generation; and where the board ends now."""
+    """Notes in their order; the place to continue from in this generation; the board's current
+    end."""
 
     generation: Annotated[str, Meta(max_length=64)]
     after: Number
@@ -55,7 +56,7 @@ class Page(msgspec.Struct, array_like=True, tag="notes"):
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
-    """A note in a backup. `own`: of the machine that saved it."""
+    """A note in a backup. `own`: whether it is of the machine that saved it."""
 
     note: Note
     own: bool
@@ -68,11 +69,11 @@ class _Stream:
 
 
 class Board:
-    """Thread-safe.
+    """Board of notes. Thread-safe.
 
     Args:
         capacity_bytes: for all notes, each with NOTE_COST_BYTES.
-        generation: of no other board.
+        generation: unique to this board.
     """
 
     def __init__(self, capacity_bytes: int, generation: str) -> None:
@@ -81,19 +82,19 @@ class Board:
         self._head = 0
         self._notes: dict[int, tuple[Note, bool]] = {}
         self._numbers: list[int] = []
-        """Ascending: those of `_notes`, and of some that are gone."""
+        """Numbers of notes, ascending: those in `_notes`, and some of removed notes."""
         self._streams: dict[bytes, _Stream] = {}
         self._theirs: dict[tuple[bytes, bytes], deque[int]] = {}
-        """By writer and stream, the numbers of their notes that are here."""
+        """Numbers of the notes that are here, by writer and stream."""
         self._size_bytes = 0
         self._restored: dict[bytes, list[int]] = {}
-        """By writer, the numbers of its restored notes; some may be gone."""
+        """Numbers of restored notes, by writer; some of the notes may be removed already."""
         self._counts: Counter[str] = Counter()
 
     def post(self, note: Note, *, own: bool = True) -> bool:
-        """Put a note up; False if it says nothing new, or is larger than the board.
+        """Put a note up; return False if it has nothing new, or is larger than the board.
 
-        own: of this machine, not brought from another one's board.
+        own: whether it is of this machine, and not from another one's board.
         """
         with self._lock:
             taken = self._post(note, own)
@@ -103,12 +104,12 @@ class Board:
             return taken
 
     def keep(self) -> list[Kept]:
-        """All notes, in their order."""
+        """Return all notes in their order, for a backup."""
         with self._lock:
             return [Kept(note, own) for note, own in self._notes.values()]
 
     def restore(self, kept: Iterable[Kept]) -> int:
-        """Put up notes of a backup; how many say something new."""
+        """Put up the notes of a backup; return how many were new."""
         before = self._counts["restored"]
         for each in kept:
             with self._lock:
@@ -141,11 +142,12 @@ class Board:
     def read(
         self, after: int, most_bytes: int, *, generation: str, but: bytes = b"", own: bool = False
     ) -> Page:
-        """Notes behind a place: at least one if there is any, else `most_bytes` of them at most.
+        """Return the notes after a place: at most `most_bytes`, but at least one if there is any.
 
         Args:
-            generation: in which `after` was given; in another one reading begins at the start.
-            but: a writer whose notes are left out. own: leave out what other boards had.
+            generation: the one of `after`; in another generation, reading begins at the start.
+            but: a writer whose notes are left out.
+            own: whether to leave out notes from other boards.
         """
         notes: list[Note] = []
         size_bytes = 0
@@ -167,7 +169,7 @@ class Board:
         return self._head
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return JSON-able sizes and counts."""
         with self._lock:
             return {
                 "notes": len(self._notes),
@@ -185,7 +187,7 @@ class Board:
     def _drop(self, number: int) -> None:
         note, _ = self._notes.pop(number)
         stream = self._streams[note.stream]
-        stream.numbers.remove(number)  # it is among the oldest, which stand first
+        stream.numbers.remove(number)  # it is among the oldest, which are first
         size_bytes = len(note.data) + NOTE_COST_BYTES
         stream.size_bytes -= size_bytes
         self._size_bytes -= size_bytes

@@ -3,8 +3,8 @@
 `ask` returns a future; a thread of the client sends and receives. A caller that may block waits
 for the future, an event loop wraps it, an engine's step checks whether it is done. Every future
 ends: with the node's reply, or with `NodeAway` if there is no node or it does not answer within
-`timeout_s`. The client then does not try again for `retry_s`; asking meanwhile costs one look at
-the clock.
+`timeout_s`. The client then does not try again for `retry_s`. A request during that time fails at
+once, and costs one look at the clock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.address import connect
 
 MOST_WAITING = 1000
-"""Requests that wait for the thread or the node, at most; more are refused."""
+"""Maximum number of requests that wait for the thread or the node; further ones are refused."""
 CONNECT_POLL_MS = 50
 
 
 class NodeAway(TimeoutError):
-    """No node is there, or it does not answer in time. `late`: it is there, but this one request
-    took longer than the caller allowed."""
+    """Error: there is no node, or it does not answer in time. `late`: the node is there, but this
+    one request took longer than the caller allowed."""
 
     late = False
 
@@ -43,11 +43,12 @@ class _Asked:
     request: wire.Message
     wants_reply: bool
     limit_s: float | None = None
-    """Of this request; another one than the client's says nothing about the node."""
+    """Time limit of this request; None for the client's own. Only if the client's own limit is
+    exceeded, the node counts as away."""
     answer: Future[Any] = field(default_factory=Future)
     until_s: float = math.inf
     found: wire.Located | None = None
-    """The first part of the answer, while blocks behind it are being pulled into DRAM."""
+    """First part of the answer, while the blocks after it are being pulled into DRAM."""
 
     def settle(self, reply: Any) -> None:
         if self.found is not None and isinstance(reply, NodeAway):
@@ -59,14 +60,15 @@ class _Asked:
 
 
 class Client:
-    """Thread-safe. The thread starts with the first request. A forked child makes its own client.
+    """Client of a node. Thread-safe. The thread starts with the first request. A forked child makes
+    its own client.
 
     Args:
         endpoint: ZeroMQ's, of the node.
-        decode: id and reply of a frame; raises WireError.
+        decode: decodes a frame into id and reply; raises WireError.
         prepare: called with each socket before it connects; may raise OSError.
-        timeout_s: longest wait for an answer.
-        retry_s: for how long a node that was away is not asked.
+        timeout_s: maximum wait for an answer.
+        retry_s: time for which a node that was away is not asked.
         context: shared with other clients; None for one of its own.
     """
 
@@ -94,10 +96,11 @@ class Client:
         self._thread: threading.Thread | None = None
 
     def ask(self, request: wire.Message, limit_s: float | None = None) -> Future[Any]:
-        """The node's reply; the future raises `NodeAway` and nothing else.
+        """Send a request; return a future of the reply, which raises `NodeAway` and nothing else.
 
-        A `Locate` whose blocks are being pulled is answered once that is over, or no longer worth
-        waiting for. `limit_s` goes before `timeout_s`, and the node does not count as away then.
+        A `Locate` whose blocks are being pulled is answered once the pull is over or no longer
+        worth waiting for. `limit_s` replaces `timeout_s`; the node does not count as away if it is
+        exceeded.
         """
         asked = _Asked(request, True, limit_s)
         asked.answer.set_running_or_notify_cancel()
@@ -106,11 +109,12 @@ class Client:
         return asked.answer
 
     def tell(self, request: wire.Message) -> bool:
-        """Have something done without an answer; False if no node is known to do it."""
+        """Send a request without an answer; return False if it was not sent: the node is away, the
+        queue is full, or the client is closed."""
         return self._queue(_Asked(request, False))
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts, and whether the node is away."""
+        """Return JSON-able counts, and whether the node is away."""
         away = time.monotonic() < self._away_until_s
         return {"away": away, "asked": len(self._asked), **self._counts}
 
@@ -154,7 +158,7 @@ class Client:
             self._context.term()
 
     def _wait(self) -> None:
-        """Until something is to be sent, has come, or is overdue."""
+        """Wait until there is a request to send, a reply to receive, or an overdue answer."""
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
         if self._socket is not None:
@@ -220,7 +224,7 @@ class Client:
         asked.settle(reply)
 
     def _expire(self) -> None:
-        """Stop waiting for overdue answers. A late pull is no fault of the node."""
+        """Stop waiting for overdue answers. After a late pull the node does not count as away."""
         now_s = time.monotonic()
         for id, asked in [each for each in self._asked.items() if now_s > each[1].until_s]:
             if asked.found is None and asked.limit_s is None:
@@ -233,7 +237,8 @@ class Client:
             self._asked.pop(id).settle(late)
 
     def _go_away(self, reason: str) -> None:
-        """Answer for the node; a new socket later means that no late reply comes through."""
+        """Answer all requests with `NodeAway`. A new socket is made later, so late replies are
+        lost."""
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None
@@ -247,7 +252,7 @@ class Client:
 
 
 class NodeClient(Client):
-    """Of this machine's node.
+    """Client of this machine's node.
 
     Args:
         name: of the arena whose node it is.

@@ -1,12 +1,13 @@
-"""What a store or an engine holds, published as vLLM publishes its KV cache: subscribers can follow
-both.
+"""KV events of a store or an engine, in the format in which vLLM publishes those of its KV cache.
+
+A subscriber can follow both alike.
 
 The structs are field for field those of `vllm.distributed.kv_events` (0.29), so that both encode to
 the same msgpack; vLLM itself is not imported. Frames are those of vLLM's `ZmqEventPublisher`:
 
     PUB    ("", sequence number: 8 bytes big-endian, batch)
-           ("report", number, number of the next batch, report) where reports are published, too;
-           an empty one is a beat
+           ("report", number, number of the next batch, report) if reports are published, too;
+           an empty report is a beat
     replay  REQ or DEALER sends ("", first number wanted), ROUTER answers with
             ("", "", number, batch) for each batch, and ("", "", -1, "") in the end
 
@@ -14,20 +15,21 @@ What the fields hold here, of a store:
 - `medium`: "DRAM" or "NVME". `locality`: "LOCAL". `ownership`: the namespace's digest in
   hex, since equal hashes in two namespaces are different blocks.
 - `token_ids`: empty, `block_size`: 0, as the store knows blocks by hash only. The hashes suffice:
-  vLLM's block hash covers all tokens up to the block's end, so whoever hashes a prompt's blocks
-  finds them in an index of hashes. They are the bytes that vLLM calls them by.
+  vLLM's block hash covers all tokens up to the block's end, so a subscriber that hashes a prompt's
+  blocks finds them in an index of hashes. The bytes are those of vLLM's own hashes.
 - `parent_block_hash`: None, for the same reason.
 
 Batches are numbered from 0, and each has at most `BATCH_BLOCKS` blocks. A whole state begins with
-`AllBlocksCleared` and is as many batches as it takes. It is published at the start, when the node
-fell behind, and when the batches since the last one take more than `KEPT_BYTES`. Batches before it
-are then forgotten, so the log is never longer than a state and `KEPT_BYTES`. A subscriber that asks
-for a batch that is gone, or that was never sent because the node was restarted, gets the log from
-its beginning. A block may be published twice; an index of hashes does not mind.
+`AllBlocksCleared` and takes as many batches as it needs. The publisher sends one at the start, when
+changes were dropped because the queue was full, and when the batches since the last one take more
+than `KEPT_BYTES`. The log then drops the batches before it, so the log is never longer than a state
+and `KEPT_BYTES`. A subscriber may ask for a batch that was dropped, or that was never sent because
+the node was restarted. It then gets the log from its beginning. A block may be published twice,
+which does no harm to an index of hashes.
 
-Reports are bytes to this module. They are numbered by themselves, and only the newest is sent: a
-subscriber that misses some loses nothing. From the number of the next batch it learns that it has
-missed the last one.
+Reports are bytes to this module. They have numbers of their own. Only the newest report is sent, so
+a subscriber that misses some loses nothing. The number of the next batch in a report tells a
+subscriber whether it has missed the last batch.
 """
 
 from __future__ import annotations
@@ -60,19 +62,19 @@ END_SEQ = (-1).to_bytes(8, "big", signed=True)
 BATCH_BLOCKS = 4096
 KEPT_BYTES = 64 * 2**20
 BATCH_COST_BYTES = 128
-"""What a batch takes beside its bytes."""
+"""Bytes counted for each batch in addition to its payload."""
 QUEUED_BATCHES = 10_000
 SEND_QUEUE = 1000
-"""Batches that wait for one subscriber; it replays what is beyond."""
+"""Batches that may wait for one subscriber; it asks for a replay of further ones."""
 REPLAYED_BATCHES = SEND_QUEUE // 2
 MOST_TOPICS = 64
-"""That are remembered; a subscriber needs one."""
+"""Maximum number of topics that are remembered; a subscriber needs one."""
 MOST_REQUEST_BYTES = 4096
-"""Of a request for replay."""
+"""Maximum size of a request for replay."""
 REPORT_GAP_S = 0.02
-"""Between two reports."""
+"""Minimum time between two reports."""
 BEAT_S = 0.2
-"""Of silence, where reports are published; then comes a beat."""
+"""Silence after which a beat is sent, if reports are published."""
 _SHORT_HASH = 16
 
 
@@ -99,7 +101,7 @@ class BlockStored(KVEvent):
 
 
 class BlockRemoved(KVEvent):
-    """Blocks are gone from a medium."""
+    """Blocks were removed from a medium."""
 
     block_hashes: list[bytes | int]
     medium: str | None
@@ -109,7 +111,7 @@ class BlockRemoved(KVEvent):
 
 
 class AllBlocksCleared(KVEvent):
-    """Nothing is held in any medium."""
+    """No medium holds any block."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -121,7 +123,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Change(NamedTuple):
-    """One block came or went. `hash`: 32 bytes, zero-padded."""
+    """One block that was stored or removed. `hash`: 32 bytes, zero-padded."""
 
     stored: bool
     medium: str
@@ -130,7 +132,7 @@ class Change(NamedTuple):
 
 
 def batches(changes: Iterable[Change]) -> Iterator[list[KVEvent]]:
-    """Events in the order of the changes; runs of one kind become one."""
+    """Yield batches of events in the order of the changes; a run of one kind becomes one event."""
     left = iter(changes)
     while part := list(islice(left, BATCH_BLOCKS)):
         yield [_event(list(run)) for _, run in groupby(part, lambda change: change[:3])]
@@ -146,13 +148,13 @@ def _event(run: list[Change]) -> KVEvent:
 
 
 def plain_hash(padded: bytes) -> bytes:
-    """A hash as vLLM has it: 32 bytes, or 16 where the rest is padding."""
+    """Return a hash as vLLM has it: 32 bytes, or 16 if the rest is padding."""
     short = padded[:_SHORT_HASH]
     return short if padded == short.ljust(HASH_BYTES, b"\0") else padded
 
 
 class EventLog:
-    """Numbered batches from the last whole state on. One thread writes, any may read."""
+    """Numbered batches from the last whole state on. One thread writes, any thread may read."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._lock = threading.Lock()
@@ -162,30 +164,33 @@ class EventLog:
 
     @property
     def next_seq(self) -> int:
-        """The number that the next batch will have."""
+        """Number of the next batch."""
         return self._first + len(self._batches)
 
     @property
     def full(self) -> bool:
-        """A new state is due."""
+        """Whether a new whole state is due."""
         return self._size_bytes > self._kept_bytes
 
     def add(self, batch: bytes) -> int:
-        """Its number."""
+        """Append a batch and return its number."""
         with self._lock:
             self._batches.append(batch)
             self._size_bytes += len(batch) + BATCH_COST_BYTES
             return self.next_seq - 1
 
     def forget_before(self, seq: int) -> None:
-        """Batch `seq` begins a whole state, and the last batch ends it."""
+        """Drop the batches before `seq`: it begins a whole state that the last batch ends."""
         with self._lock:
             self._batches = self._batches[seq - self._first :]
             self._first, self._size_bytes = seq, 0
 
     def read(self, seq: int, most_bytes: float = float("inf")) -> tuple[int, list[bytes]]:
-        """Batches from this number on, or from the first one there is, and the number of the first:
-        at least one if there is any, else `most_bytes` of them at most."""
+        """Return the number of the first batch returned, and the batches.
+
+        They begin with batch `seq`, or with the first one there is if `seq` is not in the log. They
+        have at most `most_bytes` together, but there is at least one if the log has any.
+        """
         with self._lock:
             if not self._first <= seq <= self.next_seq:
                 seq = self._first
@@ -199,16 +204,17 @@ class EventLog:
 
 
 class EventPublisher:
-    """Publishes changes from a thread of its own, which sleeps while there is nothing to send.
-    `publish`, `report` and `resync` may be called from any thread, and never wait.
+    """Publisher of changes, with a thread of its own that sleeps while there is nothing to send.
+
+    Any thread may call `publish`, `report` and `resync`; they never wait.
 
     Args:
         endpoint: to bind the PUB socket to, such as `tcp://*:5557`; None for `log` alone.
         replay_endpoint: to bind the ROUTER socket to; None for no replay.
         contents: everything that is held now, as changes; called on the publisher's thread.
-        members: who is let in; None for everybody who reaches the sockets.
-        beats: whether reports are published, and beats when there is none.
-        on_followed: called on the publisher's thread when the first subscriber has come.
+        members: the app's members, the only ones let in; None lets in all that reach the sockets.
+        beats: whether reports are published, and beats while there is no report.
+        on_followed: called on the publisher's thread when the first subscriber subscribes.
         name: of the thread.
 
     Raises:
@@ -254,7 +260,7 @@ class EventPublisher:
         self._reported_s = -BEAT_S
         self.resyncs = self.dropped_batches = self.replays = self.reports = 0
         self._topics: set[bytes] = set()
-        """That somebody has subscribed to."""
+        """Topics that have a subscriber."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -268,7 +274,7 @@ class EventPublisher:
         return bind(socket, endpoint)
 
     def publish(self, changes: list[Change]) -> None:
-        """Queue changes; if the queue is full, the whole state is published later instead."""
+        """Queue changes. If the queue is full, drop them and publish the whole state later."""
         if not changes:
             return
         try:
@@ -285,17 +291,17 @@ class EventPublisher:
 
     @property
     def followed(self) -> bool:
-        """Whether there is a subscriber. Reports and beats are sent to nobody else."""
+        """Whether there is a subscriber. Without one, no reports or beats are sent."""
         return bool(self._topics)
 
     def report(self, report: bytes) -> None:
-        """Publish a report: at once, or `REPORT_GAP_S` after the one before, unless a newer one has
-        come by then."""
+        """Publish a report at once, or `REPORT_GAP_S` after the previous one. A newer report that
+        arrives before then replaces it."""
         self._report.append(report)
         self._wake.set()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return JSON-able counts."""
         return {
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
@@ -345,9 +351,10 @@ class EventPublisher:
             elif socket is self._sockets.get(zmq.XPUB):
                 self._subscribed(self._sockets[zmq.XPUB].recv())
         if self._behind.is_set():
-            # What waits was made before the state is taken, and later changes to the same blocks
-            # may have been dropped: it goes. What comes and is not dropped from here on is told
-            # after the state, in order; so the last one told of a block is the last one made.
+            # Drop the queue. Its changes were made before the state is taken, and later changes to
+            # the same blocks may have been dropped. Changes that are queued from here on are
+            # published after the state, in order, so the last change published for a block is the
+            # last one made.
             self._behind.clear()
             with suppress(queue.Empty):
                 while True:
@@ -365,7 +372,7 @@ class EventPublisher:
             self.resync()
 
     def _subscribed(self, message: bytes) -> None:
-        """ZeroMQ says that a topic has its first subscriber, or has none any more."""
+        """Handle ZeroMQ's notice that a topic has its first subscriber, or has lost its last."""
         kind, topic = message[:1], message[1:]
         if kind == b"\1" and len(self._topics) < MOST_TOPICS:
             before = self.followed
@@ -375,7 +382,7 @@ class EventPublisher:
         elif kind == b"\0":
             self._topics.discard(topic)
         if not self._topics:
-            self._report.clear()  # it would be old news to the next one
+            self._report.clear()  # the next subscriber needs no outdated report
 
     def _send(self, events: list[Any]) -> int:
         payload = self._encoder.encode(EventBatch(time.time(), events, 0))
@@ -385,7 +392,7 @@ class EventPublisher:
         return seq
 
     def _send_report(self) -> float:
-        """Send a report or a beat if one is due; seconds for which none will be."""
+        """Send a report or a beat if one is due; return the seconds until the next can be due."""
         silent_s = time.monotonic() - self._reported_s
         due_s = REPORT_GAP_S if self._report else BEAT_S
         if silent_s < due_s:

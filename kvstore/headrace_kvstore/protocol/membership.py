@@ -1,7 +1,7 @@
 """Proof that a peer belongs to the app: CurveZMQ keys, derived from a secret that all members have.
 
 Every member derives the same pair of keys. A server admits only clients that have it. The line is
-encrypted and signed. A stranger learns that a port is open, and nothing else.
+encrypted and signed. A client that is no member learns that a port is open, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 LEAST_SECRET_CHARACTERS = 16
-"""An outsider who recorded a handshake can try secrets offline, so a secret must be long."""
+"""Minimum length of a secret: an outsider who recorded a handshake can try secrets offline."""
 HANDSHAKE_MS = 5000
-"""A client that has not proved itself by then is disconnected."""
+"""Time after which a client that has not proved itself is disconnected."""
 _DOMAIN = "headrace"
 
 
@@ -30,7 +30,7 @@ class Membership:
         self._public: bytes = zmq.curve_public(self._private)
 
     def key(self, purpose: bytes) -> bytes:
-        """32 bytes that only members can derive, different for each purpose."""
+        """Return 32 bytes that only members can derive, different for each purpose."""
         return hashlib.blake2b(self._secret, digest_size=32, person=purpose).digest()
 
     def guard(self, *sockets: zmq.Socket[bytes]) -> ThreadAuthenticator:
@@ -51,7 +51,8 @@ class Membership:
         return hmac.compare_digest(key, self._public)
 
     def enter(self, socket: zmq.Socket[Any]) -> None:
-        """Have a client prove itself, and talk to a member only; call it before `connect`."""
+        """Make a client's socket prove itself, and talk only to a member; call it before
+        `connect`."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)

@@ -1,9 +1,9 @@
-"""Which numbered batch of a source comes next: what to do with one that has come. Pure.
+"""The order of a source's numbered batches: the rule for each batch that arrives. Pure.
 
-A source numbers its batches of events from 0 and sends each once, but what carries them may lose
-them, repeat them, and bring a replay beside what is new. A batch that begins with
-`AllBlocksCleared` needs none before it. A source that begins anew at 0 must be told apart by other
-means (its generation); whoever learns of that makes a new `Sequence`.
+A source numbers its batches of events from 0 and sends each once. The transport may lose batches,
+repeat them, and deliver a replay beside new batches. A batch that begins with `AllBlocksCleared`
+needs none before it. If a source starts again at 0, the caller must notice that by other means (its
+generation), and make a new `Sequence`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from enum import Enum
 
 
 class Fate(Enum):
-    """Of a batch."""
+    """Treatment of a batch."""
 
     TAKE = "take"
-    """It is the next one, or needs none before it."""
+    """Take the batch: it is the next one, or needs none before it."""
     SKIP = "skip"
-    """It was taken already."""
+    """Skip the batch: it was taken already."""
     WAIT = "wait"
-    """Batches before it are missing: have them replayed from `wanted`."""
+    """Wait: batches before it are missing. Have them replayed from `wanted`."""
 
 
 class Sequence:
@@ -27,19 +27,19 @@ class Sequence:
 
     def __init__(self) -> None:
         self.next: int | None = None
-        """Number of the batch that comes next; None: none was taken yet."""
+        """Number of the next batch; None: none was taken yet."""
 
     @property
     def wanted(self) -> int:
-        """Number of the batch that the source is to replay from."""
+        """Number of the batch from which the source is to replay."""
         return 0 if self.next is None else self.next
 
     def judge(self, seq: int, whole: bool) -> Fate:
-        """What to do with a batch. `whole`: it needs none before it."""
+        """Return what to do with a batch. `whole`: whether it needs none before it."""
         if seq < self.wanted:
             return Fate.SKIP
         return Fate.TAKE if whole or seq == self.wanted else Fate.WAIT
 
     def taken(self, seq: int) -> None:
-        """This batch was taken."""
+        """Record that this batch was taken."""
         self.next = seq + 1

@@ -1,4 +1,4 @@
-"""Answers the requests of clients and peers, with one thread for each socket.
+"""Servers that answer the requests of clients and peers, with one thread for each socket.
 
 Requests that take microseconds are answered at once. Others go to another thread, and their
 replies are sent when they are ready. No frame, whatever it holds, ends the thread.
@@ -29,14 +29,15 @@ from headrace_kvstore.protocol.wake import Wake
 logger = logging.getLogger("headrace.kvstore")
 
 SLOW_AT_ONCE, STAGED_AT_ONCE = 64, 1024
-"""Requests that wait for the other thread, and second replies that wait for a pull, at most."""
+"""Maximum number of requests that wait for the other thread, and of second replies that wait for a
+pull."""
 CLIENT_QUEUE = 64
-"""Frames that wait for one client, or from it."""
+"""Maximum number of frames that wait for one client, or from it."""
 BUSY_POLL_MS = 5
 
 
 class Staged(NamedTuple):
-    """A reply at once, and another under the same id when there is more to say."""
+    """A reply at once, and another one under the same id when there is more."""
 
     now: wire.Body
     later: Future[Any]
@@ -46,20 +47,21 @@ Handle = Callable[[Any], "wire.Body | Future[Any] | Staged"]
 
 
 class NodeRunning(RuntimeError):
-    """Another node listens at this socket."""
+    """Error: another node listens at this socket."""
 
 
 class FrameServer:
-    """Listens from the start. `handle` gives each reply, or a future of it, or both.
+    """Server of frames, which listens from the start. `handle` gives each reply, or a future of it,
+    or both.
 
     Args:
-        bind: binds the ROUTER socket that it is given; what it raises comes through.
-        decode: id and request of a frame; raises WireError.
+        bind: binds the ROUTER socket that it is given; its errors are passed on.
+        decode: decodes a frame into id and request; raises WireError.
         slow: kinds of requests whose reply may be a future; they are refused while `SLOW_AT_ONCE`
             wait, and no other kind is.
         name: of the thread.
-        counts: gets how many requests of each kind came.
-        members: who is let in; None for everybody who reaches the socket.
+        counts: gets the number of requests of each kind.
+        members: the app's members, the only ones let in; None lets in all that reach the socket.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class FrameServer:
             id, request = self._decode(frames[0])
         except wire.WireError as error:
             self.counts["malformed"] += 1
-            # The sender waits under an id that may be unreadable: it is told under what there is.
+            # The sender's id may be unreadable: answer under the id that was read, if any.
             self._send(client, error.id, wire.Failed(str(error)))
             return
         self.counts[type(request).__name__.lower()] += 1
@@ -156,7 +158,7 @@ class FrameServer:
     def _send_ready(
         self, queue: list[tuple[bytes, int, Future[Any]]]
     ) -> list[tuple[bytes, int, Future[Any]]]:
-        """Send the replies that are there; those that are not."""
+        """Send the replies that are ready; return those that are not."""
         waiting = []
         for client, id, future in queue:
             if not future.done():
@@ -177,7 +179,7 @@ class FrameServer:
 
 
 class NodeServer(FrameServer):
-    """The socket that engines know by the arena's name.
+    """Server at the socket that engines know by the arena's name.
 
     Raises:
         NodeRunning: another node has this socket.

@@ -1,9 +1,9 @@
-"""What a machine's StoreNode could supply of a prompt: asked by the planner, answered at once.
+"""Surveys: the planner asks a machine's StoreNode which blocks of a prompt it could supply.
 
-The node knows what lies on its disk, follows its peers' events, and lists the object store; it
-prices what would have to be pulled. A survey reads, leases and counts nothing. A node that does not
-answer within `limit_s`, or has no tier below DRAM, is not asked again for `retry_s`: until then the
-planner knows of DRAM only.
+The node answers at once. It knows the blocks on its disk, follows its peers' events, and lists the
+object store; it prices the blocks that it would have to pull. A survey reads, leases and counts
+nothing. A node that does not answer within `limit_s`, or has no tier below DRAM, is not asked again
+for `retry_s`. Until then the planner knows only of DRAM.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from headrace_kvstore.supply import Supply, common
 logger = logging.getLogger("headrace.kvstore")
 
 MOST_BLOCKS = 1024
-"""Asked for at once, as by an engine."""
+"""Maximum number of blocks asked for at once, as by an engine."""
 LIMIT_S, RETRY_S = 0.01, 1.0
-"""A node that lives answers within a millisecond."""
+"""Time limit, and time until a silent node is asked again. A living node answers within 1 ms."""
 
 
 class Surveyor:
-    """Asks the node of one arena, from an event loop.
+    """Client of the node of one arena, for an event loop.
 
     Attributes:
-        failures: questions without an answer, by what came in its place.
+        failures: number of questions without an answer, by the error or reply in its place.
 
     Args:
         name: of the arena.
-        limit_s: longest wait for an answer.
-        retry_s: for how long a node that gave none, or has no tier below DRAM, is not asked again.
+        limit_s: maximum wait for an answer.
+        retry_s: time for which a node that gave none, or has no tier below DRAM, is not asked
+            again.
         socket_folder: where the node's socket is; None for the system's temporary folder.
     """
 
@@ -57,8 +58,8 @@ class Surveyor:
     async def supplies(
         self, digests: Sequence[bytes], hashes: Sequence[bytes], compute_s: float
     ) -> list[Supply]:
-        """The leading run of these blocks that every worker could be supplied with, by medium;
-        empty where the node is away. Never raises.
+        """Return the leading run of these blocks that the node could supply to every worker, by
+        medium; empty if the node is away. Never raises.
 
         Args:
             digests: namespaces, one a worker.
@@ -80,7 +81,7 @@ class Surveyor:
         return common([[Supply(*run) for run in reply.runs] for reply in surveyed])
 
     def _failed(self, reply: object) -> None:
-        """Count what came in the place of an answer, and log the first of each kind."""
+        """Count an error or a reply that is no answer, and log the first of each kind."""
         kind = type(reply).__name__
         self.failures[kind] += 1
         if self.failures[kind] == 1:

@@ -1,4 +1,4 @@
-"""Wakes a thread that waits for sockets."""
+"""Signal that wakes a thread that waits for sockets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _MOST_SIGNALS = 64
 
 
 class Wake:
-    """One thread polls it beside its sockets and calls `clear`; any thread calls `set`.
+    """Signal that one thread polls beside its sockets and then clears with `clear`; any thread
+    calls `set`.
 
-    What is there for the thread is put where it looks before `set`, and it looks after `clear`. So
-    nothing is overlooked, and one signal stands for all that came before it.
+    A caller of `set` first puts its work where the thread finds it, and the thread looks there
+    after `clear`. So no work is overlooked, and one signal covers all earlier work.
     """
 
     def __init__(self) -> None:
@@ -22,18 +23,18 @@ class Wake:
         self._signalled = False
 
     def fileno(self) -> int:
-        """For a poller."""
+        """Return the descriptor for a poller."""
         return self._out.fileno()
 
     def set(self) -> None:
-        """Never waits. After `close` it does nothing."""
+        """Wake the thread. Never waits; after `close` it does nothing."""
         if not self._signalled:
             self._signalled = True
             with suppress(OSError):
                 self._in.send(b"\0")
 
     def clear(self) -> None:
-        """Take the signals."""
+        """Clear the signals."""
         with suppress(OSError):
             self._out.recv(_MOST_SIGNALS)
         self._signalled = False

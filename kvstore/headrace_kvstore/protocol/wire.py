@@ -29,17 +29,18 @@ from headrace_kvstore.protocol.board import Name, Note, Number, Page
 from headrace_kvstore.table import HASH_BYTES
 
 PROTOCOL = 5
-"""One more whenever a message changes its meaning; another version is answered by `Failed`."""
+"""Version, incremented when a message changes its meaning; other versions are answered by
+`Failed`."""
 NO_REPLY = 0
-"""The id of a request whose sender waits for nothing."""
+"""Id of a request whose sender waits for no reply."""
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Of a reply."""
+"""Maximum size of a reply."""
 MAX_REQUEST_BYTES = 4 * 2**20
 MAX_PATH_BYTES = 107
-"""Longest path of a Unix socket: 108 bytes with the zero behind it."""
+"""Maximum length of a Unix socket's path: 108 bytes with the zero at its end."""
 MAX_LEASE_S = 600.0
 MAX_REPORTED = 256
-"""Bad blocks in one report. The node reads each of them again."""
+"""Maximum number of bad blocks in one report. The node reads each of them again."""
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
@@ -62,14 +63,15 @@ class Message(msgspec.Struct, array_like=True, tag=str.lower):
 
 
 class Ping(Message):
-    """Is anybody there? Answered by `Done`."""
+    """Check that the node answers. Answered by `Done`."""
 
 
 class Locate(Message):
-    """Which leading blocks can be read from NVMe? Answered by `Located`, twice if peers have more.
+    """Question which leading blocks can be read from NVMe. Answered by `Located`, twice if peers
+    have more.
 
-    `request_key` names the request that asks: a block that two requests asked for is reused.
-    `compute_s`: what computing one of the blocks takes the engine, 0 if it does not know.
+    `request_key` names the request that asks: a block that two requests asked for counts as reused.
+    `compute_s`: seconds that the engine takes to compute one of the blocks, 0 if unknown.
     """
 
     request_key: Annotated[str, Meta(max_length=1024)]
@@ -80,9 +82,9 @@ class Locate(Message):
 
 
 class Survey(Message):
-    """Where would these blocks, from the first on, come from? Answered by `Surveyed`.
+    """Question where these blocks, from the first on, would come from. Answered by `Surveyed`.
 
-    `compute_s`: what computing one of the blocks takes: what is slower to pull is left out.
+    `compute_s`: seconds to compute one of the blocks; blocks that are slower to pull are left out.
     """
 
     digest: Digest
@@ -116,15 +118,15 @@ class GetStats(Message):
 
 
 class PostNote(Message):
-    """Put a note on the node's board (`board.Board.post`), unless that is of another generation
-    than the writer believes. Answered by `Notes` without any."""
+    """Put a note on the node's board (`board.Board.post`), unless the board has another generation
+    than the one given. Answered by `Notes` that are empty."""
 
     generation: Annotated[str, Meta(max_length=64)]
     note: Note
 
 
 class ReadNotes(Message):
-    """What is new on the node's board (`board.Board.read`). Answered by `Notes`."""
+    """Request for the new notes on the node's board (`board.Board.read`). Answered by `Notes`."""
 
     generation: Annotated[str, Meta(max_length=64)]
     after: Number
@@ -144,11 +146,11 @@ Request = Ping | Locate | Survey | ReportBad | GetStats | PostNote | ReadNotes |
 
 
 SLOW = (ReportBad, GetStats, Administer)
-"""Requests that may take longer than a moment."""
+"""Requests that may take long."""
 
 
 class Done(Message):
-    """Carried out, or queued; `blocks` as the request says."""
+    """Confirmation that a request was carried out or queued; `blocks` as the request says."""
 
     blocks: int = 0
 
@@ -165,8 +167,8 @@ class Place(msgspec.Struct, array_like=True):
 class Located(Message):
     """A leading run of blocks of one shape.
 
-    `pulling`: so many blocks behind them are being pulled into DRAM from a peer; another `Located`
-    follows under the same id when that is over, and is worth `wait_s` of waiting.
+    `pulling`: number of blocks after them that are being pulled into DRAM from a peer. Another
+    `Located` follows under the same id when the pull is over, and is worth waiting `wait_s` for.
     """
 
     layers: int = 0
@@ -178,20 +180,21 @@ class Located(Message):
 
 class Surveyed(Message):
     """A leading run of blocks: (medium, blocks, predicted seconds until engines can load them), as
-    `supply.Supply`. `below`: whether there is any tier below DRAM, so that asking makes sense."""
+    `supply.Supply`. `below`: whether there is any tier below DRAM; if not, asking makes no
+    sense."""
 
     runs: list[tuple[Medium, Annotated[int, Meta(ge=1)], Annotated[float, Meta(ge=0.0)]]] = []
     below: bool = True
 
 
 class Stats(Message):
-    """See `Operations.stats`."""
+    """Statistics of the node; see `Operations.stats`."""
 
     values: dict[str, Any]
 
 
 Notes = Page
-"""Of a board: `ReadNotes` and `PostNote` are answered by it."""
+"""Page of a board; the answer to `ReadNotes` and `PostNote`."""
 
 
 class Failed(Message):
@@ -215,7 +218,7 @@ _envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(id: int, body: Body) -> bytes:
-    """One frame."""
+    """Return a message as one frame."""
     return _encoder.encode((PROTOCOL, id, body))
 
 
@@ -223,8 +226,8 @@ Decode = Callable[[bytes], tuple[int, Any]]
 
 
 def frame_decoder(body: Any) -> Decode:
-    """A function that gives the id and the body of a frame, one of these types, or raises
-    WireError."""
+    """Return a function that decodes a frame into its id and its body, of one of these types. It
+    raises WireError."""
     decoder = msgspec.msgpack.Decoder(body)
 
     def decode(frame: bytes) -> tuple[int, Any]:
@@ -247,7 +250,7 @@ decode_reply = frame_decoder(Reply)
 
 
 def pack_locations(locations: Sequence[Location]) -> Located:
-    """Blocks of one shape, as they are sent."""
+    """Return the message for blocks of one shape."""
     if not locations:
         return Located()
     shape = locations[0].shape
@@ -259,7 +262,8 @@ def pack_locations(locations: Sequence[Location]) -> Located:
 
 
 def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -> list[Location]:
-    """What `pack_locations` packed: blocks of `digest`, the first of those that were asked for.
+    """Return the locations in a message of `pack_locations`: blocks of `digest`, the first of those
+    that were asked for.
 
     Raises WireError.
     """
@@ -281,7 +285,8 @@ def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -
 
 
 def socket_path(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where the node of this arena listens. A name that is too long stands as its hash.
+    """Return the path where the node of this arena listens. A name that is too long is replaced by
+    its hash.
 
     Raises ValueError if the folder alone is too long for a socket.
     """

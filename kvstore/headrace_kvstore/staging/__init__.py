@@ -1,1 +1,1 @@
-"""Moving blocks between the arena and slower tiers: write-behind and prefetch."""
+"""Moves of blocks between the arena and slower tiers: write-behind and prefetch."""

@@ -1,4 +1,4 @@
-"""Threads that move blocks. Each carries one task out from beginning to end, then takes the next.
+"""Threads that move blocks. Each carries one task out to its end, then takes the next.
 
 Several threads keep several tasks under way, so a task may wait for a disk or a peer. An error
 costs the blocks of its task and does not end the thread.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Crew(ABC, Generic[T]):
     """The threads; a subclass starts them at the end of its constructor with `_begin`.
 
-    `_wake` guards all fields. `_moving_bytes` is what is under way.
+    `_wake` guards all fields. `_moving_bytes` is the number of bytes under way.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -38,7 +38,7 @@ class Crew(ABC, Generic[T]):
 
     @abstractmethod
     def _take(self) -> T | None:
-        """The next task; None if nothing waits or there is no room. The lock is held."""
+        """Return the next task; None if nothing waits or there is no room. The lock is held."""
 
     @abstractmethod
     def _carry_out(self, task: T) -> None:
@@ -46,7 +46,7 @@ class Crew(ABC, Generic[T]):
 
     @abstractmethod
     def _drop_all(self) -> None:
-        """The end has come: forget what waits, call off what is under way. The lock is held."""
+        """Drop waiting tasks and call off those under way, at the end. The lock is held."""
 
     def _begin(self) -> None:
         for thread in self._threads:
@@ -58,12 +58,13 @@ class Crew(ABC, Generic[T]):
                 self._counts[name] += blocks
 
     def _totals(self) -> dict[str, Any]:
-        """The counts, and all that begin with "dropped" as one. The lock is held."""
+        """Return the counts, and the sum of all that begin with "dropped". The lock is held."""
         dropped = sum(n for name, n in self._counts.items() if name.startswith("dropped"))
         return {"dropped": dropped, **self._counts}
 
     def close(self, timeout_s: float) -> bool:
-        """Move no more; False if bytes may still arrive, or be read, after that time."""
+        """Stop moving blocks; return False if bytes may still arrive, or be read, after that
+        time."""
         deadline_s = time.monotonic() + timeout_s
         with self._wake:
             self._stopping = True

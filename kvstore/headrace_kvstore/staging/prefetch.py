@@ -1,9 +1,9 @@
-"""Brings blocks from a slower tier into the arena before they are needed.
+"""Prefetching of blocks from a slower tier into the arena before they are needed.
 
-Wanted blocks queue by priority. The source says which of them it has, arena slots are reserved,
-and the source fills them. Checksums are compared in place, and only then are the blocks
-published, so that readers see whole and right blocks or none. Blocks that fit neither the queue
-nor the arena are dropped and counted.
+Wanted blocks queue by priority. The source tells which of them it has, the prefetcher reserves
+arena slots, and the source fills them. The prefetcher compares checksums in place, and only then
+publishes the blocks, so readers see whole and right blocks or none. Blocks for which the queue or
+the arena has no room are dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from headrace_kvstore.staging.sources import Fill, Found, Offer, Source, Unavail
 QUEUE_BLOCKS = 1 << 16
 REFUSED = {TAKEN: "already_there", NO_ROOM: "dropped_no_room"}
 THREADS = 4
-"""Batches under way at once."""
+"""Maximum number of batches under way at once."""
 
 
 @dataclass(eq=False)
 class _Ticket:
-    """One call's blocks: how many are still on their way, and how many have come."""
+    """One call's blocks: how many are still on their way, and how many were loaded."""
 
     missing: int
     loaded: int = 0
@@ -42,11 +42,11 @@ class _Ticket:
 
 
 class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
-    """Fills an arena from one source.
+    """Prefetcher from one source into an arena.
 
     Args:
         source: where the blocks come from.
-        reading_bytes: blocks on their way at once.
+        reading_bytes: bytes on their way from which on no further batch begins.
         name: of the threads.
     """
 
@@ -64,17 +64,17 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, nothing is being read."""
+        """Whether no block waits or is being read."""
         with self._wake:
             return not self._wanted and not self._busy
 
     def ask(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
-        """Queue blocks, higher priorities first; returns how many there was room for."""
+        """Queue blocks, higher priorities first; return how many were added to the queue."""
         return self._enqueue(digest, hashes, priority, None)
 
     def fetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> Future[int]:
-        """As `ask`; the future tells, once all have come or will not, how many are in DRAM of
-        those that were not there before."""
+        """Queue blocks as `ask` does, and return a future. It completes when each block was loaded
+        or given up, with the number of blocks that were loaded into DRAM."""
         ticket = _Ticket(1)
         self._enqueue(digest, hashes, priority, ticket)
         with self._wake:
@@ -84,7 +84,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         return ticket.done
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able sizes and counts."""
+        """Return JSON-able sizes and counts."""
         with self._wake:
             return {
                 "queued_blocks": len(self._queue),
@@ -115,7 +115,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         return taken
 
     def _take(self) -> tuple[bytes, list[bytes]] | None:
-        """First blocks of the queue, of one namespace and priority."""
+        """Take the first blocks of the queue, all of one namespace and priority."""
         if not self._queue or self._moving_bytes >= self._limit:
             return None
         priority, _, digest, _ = self._queue[0]
@@ -161,11 +161,12 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             self._count("dropped_failed", left)
             raise
         finally:
-            # A block that has come may be wanted anew by now, and that is another task's.
+            # Close only the tickets of blocks that did not arrive: another task may already have
+            # requested a block that did.
             self._close_wants(digest, list(waiting))
 
     def _reserve(self, found: Sequence[Found]) -> np.ndarray:
-        """Arena slots for blocks of one kind, below 0 where there is none."""
+        """Reserve arena slots for blocks of one kind; below 0 for a block that gets none."""
         first = found[0]
         shape = first.shape
         row = self._arena.namespace(shape.digest, shape.payload_bytes, shape.layers, keep=False)
@@ -184,15 +185,15 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
     def _fill(
         self, offer: Offer, which: np.ndarray, slots: np.ndarray, waiting: set[bytes]
     ) -> list[int]:
-        """Read blocks into their slots and publish what is right; the positions of the others.
-        Blocks that are read are waited for no more."""
+        """Read blocks into their slots and publish the right ones; return the positions of the
+        others. Removes the blocks whose read was begun from `waiting`."""
         if not len(slots):
             return []
         fills: list[tuple[slice, Fill]] = []
         generations = self._arena.generations(slots)
         try:
             self._begin_fills(offer, which, slots, generations, fills)
-        finally:  # if the source failed, what has begun is waited for all the same
+        finally:  # wait for the reads that were begun, even if the source failed
             bad: list[int] = []
             errors: list[Exception] = []
             for part, fill in fills:
@@ -218,7 +219,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         generations: np.ndarray,
         fills: list[tuple[slice, Fill]],
     ) -> None:
-        """Begin to read blocks into their slots; append what has begun to `fills`."""
+        """Begin to read blocks into their slots; append the reads to `fills`."""
         shape = offer.found[which[0]].shape
         addresses = self._arena.addresses(slots)[:, None] + (
             np.arange(shape.layers) * shape.layer_bytes
@@ -235,8 +236,8 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
                     fill.call_off()
 
     def renew(self) -> None:
-        """Keep the slots of the reads under way, which no other may get while bytes may still
-        arrive. Call it more often than each WRITER_TIMEOUT_S. Raises LockBusyError."""
+        """Keep the slots of the reads under way: no other writer may get them while bytes may still
+        arrive. Must be called more often than every WRITER_TIMEOUT_S. Raises LockBusyError."""
         with self._wake:
             fills = list(self._fills.values())
         for slots, generations in fills:
@@ -250,7 +251,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         slots: np.ndarray,
         generations: np.ndarray,
     ) -> np.ndarray:
-        """Wait for a read and publish what is right; which blocks are."""
+        """Wait for a read and publish the right blocks; return bool [n]: which blocks are right."""
         found = [offer.found[i] for i in which]
         done = np.zeros(len(found), np.bool_)
         try:
@@ -278,7 +279,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
     def _close_wants(
         self, digest: bytes, hashes: Sequence[bytes], loaded: np.ndarray | None = None
     ) -> None:
-        """These blocks have come, or will not."""
+        """Close the tickets of blocks that were loaded or given up."""
         over = []
         with self._wake:
             for i, name in enumerate(hashes):

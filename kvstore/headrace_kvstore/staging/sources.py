@@ -1,8 +1,8 @@
-"""Where a prefetcher gets blocks from: the protocol of a source, and the NVMe tier as one.
+"""Sources of a prefetcher's blocks: the protocol of a source, and the NVMe tier as one.
 
 `open` asks a source which of some blocks it has, with their shape, checksums and place in the
 prefix, and keeps them there. The prefetcher then reserves arena slots and lets the offer `read`
-blocks into them. A `Fill` says which blocks are in memory and match their checksums. In the end
+blocks into them. A `Fill` tells which blocks are in memory and match their checksums. In the end
 the prefetcher closes the offer, and the source may drop the blocks.
 """
 
@@ -22,7 +22,7 @@ from headrace_kvstore.nvme.segment import Location
 
 @dataclass(frozen=True)
 class Found:
-    """A block that a source has, and where it stands for the eviction policy (fields of SLOT)."""
+    """A block that a source has, with its place for the eviction policy (fields of SLOT)."""
 
     hash: bytes
     """32 bytes, zero-padded."""
@@ -36,7 +36,7 @@ class Found:
 
     @property
     def kind(self) -> tuple[Shape, int]:
-        """What all blocks of one reservation have in common."""
+        """Shape and tenant, which all blocks of one reservation share."""
         return self.shape, self.tenant
 
 
@@ -44,28 +44,28 @@ class Fill(Protocol):
     """Blocks on their way into memory."""
 
     def call_off(self) -> None:
-        """Read no more than is in flight."""
+        """Begin no further reads."""
         ...
 
     def wait(self) -> np.ndarray:
-        """Wait until no more bytes will arrive; which blocks are in memory whole and match their
-        checksums, bool (blocks,). Raises nothing. One thread may wait, once."""
+        """Wait until no more bytes will arrive; return whether each block is whole in memory and
+        matches its checksums, bool (blocks,). Raises nothing. One thread may wait, once."""
         ...
 
 
 class Offer(Protocol):
-    """What a source has of the blocks it was asked for; kept there until `close`."""
+    """Blocks that a source has of those it was asked for; it keeps them until `close`."""
 
     @property
     def found(self) -> Sequence[Found]: ...
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
         """Start reading some of `found`, by position. addresses: int64 (n, layers), where each
-        layer goes; a block's layers follow each other. May raise whatever it likes."""
+        layer goes; a block's layers follow each other. May raise any exception."""
         ...
 
     def close(self, bad: Sequence[int]) -> None:
-        """Nothing is read any more; `bad` ones, by position, did not arrive right."""
+        """End all reads; the blocks at the positions `bad` did not arrive right."""
         ...
 
 
@@ -74,15 +74,16 @@ class Source(Protocol):
 
     @property
     def batch_blocks(self) -> int:
-        """Blocks asked for at once, at most."""
+        """Maximum number of blocks asked for at once."""
         ...
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
-        """How many blocks each `read` should take: one is verified while the next one comes."""
+        """Return how many blocks each `read` should take: one is verified while the next
+        arrives."""
         ...
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
-        """Which of these blocks of one namespace it has; may wait. Hashes are padded.
+        """Find the blocks of one namespace that the source has; may wait. Hashes are padded.
 
         May raise `Unavailable`.
         """
@@ -90,11 +91,11 @@ class Source(Protocol):
 
 
 class Unavailable(Exception):
-    """The source cannot be asked now; the text is one word for the metrics."""
+    """Error: the source cannot be asked now; the text is one word for the metrics."""
 
 
 class NvmeSource:
-    """The node's NVMe tier, whatever `tier()` is."""
+    """The node's current NVMe tier, from `tier()`, as a source."""
 
     batch_blocks = 32
 
@@ -102,11 +103,11 @@ class NvmeSource:
         self._tier = tier
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
-        """All at once: a disk wants a deep queue."""
+        """Return one read of all blocks: a disk needs a deep queue."""
         return [blocks]
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
-        """As `Source`."""
+        """Find the blocks on NVMe; see `Source.open`."""
         tier = self._tier()
         if tier is None or tier.state == "off":
             raise Unavailable("off")
@@ -133,8 +134,8 @@ class NvmeOffer:
                 )
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
-        """As `Offer`."""
+        """Begin to read blocks; see `Offer.read`."""
         return self._tier.read([self._places[i] for i in which], addresses, verify=payload_sums)
 
     def close(self, bad: Sequence[int]) -> None:
-        """The tier itself has dropped what was bad."""
+        """Do nothing: the tier itself has dropped bad blocks."""

@@ -1,12 +1,12 @@
-"""Write-behind: writes blocks that engines store in the arena to NVMe, in the background.
+"""Write-behind: writes of blocks from the arena to NVMe, in the background.
 
 The queue holds names only. The bytes stay in the arena and are written from there, with the
 checksums beside them. Just before writing, blocks are held by a lease that does not count as a
-use. Afterwards each slot is checked again: if another block took it meanwhile, the record is
+use. Afterwards each slot is checked again: if another block took it during the write, the record is
 discarded.
 
-Nothing waits for a disk. Blocks that do not fit the backlog are dropped and counted. `missed`
-then says that a sweep through the arena may find them, once the backlog is empty.
+Nothing waits for a disk. Blocks that do not fit the backlog are dropped and counted. `missed` is
+then True: a sweep through the arena may find them, once the backlog is empty.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger("headrace.kvstore")
 HOLD_S = 60.0
 BATCH_BLOCKS = 32
 THREADS = 2
-"""While one looks at what it has written, the other keeps the disk busy."""
+"""Number of threads: while one checks its written blocks, the other keeps the disk busy."""
 
 
 class WriteBehind(Crew[tuple[int, list[bytes]]]):
-    """Writes an arena's blocks to whatever `tier()` is.
+    """Writer of an arena's blocks to the current tier, `tier()`.
 
     Args:
         tier: the NVMe tier, or None while there is none.
-        backlog_bytes: blocks that may wait.
-        writing_bytes: blocks on their way to the disk at once.
+        backlog_bytes: maximum size of the blocks that wait.
+        writing_bytes: maximum size of the blocks on their way to the disk at once.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
     ) -> None:
         super().__init__("kv-write-behind", THREADS)
         self.missed = False
-        """Blocks that were to be written may stand in the arena unwritten."""
+        """Whether the arena may hold blocks that should have been written and were not."""
         self._arena, self._tier = arena, tier
         self._backlog_limit, self._writing_limit = backlog_bytes, writing_bytes
         self._backlog: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -61,18 +61,18 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, nothing is being written."""
+        """Whether no block waits or is being written."""
         with self._wake:
             return not self._backlog and not self._busy
 
     @property
     def has_time(self) -> bool:
-        """There is a disk to write to, and it has nothing to do."""
+        """Whether there is a disk to write to, and it has nothing to do."""
         tier = self._tier()
         return tier is not None and tier.state == "on" and self.idle
 
     def offer(self, row: int, hashes: Sequence[bytes]) -> None:
-        """Blocks of one namespace that were stored; those that the disk lacks will be written."""
+        """Queue blocks of one namespace that were stored, if the disk lacks them."""
         tier = self._tier()
         if tier is None or tier.state != "on" or not hashes:
             self.missed |= bool(hashes)
@@ -89,7 +89,8 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
             self._wake.notify_all()
 
     def _enqueue(self, key: tuple[int, bytes], block_bytes: int) -> None:
-        """The new one is dropped if there is no room: older ones are the start of their prefix."""
+        """Queue a block. If there is no room it is dropped, since older ones begin their
+        prefixes."""
         if key in self._backlog:
             return
         if self._backlog_bytes + block_bytes > self._backlog_limit:
@@ -100,14 +101,14 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         self._backlog_bytes += block_bytes
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to write; False if that took too long."""
+        """Wait until nothing is left to write; return False if that took too long."""
         deadline = time.monotonic() + timeout_s
         while not self.idle and time.monotonic() < deadline:
             time.sleep(0.005)
         return self.idle
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able sizes and counts."""
+        """Return JSON-able sizes and counts."""
         with self._wake:
             return {
                 "backlog_blocks": len(self._backlog),
@@ -118,7 +119,7 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
             }
 
     def _take(self) -> tuple[int, list[bytes]] | None:
-        """Oldest blocks of one namespace, as many as may be written now."""
+        """Take the oldest blocks of one namespace, as many as may be written now."""
         if not self._backlog:
             return None
         row, _ = next(iter(self._backlog))
@@ -168,7 +169,8 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         self._backlog_bytes = 0
 
     def _write(self, tier: NvmeTier, space: Space, names: list[bytes], slots: np.ndarray) -> None:
-        """Write what these slots hold; what another block overwrote meanwhile does not count."""
+        """Write the blocks in these slots; discard records of slots that were overwritten during
+        the write."""
         rows = self._arena.table[slots]
         shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
         futures = tier.write(shape, arena_saves(self._arena, slots, rows))
@@ -191,7 +193,7 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
 
 
 def arena_saves(arena: Arena, slots: np.ndarray, rows: np.ndarray) -> list[Save]:
-    """What writing these slots of an arena means; rows: theirs, SLOT (n,)."""
+    """Return the saves that write these slots of an arena; rows: theirs, SLOT (n,)."""
     return [
         Save(
             *(row["hash"].tobytes(), int(address), sums),

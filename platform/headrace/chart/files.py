@@ -33,7 +33,7 @@ CONFIG = {
         "source": "HuggingFaceTB/SmolLM2-135M-Instruct",
     }
 }
-"""Its default: a small model that needs no GPU."""
+"""Default of the chart's `config`: a small model that needs no GPU."""
 _ABOUT = """\
 <!-- Written by `python -m headrace.chart`; change platform/headrace/chart/values.py. -->
 # headrace
@@ -49,18 +49,18 @@ helm install headrace helm/headrace -f helm/headrace/values-laptop.yaml
 
 
 def files() -> dict[str, str]:
-    """Contents by name."""
+    """Return the contents of the files by name."""
     return {"values.yaml": values(), "values.schema.json": schema(), "README.md": readme()}
 
 
 def write(folder: Path) -> None:
-    """Write them into the chart's folder."""
+    """Write the files into the chart's folder."""
     for name, text in files().items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def schema() -> str:
-    """JSON Schema of the values, the configuration's own included."""
+    """Return the JSON Schema of the values, the configuration's own included."""
     made, config = Values.model_json_schema(), HeadraceConfig.model_json_schema()
     definitions = {**made.pop("$defs"), **config.pop("$defs")}
     for name, fields in SET_BY_THE_CHART.items():
@@ -77,7 +77,8 @@ def schema() -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Without titles and descriptions, which errors do not show and which are most of the size."""
+    """Drop titles, descriptions and defaults. Errors do not show them, and they are most of the
+    size."""
     if isinstance(node, dict):
         inner = {
             key: _plain(value)
@@ -90,7 +91,7 @@ def _plain(node: Any) -> Any:
 
 
 def values() -> str:
-    """The defaults as YAML, each behind its description."""
+    """Return the defaults as YAML, each after its description."""
     lines = ["# Written by `python -m headrace.chart`; change platform/headrace/chart/values.py."]
     lines += _lines(Values, "")
     return "\n".join(lines) + "\n"
@@ -118,7 +119,7 @@ def _lines(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 
 def readme() -> str:
-    """The chart's README: a table for each section."""
+    """Return the chart's README: a table for each section."""
     plain = {n: f for n, f in Values.model_fields.items() if section_of(f) is None}
     parts = [_ABOUT, table("Top level", "", plain)]
     for name, field in Values.model_fields.items():

@@ -46,7 +46,7 @@ class Image(Group):
 
 
 class Pods(Group):
-    """What pods of a group have."""
+    """Settings of the pods of a group."""
 
     cpu: Quantity = Field(default="1", description="CPUs, both requested and the limit.")
     memory: Quantity = Field(
@@ -80,8 +80,8 @@ class Head(Pods):
 
 
 class Gateway(Pods):
-    """Pods of gateways, `config.gateway.replicas` of them, behind the Service. Of several,
-    each runs two gateways."""
+    """Pods of gateways, `config.gateway.replicas` of them, to which the Service sends. If there are
+    several, each runs two gateways."""
 
 
 class Engines(Pods):
@@ -160,7 +160,7 @@ class ModelCache(Group):
 
 
 class ApiKeys(Group):
-    """Who may use the endpoint: a file that `headrace keys add` writes, in a Secret."""
+    """API keys of the endpoint: a file that `headrace keys add` writes, in a Secret."""
 
     existingSecret: OptionalName = Field(
         default="",
@@ -184,7 +184,7 @@ class Tls(Group):
 
 class Service(Group):
     """The Service in front of the gateways. Its name is the release's and stays the same when the
-    Ray cluster behind it changes."""
+    Ray cluster changes."""
 
     type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = Field(
         default="ClusterIP", description="Its type."
@@ -217,7 +217,7 @@ class HttpRoute(Group):
 
 
 class NetworkPolicy(Group):
-    """Who may reach the pods, and whom they may reach."""
+    """Network policies: which hosts may reach the pods, and which the pods may reach."""
 
     enabled: bool = Field(default=True, description="Whether there are policies.")
     clients: list[Object] = Field(
@@ -262,7 +262,7 @@ class Monitoring(Group):
 
 
 class PodSecurity(Group):
-    """As whom the containers run. Their root file system is read-only."""
+    """User and group of the containers. Their root file system is read-only."""
 
     userId: int = Field(default=1000, ge=1, description="User and group.")
     serviceAccount: OptionalName = Field(

@@ -19,8 +19,8 @@ from headrace.cli.console import CliError
 
 
 def running_instance(name: str | None) -> state.Instance:
-    """The instance called `name`; without a name the app at `HEADRACE_URL`, or the only one of this
-    machine that is running.
+    """Return the instance called `name`; without a name, the app at `HEADRACE_URL`, or the only
+    instance of this machine that is running.
 
     Raises:
         CliError: there is none, or several and no name was given.
@@ -47,10 +47,10 @@ def running_instance(name: str | None) -> state.Instance:
 
 
 def _elsewhere(url: str) -> state.Instance:
-    """The app at a URL, as far as it is known from here.
+    """Return the app at a URL, with the model that it reports.
 
     Raises:
-        CliError: this is no URL, or nothing of ours answers there.
+        CliError: this is no URL, or no app of ours answers there.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -65,18 +65,18 @@ def _elsewhere(url: str) -> state.Instance:
 
 
 def api_key(instance: state.Instance) -> str | None:
-    """`HEADRACE_API_KEY`, else a key of the instance's configuration, else None."""
+    """Return `HEADRACE_API_KEY`, else a key of the instance's configuration, else None."""
     return os.environ.get("HEADRACE_API_KEY") or instance.api_key
 
 
 def headers(instance: state.Instance) -> dict[str, str]:
-    """The Authorization header, if the instance asks for a key."""
+    """Return the Authorization header, if there is a key."""
     key = api_key(instance)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def get_json(instance: state.Instance, path: str, timeout_s: float = 15.0) -> Any:
-    """The JSON that the endpoint answers for a path.
+    """Return the JSON that the endpoint answers for a path.
 
     Raises:
         CliError: as `call`.
@@ -92,7 +92,7 @@ def call(
     query: dict[str, str] | None = None,
     timeout_s: float = 15.0,
 ) -> Any:
-    """The JSON that the endpoint answers; `body` is sent as JSON where there is one.
+    """Return the JSON that the endpoint answers; `body` is sent as JSON where there is one.
 
     Raises:
         CliError: it cannot be reached or refuses; with the remedy where there is one.
@@ -128,7 +128,7 @@ def call(
 
 
 def _said(answer: httpx.Response) -> str | None:
-    """The message of an error in OpenAI's format; None if the answer is not one."""
+    """Return the message of an error in OpenAI's format; None if the answer is not one."""
     try:
         message = answer.json()["error"]["message"]
     except (ValueError, TypeError, KeyError):
@@ -137,11 +137,11 @@ def _said(answer: httpx.Response) -> str | None:
 
 
 def trust(instance: state.Instance) -> ssl.SSLContext | bool:
-    """Whom to take for the endpoint, and the certificate to show it; True for plain HTTP.
+    """Return how to verify the endpoint, with the certificate to show it; True for plain HTTP.
 
-    With `HEADRACE_CA_FILE`, who has a certificate for the endpoint's host from that authority. Else
-    who has exactly the certificate that the instance was started with, whatever its names are; for
-    an app elsewhere, whom this system trusts.
+    With `HEADRACE_CA_FILE`, the endpoint needs a certificate for its host from that authority. Else
+    it needs exactly the certificate that the instance was started with, for any names. An app
+    elsewhere then needs one that this system trusts.
 
     Raises:
         CliError: a file cannot be used.
@@ -167,7 +167,7 @@ def trust(instance: state.Instance) -> ssl.SSLContext | bool:
 
 
 def _first_certificate(text: str) -> str:
-    """The server's own one: those after it vouch for other servers, too."""
+    """Return the server's own certificate: those after it vouch for other servers, too."""
     end = "-----END CERTIFICATE-----"
     return text[: text.index(end) + len(end)]
 

@@ -88,12 +88,12 @@ class Node:
     environment: Mapping[str, str]  # with which a driver of this node's starts
 
     def belongings(self) -> Belongings:
-        """What tells its processes from others."""
+        """Return the marks by which its processes are found."""
         return Belongings(self.token, self.temp_dir, [self.keeper], self.shm_before)
 
 
 def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
-    """Ports on which nothing listens now, chosen at random. No call gives a port of another one.
+    """Return ports on which nothing listens now, chosen at random. No two calls return the same.
 
     They lie below the kernel's range of ephemeral ports: the kernel may give one of those to
     another process before it is used.
@@ -128,7 +128,7 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def make_temp_dir(name: str, root: str | None = None) -> Path:
-    """A new private folder with a short path, as Ray's Unix sockets lie deep in it."""
+    """Make a private folder with a short path, because Ray's Unix sockets lie deep in it."""
     root = root or tempfile.gettempdir()
     if len(root) > MAX_TEMP_DIR_CHARS:
         root = "/tmp"
@@ -136,9 +136,9 @@ def make_temp_dir(name: str, root: str | None = None) -> Path:
 
 
 def auth_environment(temp_dir: Path) -> dict[str, str]:
-    """Environment with which Ray requires the node's token, and with which a driver presents it.
+    """Return the environment with which Ray requires the node's token, and a driver presents it.
 
-    Without a token, everybody who reaches one of Ray's ports could run code here. The token is a
+    Without a token, any program that reaches one of Ray's ports could run code here. The token is a
     file in the node's folder, created if missing. A driver needs this environment before it imports
     Ray.
     """
@@ -150,10 +150,10 @@ def auth_environment(temp_dir: Path) -> dict[str, str]:
 
 
 def direct_environment(temp_dir: Path, request_timeout_s: float) -> dict[str, str]:
-    """Environment that enables Ray's direct streaming, with separate files and ports for HAProxy.
+    """Return the environment for Ray's direct streaming, with separate files and ports for HAProxy.
 
-    HAProxy begins anew whenever replicas come or go. The old process goes on with its streams, so
-    it may stay as long as a request may take.
+    HAProxy starts again whenever replicas come or go. The old process continues its streams, so it
+    may stay as long as a request may take.
 
     The driver needs the environment before it imports Ray Serve, and so do all processes of the
     node.
@@ -201,7 +201,7 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
         *("--min-worker-port=0", "--max-worker-port=0"),
     ]
     environment = {k: v for k, v in os.environ.items() if k not in NOISY_ENVIRONMENT}
-    # Ray's default, 15, is for nodes where nobody's answer waits for a worker. With it an engine
+    # Ray's default, 15, is for nodes where no answer waits for a worker. With it an engine
     # has twelve times the share of a process that runs when idle; with 0, three hundred times.
     environment.setdefault("RAY_worker_niceness", "0")
     # `uv run headrace up` would otherwise build a fresh environment for every worker.

@@ -18,17 +18,17 @@ class CliError(Exception):
 
 
 def stdout() -> Console:
-    """For results. Created for each use, so that tests can redirect the stream."""
+    """Return a console for results. Each use makes one, so that tests can redirect the stream."""
     return Console(highlight=False, soft_wrap=True)
 
 
 def stderr() -> Console:
-    """For progress and warnings."""
+    """Return a console for progress and warnings."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def human_bytes(count: float) -> str:
-    """`1536` -> `1.5 KiB`."""
+    """Format a size: `1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -37,7 +37,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`3723` -> `1 h 2 min`, `75` -> `1 min 15 s`, `7` -> `7 s`."""
+    """Format a time: `3723` -> `1 h 2 min`, `75` -> `1 min 15 s`, `7` -> `7 s`."""
     whole = int(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"

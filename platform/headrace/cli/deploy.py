@@ -52,7 +52,7 @@ class Progress:
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Progress:
-        """From the driver's event."""
+        """Make the progress in a driver's event."""
         deployments = tuple(DeploymentProgress(**each) for each in event["deployments"])
         return cls(event["status"], event["message"], deployments)
 
@@ -82,7 +82,7 @@ class _Driver:
             self._process.stdin.flush()
 
     def event(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next event; None if none comes in time.
+        """Return the next event; None if none comes in time.
 
         Raises:
             DeployError: the driver reports an error, or has ended.
@@ -100,7 +100,7 @@ class _Driver:
         return event
 
     def close(self, grace_s: float) -> None:
-        """End it: its stdin first, then, after `grace_s` seconds, by force. Idempotent."""
+        """End the driver: close its stdin, and kill it after `grace_s` seconds. Idempotent."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.close()
@@ -120,7 +120,7 @@ class _Driver:
         self._events.put(None)
 
     def _end(self) -> str:
-        """How it ended, and the last line that it logged."""
+        """Describe how the driver ended, with the last line that it logged."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         code = self._process.poll()
@@ -143,7 +143,7 @@ class Deploying:
         self._driver = _Driver("deploy", environment, log)
 
     def connect(self, address: str, app: str, *, joined: bool, deadline: float) -> str:
-        """Connect to the cluster at `address`; returns the address that the cluster gives.
+        """Connect to the cluster at `address`. Return the address that the cluster gives.
 
         Args:
             address: `host:port`, or `auto`.
@@ -169,7 +169,7 @@ class Deploying:
         """Deploy, and yield the app's progress until it runs.
 
         Args:
-            args: of `headrace.app:build_app`.
+            args: arguments of `headrace.app:build_app`.
             http: where Serve's own proxy listens, or None for no proxy.
             deadline: on time.monotonic()'s clock.
 
@@ -204,7 +204,7 @@ class Deletion:
     SIGKILL, the driver deletes the app and forgets the instance.
 
     Args:
-        instance: whose app it is; the cluster's address must be known.
+        instance: the app's instance; the cluster's address must be known.
         environment: added to this process's environment; Ray's token.
     """
 
@@ -233,7 +233,7 @@ class Deletion:
 
 
 def failure(now: Progress) -> str:
-    """The most telling message of a failed app: a deployment's, which holds the engine's error."""
+    """Return the most useful message of a failed app: a deployment's, with the engine's error."""
     for status in ("DEPLOY_FAILED", "UNHEALTHY"):
         for deployment in now.deployments:
             if deployment.status == status:

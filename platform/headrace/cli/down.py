@@ -29,7 +29,7 @@ OTHER_S = 120.0  # for another process that stops the instance
 
 
 def logs_dir(name: str) -> Path:
-    """Where the logs of a start that failed are kept, until the next start with that name."""
+    """Return the folder with the logs of a failed start, kept until the next start of that name."""
     return state.state_dir() / f"{name}.logs"
 
 
@@ -46,7 +46,7 @@ def stop(
 
     Args:
         instance: as its state file describes it.
-        say: told in a line what is being waited for.
+        say: called with a line about each wait.
         drain: let requests in flight end.
         keep_logs: copy Ray's logs to `logs_dir` first.
         deletion: of its app, if the caller has one; it is used up.
@@ -81,7 +81,7 @@ def stop(
 def stopped_elsewhere(instance: state.Instance) -> bool:
     """Whether another process stops this instance, or has stopped it.
 
-    A ready instance whose state file is lost goes on as long as its Ray node runs.
+    A ready instance whose state file is lost continues as long as its Ray node runs.
     """
     found = state.load(instance.name)
     if found is not None and found.token == instance.token:
@@ -94,7 +94,7 @@ def stopped_elsewhere(instance: state.Instance) -> bool:
 
 
 def wait_for_other(instance: state.Instance) -> bool:
-    """Wait until the process that stops this instance is done; whether it has done its work."""
+    """Wait until the process that stops this instance is done. Return whether it did its work."""
     deadline = time.monotonic() + OTHER_S
     while time.monotonic() < deadline:
         found = state.load(instance.name)
@@ -123,7 +123,8 @@ def clear_leftovers(name: str) -> None:
 
 
 def _mark(instance: state.Instance) -> None:
-    """Record who stops the instance, so that `headrace up` in another shell ends without error."""
+    """Record that this process stops the instance, so that `headrace up` in another shell ends
+    without error."""
     instance.phase, instance.stopper = "stopping", _me()
     found = state.load(instance.name)
     if found is not None and found.token == instance.token:

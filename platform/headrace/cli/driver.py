@@ -47,7 +47,7 @@ def main(verb: str, orders: TextIO, events: TextIO) -> None:
     try:
         {"deploy": _deploy, "delete": _delete}[verb](orders, emit)
     except BrokenPipeError:
-        pass  # the command line is gone
+        pass  # the command line has ended
     except Exception as error:
         with contextlib.suppress(BrokenPipeError):
             emit({"error": one_line(error), "traceback": traceback.format_exc()})
@@ -55,7 +55,7 @@ def main(verb: str, orders: TextIO, events: TextIO) -> None:
 
 def _deploy(orders: TextIO, emit: Emit) -> None:
     """Connect when told to, deploy when told to, and report progress until the app runs."""
-    from headrace.app import build_app  # many seconds of vLLM's layers, while Ray starts
+    from headrace.app import build_app  # takes many seconds, because it imports vLLM
 
     if (order := _order(orders)) is None:
         return
@@ -86,13 +86,13 @@ def _delete(orders: TextIO, emit: Emit) -> None:
     from ray import serve
 
     serve.delete(order["app"])
-    if word != DELETE:  # nobody is left to do it
+    if word != DELETE:  # the command line has ended and cannot do it
         state.forget(order["name"], order["token"])
     emit({"deleted": order["app"]})
 
 
 def _order(orders: TextIO) -> dict[str, Any] | None:
-    """The next order; None if the command line has closed the pipe."""
+    """Return the next order; None if the command line has closed the pipe."""
     line = orders.readline()
     return dict(json.loads(line)) if line else None
 
@@ -101,7 +101,7 @@ def connect(address: str, runtime_env: dict[str, Any] | None = None) -> str:
     """Connect to a cluster; returns its own address (`auto` is resolved).
 
     Args:
-        runtime_env: Ray's, of all workers of this job.
+        runtime_env: Ray's `runtime_env` of all workers of this job.
 
     Raises:
         DriverError: no cluster answers there.
@@ -162,7 +162,7 @@ def run(application: Any, app: str, http: Sequence[Any] | None) -> None:
 
 
 def follow(app: str) -> Iterator[dict[str, Any]]:
-    """The app's progress, as `deploy.Progress` reads it, until it runs or has failed."""
+    """Yield the app's progress, as `deploy.Progress` reads it, until it runs or has failed."""
     while True:
         now = _progress(app)
         yield now
@@ -202,14 +202,14 @@ def _word(value: Any) -> str:
 
 
 def cause(message: str) -> str:
-    """The cause in a message that may hold a chain of tracebacks: the last line of the last one."""
+    """Return the cause in a message with a chain of tracebacks: the last line of the last one."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in message.splitlines()]
     lines = [line for line in lines if line]
     return lines[-1] if lines else ""
 
 
 def one_line(error: BaseException) -> str:
-    """The error's cause; Ray wraps the errors of its actors in their tracebacks."""
+    """Return the error's cause; Ray wraps the errors of its actors in their tracebacks."""
     return cause(str(error)) or type(error).__name__
 
 

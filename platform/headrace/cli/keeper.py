@@ -38,7 +38,7 @@ NOTES = "shm.json"
 
 
 class Keeper:
-    """Runs one command, and ends it with all its descendants."""
+    """Runner of one command, which it ends with all its descendants."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.name: str = spec["name"]
@@ -56,7 +56,7 @@ class Keeper:
         self._stop = threading.Event()
 
     def run(self) -> int:
-        """Run until told to stop, or until the command ends; returns its exit status."""
+        """Run until told to stop, or until the command ends. Return its exit status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -84,7 +84,7 @@ class Keeper:
                 break
             self._stop.wait(LOOK_S if status is None else 0)
         self._end(child.pid)
-        if orphaned:  # nobody is left to clean up
+        if orphaned:  # no other process is left to clean up
             shutil.rmtree(self.temp_dir, ignore_errors=True)
             state.forget(self.name, self.belongings.token)
         return 0 if self._stop.is_set() else (status or 0)
@@ -109,7 +109,7 @@ class Keeper:
         self._stop.set()
 
     def _reap(self, pid: int) -> int | None:
-        """Collect all ended children; the exit status of `pid` if it is among them."""
+        """Collect all ended children. Return the exit status of `pid` if it is among them."""
         status = None
         with contextlib.suppress(ChildProcessError):
             while True:

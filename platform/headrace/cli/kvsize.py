@@ -1,4 +1,4 @@
-"""`headrace model check-kv`: what a model's KV takes, beside other arrangements of attention."""
+"""`headrace model check-kv`: prints the size of a model's KV, also under other attention kinds."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _planned(
     calibration: Path | None,
     gate: Path | None,
 ) -> dict[str, Any]:
-    """How an engine on CPUs would keep to the budget."""
+    """Plan how an engine on CPUs would keep within the budget."""
     from headrace.config.kvbudget import asked_of
     from headrace.model.kvbudget import plan
     from headrace_decode.bounded.engine.calibration import read as read_gate
@@ -106,7 +106,7 @@ def _planned(
 
 
 def _facts(source: str) -> ModelFacts:
-    """Of a config.json, or of a folder or model that `resolve` knows."""
+    """Return the facts of a config.json, or of a folder or model that `resolve` knows."""
     path = Path(source).expanduser()
     if path.is_file():
         path = path.parent if path.name == "config.json" else path

@@ -1,4 +1,4 @@
-"""The commands and their options. Each command is carried out by the module of the same name.
+"""The commands and their options. The module of the same name carries out each command.
 
 The groups `model`, `memory`, `store` and `keys` are in `groups`. Other packages add groups by entry
 points of the group `headrace.commands`, each a `typer.Typer`; `headrace_lab` adds `lab`.
@@ -129,8 +129,8 @@ def up(
 ) -> None:
     """Start Ray, the engines and the endpoint, and serve until stopped.
 
-    Ctrl-C stops it. So does the end of the shell or program that started it, unless --detach or
-    nohup is used.
+    Ctrl-C stops it, and so does the end of the shell or program that started it, unless --detach
+    or nohup is used.
     """
     config = _load(file, preset, overrides, address)
     from headrace.cli import up as command

@@ -131,7 +131,7 @@ def _call(
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The named files, and all files in named folders that are not hidden."""
+    """Yield the named files, and all files in named folders that are not hidden."""
     for path in paths:
         if path.is_dir():
             below = sorted(p for p in path.rglob("*") if p.is_file())
@@ -147,7 +147,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _texts(files: list[Path], named: list[Path]) -> Iterator[str]:
-    """Each file's text, split if it is long. Files in folders that are not UTF-8 are skipped."""
+    """Yield each file's text, split if it is long. Skip files in folders that are not UTF-8."""
     for file in files:
         try:
             text = file.read_text("utf-8")
@@ -167,7 +167,7 @@ def _texts(files: list[Path], named: list[Path]) -> Iterator[str]:
 
 
 def _parts(texts: Iterator[str]) -> Iterator[tuple[list[str], int, bool]]:
-    """(texts, their bytes, whether they are the last) in parts of about PART_BYTES."""
+    """Yield (texts, their bytes, whether they are the last) in parts of about PART_BYTES."""
     part: list[str] = []
     size = 0
     for text in texts:
@@ -198,7 +198,8 @@ def _warn(replicas: list[dict[str, Any]]) -> None:
 
 
 def _merged(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a corpus: of its newest version, the most that any replica holds."""
+    """Return one entry for each version of a corpus: that of the replica with the most tokens, with
+    the sums of accepted and refused tokens."""
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for each in (corpus for replica in replicas for corpus in replica.get("corpora", [])):
         key = (each["tenant"] or "", each["corpus"], each["version"])
@@ -210,7 +211,7 @@ def _merged(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Bar:
-    """A bar on a terminal, else a line for each tenth."""
+    """Progress of a load: a bar on a terminal, else a line for each tenth."""
 
     def __init__(self, console: Console, total_bytes: int) -> None:
         self._total = total_bytes

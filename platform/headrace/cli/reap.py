@@ -40,7 +40,7 @@ class Belongings:
     shm_before: frozenset[str] = frozenset()  # names in /dev/shm when the instance started
 
     def processes(self) -> dict[ProcessId, psutil.Process]:
-        """All its running processes, except this process and its ancestors."""
+        """Return all its running processes, except this process and its ancestors."""
         mark_command = str(self.temp_dir).encode() + b"/"
         mark_environment = f"{TOKEN_VARIABLE}={self.token}".encode()
         recorded = set(self.pids)
@@ -72,7 +72,7 @@ class Belongings:
         return out
 
     def shm_files(self, processes: Iterable[psutil.Process]) -> set[ShmFile]:
-        """Files in /dev/shm, made since the start, that any of `processes` has open or mapped."""
+        """Return files in /dev/shm, made since the start, that `processes` have open or mapped."""
         return set(shm_users(shm_files(shm_names() - self.shm_before), processes))
 
 
@@ -80,7 +80,7 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     """End all of an instance's processes: SIGTERM, `grace_s` seconds, SIGKILL. Idempotent.
 
     Returns:
-        The files in /dev/shm that they used; some may be gone by now.
+        The files in /dev/shm that they used; some may no longer exist.
     """
     processes = belongings.processes()
     shm = belongings.shm_files(processes.values())
@@ -126,6 +126,6 @@ def _self_and_ancestors() -> set[int]:
 
 
 def _signal(process: psutil.Process, *, kill: bool) -> None:
-    """psutil checks the start time before it signals, so a reused pid is never hit."""
+    """Send SIGTERM or SIGKILL. psutil checks the start time first, so a reused pid is never hit."""
     with contextlib.suppress(psutil.Error):
         process.kill() if kill else process.terminate()

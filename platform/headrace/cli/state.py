@@ -46,7 +46,7 @@ class Instance:
     kv_plan: dict[str, Any] | None = None  # for techniques.kv_budget
 
     def belongings(self) -> Belongings:
-        """How its processes and files are recognised."""
+        """Return the facts by which its processes and files are recognised."""
         return Belongings(
             self.token,
             Path(self.temp_dir),
@@ -62,7 +62,7 @@ class Instance:
 
 
 def state_dir() -> Path:
-    """The folder of the state files; it may not exist yet."""
+    """Return the folder of the state files; it may not exist yet."""
     if own := os.environ.get("HEADRACE_STATE"):
         return Path(own)
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
@@ -70,7 +70,7 @@ def state_dir() -> Path:
 
 
 def path_of(name: str) -> Path:
-    """The state file of a name. Raises ValueError if it cannot be a name."""
+    """Return the state file of a name. Raises ValueError if it cannot be a name."""
     if not NAME.fullmatch(name):
         raise ValueError(
             f'"{name}" cannot be a name: use 1 to 32 letters, digits, "-" and "_", a letter or '
@@ -99,7 +99,7 @@ def save(instance: Instance) -> None:
 
 
 def load(name: str) -> Instance | None:
-    """The instance of a name, or None. A file that cannot be read counts as none."""
+    """Return the instance of a name, or None. A file that cannot be read counts as none."""
     file = path_of(name)
     try:
         data = json.loads(file.read_text("utf-8"))
@@ -112,14 +112,14 @@ def load(name: str) -> Instance | None:
 
 
 def forget(name: str, token: str) -> None:
-    """Remove the state of one instance; no error if it is gone or another has the name now."""
+    """Remove the state of one instance, if it exists and no other instance has the name now."""
     found = load(name)
     if found is not None and found.token == token:
         path_of(name).unlink(missing_ok=True)
 
 
 def instances() -> Iterator[Instance]:
-    """All instances that have a state file, by name, running or not."""
+    """Yield all instances that have a state file, by name, running or not."""
     folder = state_dir()
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if NAME.fullmatch(file.stem) and (instance := load(file.stem)) is not None:

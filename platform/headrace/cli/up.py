@@ -1,10 +1,10 @@
 """`headrace up`: starts everything that a configuration describes, and undoes it on failure.
 
-The order: check the configuration, create the state file, start Ray, meanwhile import the app and
-download the model, then deploy, wait for the engines, and wait for /health. With
+The order: check the configuration, create the state file, start Ray, download the model while Ray
+starts, import the app, deploy it, wait for the engines, and wait for /health. With
 `techniques.kv_budget` the model comes first: a budget that cannot be kept is known before Ray
-starts, and the speed of memory is measured while nothing else runs. Once the state file
-exists, every way out except success goes through `down.stop`.
+starts, and the speed of memory is measured while nothing else runs. Once the state file exists,
+every way out except success goes through `down.stop`.
 
 In the foreground it also ends when `headrace down` stops it, when Ray ends, and when the process
 that started it ends. If it is killed, the keeper of its Ray node ends the node; on a cluster that
@@ -119,7 +119,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
 
 
 def _with_ports(config: HeadraceConfig) -> HeadraceConfig:
-    """The configuration with a free gateway port chosen, or the given one found free."""
+    """Return the configuration with a free gateway port: the given one, or one that is chosen."""
     host, port = config.gateway.host, config.gateway.port
     if not port:
         port = cluster.free_ports(1)[0]
@@ -202,7 +202,7 @@ class _Start:
         _announce(self.instance, took_s, self.detach)
 
     def _get_model(self, display: Display) -> None:
-        """Put the model's folder, and what keeps to a KV budget, into the configuration."""
+        """Put the model's folder, and the settings for a KV budget, into the configuration."""
         display.step(f"getting {self.config.model.source or self.config.model.id}")
         self.config = _with_model(self.config, display)
         if self.config.techniques.kv_budget is None:
@@ -256,7 +256,7 @@ class _Start:
 def _node_spec(
     instance: state.Instance, config: HeadraceConfig, *, foreground: bool
 ) -> cluster.NodeSpec:
-    """What to start, in a new folder."""
+    """Return the settings of the node to start, in a new folder."""
     temp_dir = cluster.make_temp_dir(instance.name, config.ray.temp_dir)
     instance.temp_dir = str(temp_dir)
     _save(instance)  # from here on `down` can clean up whatever happens
@@ -278,7 +278,7 @@ def _node_spec(
 
 
 def _environment_of_imports(config: HeadraceConfig) -> dict[str, str]:
-    """Variables that both roles' replicas have and that modules read when they are imported.
+    """Return the variables that both roles' replicas have and that modules read at their import.
 
     The fork server needs them, and so all processes that it forks.
     """
@@ -301,7 +301,7 @@ def _save(instance: state.Instance) -> None:
 
 
 def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:
-    """The configuration with the model's folder or hub id in it, and checked against its shape."""
+    """Return the configuration with the model's folder or hub id, checked against its shape."""
     from headrace.config import ConfigError, check
     from headrace.model import resolve
 
@@ -350,7 +350,7 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
 
 
 def _serve(instance: state.Instance) -> None:
-    """Return never: wait for Stopped. Raises CliError if the Ray node ends unexpectedly."""
+    """Wait until Stopped is raised. Raises CliError if the Ray node ends unexpectedly."""
     while True:
         time.sleep(WATCH_S)
         keeper = instance.keeper
@@ -361,7 +361,7 @@ def _serve(instance: state.Instance) -> None:
 
 
 class _Watch:
-    """Ends this process, as SIGTERM does, for reasons that send no signal.
+    """Watch that ends this process, as SIGTERM does, for reasons that send no signal.
 
     These are `headrace down` in another shell and, with `parent`, the end of the process that
     started this one. Some processes are meant to outlive their parent: the leader of a session (a
@@ -391,7 +391,7 @@ class _Watch:
                 self.why = " because the process that started it has ended"
             elif not down.stopped_elsewhere(self._instance):
                 continue
-            # To the main thread: if another one got it, a sleep of the main one would go on.
+            # To the main thread: if another one got it, a sleep of the main one would continue.
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGTERM)
@@ -400,7 +400,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Stopped in here; a SIGHUP that is ignored stays ignored."""
+    """Let SIGINT, SIGTERM and SIGHUP raise Stopped inside. An ignored SIGHUP stays ignored."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         raise Stopped
@@ -425,7 +425,7 @@ def _stop(start: _Start, *, keep_logs: bool) -> None:
         if done and start.ready:
             if start.deletion is not None:
                 start.deletion.dismiss()
-        else:  # while starting, we may have started what the other process did not see
+        else:  # while starting, we may have started processes that the other one did not see
             start.stop(drain=True, keep_logs=keep_logs)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,7 +18,7 @@ HEALTH_CHECK_PERIOD_S = 2.0
 
 
 def to_app_args(config: HeadraceConfig, operator_key_hash: str | None = None) -> dict[str, Any]:
-    """Plain, JSON-able arguments for `build_app`.
+    """Return plain, JSON-able arguments for `build_app`.
 
     Args:
         operator_key_hash: hash of a key with the role admin, for the command line's own requests.
@@ -34,7 +34,7 @@ def to_app_args(config: HeadraceConfig, operator_key_hash: str | None = None) ->
 
 
 def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
-    """One role's `LLMConfig` as plain data."""
+    """Return one role's `LLMConfig` as plain data."""
     role = config.roles()[name]
     args: dict[str, Any] = {
         "model_loading_config": {
@@ -59,7 +59,7 @@ def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
 
 
 def _replicas(config: HeadraceConfig, name: str) -> dict[str, Any]:
-    """How many replicas a role has, as Serve's options."""
+    """Return Serve's options for the number of a role's replicas."""
     role = config.roles()[name]
     if role.autoscaling is None:
         return {"num_replicas": role.replicas}

@@ -1,4 +1,4 @@
-"""The files that `techniques.NAME.calibration` name, and the share that follows from one."""
+"""Reads the files that `techniques.NAME.calibration` name, and the share in one of them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 FIELD = "techniques.sparse.calibration"
 BOUNDED_FIELD = "techniques.bounded.calibration"
 SHARE = 0.1
-"""Of an app without a calibration."""
+"""Share of an app without a calibration."""
 
 
 Found = TypeVar("Found", bound="Measured")
 
 
 def calibrated(section: SparseSection) -> Calibration | None:
-    """What the file of sparse attention says; None without one.
+    """Return the contents of the calibration file of sparse attention; None without one.
 
     Raises:
-        ValueError: it cannot be used; the text says why, and which command makes one.
+        ValueError: the file cannot be used; the text says why, and which command makes one.
     """
     if section.calibration is None:
         return None
@@ -35,7 +35,11 @@ def calibrated(section: SparseSection) -> Calibration | None:
 
 
 def bounded_calibrated(techniques: TechniquesSection) -> Measured | None:
-    """As `calibrated`, of bounded contexts."""
+    """Return the contents of the calibration file of bounded contexts; None without one.
+
+    Raises:
+        ValueError: as `calibrated`.
+    """
     section = techniques.bounded
     if section.calibration is None:
         return None
@@ -63,7 +67,7 @@ def _usable(file: str, unit_tokens: int, read: Callable[[Path], Found], command:
 
 
 def share_of(section: SparseSection) -> float:
-    """The share of requests that name none.
+    """Return the share of requests that name none.
 
     Raises:
         ValueError: as `calibrated`.

@@ -37,7 +37,7 @@ unknown field or an impossible value stops it before anything starts.
 
 
 def render() -> str:
-    """The whole page, in Markdown."""
+    """Return the whole page, in Markdown."""
     parts = [HEADER]
     top = {n: f for n, f in HeadraceConfig.model_fields.items() if not section_of(f)}
     parts.append(table("Top level", "", top))
@@ -57,7 +57,7 @@ def render() -> str:
 
 
 def inner_sections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Sections within a section, and those of a mapping of sections, each with its path."""
+    """Yield the sections in a section, and those of a mapping of sections, each with its path."""
     for name, field in section.model_fields.items():
         for kind in typing.get_args(field.annotation) or (field.annotation,):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -68,13 +68,13 @@ def inner_sections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, t
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a section; None if it is a value."""
+    """Return the model of a field that is a section; None if the field is a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def table(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
-    """A heading, what the section is about, and a row for each field, in Markdown."""
+    """Return a section in Markdown: a heading, the text `about` it, and a row for each field."""
     lines = [f"## {title}", ""]
     if about:
         lines += [" ".join(about.split()), ""]

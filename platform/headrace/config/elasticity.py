@@ -1,4 +1,4 @@
-"""The fields about how many replicas there are: bounds of a role, and what the number must keep."""
+"""The fields about the number of replicas: bounds of a role, and the targets for the number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.config.section import Section
 
 POLICY = "headrace.elastic.policy:ElasticPolicy"
 QUEUES = {"prefill": 2.0, "decode": 16.0}
-"""Requests of a replica that Serve's policy aims at, while too little is known for ours."""
+"""Requests of a replica at which Serve's policy aims, while too little is known for ours."""
 
 
 class RoleScaling(Section):
@@ -37,13 +37,13 @@ class RoleScaling(Section):
         return self
 
     def within(self, replicas: int) -> int:
-        """The nearest number that is allowed."""
+        """Return the nearest number that is allowed."""
         return min(max(replicas, self.min_replicas), self.max_replicas)
 
 
 class ElasticitySettings(Section):
-    """What the number of replicas must keep, where a role has `autoscaling`. docs/elasticity.md
-    says how it is chosen."""
+    """Targets that the number of replicas must keep, where a role has `autoscaling`.
+    docs/elasticity.md says how it is chosen."""
 
     ttft_s: float = Field(
         default=2.0, gt=0, description="Most seconds to the first token, more for long prompts:"

@@ -1,4 +1,4 @@
-"""Whether a file that is read again has changed, and when to try again after a failure."""
+"""Decides when a file is read again: after a change, and later again after a failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_RETRY_S = 60.0
 
 
 def stamp_of(file: Path) -> Stamp:
-    """Return what changes when the file, its owner or its mode does; None if it is missing."""
+    """Return a value that changes with the file, its owner or its mode; None if it is missing."""
     try:
         found = file.stat()
     except OSError:
@@ -49,7 +49,7 @@ class ReloadSchedule:
             stamp: of the files as they are.
         """
         if stamp == self._read:
-            self._failed = self._read  # what could not be read was undone
+            self._failed = self._read  # the change that could not be read was undone
             return False
         return stamp != self._failed or self._now_s() >= self._next_s
 

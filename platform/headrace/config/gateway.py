@@ -21,7 +21,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class SloClassSettings(Section):
-    """What requests of one class may expect."""
+    """Service level of the requests of one class."""
 
     ttft_target_s: float | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""The section `integrity`: how KV that passes from prefill to decode is checked."""
+"""The section `integrity`: the checks of KV that passes from prefill to decode."""
 
 from __future__ import annotations
 

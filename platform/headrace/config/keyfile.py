@@ -1,4 +1,4 @@
-"""The key file: which API keys there are, by hash, and what each stands for.
+"""The key file: the hashes of the API keys, and the tenant, role and limits of each.
 
 The file is YAML, written by `headrace keys` or by hand:
 
@@ -90,12 +90,12 @@ def _unique(entries: Iterable[KeyEntry]) -> Iterator[KeyEntry]:
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Return a new key that cannot be guessed."""
     return "hr-" + secrets.token_urlsafe(KEY_BYTES)
 
 
 def hash_of(key: bytes) -> str:
-    """The `hash` of a key."""
+    """Return the `hash` of a key."""
     return "sha256:" + hashlib.sha256(key).hexdigest()
 
 

@@ -28,7 +28,7 @@ SECTION = "techniques.kv_budget"
 
 
 def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
-    """The configuration with what the plan chose in place of the budget; the plan, if there is one.
+    """Return the configuration with the plan's choice in place of the budget, and the plan, if any.
 
     Args:
         config: `model.source` is a folder.
@@ -56,10 +56,10 @@ def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
 def asked_of(
     budget: KVBudgetSection, context_tokens: int, facts: ModelFacts, threads: int = 1
 ) -> Asked:
-    """What an engine must hold.
+    """Return the requirements of an engine.
 
     Args:
-        facts: of its model. threads: of its computation.
+        facts: of its model. threads: number of threads that it computes with.
 
     Raises:
         ModelError: answers leave no room for prompts, or weights alone take longer than the target.
@@ -86,7 +86,7 @@ def asked_of(
 
 
 def _measured(config: HeadraceConfig) -> tuple[Curve | None, Curve | None]:
-    """The error of sparse attention, and of bounded contexts, by share."""
+    """Return the error of sparse attention, and of bounded contexts, by share."""
     try:
         sparse = calibrated(config.techniques.sparse)
     except ValueError as error:
@@ -99,7 +99,7 @@ def _measured(config: HeadraceConfig) -> tuple[Curve | None, Curve | None]:
 
 
 def _refused(config: HeadraceConfig) -> dict[str, str]:
-    """Why an engine of this configuration cannot bound or offload contexts."""
+    """Return why an engine of this configuration cannot bound, stream or offload contexts."""
     why = ""
     if config.decode.gpus:
         why = "engines on CPUs only"
@@ -113,7 +113,7 @@ def _refused(config: HeadraceConfig) -> dict[str, str]:
 
 
 def _with(config: HeadraceConfig, way: Way) -> HeadraceConfig:
-    """The configuration that does it."""
+    """Return the configuration that holds contexts in this way."""
     techniques, decode = config.techniques, config.decode
     assert techniques.kv_budget is not None
     cache_gib = techniques.kv_budget.gib

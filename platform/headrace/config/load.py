@@ -29,7 +29,7 @@ class ConfigError(ValueError):
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that come with Headrace."""
+    """Return the names of the presets that come with Headrace."""
     folder = files("headrace") / "presets"
     return sorted(
         f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
@@ -37,7 +37,7 @@ def preset_names() -> list[str]:
 
 
 def preset_text(name: str) -> str:
-    """A preset's YAML. Raises ConfigError if there is none of that name."""
+    """Return a preset's YAML. Raises ConfigError if there is none of that name."""
     names = preset_names()
     if name not in names:
         hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
@@ -85,7 +85,7 @@ def load_config(
 
 
 def validate(data: Mapping[str, Any], *, files_here: bool = True) -> HeadraceConfig:
-    """A configuration from plain data.
+    """Make a configuration from plain data.
 
     Args:
         files_here: whether the files that it names should be on this machine.
@@ -104,7 +104,7 @@ def validate(data: Mapping[str, Any], *, files_here: bool = True) -> HeadraceCon
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice; plain YAML would take the last value."""
+    """Loader of safe YAML that refuses a key given twice; plain YAML would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -120,7 +120,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
-    """The mapping in a YAML text. Raises ConfigError with line and column if there is none."""
+    """Return the mapping in a YAML text. Raises ConfigError, with line and column, without one."""
     try:
         data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -139,7 +139,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` overridden by `over`. Mappings are merged; other values are replaced."""
+    """Return `base` overridden by `over`. Mappings are merged; other values are replaced."""
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
@@ -151,7 +151,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
-    """`data` with the override `a.b=c`. Raises ConfigError if it does not have that form."""
+    """Return `data` with the override `a.b=c`. Raises ConfigError if it does not have that form."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if keys == ["preset"]:
@@ -213,7 +213,7 @@ def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ErrorDetails) -> str:
-    """One pydantic error as one line: the path, what is wrong and what would be right."""
+    """Return one pydantic error as one line: the path, what is wrong and what would be right."""
     loc = error["loc"]
     path = ".".join(str(part) for part in loc) or "configuration"
     got = error.get("input")
@@ -252,7 +252,7 @@ def explain(error: ErrorDetails) -> str:
 
 
 def _siblings(loc: Sequence[int | str]) -> list[str]:
-    """Names of the fields that are allowed in place of the unknown field `loc`."""
+    """Return the names of the fields that are allowed in place of the unknown field `loc`."""
     model: Any = HeadraceConfig
     for part in loc[:-1]:
         field = model.model_fields.get(part) if isinstance(part, str) else None

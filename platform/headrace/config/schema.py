@@ -32,7 +32,7 @@ MAX_TEMP_DIR_CHARS = 17
 
 
 class ModelSettings(Section):
-    """Which model is served, and under which name."""
+    """The model that is served, and its name."""
 
     id: str = Field(
         default="smollm2-135m-instruct",
@@ -109,7 +109,7 @@ class RoleSettings(Section):
     @field_validator("env", mode="before")
     @classmethod
     def _env_values_are_text(cls, value: Any) -> Any:
-        """YAML reads `1` as a number; the environment holds text."""
+        """Make numbers text: YAML reads `1` as a number, and the environment holds text."""
         if isinstance(value, dict):
             plain = (int, float)
             return {
@@ -120,7 +120,7 @@ class RoleSettings(Section):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Fewest and most replicas."""
+        """Minimum and maximum number of replicas."""
         scaling = self.autoscaling
         if scaling is None:
             return self.replicas, self.replicas
@@ -195,7 +195,7 @@ class RouterSettings(Section):
     )
 
     def to_settings(self) -> CoreRouterSettings:
-        """The same settings as the router library's own class."""
+        """Return the same settings as the router library's own class."""
         from headrace.router import RouterSettings as Core
 
         return Core(**self.model_dump())
@@ -338,8 +338,8 @@ class AppSection(Section):
 
     @model_validator(mode="after")
     def _sparse_attention_goes_with_the_others(self) -> Self:
-        """Refuse what reads KV in an order that sparse attention does not keep. Contexts are
-        bounded in its units."""
+        """Refuse settings that need an order of keys which sparse attention does not keep. Contexts
+        are bounded in its units."""
         sparse, bounded = self.techniques.sparse, self.techniques.bounded
         modes = {"sparse": sparse.mode, "bounded": bounded.mode}
         used = [name for name, mode in modes.items() if mode != "off"]
@@ -380,7 +380,8 @@ class AppSection(Section):
 
     @model_validator(mode="after")
     def _nobody_unknown_may_ask(self) -> Self:
-        """An endpoint that other machines reach asks for keys, or says that it is insecure."""
+        """Refuse an endpoint that other machines reach without API keys, client certificates or
+        `insecure`."""
         gateway, direct = self.gateway, self.token_path == "direct"
         closed = (gateway.loopback and not direct) or gateway.tls_client_ca_file is not None
         if closed or gateway.port is None or gateway.asks_for_keys or gateway.insecure:
@@ -403,9 +404,10 @@ class HeadraceConfig(AppSection):
     ray: RaySettings = Field(default_factory=RaySettings)
 
     def roles(self) -> dict[str, RoleSettings]:
-        """The two roles by name."""
+        """Return the two roles by name."""
         return {"prefill": self.prefill, "decode": self.decode}
 
     def cpus_booked(self) -> float:
-        """Logical CPUs that most replicas reserve in Ray, without the control plane."""
+        """Return the logical CPUs that the maximum number of replicas reserves in Ray, without the
+        control plane."""
         return sum(r.bounds[1] * r.cpus * max(1, r.world_size) for r in self.roles().values())

@@ -19,7 +19,7 @@ class TenantSettings(Section):
 
 
 MODE = r"^(auto|off|static:[1-9][0-9]{0,2})$"
-"""How drafting is decided, in the configuration and in `PUT /headrace/v1/speculation`."""
+"""Modes of drafting, in the configuration and in `PUT /headrace/v1/speculation`."""
 
 
 class SpeculationSection(Section):

@@ -107,7 +107,7 @@ class StoreSection(Section):
         return self
 
     def engine_settings(self, name: str) -> dict[str, Any]:
-        """`HeadraceConnector`'s settings, for an arena of that name.
+        """Return `HeadraceConnector`'s settings, for an arena of that name.
 
         Raises:
             ValueError: a setting is unknown or impossible; the text begins with its path.
@@ -118,7 +118,7 @@ class StoreSection(Section):
         return self._settings("engine", StoreSettings.parse, name, own)
 
     def node_settings(self, name: str) -> dict[str, Any]:
-        """`StoreNode`'s settings, for an arena of that name.
+        """Return `StoreNode`'s settings, for an arena of that name.
 
         Raises:
             ValueError: as `engine_settings`.
@@ -136,7 +136,7 @@ class StoreSection(Section):
 
     @property
     def _socket_folder(self) -> dict[str, Any]:
-        """Both sides' folder for the node's socket, whichever side it is given for."""
+        """Folder of the node's socket for node and engine, if it is set for one of them."""
         given = self.node.get("socket_folder", self.engine.get("socket_folder"))
         return {} if given is None else {"socket_folder": given}
 

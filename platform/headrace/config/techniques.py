@@ -10,7 +10,7 @@ from headrace.config.section import Section
 
 
 def _mode(technique: str, more: str = "") -> Any:
-    """Who it is for."""
+    """Return the field that says which requests use a technique."""
     return Field(
         default="off",
         description=f"`off`: never. `request`: for requests with `vllm_xargs.{technique}`. `auto`: "

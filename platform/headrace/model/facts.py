@@ -1,4 +1,4 @@
-"""What a model folder's headers say that sizes and prices KV. Reads no weights."""
+"""Facts in a model folder's headers that give the size and the cost of KV. Reads no weights."""
 
 import json
 import struct
@@ -48,7 +48,7 @@ class ModelFacts:
 
 
 def describe(path: str | Path) -> ModelFacts:
-    """The facts of a local Hugging Face folder; ModelError if config.json does not tell."""
+    """Return the facts of a local Hugging Face folder; ModelError if config.json lacks them."""
     folder = Path(path)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -62,7 +62,7 @@ def describe(path: str | Path) -> ModelFacts:
 
 
 def facts_from_config(config: Mapping[str, Any], params: int | None = None) -> ModelFacts:
-    """The facts in a parsed config.json. Of a multimodal model, the text part holds KV."""
+    """Return the facts in a parsed config.json. Of a multimodal model, the text part holds KV."""
     text: Mapping[str, Any] = config
     for key in ("text_config", "llm_config", "language_config"):
         if isinstance(config.get(key), dict):
@@ -105,7 +105,7 @@ def facts_from_config(config: Mapping[str, Any], params: int | None = None) -> M
 
 
 def count_params(folder: Path) -> int | None:
-    """Parameters in the folder's safetensors files, read from their headers; None without any."""
+    """Count the parameters in a folder's safetensors files by their headers; None without any."""
     total = 0
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -130,7 +130,8 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _default_model_len(text: Mapping[str, Any], positions: int) -> int:
-    """What vLLM derives from the RoPE settings; some kinds count their factor in already."""
+    """Return the length that vLLM derives from the RoPE settings. Some kinds of RoPE include their
+    factor in `positions` already."""
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
     if kind in {None, "default", "su", "longrope", "llama3", "mrope"}:

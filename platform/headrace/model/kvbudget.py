@@ -1,6 +1,6 @@
 """Decides how an engine keeps within a budget of KV: by which technique, with which share.
 
-An engine is to answer n requests at once, each of p prompt and a answer tokens.
+An engine is to answer n requests at once, each with p prompt tokens and a answer tokens.
 
 | way       | blocks of its cache                                     | beside it    | host memory |
 |-----------|---------------------------------------------------------|--------------|-------------|
@@ -11,25 +11,27 @@ An engine is to answer n requests at once, each of p prompt and a answer tokens.
 | offloaded | n * (slots + window); if that is whole or more:         | see below    | n * whole   |
 |           | whole + (n - 1) * (slots + window)                      |              |             |
 
-`whole` is p + a in blocks. A bounded context is kept in `kept`, a share of its prompt's whole
-blocks, and `tail`, all tokens behind them. One is there as a whole, and `reading`, what reads it
-again (docs/bounded.md). Where contexts are streamed none is: one is longer by `segment` and `step`
-than what is kept of it. That takes a gate. What is kept is described in `described` blocks more,
-for the store (`headrace_decode.bounded.engine.stored`). If the cache then cannot hold `whole`, host
-memory does, for requests that refuse.
+`whole` is p + a in blocks. A bounded context is kept in `kept` blocks, a share of its prompt's
+whole blocks, and `tail` blocks for all tokens after these. One context at a time is whole, and the
+tokens that read it again are in `reading` blocks (docs/bounded.md). A streamed context is never
+whole: one at a time is longer than its kept blocks by `segment` and `step`. Streaming needs a gate.
+For the store, `described` further blocks describe the kept ones
+(`headrace_decode.bounded.engine.stored`). If the cache is then smaller than `whole`, host memory
+holds one whole context, for requests that refuse the technique.
 `slots` and `window` are those of `headrace_decode.sparse.offload.sizes`.
-A context that is longer than the cache is computed within the window. One that fits arrives as a
-whole, and leaves when the next one comes.
-Beside the cache of an engine with host memory lie summaries of all units, and one layer of one
-context, where its KV is lined up.
+A context that is longer than the cache is computed within the window. A context that fits arrives
+as a whole, and leaves when the next one comes.
+Beside the cache of an engine with host memory are the summaries of all units, and one layer of one
+context, in which its KV is put in order.
 
-A step in which all answer reads the model's weights, and of KV what it attends to: all that is held
-in the cache, or of an offloaded context the chosen units and the summaries of all. On CPUs that is
-what a step takes (docs/bounded.md), so a target for the time between tokens is one for `read`.
+A step in which all requests answer reads the model's weights and the KV that they attend to: all KV
+in the cache, or, of an offloaded context, the chosen units and the summaries of all. On CPUs these
+reads take the time of the step (docs/bounded.md), so a target for the time between tokens limits
+`read`.
 
-Each way takes the largest share that fits. The one with the least error (KL) is chosen. A KL was
-measured at some shares, and is read off between them on a line of logarithms. None is promised for
-a share below the least that was measured.
+Each way takes the largest share that fits. The way with the least error (KL) is chosen. KL was
+measured at some shares. Between them it is interpolated, linearly in logarithms. For a share below
+the least measured one there is no prediction.
 """
 
 from __future__ import annotations
@@ -57,19 +59,19 @@ from headrace_decode.sparse.offload.sizes import footprint
 from headrace_decode.sparse.summaries import RANK_BESIDE
 
 BOUNDED_KL = {0.5: 0.0004, 0.25: 0.0054, 0.12: 0.037}
-"""Mean KL of a token in nats by share, as an engine keeps contexts that it reads again:
+"""Mean KL of a token in nats by share, if an engine reads contexts again to choose what it keeps:
 SmolLM2-135M, six contexts of 3,000 tokens (docs/bounded.md, `python -m benchmarks.longcontext`)."""
 BLOCK_TOKENS = 128
-"""Of a block of engines on CPUs, which alone drop or offload KV."""
+"""Tokens of a block in engines on CPUs. Only these engines drop or offload KV."""
 STEP_TOKENS = 128
-"""Most tokens of a prompt that an offloaded context is computed by in one step."""
+"""Maximum number of prompt tokens that one step computes of an offloaded context."""
 STREAM_STEP_TOKENS = 512
-"""Of one that is streamed."""
+"""Maximum number of prompt tokens that one step computes of a streamed context."""
 STEPS_UNDER_WAY = 2
 NULL_BLOCK = 1
-"""vLLM gives it to nobody."""
+"""Number of blocks that vLLM gives to no request."""
 SUM_BYTES = 8
-"""Of a unit's sum, for each layer."""
+"""Bytes of a unit's sum in each layer."""
 UNCALIBRATED = "needs techniques.sparse.calibration, a file of `headrace lab calibrate sparse`"
 NO_GATE = "needs techniques.bounded.calibration, a file of `headrace lab calibrate bounded`"
 GIB = 1 << 30
@@ -80,12 +82,15 @@ Curve = Mapping[float, float]
 
 @dataclass(frozen=True)
 class Asked:
-    """What an engine must hold, and where.
+    """Requirements of an engine: the contexts to hold, and the memory for them.
 
     Attributes:
-        budget_bytes: for KV and what is kept beside it for choosing. host_bytes: for offloaded KV.
-        contexts: at once. context_tokens: of each, its `answer_tokens` included.
-        read_bytes: of KV, that a step may read in which all answer; None: any.
+        budget_bytes: for KV, and for the data beside it by which units are chosen. host_bytes: for
+            offloaded KV.
+        contexts: number of contexts at once. context_tokens: tokens of each context, its
+            `answer_tokens` included.
+        read_bytes: maximum bytes of KV that a step reads in which all requests answer; None: no
+            limit.
     """
 
     budget_bytes: int
@@ -107,8 +112,9 @@ class Asked:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a way: in the engine's KV cache; beside it, for choosing; in host memory; and what a
-    step reads of them in which all contexts answer, as long as they get."""
+    """Bytes that a way needs: `cache` in the engine's KV cache, `beside` it for choosing, `host` in
+    host memory. `read`: bytes of them that a step reads in which all contexts answer at their full
+    length."""
 
     cache: int
     read: int
@@ -116,7 +122,7 @@ class Sizes(NamedTuple):
     host: int = 0
 
     def lacks(self, asked: Asked) -> str:
-        """What is not there, in words; empty if it fits."""
+        """Return the requirements that are not met, in words; empty if all are."""
         found = []
         if self.cache + self.beside > asked.budget_bytes:
             found.append(f"{(self.cache + self.beside) / GIB:.3g} GiB")
@@ -136,7 +142,7 @@ class Way:
     Attributes:
         name: "all", "bounded", "streamed" or "offloaded".
         share: of the KV that is kept, or attended to; if none fits, the least one.
-        kl: expected, mean of a token in nats; None if the way is none.
+        kl: expected mean KL of a token in nats; None if the way is not possible at any share.
         why_not: why it cannot be taken; empty if it can.
     """
 
@@ -149,17 +155,17 @@ class Way:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for, and each way in the order of the table above."""
+    """Requirements of an engine, and each way to meet them, in the order of the table above."""
 
     asked: Asked
     ways: list[Way]
 
     @property
     def chosen(self) -> Way:
-        """The possible way of least error.
+        """The possible way with the least error.
 
         Raises:
-            ModelError: there is none; with what each of them lacks.
+            ModelError: no way is possible; the text says what each one lacks.
         """
         possible = [way for way in self.ways if not way.why_not]
         if not possible:
@@ -169,10 +175,11 @@ class Plan:
 
 
 def kl_at(curve: Curve, share: float) -> float:
-    """KL at a share: between two measured ones on a line of logarithms, above all the last one's.
+    """Return the KL at a share. Between two measured shares it is interpolated, linearly in
+    logarithms; above all of them it is that of the largest.
 
     Raises:
-        ValueError: it is below the least share that was measured.
+        ValueError: the share is below the least one that was measured.
     """
     shares = sorted(curve)
     if share < shares[0]:
@@ -192,14 +199,14 @@ def plan(
     refused: Mapping[str, str] | None = None,
     bounded_kl: Curve | None = None,
 ) -> Plan:
-    """The way to hold the contexts, and the others.
+    """Return all ways to hold the contexts; `Plan.chosen` is the best one.
 
     Args:
         facts: of the model; `dtype_bytes` as the engine keeps KV.
         sparse_kl: of the model, from `headrace lab calibrate sparse`. Without it nothing is
             offloaded.
-        unit_tokens: that sparse attention chooses by.
-        refused: why the engine cannot take a way, by its name.
+        unit_tokens: tokens of a unit, which sparse attention chooses as a whole.
+        refused: why the engine cannot take a way, by the name of the way.
         bounded_kl: of the model, from `headrace lab calibrate bounded`. Without it nothing is
             streamed, and contexts are read again (`BOUNDED_KL`).
     """
@@ -246,28 +253,29 @@ def plan(
 
 
 def bounded_blocks(asked: Asked, share: float) -> int:
-    """Blocks of a cache in which all contexts are served at once: they are dropped in turn, so one
-    at most is whole (`python -m benchmarks.longcontext.dropping`)."""
+    """Return the blocks of a cache in which all contexts are served at once. Contexts are bounded
+    one after the other, so at most one is whole (`python -m benchmarks.longcontext.dropping`)."""
     reading = _blocks(EARLIER_TOKENS + LEAD_TOKENS + PART_TOKENS + 1)
     return _blocks(asked.context_tokens) + reading + (asked.contexts - 1) * sum(_kept(asked, share))
 
 
 def streamed_blocks(asked: Asked, share: float) -> int:
-    """Likewise, where they are streamed in turn."""
+    """Return the blocks of a cache in which all contexts are served at once, and streamed one after
+    the other."""
     kept, tail = _kept(asked, share)
     longer = _blocks(SEGMENT_TOKENS) + _blocks(STREAM_STEP_TOKENS)
     return kept + max(tail, longer) + (asked.contexts - 1) * (kept + tail)
 
 
 def _kept(asked: Asked, share: float) -> tuple[int, int]:
-    """Blocks that a context is kept in: a share of its prompt's, and all behind these."""
+    """Return the blocks that a context is kept in: a share of its prompt's, and all after these."""
     context = asked.context_tokens - asked.answer_tokens
     tail = _blocks(context % BLOCK_TOKENS + asked.answer_tokens)
     return kept_blocks(context // BLOCK_TOKENS, share), tail
 
 
 def _too_short(asked: Asked, least_share: float) -> str:
-    """Why bounding frees nothing of such contexts; empty if it does."""
+    """Return why bounding frees nothing of such contexts; empty if it frees something."""
     context = asked.context_tokens - asked.answer_tokens
     blocks = context // BLOCK_TOKENS
     freed = blocks - kept_blocks(blocks, least_share)
@@ -275,7 +283,7 @@ def _too_short(asked: Asked, least_share: float) -> str:
 
 
 def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -> Sizes | None:
-    """None where no row would choose."""
+    """Return the sizes of offloaded contexts; None where no row would choose units."""
     chosen = chosen_units(asked.context_tokens, unit_tokens, share)
     if chosen is None:
         return None
@@ -304,8 +312,8 @@ def _streamed(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -
 def _with_host(
     facts: ModelFacts, cache: int, host: int, whole: int, unit_tokens: int, read: int
 ) -> Sizes:
-    """Of an engine with so many blocks, and so many in host memory; the longest request has
-    `whole`."""
+    """Return the sizes of an engine with `cache` blocks, and `host` blocks in host memory. Its
+    longest request has `whole` blocks."""
     beside = _summaries(facts, (cache + host) * BLOCK_TOKENS // unit_tokens, unit_tokens)
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
     beside += whole * block_bytes // facts.kv_layers
@@ -313,16 +321,16 @@ def _with_host(
 
 
 def _summaries(facts: ModelFacts, units: int, unit_tokens: int) -> int:
-    """Bytes of these units' summaries."""
+    """Return the bytes of the summaries of `units` units."""
     layout = Layout(unit_tokens, facts.head_dim, RANK_BESIDE, COORDINATES)
     return units * facts.kv_layers * (facts.kv_heads * layout.nbytes + SUM_BYTES)
 
 
 def _fitting(name: str, curve: Curve, asked: Asked, sizes: Callable[[float], Sizes | None]) -> Way:
-    """The way with the largest share, in hundredths, that fits; else the least, and what it needs.
+    """Return the way with the largest share, in hundredths, that fits; else with the least share.
 
     Args:
-        sizes: at a share; None where the way is none.
+        sizes: returns the sizes at a share; None where the way is not possible.
     """
     least, most = (round(100 * share) for share in (min(curve), max(curve)))
     short = f"only contexts of more than {LEAST_TOKENS} tokens are offloaded"

@@ -1,4 +1,4 @@
-"""How much KV a model keeps, and would keep under other arrangements of its attention.
+"""Computes how much KV a model keeps, and would keep under other arrangements of its attention.
 
     bytes a token = layers with a cache * elements of one layer's K and V * bytes of an element
 
@@ -31,11 +31,12 @@ class KVSize:
     """One row of the table.
 
     Attributes:
-        name: of the arrangement.
+        name: name of the arrangement.
         kv_layers: layers with a cache.
-        bytes_per_token, bytes_per_block: of K and V in all layers.
-        blocks: that the memory holds. contexts: whole contexts that these blocks hold at once.
-        context_bytes: of one.
+        bytes_per_token, bytes_per_block: bytes of K and V in all layers.
+        blocks: blocks that the memory holds. contexts: whole contexts that these blocks hold at
+            once.
+        context_bytes: bytes of one context.
     """
 
     name: str
@@ -50,11 +51,11 @@ class KVSize:
 def kv_sizes(
     facts: ModelFacts, memory_bytes: int, context_tokens: int, block_tokens: int
 ) -> list[KVSize]:
-    """The table, the model as it is first.
+    """Return the rows of the table, first the model as it is.
 
     Args:
-        memory_bytes: for KV.
-        context_tokens: of one request.
+        memory_bytes: memory for KV.
+        context_tokens: tokens of one request.
 
     Raises:
         ModelError: a size is not positive.
@@ -106,7 +107,7 @@ def kv_sizes(
 
 
 def _int4_bytes(facts: ModelFacts, block_tokens: int) -> int:
-    """Of one layer of one block."""
+    """Return the int4 bytes of one layer of one block."""
     shape = LayerShape(facts.kv_heads, block_tokens, facts.head_dim, "bfloat16", Order.VEC)
     try:
         return CODECS["int4"]().stored_bytes(shape)

@@ -1,22 +1,22 @@
-"""How fast this machine reads weights and KV, for what a step of an engine on CPUs takes."""
+"""Measures how fast this machine reads weights and KV, to predict a step of an engine on CPUs."""
 
 from __future__ import annotations
 
 import time
 
 MATRIX_BYTES = 1 << 27
-"""More than caches hold."""
+"""Size of the matrix, larger than the caches."""
 COLUMNS = 1024
 ROUNDS = 20
 
 
 def measured_gbps(threads: int, rows: int, dtype_bytes: int) -> float:
-    """GB of weights a second in a step of so many rows: the best of some rounds.
+    """Return the GB of weights a second in a step of `rows` rows: the best of `ROUNDS` rounds.
 
     With several rows a CPU may compute longer than it reads.
 
     Args:
-        threads: of the computation. dtype_bytes: of a weight; 2 for bfloat16.
+        threads: number of threads that compute. dtype_bytes: bytes of a weight; 2 for bfloat16.
     """
     import torch
 

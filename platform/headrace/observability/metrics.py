@@ -121,7 +121,7 @@ class RayGatewayMetrics:
 
 
 class RayPlanMetrics:
-    """What the plans were, what they promised and what came of them."""
+    """Metrics of the plans: their kinds, their predictions and their results."""
 
     def __init__(self) -> None:
         self._plans = Counter("headrace_plans", "Plans made.", tag_keys=("kind",))
@@ -172,7 +172,7 @@ class RayPlanMetrics:
         self._predicted.observe(ratio, tags={"kind": kind})
 
     def surveys_failed(self, failures: Mapping[str, int]) -> None:
-        """How many of each kind there were since the start."""
+        """Export the number of failures of each kind since the start."""
         for kind, count in failures.items():
             self._surveys.follow(count, {"kind": kind})
 
@@ -180,10 +180,10 @@ class RayPlanMetrics:
         self._remade.inc()
 
     def stands(self, in_doubt: int, sums: Mapping[str, float]) -> None:
-        """Told about once a second.
+        """Export values that are updated about once a second.
 
         Args:
-            in_doubt: prefill replicas that are not asked.
+            in_doubt: number of prefill replicas that are not asked.
             sums: `Outcomes.sums`.
         """
         self._in_doubt.set(in_doubt)
@@ -197,10 +197,11 @@ class RayPlanMetrics:
 
 
 async def node_metrics(fetch: Callable[[str], Awaitable[bytes]]) -> bytes:
-    """Prometheus text of all nodes' exported engine, Serve and Headrace metrics.
+    """Return, as Prometheus text, all nodes' exported engine, Serve and Headrace metrics.
 
     Args:
-        fetch: the page at `/metrics` of a server at `http://ip:port`; `b""` if it gives none.
+        fetch: returns the page at `/metrics` of a server at `http://ip:port`; `b""` if there is
+            none.
     """
     nodes = await asyncio.to_thread(ray.nodes)
     urls = [
@@ -215,7 +216,7 @@ async def node_metrics(fetch: Callable[[str], Awaitable[bytes]]) -> bytes:
 def merged(pages: Iterable[bytes]) -> bytes:
     """Return one page of those of all nodes: each family once, its samples together.
 
-    Prometheus' text format wants the samples of a family in one group, behind one `# HELP` and one
+    Prometheus' text format wants the samples of a family in one group, after one `# HELP` and one
     `# TYPE`. Only families with one of `EXPORTED_PREFIXES` are taken.
     """
     wanted = tuple(prefix.encode() for prefix in EXPORTED_PREFIXES)

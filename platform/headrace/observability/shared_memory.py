@@ -1,4 +1,4 @@
-"""Which processes use which files in /dev/shm; removes what killed ones have left there."""
+"""Finds the processes that use files in /dev/shm, and removes the files that killed ones left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHM = Path("/dev/shm")
 SHARED_BY_PYTHON = ("sem.mp-", "psm_")  # semaphores and segments of Python's multiprocessing
 LOOK_S = 1.0  # between two listings of it
 TOKEN_VARIABLE = "HEADRACE_INSTANCE"
-"""Set for all processes of an instance that `headrace up` started."""
+"""Variable of all processes of an instance that `headrace up` started."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class ProcessId:
 
     @classmethod
     def of(cls, process: psutil.Process) -> ProcessId:
-        """The identity of a process. Raises psutil.NoSuchProcess if it is gone."""
+        """Return the identity of a process. Raises psutil.NoSuchProcess if it has ended."""
         return cls(process.pid, process.create_time())
 
     def process(self) -> psutil.Process | None:
-        """The process, if it still runs; None for a later process with the same pid."""
+        """Return the process, if it still runs; None for a later process with the same pid."""
         try:
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.created) < 0.05 and is_alive(process):
@@ -52,7 +52,7 @@ class ShmFile(NamedTuple):
 
 
 def shm_names() -> frozenset[str]:
-    """Names of the files in /dev/shm."""
+    """Return the names of the files in /dev/shm."""
     try:
         return frozenset(os.listdir(SHM))
     except OSError:
@@ -60,7 +60,7 @@ def shm_names() -> frozenset[str]:
 
 
 def shm_files(names: Iterable[str]) -> set[ShmFile]:
-    """The files that have these names in /dev/shm now."""
+    """Return the files that have these names in /dev/shm now."""
     found = set()
     for name in names:
         with contextlib.suppress(OSError):
@@ -72,11 +72,10 @@ def shm_files(names: Iterable[str]) -> set[ShmFile]:
 def shm_users(
     files: Iterable[ShmFile], processes: Iterable[psutil.Process]
 ) -> dict[ShmFile, set[ProcessId]]:
-    """Which of `processes` have each of these files open or mapped; files without users are left
-    out.
+    """Return, for each file that has users, those of `processes` that have it open or mapped.
 
     Files are compared by device and inode. Names mislead: the C library makes a semaphore under a
-    temporary name and renames it, so the map of the process that made it shows a name that is gone.
+    temporary name and renames it, so the map of the process that made it shows the old name.
     """
     named = {(file.device, file.inode): file for file in files}
     users: dict[ShmFile, set[ProcessId]] = {}
@@ -88,7 +87,7 @@ def shm_users(
 
 
 def remove_shm(files: Iterable[ShmFile], before: frozenset[str]) -> list[str]:
-    """Remove those of our files that are still there and that no process uses; returns their names.
+    """Remove those of our files that still exist and that no process uses. Return their names.
 
     A file that has been replaced by another of the same name stays.
     """
@@ -104,17 +103,17 @@ def remove_shm(files: Iterable[ShmFile], before: frozenset[str]) -> list[str]:
 
 
 class ShmWatch:
-    """Finds which files in /dev/shm processes use, and removes what killed ones have left.
+    """Watch over the files in /dev/shm that processes use; removes those that killed ones left.
 
     Only semaphores and segments of Python's multiprocessing are removed: their names are random,
-    and only processes that use them know them. A file goes once all its known users are dead and a
-    search of all processes finds no other user.
+    and only processes that use them know them. A file is removed once all its known users are dead
+    and a search of all processes finds no other user.
 
     Attributes:
-        used: files of the processes that were looked at.
+        used: files that the watched processes use.
 
     Args:
-        before: names that are nobody's of them.
+        before: names of files that do not belong to the watched processes.
     """
 
     def __init__(self, before: frozenset[str] = frozenset()) -> None:
@@ -124,8 +123,8 @@ class ShmWatch:
         self._users: dict[ShmFile, set[ProcessId]] = {}
 
     def look(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
-        """Find the users of new files among these processes, each file three times; then remove
-        what nobody uses any more."""
+        """Find the users of new files among these processes, each file three times. Then remove the
+        files that no process uses any more."""
         files = shm_files(shm_names() - self._before) - self.used
         new = {file for file in files if self._looked_at.get(file, 0) < 3}
         if new:
@@ -146,8 +145,8 @@ class ShmWatch:
 
 
 def watch_siblings() -> None:
-    """Watch the files of all processes that this one's parent has started, and theirs, on a thread;
-    without effect below `headrace up`, whose keeper does it."""
+    """Watch the files of all descendants of this process's parent, on a thread. Without effect
+    below `headrace up`, whose keeper watches them."""
     parent = psutil.Process().parent()
     if parent is None or TOKEN_VARIABLE in os.environ:
         return
@@ -163,12 +162,12 @@ def watch_siblings() -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs, and is no zombie."""
+    """Whether a process runs, and is no zombie."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _open_shm(pid: int) -> set[tuple[int, int]]:
-    """(device, inode) of each file in /dev/shm that a process has mapped or open."""
+    """Return (device, inode) of each file in /dev/shm that a process has mapped or open."""
     prefix = f"{SHM}/"
     found: set[tuple[int, int]] = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:

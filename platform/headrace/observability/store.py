@@ -1,7 +1,7 @@
-"""The KV store's metrics: what its nodes tell the keeper, as Ray's counters and gauges.
+"""The KV store's metrics: the statistics of its nodes, as Ray's counters and gauges.
 
-Summed over the machines, so that a machine that leaves takes no series with it; `headrace status`
-says which machine it is.
+Values are sums over the machines, so that no series ends when a machine leaves. `headrace status`
+shows each machine.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ EVENTS = {
     ("object", "reads_corrupt"): "corrupt",
     ("object", "breaker_opened"): "breaker_opened",
 }
-"""What is counted, by tier and name in a node's `stats`."""
+"""Event of each count, by tier and name in a node's `stats`."""
 
 
 def state(tier: Mapping[str, Any]) -> str:
-    """Of a tier, by what its node tells; the object tier tells of reads and writes apart."""
+    """Return a tier's state from its node's statistics. The object tier has two states: of reads
+    and of writes."""
     read_only = tier["state"] == "on" and tier.get("writing") == "off"
     return "read-only" if read_only else str(tier["state"])
 
 
 class RayStoreMetrics:
-    """Called with what each machine's node last told, about every five seconds.
+    """Exporter that is called with the last statistics of each machine's node, about every five
+    seconds.
 
     Args:
-        tiers: those that are configured; nothing is said of others.
+        tiers: the configured tiers; others are not exported.
     """
 
     def __init__(self, tiers: Collection[str] = TIERS) -> None:
@@ -75,10 +77,10 @@ class RayStoreMetrics:
         )
 
     def __call__(self, nodes: Mapping[str, Mapping[str, Any] | None]) -> None:
-        """Export them.
+        """Export the statistics.
 
         Args:
-            nodes: by machine, `Operations.stats`, or None of a node that did not answer.
+            nodes: `Operations.stats` by machine; None for a node that did not answer.
         """
         up = {machine: stats for machine, stats in nodes.items() if stats is not None}
         self._nodes.set(len(up), tags={"up": "yes"})

@@ -30,7 +30,7 @@ class TotalCounter:
 
         Args:
             tags: values of all tag keys.
-            source: which of several counts it; not a tag.
+            source: the component that counts it, if there are several; not a tag.
         """
         key = source, tuple((tags or {}).items())
         before = self._totals.get(key, 0.0)

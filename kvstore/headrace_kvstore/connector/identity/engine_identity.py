@@ -39,10 +39,10 @@ from headrace_kvstore.connector.identity.weights import (
 from headrace_kvstore.keys import KvIdentity, Namespace, canonical, fingerprint
 
 SPARSE_KEY = "headrace_sparse"
-"""In vLLM's `additional_config`: how an engine attends sparsely
+"""Key in vLLM's `additional_config`: how an engine attends sparsely
 (`headrace_decode.sparse.engine.settings`). Its `unit_tokens` are the attention kernel's block."""
 BOUNDED_KEY = "headrace_bounded"
-"""There, too: how it bounds contexts (`headrace_decode.bounded.engine.settings`)."""
+"""Key there, too: how an engine bounds contexts (`headrace_decode.bounded.engine.settings`)."""
 STATED = frozenset(
     {
         *("model", "model_weights", "revision", "code_revision", "dtype", "max_model_len"),
@@ -149,7 +149,7 @@ def settings_identity(model: Any, load: Any) -> dict[str, Any]:
             "code": code_identity(model),
             "load": model_settings(load, UNRELATED_LOADING),
             "load_extra": {k: v for k, v in dict(extra).items() if k not in LOADER_SPEEDS},
-            # Llama 4 takes it from there.
+            # Llama 4 takes the setting from there.
             "temperature": (model.override_generation_config or {}).get("attn_temperature_tuning"),
             "mla": bool(model.use_mla),
         }
@@ -185,14 +185,14 @@ def engine_namespace(
     layer_names: Sequence[str],
     codec: Codec | None = None,
 ) -> Namespace:
-    """The namespace of an engine's blocks.
+    """Return the namespace of an engine's blocks.
 
     Args:
         vllm_config: vLLM's VllmConfig.
         cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
-        parts: into which each layer of a block is cut.
+        parts: number of parts into which each layer of a block is cut.
         layer_names: layers whose KV a block holds, those of a draft model among them.
-        codec: that blocks are stored under; a lossy one has a namespace of its own.
+        codec: of the stored blocks; a lossy one has a namespace of its own.
 
     Raises:
         Unidentified: as `kv_identity`.
@@ -216,7 +216,7 @@ def engine_namespace(
 
 
 def lossy_codec(transfer: Any) -> str:
-    """The lossy codec of the store in an engine's connectors; empty where KV stays exact.
+    """Return the lossy codec of the store in an engine's connectors; empty if KV stays exact.
 
     Args:
         transfer: vLLM's KVTransferConfig, or None.
@@ -226,7 +226,7 @@ def lossy_codec(transfer: Any) -> str:
 
 
 def connector_settings(transfer: Any) -> list[dict[str, Any]]:
-    """Settings of an engine's connector, and of those within it.
+    """Return the settings of an engine's connector, and of those within it.
 
     Args:
         transfer: vLLM's KVTransferConfig, or None.
@@ -237,10 +237,10 @@ def connector_settings(transfer: Any) -> list[dict[str, Any]]:
 
 
 def overrides_identity(overrides: Any) -> str:
-    """`hf_overrides` as text that is equal only for equal overrides.
+    """Return `hf_overrides` as text that is equal only for equal overrides.
 
-    A function is known by its name and source. Raises Unidentified for one whose source does not
-    say all that it does: no source, a closure, or another callable.
+    A function is identified by its name and source. Raises Unidentified if the source does not
+    determine its behaviour: no source, a closure, default arguments, or another callable.
     """
 
     def named(value: Any) -> Any:
@@ -276,14 +276,14 @@ def speculative_identity(vllm_config: Any, layer_names: Sequence[str]) -> str:
 
 
 def speculative_heads(vllm_config: Any) -> int:
-    """KV heads of the draft model; 0 where there is none."""
+    """Return the number of KV heads of the draft model; 0 if there is none."""
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     return int(draft.get_total_num_kv_heads()) if draft is not None else 0
 
 
 def device_identity(vllm_config: Any) -> str:
-    """Device kind; on CPUs the instruction set that keys are packed for, too, and the attention
-    kernel's block where it is not the scheduler's."""
+    """Return the device kind; on CPUs also the instruction set for which keys are packed, and the
+    attention kernel's block size with sparse attention."""
     kind = str(vllm_config.device_config.device_type)
     if kind != "cpu":
         return kind
@@ -295,14 +295,16 @@ def device_identity(vllm_config: Any) -> str:
 
 
 def sparse_unit_tokens(vllm_config: Any) -> int:
-    """Tokens of the attention kernel's block in an engine with sparse attention; 0 in others."""
+    """Return the tokens of the attention kernel's block in an engine with sparse attention; 0 in
+    others."""
     told = getattr(vllm_config, "additional_config", None)
     sparse = told.get(SPARSE_KEY) if isinstance(told, Mapping) else None
     return int(sparse["unit_tokens"]) if sparse else 0
 
 
 def _config_identity(model: Any) -> str:
-    """The identity of the model's configuration if it is not in the weights' folder; else empty."""
+    """Return the identity of the model's configuration if it is not in the weights' folder; else
+    empty."""
     place = model.hf_config_path
     if not place or place == model.model:
         return ""
@@ -315,7 +317,7 @@ def _config_identity(model: Any) -> str:
 
 
 def _platform_settings(vllm_config: Any) -> Any:
-    """`additional_config` without the techniques: their requests have salts of their own."""
+    """Return `additional_config` without the techniques, whose requests have salts of their own."""
     told = getattr(vllm_config, "additional_config", None) or {}
     if not isinstance(told, Mapping):
         return told.compute_hash()

@@ -36,7 +36,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
 class Unidentified(ValueError):
-    """An engine's KV cannot be told from another engine's; the text says why, and what to set."""
+    """Error: an engine's KV cannot be distinguished from another engine's; the text says why, and
+    which setting to change."""
 
 
 def weights_identity(model: Any, load: Any, parallel: Any) -> tuple[str, str]:
@@ -188,7 +189,7 @@ def file_digest(path: Path) -> str:
 
 
 def _code_below(folder: Path) -> Iterator[Path]:
-    """Python files of folders below one, hidden folders left out."""
+    """Yield the Python files of folders below one, without hidden folders."""
     for at, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         if Path(at) != folder:
@@ -205,8 +206,8 @@ def _kept(path: Path) -> str:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file, so that one process and thread of this machine is in here; do without if it
-    cannot be made."""
+    """Hold a lock file, so that only one process and thread of this machine is in here. If the file
+    cannot be made, continue without it."""
     held = -1
     with suppress(OSError):
         lock.parent.mkdir(parents=True, exist_ok=True)

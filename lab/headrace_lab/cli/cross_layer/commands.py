@@ -47,8 +47,8 @@ def train(
 ) -> None:
     """Train models from scratch, and compare their losses.
 
-    A call with the same folder goes on where the one before ended, however that ended. Several may
-    run at once; each takes models that no other trains."""
+    A call with the same folder continues where the one before ended, however that ended. Several
+    may run at once; each takes models that no other trains."""
     from headrace_lab.cli.cross_layer import train as command
 
     command.train(

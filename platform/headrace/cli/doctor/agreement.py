@@ -15,7 +15,7 @@ PREFIXES = ("VLLM_", "UCX_", "NIXL_")
 
 
 def hash_seed(config: HeadraceConfig) -> Finding:
-    """PYTHONHASHSEED is one number in both roles: block hashes start from it."""
+    """Check that PYTHONHASHSEED is one number in both roles: block hashes start from it."""
     prefill, decode = (
         role.env.get("PYTHONHASHSEED", DEFAULT_SEED) for role in config.roles().values()
     )
@@ -38,14 +38,14 @@ def hash_seed(config: HeadraceConfig) -> Finding:
 
 
 def parallel(config: HeadraceConfig, kv_heads: int | None) -> Finding:
-    """The roles' tensor and pipeline parallel sizes allow decode to pull from prefill.
+    """Check that the roles' tensor and pipeline parallel sizes allow decode to pull from prefill.
 
     The rules are those of vLLM's NixlConnector (0.29): one tensor parallel size divides the other;
     more ranks in prefill than in decode only while each rank has KV heads of its own; KV is pulled
     from the first pipeline stage only.
 
     Args:
-        kv_heads: of the model; None if it is not known here.
+        kv_heads: KV heads of the model; None if they are not known here.
     """
     sizes = {}
     for name, role in config.roles().items():
@@ -82,7 +82,7 @@ def parallel(config: HeadraceConfig, kv_heads: int | None) -> Finding:
 
 
 def environment(config: HeadraceConfig) -> list[Finding]:
-    """vLLM's, UCX's and NIXL's variables are equal in both roles."""
+    """Check that vLLM's, UCX's and NIXL's variables are equal in both roles."""
     prefill, decode = config.prefill.env, config.decode.env
     names = sorted(
         n for n in prefill.keys() | decode.keys()
@@ -107,7 +107,7 @@ def environment(config: HeadraceConfig) -> list[Finding]:
 
 
 def peer(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Finding]:
-    """Two machines' facts (`probes.describe`) agree."""
+    """Check that two machines' facts (`probes.describe`) agree."""
     findings = []
     mine, other = _mapping(ours, "versions"), _mapping(theirs, "versions")
     for name in sorted(mine.keys() | other.keys()):

@@ -124,7 +124,7 @@ def doctor(
 
 
 def check_machine(config: HeadraceConfig, *, as_json: bool) -> int:
-    """Check the machine for `headrace up`; returns the exit status, 1 if a finding is FAIL."""
+    """Check the machine for `headrace up`. Return the exit status, 1 if a finding is FAIL."""
     console = stderr()
 
     def before(name: str) -> None:

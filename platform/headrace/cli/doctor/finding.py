@@ -1,4 +1,4 @@
-"""A finding: what one check saw, how bad it is, and what to do; and how findings are shown."""
+"""A finding: the result of one check, its severity and its remedy. Also prints findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Level = Literal["OK", "WARN", "FAIL"]
 STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 ORDER = {"OK": 0, "WARN": 1, "FAIL": 2}
 
-# What Kubernetes keeps of /dev/termination-log, in bytes.
+# Kubernetes keeps so many bytes of /dev/termination-log.
 TERMINATION_BYTES = 4096
 
 
@@ -28,7 +28,7 @@ class Finding:
     remedy: str = ""
 
     def line(self) -> str:
-        """One line for logs and events."""
+        """Return one line for logs and events."""
         text = f"{self.level} {self.what}: {self.found}"
         return f"{text}. Remedy: {self.remedy}" if self.remedy else text
 
@@ -39,7 +39,7 @@ Check = tuple[str, Callable[[], list[Finding]]]
 def run(
     checks: Sequence[Check], before: Callable[[str], None] = lambda name: None
 ) -> list[Finding]:
-    """The findings of all checks, in order; `before` gets the name of each before it starts."""
+    """Return the findings of all checks, in order. `before` gets the name of each check first."""
     findings: list[Finding] = []
     for name, look in checks:
         before(name)
@@ -59,12 +59,12 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_lines(findings: Sequence[Finding]) -> str:
-    """A line each, the worst last: Kubernetes shows the end of a log."""
+    """Return a line for each finding, the worst last: Kubernetes shows the end of a log."""
     return "\n".join(f.line() for f in sorted(findings, key=lambda f: ORDER[f.level]))
 
 
 def as_table(findings: Sequence[Finding]) -> Table:
-    """The findings as a table."""
+    """Return the findings as a table."""
     out = Table(box=None, pad_edge=False)
     for column in ("", "what", "found", "remedy"):
         out.add_column(column, overflow="fold")
@@ -74,7 +74,7 @@ def as_table(findings: Sequence[Finding]) -> Table:
 
 
 def leave_message(findings: Sequence[Finding], file: Path) -> None:
-    """Write what is wrong, the worst first, where Kubernetes looks for a container's last words.
+    """Write the problems, the worst first, to the file that Kubernetes reads when a container ends.
 
     Does nothing if the file does not exist, cannot be written, or nothing is wrong.
     """

@@ -15,7 +15,8 @@ ENOUGH_MEMLOCK = 2**30
 
 
 def driver(build: str | None, seen: probes.Driver) -> Finding:
-    """The driver can run the CUDA for which torch was built; `build` is None for a CPU build."""
+    """Check that the driver can run the CUDA for which torch was built; `build` is None for a CPU
+    build."""
     if build is None:
         remedy = "use the gpu image (values `image.repository`), which has torch for CUDA"
         return Finding("driver", "FAIL", "torch is a CPU build, but the role asks for GPUs", remedy)
@@ -49,7 +50,7 @@ def driver(build: str | None, seen: probes.Driver) -> Finding:
 
 
 def gpus(found: list[probes.Gpu], error: str, nodes: list[str], wanted: int) -> list[Finding]:
-    """As many GPUs as the pod's engines take, and nobody else on them.
+    """Check that there are as many GPUs as the pod's engines take, without other users.
 
     Args:
         nodes: device files, which count where nvidia-smi is missing.
@@ -89,10 +90,10 @@ def rdma(
     net_devices: str | None,
     interfaces: list[str],
 ) -> Finding:
-    """RDMA that was asked for can be used.
+    """Check that RDMA can be used, if the pod asked for it.
 
     Args:
-        devices: in sysfs, which shows the machine's.
+        devices: RDMA devices in sysfs, which shows those of the whole machine.
         nodes: uverbs device files, which only a container with the resource has.
         net_devices: UCX_NET_DEVICES.
         interfaces: network interfaces, which UCX_NET_DEVICES may name for TCP.
@@ -133,7 +134,7 @@ def rdma(
 
 
 def memlock(limit_bytes: int | None, ipc_lock: bool, needed: bool) -> Finding:
-    """Memory can be registered with the network card; it stays locked while it is.
+    """Check that memory can be registered with the network card, which keeps it locked.
 
     Args:
         limit_bytes: None if there is no limit.
@@ -156,7 +157,7 @@ def memlock(limit_bytes: int | None, ipc_lock: bool, needed: bool) -> Finding:
 
 
 def nixl(plugins: list[str], error: str, plugin_dir: str | None) -> Finding:
-    """NIXL makes an agent that can talk to other machines.
+    """Check that NIXL makes an agent that can talk to other machines.
 
     Args:
         plugin_dir: NIXL_PLUGIN_DIR.
@@ -181,7 +182,7 @@ def nixl(plugins: list[str], error: str, plugin_dir: str | None) -> Finding:
 
 
 def topology(found: Topology, net_devices: str | None) -> Finding:
-    """Where each GPU is, which RDMA devices are nearest to it, and where the arena lies.
+    """Report the place of each GPU, the RDMA devices nearest to it, and the place of the arena.
 
     Args:
         net_devices: UCX_NET_DEVICES.

@@ -1,4 +1,4 @@
-"""Judges what was measured against another machine, and lets another machine measure this one."""
+"""Judges the measurements against another machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SKEW_WARN_S = 1.0
 
 
 def link(done: Transfer, peer: str, rdma: bool, kv_bytes_per_token: int | None) -> list[Finding]:
-    """How fast KV comes from a peer, by what path, and whether the clocks agree.
+    """Check the speed and the path of KV from a peer, and whether the clocks agree.
 
     Args:
         rdma: whether this container may use RDMA.
@@ -56,7 +56,7 @@ def link(done: Transfer, peer: str, rdma: bool, kv_bytes_per_token: int | None) 
 
 
 def unreachable(peer: str, error: str) -> Finding:
-    """No measurement came about."""
+    """Report that there is no measurement."""
     return Finding(
         "link",
         "FAIL",

@@ -22,7 +22,7 @@ MIN_OPEN_FILES = 4096
 
 
 def checks(config: HeadraceConfig) -> list[Check]:
-    """All checks, in order."""
+    """Return all checks, in order."""
     return [
         ("python", lambda: [python(probes.python_version())]),
         ("packages", lambda: packages(probes.package_versions())),
@@ -41,13 +41,13 @@ def checks(config: HeadraceConfig) -> list[Check]:
 
 
 def net_devices(config: HeadraceConfig) -> str | None:
-    """UCX_NET_DEVICES as the configuration gives it to engines, or this process's."""
+    """Return UCX_NET_DEVICES as the configuration gives it to engines, or this process's."""
     given = [role.env.get("UCX_NET_DEVICES") for role in config.roles().values()]
     return next((each for each in given if each), os.environ.get("UCX_NET_DEVICES"))
 
 
 def python(version: tuple[int, int]) -> Finding:
-    """Python 3.11 or newer."""
+    """Check for Python 3.11 or newer."""
     found = f"{version[0]}.{version[1]}"
     if version < (3, 11):
         return Finding("python", "FAIL", found, "install Python 3.11 or newer")
@@ -55,7 +55,7 @@ def python(version: tuple[int, int]) -> Finding:
 
 
 def packages(versions: dict[str, str | None]) -> list[Finding]:
-    """Ray, vLLM and NIXL are installed, in the versions that Headrace is tested with."""
+    """Check that Ray, vLLM and NIXL are installed, in the versions that Headrace is tested with."""
     findings = []
     for name, wanted in TESTED.items():
         found = versions.get(name)
@@ -71,7 +71,7 @@ def packages(versions: dict[str, str | None]) -> list[Finding]:
 
 
 def torch(result: tuple[str | None, str]) -> Finding:
-    """torch imports, in a process of its own; `result` is (version or None, the error)."""
+    """Check that torch imports, in a process of its own; `result` is (version or None, error)."""
     version, error = result
     if version is None:
         return Finding(
@@ -81,7 +81,7 @@ def torch(result: tuple[str | None, str]) -> Finding:
 
 
 def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
-    """Enough memory for the engines' KV caches and libraries."""
+    """Check for enough memory for the engines' KV caches and libraries."""
     needed = sum(
         role.replicas * ((role.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES)
         for role in config.roles().values()
@@ -94,7 +94,7 @@ def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
 
 
 def shm(free_bytes: int, config: HeadraceConfig) -> Finding:
-    """Enough of /dev/shm for the KV store, Ray's object store and the engines' queues."""
+    """Check for enough of /dev/shm for the KV store, Ray's object store and the engines' queues."""
     held = config.ray.object_store_bytes
     if config.store.enabled:
         held += int(config.store.dram_gb * 2**30)
@@ -110,7 +110,7 @@ def shm(free_bytes: int, config: HeadraceConfig) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Enough file descriptors for Ray, the engines and the streams."""
+    """Check for enough file descriptors for Ray, the engines and the streams."""
     if soft < MIN_OPEN_FILES:
         how = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise nofile in limits.conf"
         return Finding("open files", "WARN", f"limit {soft}", how)
@@ -118,7 +118,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def port(config: HeadraceConfig, free: bool, holder: str | None) -> Finding:
-    """The gateway's port is free, or a running instance uses it."""
+    """Check that the gateway's port is free, or that a running instance uses it."""
     found = host_port(config.gateway.host, config.gateway.port or 0)
     if holder is not None:
         return Finding("port", "OK", f'{found} is in use by the running instance "{holder}"')
@@ -128,7 +128,7 @@ def port(config: HeadraceConfig, free: bool, holder: str | None) -> Finding:
 
 
 def nixl(result: tuple[list[str], str]) -> Finding:
-    """NIXL can create an agent with UCX; `result` is (plugins, the error)."""
+    """Check that NIXL can create an agent with UCX; `result` is (plugins, the error)."""
     plugins, error = result
     if not plugins:
         remedy = "reinstall nixl; without it, every prefill is local"
@@ -140,7 +140,7 @@ def nixl(result: tuple[list[str], str]) -> Finding:
 
 
 def gpus(found: list[str], config: HeadraceConfig) -> Finding:
-    """The GPUs that the configuration needs."""
+    """Check for the GPUs that the configuration needs."""
     wanted = sum(role.replicas * role.gpus for role in config.roles().values())
     words = ", ".join(found) or "none"
     if wanted > len(found):
@@ -151,7 +151,7 @@ def gpus(found: list[str], config: HeadraceConfig) -> Finding:
 
 
 def rdma(devices: list[str], found_gpus: list[str]) -> Finding:
-    """RDMA for KV between machines; without it, UCX uses TCP."""
+    """Check for RDMA, for KV between machines; without it, UCX uses TCP."""
     if devices:
         return Finding("RDMA", "OK", ", ".join(devices))
     if found_gpus:
@@ -161,7 +161,7 @@ def rdma(devices: list[str], found_gpus: list[str]) -> Finding:
 
 
 def model(name: str, folder: str | None, error: str) -> Finding:
-    """The default model is in the cache, and its checksums match."""
+    """Check that the default model is in the cache, and that its checksums match."""
     if folder is None:
         return Finding("model", "WARN", f"{name} is not downloaded", f"headrace model fetch {name}")
     if error:
@@ -170,7 +170,7 @@ def model(name: str, folder: str | None, error: str) -> Finding:
 
 
 def leftovers(names: list[str]) -> Finding:
-    """Instances that ended without cleaning up."""
+    """Check for instances that ended without cleaning up."""
     if names:
         return Finding(
             "instances",

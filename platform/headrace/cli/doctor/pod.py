@@ -1,4 +1,4 @@
-"""The checks of one pod of a cluster: which apply to its role, and what the plan asks of it."""
+"""The checks of one pod of a cluster, for its role and the app's configuration."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Pod:
 
     @cached_property
     def model_folder(self) -> Path | None:
-        """Where the model's files are on this machine, if they are."""
+        """Folder of the model's files on this machine, if they are here."""
         source = self.config.model.source
         if source is None:
             from headrace.model.store import model_path
@@ -79,7 +79,7 @@ class Pod:
 
     @property
     def shape(self) -> tuple[int | None, int | None]:
-        """(KV heads, KV bytes per token) of the model, where its folder tells."""
+        """(KV heads, KV bytes per token) of the model; None where they are not known."""
         from headrace.model import ModelError, describe
 
         try:
@@ -90,7 +90,7 @@ class Pod:
 
 
 def checks(pod: Pod, env: Mapping[str, str] = os.environ) -> list[Check]:
-    """The checks for the pod's role, in order."""
+    """Return the checks for the pod's role, in order."""
     out: list[Check] = [
         ("user", lambda: [surroundings.user(probes.user(env))]),
         ("writable folders", lambda: storage.writable(_write_errors(env))),

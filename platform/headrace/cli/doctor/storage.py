@@ -14,7 +14,7 @@ NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "ceph", "lustre", "fuse.s3fs", "9
 
 
 def shm(free_bytes: int, arena_bytes: int, object_store_bytes: int) -> Finding:
-    """/dev/shm holds the store's arena and Ray's object store."""
+    """Check that /dev/shm holds the store's arena and Ray's object store."""
     held = arena_bytes + object_store_bytes
     found = (
         f"{human_bytes(free_bytes)} free; the store's arena takes {human_bytes(arena_bytes)}, "
@@ -32,7 +32,7 @@ def shm(free_bytes: int, arena_bytes: int, object_store_bytes: int) -> Finding:
 
 
 def memory(limit_bytes: int | None, needed_bytes: int) -> Finding:
-    """The container's memory limit covers the plan; /dev/shm counts towards it."""
+    """Check that the container's memory limit covers the plan; /dev/shm counts towards it."""
     if limit_bytes is None:
         return Finding("memory limit", "OK", f"none; about {human_bytes(needed_bytes)} needed")
     found = f"{human_bytes(limit_bytes)}; about {human_bytes(needed_bytes)} needed"
@@ -48,7 +48,7 @@ def memory(limit_bytes: int | None, needed_bytes: int) -> Finding:
 
 
 def nvme(folder: probes.Folder, wanted_bytes: int) -> Finding:
-    """The folder of the NVMe tier can be written, is a disk and has room."""
+    """Check that the folder of the NVMe tier can be written, is a disk and has room."""
     where = folder.path
     if folder.error:
         return Finding(
@@ -86,7 +86,7 @@ def nvme(folder: probes.Folder, wanted_bytes: int) -> Finding:
 
 
 def to_gpu(plugins: list[str], gds_driver: bool, file_system: str) -> Finding:
-    """How blocks get from the NVMe tier into GPU memory.
+    """Report how blocks get from the NVMe tier into GPU memory.
 
     Args:
         plugins: of NIXL.
@@ -111,7 +111,7 @@ def to_gpu(plugins: list[str], gds_driver: bool, file_system: str) -> Finding:
 
 
 def writable(errors: Mapping[str, str]) -> list[Finding]:
-    """The folders that engines and Ray write to; `errors` gives for each what is wrong or ""."""
+    """Check the folders that engines and Ray write to; `errors` has the error of each, or ""."""
     wrong = {name: error for name, error in errors.items() if error}
     if not wrong:
         return [Finding("writable folders", "OK", ", ".join(errors))]
@@ -128,7 +128,7 @@ def writable(errors: Mapping[str, str]) -> list[Finding]:
 
 
 def model_folder(files: probes.ModelFiles, source: str) -> Finding:
-    """A local model is whole."""
+    """Check that a local model is whole."""
     if files.problems:
         more = f" and {len(files.problems) - 3} more" if len(files.problems) > 3 else ""
         return Finding(
@@ -145,12 +145,12 @@ def model_hub(
     name: str, cached: probes.ModelFiles | None, offline: bool, status: int | None, error: str,
     has_token: bool,
 ) -> Finding:  # fmt: skip
-    """A model of the hub is in the cache, or can be downloaded.
+    """Check that a model of the hub is in the cache, or can be downloaded.
 
     Args:
         cached: its folder in the cache, if there is one.
         offline: HF_HUB_OFFLINE.
-        status, error: what the hub answered; not asked if `offline`.
+        status, error: the hub's answer; it is not asked if `offline`.
     """
     if cached is not None and not cached.problems:
         return Finding("model", "OK", f"{name} is in the cache ({cached.path})")
@@ -189,5 +189,5 @@ def model_hub(
 
 
 def gib(size_bytes: int) -> str:
-    """As a Kubernetes quantity, rounded up: `3Gi`."""
+    """Return a size as a Kubernetes quantity, rounded up: `3Gi`."""
     return f"{-(-size_bytes // 2**30)}Gi"

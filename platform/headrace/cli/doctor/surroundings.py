@@ -16,7 +16,7 @@ SKEW_FAIL_S = 300.0  # from here on object stores refuse signatures
 
 
 def user(who: probes.User) -> Finding:
-    """A user that has a name and is not root."""
+    """Check that the user has a name and is not root."""
     if who.name is None:
         return Finding(
             "user",
@@ -31,7 +31,7 @@ def user(who: probes.User) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Enough file descriptors: each stream takes two, each Ray worker hundreds.
+    """Check for enough file descriptors: each stream takes two, each Ray worker hundreds.
 
     KubeRay raises the soft limit to `GOOD_OPEN_FILES` where the hard one lets it.
     """
@@ -47,7 +47,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def threads(limit: int | None) -> Finding:
-    """Enough processes and threads."""
+    """Check for enough processes and threads."""
     if limit is None or limit >= MIN_THREADS:
         return Finding("threads", "OK", f"limit {limit or 'none'}")
     return Finding(
@@ -59,7 +59,7 @@ def threads(limit: int | None) -> Finding:
 
 
 def ports(taken: list[int], wanted: list[int]) -> Finding:
-    """The ports that this role listens on are free."""
+    """Check that the ports on which this role listens are free."""
     if taken:
         words = ", ".join(str(p) for p in taken)
         return Finding(
@@ -73,7 +73,7 @@ def ports(taken: list[int], wanted: list[int]) -> Finding:
 
 
 def clock(skew_s: float, source: str) -> Finding:
-    """The clock agrees with another machine's."""
+    """Check that the clock agrees with another machine's."""
     found = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} {source}"
     if abs(skew_s) < SKEW_WARN_S:
         return Finding("clock", "OK", found)
@@ -87,7 +87,7 @@ def clock(skew_s: float, source: str) -> Finding:
 
 
 def ray_token(mode: str, error: str) -> Finding:
-    """Ray asks for a token, and there is one."""
+    """Check that Ray asks for a token, and that there is one."""
     if mode != "token":
         return Finding(
             "Ray token",

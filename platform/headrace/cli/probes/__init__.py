@@ -1,7 +1,7 @@
 """Measurements for `headrace doctor`: plain values, no judgement.
 
-Code that can crash or hang runs in another process, and each look has a time limit. Nothing here
-makes a CUDA context, so GPUs stay free.
+Code that can crash or hang runs in another process, with a time limit. Nothing here makes a CUDA
+context, so GPUs stay free.
 """
 
 from headrace.cli.probes.disk import Folder, ModelFiles, folder, hub_snapshot, model_files

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 def in_process(
     code: str, timeout_s: float, env: Mapping[str, str] | None = None
 ) -> tuple[str | None, str]:
-    """(what `code` printed after FOUND, ""), or (None, its last line of stderr).
+    """Return (the text that `code` printed after FOUND, ""), or (None, its last line of stderr).
 
     Args:
         env: variables set in addition to this process's own.

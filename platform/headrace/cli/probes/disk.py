@@ -1,4 +1,4 @@
-"""Folders: whether they can be written, directly and how much; and whether a model is whole."""
+"""Measures folders: whether and how they can be written, and whether a model is whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Folder:
 
 
 def folder(path: Path) -> Folder:
-    """Look at a folder; leaves nothing behind."""
+    """Measure a folder. Leaves no file in it."""
     if not path.is_dir():
         return Folder(str(path), "is a file" if path.exists() else "does not exist")
     if error := write_error(path):
@@ -51,7 +51,7 @@ def folder(path: Path) -> Folder:
 
 
 def held_bytes(path: Path) -> int:
-    """What the files in a folder take."""
+    """Return the bytes of the files in a folder."""
     held = 0
     with suppress(OSError), os.scandir(path) as entries:
         for entry in entries:
@@ -61,7 +61,7 @@ def held_bytes(path: Path) -> int:
 
 
 def file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
-    """Type of the file system that holds `path`; "" if unknown."""
+    """Return the type of the file system that holds `path`; "" if unknown."""
     real, best, kind = str(path.resolve()), "", ""
     with suppress(OSError):
         for line in mountinfo.read_text("utf-8", errors="replace").splitlines():
@@ -131,7 +131,7 @@ def model_files(path: Path) -> ModelFiles:
 
 
 def _torn(file: Path) -> str:
-    """What is wrong with the size of a safetensors file; "" if nothing."""
+    """Return the fault in the size of a safetensors file; "" if there is none."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -150,7 +150,7 @@ def _torn(file: Path) -> str:
 
 
 def hub_snapshot(name: str, home: Path) -> Path | None:
-    """Folder of the hub model `org/name` in the cache `home` (HF_HOME/hub); None if not there."""
+    """Return the folder of the hub model `org/name` in the cache `home` (HF_HOME/hub), or None."""
     root = home / f"models--{name.replace('/', '--')}"
     try:
         commit = (root / "refs" / "main").read_text().strip()

@@ -1,4 +1,4 @@
-"""What must be equal on the machines of both roles, as one small description.
+"""Describes the facts that must be equal on the machines of both roles.
 
 Values of the environment travel as digests; variables whose name speaks of a secret do not travel.
 """
@@ -25,7 +25,7 @@ PERSONAL = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANN
 
 
 def describe(role_env: Mapping[str, str], model: Path | None) -> dict[str, Any]:
-    """This machine's facts: versions, processor, KV-relevant environment and model.
+    """Return this machine's facts: versions, processor, KV-relevant environment and model.
 
     Args:
         role_env: variables that the configuration gives to engines, over this container's own.
@@ -54,12 +54,12 @@ def _matters(name: str) -> bool:
 
 
 def digest(data: bytes) -> str:
-    """The beginning of a SHA-256."""
+    """Return the beginning of a SHA-256."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def model_digest(folder: Path) -> str:
-    """Of the small files' bytes and the weights' names and sizes; reads no weights."""
+    """Return a digest of small files' bytes and weights' names and sizes. Reads no weights."""
     parts = []
     for file in sorted(folder.iterdir()):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver shows to this container. No CUDA context is made, no GPU is held."""
+"""Reads what the NVIDIA driver shows to this container. Makes no CUDA context and holds no GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Driver:
 
 
 def nvidia_smi() -> tuple[list[Gpu], str]:
-    """(GPUs, ""), or ([], why nvidia-smi lists none)."""
+    """Return (GPUs, ""), or ([], why nvidia-smi lists none)."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], "there is no nvidia-smi"
@@ -68,7 +68,7 @@ def nvidia_smi() -> tuple[list[Gpu], str]:
 
 
 def parse_listing(text: str) -> list[Gpu]:
-    """The lines `name, MiB used, MiB in total`; sizes that are not told ("[N/A]") count as 0."""
+    """Parse lines of `name, MiB used, MiB in total`; missing sizes ("[N/A]") count as 0."""
     found = []
     for line in text.splitlines():
         name, *sizes = (part.strip() for part in line.rsplit(",", 2))
@@ -80,7 +80,7 @@ def parse_listing(text: str) -> list[Gpu]:
 
 
 def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
-    """Device files of GPUs in this container, such as nvidia0."""
+    """Return the device files of GPUs in this container, such as nvidia0."""
     return sorted(f.name for f in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name))
 
 
@@ -90,7 +90,7 @@ def gds_driver(modules: Path = Path("/sys/module")) -> bool:
 
 
 def cuda_driver() -> Driver:
-    """The driver that this container sees."""
+    """Return the driver that this container sees."""
     version = driver_version()
     number, error = in_process(CUDA, timeout_s=30)
     cuda = (int(number) // 1000, int(number) % 1000 // 10) if number is not None else None
@@ -98,7 +98,7 @@ def cuda_driver() -> Driver:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Version of the kernel module; None if it is not loaded."""
+    """Return the version of the kernel module; None if it is not loaded."""
     try:
         match = re.search(r"\b(\d{3,}\.\d+(\.\d+)?)\b", file.read_text("utf-8", errors="replace"))
     except OSError:
@@ -107,7 +107,8 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def torch_cuda() -> str | None:
-    """CUDA version for which torch was built, such as 13.0; None for a CPU build or no torch.
+    """Return the CUDA version for which torch was built, such as 13.0; None for a CPU build or no
+    torch.
 
     Read from torch's own file: importing it takes seconds.
     """

@@ -30,12 +30,12 @@ print("FOUND " + json.dumps(sorted(agent.get_plugin_list())))
 
 
 def python_version() -> tuple[int, int]:
-    """Major and minor."""
+    """Return Python's major and minor version."""
     return sys.version_info[:2]
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed version of each import package; None if it is not installed."""
+    """Return the installed version of each import package; None if it is not installed."""
     out: dict[str, str | None] = {}
     for name, candidates in DISTRIBUTIONS.items():
         out[name] = None
@@ -47,19 +47,19 @@ def package_versions() -> dict[str, str | None]:
 
 
 def torch_import() -> tuple[str | None, str]:
-    """(version, ""), or (None, why torch cannot be imported)."""
+    """Return (version, ""), or (None, why torch cannot be imported)."""
     code = "import torch; print('FOUND ' + torch.__version__)"
     return in_process(code, timeout_s=120)
 
 
 def nixl_plugins() -> tuple[list[str], str]:
-    """(names, ""), or ([], why NIXL cannot make an agent). No GPU is touched: none is visible."""
+    """Return (names, ""), or ([], why NIXL cannot make an agent). The agent sees no GPU."""
     found, error = in_process(NIXL, timeout_s=60, env={"CUDA_VISIBLE_DEVICES": ""})
     return (json.loads(found), "") if found is not None else ([], error)
 
 
 def available_memory_bytes() -> int:
-    """Memory that is available without swapping, within the container's limit."""
+    """Return the memory that is available without swapping, within the container's limit."""
     available = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
@@ -70,7 +70,7 @@ def available_memory_bytes() -> int:
 
 
 def shm_free_bytes() -> int:
-    """Free bytes in /dev/shm; 0 if it does not exist."""
+    """Return the free bytes in /dev/shm; 0 if it does not exist."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -78,12 +78,12 @@ def shm_free_bytes() -> int:
 
 
 def open_file_limits() -> tuple[int, int]:
-    """(soft, hard) limit of file descriptors."""
+    """Return the (soft, hard) limit of file descriptors."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def port(config: HeadraceConfig) -> tuple[bool, str | None]:
-    """(whether the gateway's port is free, the running instance that uses it or None)."""
+    """Return (whether the gateway's port is free, the running instance that uses it or None)."""
     host, number = config.gateway.host, config.gateway.port or 0
     for instance in state.instances():
         if instance.running() and instance.endpoint.endswith(f":{number}"):
@@ -93,7 +93,7 @@ def port(config: HeadraceConfig) -> tuple[bool, str | None]:
 
 @lru_cache(maxsize=1)
 def gpus() -> list[str]:
-    """Names of the GPUs that nvidia-smi lists."""
+    """Return the names of the GPUs that nvidia-smi lists."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -111,13 +111,13 @@ def gpus() -> list[str]:
 
 
 def rdma_devices() -> list[str]:
-    """Names of the InfiniBand and RoCE devices."""
+    """Return the names of the InfiniBand and RoCE devices."""
     folder = Path("/sys/class/infiniband")
     return sorted(d.name for d in folder.iterdir()) if folder.is_dir() else []
 
 
 def model(name: str) -> tuple[str, str | None, str]:
-    """(name, its cached folder or None, the checksum error or an empty string)."""
+    """Return (name, its cached folder or None, the checksum error or an empty string)."""
     from headrace import model as models
 
     found = [m.path for m in models.list_models() if m.name == name and m.cached]
@@ -131,5 +131,5 @@ def model(name: str) -> tuple[str, str | None, str]:
 
 
 def dead_instances() -> list[str]:
-    """Instances that have a state file but are not running."""
+    """Return the instances that have a state file but are not running."""
     return [i.name for i in state.instances() if not i.running()]

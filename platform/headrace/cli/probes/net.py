@@ -1,4 +1,4 @@
-"""What the network answers: the clock of another machine, and the model hub."""
+"""Asks over the network: another machine for its clock, and the model hub for a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUB = "https://huggingface.co"
 
 
 def kubernetes_url(env: Mapping[str, str] = os.environ) -> str | None:
-    """Address of the Kubernetes API as each pod is told; None outside of a pod."""
+    """Return the address of the Kubernetes API in the pod's environment; None outside of a pod."""
     host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         return None
@@ -26,7 +26,8 @@ def kubernetes_url(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def clock_skew_s(url: str, timeout_s: float = 5.0) -> float:
-    """Seconds that this machine's clock is ahead of the HTTP server's, to about half a second.
+    """Return the seconds by which this machine's clock is ahead of the HTTP server's, to about half
+    a second.
 
     Nothing secret is sent. A certificate that cannot be checked is accepted: in a pod without a
     service account there is nothing to check it by, and the clock is only compared.
@@ -58,7 +59,7 @@ def clock_skew_s(url: str, timeout_s: float = 5.0) -> float:
 
 
 def hub_token(env: Mapping[str, str] = os.environ) -> str | None:
-    """The hub token, by the rules of huggingface_hub: HF_TOKEN, else the file HF_TOKEN_PATH."""
+    """Return the hub token, by huggingface_hub's rules: HF_TOKEN, else the file HF_TOKEN_PATH."""
     if env.get("HF_TOKEN", "").strip():
         return env["HF_TOKEN"].strip()
     file = Path(env.get("HF_TOKEN_PATH") or hub_home(env) / "token")
@@ -69,7 +70,7 @@ def hub_token(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def hub_home(env: Mapping[str, str] = os.environ) -> Path:
-    """HF_HOME, else huggingface/ in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Return HF_HOME, else huggingface/ in $XDG_CACHE_HOME, else in ~/.cache."""
     if env.get("HF_HOME"):
         return Path(env["HF_HOME"])
     cache = env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "/") / ".cache"
@@ -77,7 +78,7 @@ def hub_home(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def hub_cache(env: Mapping[str, str] = os.environ) -> Path:
-    """The folder with the hub's models."""
+    """Return the folder with the hub's models."""
     return Path(env["HF_HUB_CACHE"]) if env.get("HF_HUB_CACHE") else hub_home(env) / "hub"
 
 
@@ -87,9 +88,9 @@ def offline(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def hub_answer(name: str, env: Mapping[str, str] = os.environ) -> tuple[int | None, str]:
-    """(HTTP status of the model's config.json, ""), or (None, why the hub does not answer).
+    """Return (HTTP status of the model's config.json, ""), or (None, why the hub does not answer).
 
-    The file is asked for, because the description of a gated model is open to everybody.
+    It asks for the file, because the description of a gated model needs no access.
     """
     endpoint = (env.get("HF_ENDPOINT") or HUB).rstrip("/")
     token = hub_token(env)

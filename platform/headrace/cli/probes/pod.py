@@ -1,4 +1,4 @@
-"""What this container may do: its limits, its rights, its user and the folders it can write."""
+"""Reads this container's limits, rights and user, and the folders that it can write."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class User:
-    """Attributes: `name` is None if neither the environment nor /etc/passwd gives one."""
+    """A process's user. `name` is None if neither the environment nor /etc/passwd gives one."""
 
     uid: int
     name: str | None
 
 
 def user(env: Mapping[str, str] = os.environ) -> User:
-    """Who runs this, by the rules of `getpass.getuser`, which torch calls when it is imported."""
+    """Return this process's user, by the rules of `getpass.getuser`, which `import torch` calls."""
     for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         if env.get(variable):
             return User(os.getuid(), env[variable])
@@ -34,12 +34,12 @@ def user(env: Mapping[str, str] = os.environ) -> User:
 
 
 def memory_limit_bytes(cgroup: Path = CGROUP) -> int | None:
-    """The container's memory limit (cgroup v2, else v1); None if there is none."""
+    """Return the container's memory limit (cgroup v2, else v1); None if there is none."""
     return _limit(cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes")
 
 
 def pids_limit(cgroup: Path = CGROUP) -> int | None:
-    """How many processes and threads the container may have; None if there is no limit."""
+    """Return how many processes and threads the container may have; None if there is no limit."""
     return _limit(cgroup / "pids.max", cgroup / "pids" / "pids.max")
 
 
@@ -55,7 +55,7 @@ def _limit(*files: Path) -> int | None:
 
 
 def memlock_bytes() -> int | None:
-    """Soft limit of locked memory; None if there is none."""
+    """Return the soft limit of locked memory; None if there is none."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -69,19 +69,19 @@ def has_ipc_lock(status: Path = Path("/proc/self/status")) -> bool:
 
 
 def rdma_nodes(dev: Path = Path("/dev/infiniband")) -> list[str]:
-    """Device files through which this container may use RDMA. (sysfs lists the whole machine's.)"""
+    """Return the device files for RDMA in this container. (sysfs lists the whole machine's.)"""
     if not dev.is_dir():
         return []
     return sorted(f.name for f in dev.iterdir() if f.name.startswith("uverbs"))
 
 
 def interfaces(folder: Path = Path("/sys/class/net")) -> list[str]:
-    """Names of the network interfaces."""
+    """Return the names of the network interfaces."""
     return sorted(f.name for f in folder.iterdir()) if folder.is_dir() else []
 
 
 def needed_folders(env: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Folders that an engine or Ray writes to, by what they are for."""
+    """Return the folders that an engine or Ray writes to, by their variables."""
     home = Path(env.get("HOME") or "/")
     cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
     tmp = Path(env.get("TMPDIR") or "/tmp")
@@ -98,8 +98,8 @@ def needed_folders(env: Mapping[str, str] = os.environ) -> dict[str, Path]:
 
 
 def write_error(folder: Path) -> str:
-    """Why no file can be made in `folder`, or in its nearest parent if it does not exist; "" if
-    one can. Leaves nothing behind."""
+    """Return why no file can be made in `folder`, or in its nearest parent if it does not exist; ""
+    if one can. Leaves no file."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -113,7 +113,7 @@ def write_error(folder: Path) -> str:
 
 
 def ray_token(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """(Ray's authentication mode, why there is no token or "").
+    """Return (Ray's authentication mode, why there is no token or "").
 
     Ray looks for a token in RAY_AUTH_TOKEN, then in the file RAY_AUTH_TOKEN_PATH, then in
     ~/.ray/auth_token.

@@ -1,11 +1,11 @@
-"""Bandwidth and differences between two machines: one listens, the other reads from it.
+"""Measures bandwidth and differences between two machines: one listens, the other reads from it.
 
 Both ends are `headrace doctor`. The talk is one JSON line each way, then reads:
 the listener lends `LENT_BYTES` of zeros through NIXL, and sends zeros over plain TCP when asked.
-It reads no memory of its peer. Over TCP, UCX checks nobody, so its memory may hold nothing worth
-reading: it is a program that begins with an environment without secrets. It serves one peer at a
-time, each for a bounded time however slowly that sends or reads, and ends by itself. The reader
-runs in a process of its own, because UCX can crash.
+It reads no memory of its peer. Over TCP, UCX does not check who reads, so the listener's memory may
+hold nothing worth reading: it is a program that begins with an environment without secrets. It
+serves one peer at a time, each for a bounded time even if it is slow, and stops after `serve_s`.
+The reader runs in a process of its own, because UCX can crash.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MAX_LINE_BYTES = 256 * 2**10
 LONGEST_S = 10.0
 WAIT_S = 20.0
 MESSAGE_S, NIXL_S, MIN_S = 30.0, 60.0, 1e-3
-"""How long a message may take, and reading through NIXL, whose first connection is slow."""
+"""Maximum time of a message, and of reading through NIXL, whose first connection is slow."""
 PROTOCOL = "headrace-doctor-1"
 KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "NUMBA_CACHE_DIR")
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What was measured against a peer.
+    """Measurements against a peer.
 
     Attributes:
         nixl_gbps: GB/s read through NIXL from host memory to host memory; None with `nixl_error`.
@@ -58,7 +58,8 @@ class Transfer:
 
 
 def measure(address: str, seconds: float) -> tuple[Transfer | None, str]:
-    """(what was measured, ""), or (None, why nothing was). `seconds`: for each kind of transfer."""
+    """Return (the measurements, ""), or (None, why there are none). `seconds`: for each kind of
+    transfer."""
     host, port = split_host_port(address)
     code = (
         "import dataclasses, json\n"
@@ -95,7 +96,7 @@ def read(host: str, port: int, seconds: float) -> Transfer:
 
 
 def _connect(host: str, port: int) -> socket.socket:
-    """A connection; the listener gets `WAIT_S` to start."""
+    """Return a connection. The listener gets `WAIT_S` to start."""
     until = time.monotonic() + WAIT_S
     while True:
         try:
@@ -149,14 +150,14 @@ def _read_tcp(line: socket.socket, seconds: float) -> float:
 
 
 def become_listener(port: int, facts: dict[str, Any], serve_s: float) -> NoReturn:
-    """Go on as a program that only listens, with nothing of this one's memory."""
+    """Replace this program by one that only listens, with nothing of this one's memory."""
     env = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(("UCX_", "NIXL_"))}
     words = [str(port), str(serve_s), json.dumps(facts)]
     os.execve(sys.executable, [sys.executable, "-m", __name__, *words], env)
 
 
 def main(words: list[str]) -> int:
-    """The listener: PORT, SECONDS and its facts as JSON."""
+    """Run the listener. `words`: PORT, SECONDS and its facts as JSON."""
 
     def ready(port: int) -> None:
         text = f"listening on port {port}; on the other machine: headrace doctor --cluster --peer"
@@ -172,7 +173,7 @@ def main(words: list[str]) -> int:
 
 
 def listen(port: int, facts: dict[str, Any], serve_s: float, ready: Callable[[int], None]) -> int:
-    """Serve peers for `serve_s` seconds; returns how many were served.
+    """Serve peers for `serve_s` seconds. Return how many were served.
 
     Args:
         ready: called with the port (useful where 0 was asked for).

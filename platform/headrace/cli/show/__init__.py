@@ -1,1 +1,1 @@
-"""What a running instance tells, as tables."""
+"""Prints the documents of a running instance as tables."""

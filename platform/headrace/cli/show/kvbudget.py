@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def told(plan: Plan) -> dict[str, Any]:
-    """A plan as plain data. Raises ModelError if nothing keeps to the budget."""
+    """Return a plan as plain data. Raises ModelError if no way keeps to the budget."""
     ways = [asdict(way) | {"sizes": way.sizes._asdict()} for way in plan.ways]
     return {"asked": asdict(plan.asked), "ways": ways, "chosen": plan.chosen.name}
 
 
 def summary(plan: dict[str, Any]) -> str:
-    """What was chosen, in a line."""
+    """Describe the chosen way in a line."""
     way = next(way for way in plan["ways"] if way["name"] == plan["chosen"])
     if way["name"] == "all":
         return "all KV is kept; answers are exact"
@@ -31,7 +31,7 @@ def summary(plan: dict[str, Any]) -> str:
 
 
 def render(plan: dict[str, Any], out: Console) -> None:
-    """Print each way, and which one was chosen."""
+    """Print each way, and the chosen one."""
     asked = plan["asked"]
     out.print(
         f"{human_bytes(asked['budget_bytes'])} for KV, and {human_bytes(asked['host_bytes'])} of "

@@ -15,7 +15,7 @@ from headrace.cli import client, state
 from headrace.cli.console import human_bytes, human_seconds, stdout
 
 Part = Text | Table
-"""What one `print` shows."""
+"""A part of the output, for one `print`."""
 
 
 def status(name: str | None, *, as_json: bool) -> None:
@@ -32,7 +32,7 @@ def status(name: str | None, *, as_json: bool) -> None:
 
 
 def _serve_only(instance: state.Instance) -> dict[str, Any]:
-    """Without the gateway, nothing collects the replicas' state; only the models are known."""
+    """Return a document of the models alone: without a gateway no component collects more."""
     models = client.get_json(instance, "/v1/models")
     return {"replicas": [], "plans": {}, "nixl_bytes": None, "models": models.get("data", [])}
 
@@ -45,7 +45,7 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
 
 
 def head(instance: state.Instance) -> Iterator[Part]:
-    """What runs, where, since when."""
+    """Yield the instance's model, its address, and the time since its start."""
     where = f"{instance.model} at {instance.endpoint}/v1 ({instance.token_path})"
     if instance.started_at:
         up_for = human_seconds(max(0.0, time.time() - instance.started_at))
@@ -56,7 +56,7 @@ def head(instance: state.Instance) -> Iterator[Part]:
 
 
 def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
-    """Replicas, tiers, and the app's totals."""
+    """Yield the replicas, tiers, and the app's totals."""
     for missing in data.get("incomplete") or ():
         yield Text(f"not known: {missing}")
     replicas = data.get("replicas") or []
@@ -88,7 +88,7 @@ def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
 
 
 def fitted(replicas: list[dict[str, Any]]) -> Iterator[Part]:
-    """The routers' models of cost, and the prefill replicas that they leave out."""
+    """Yield the routers' models of cost, and the prefill replicas that they leave out."""
     for replica in replicas:
         fits = (replica.get("router") or {}).get("fits")
         if fits:
@@ -101,7 +101,7 @@ def fitted(replicas: list[dict[str, Any]]) -> Iterator[Part]:
 
 
 def placement(router: dict[str, Any]) -> str:
-    """What a gateway knows of the replicas, and how it has placed requests."""
+    """Describe a gateway's view of the replicas, and its placement of requests."""
     plans = router["plans"]
     kinds = ", ".join(f"{plans.get(kind, 0)} {kind}" for kind in ("local", "remote"))
     held = plans.get("held_tokens", 0) / max(1, plans.get("prompt_tokens", 0))
@@ -112,7 +112,7 @@ def placement(router: dict[str, Any]) -> str:
 
 
 def admission(queue: dict[str, Any]) -> str:
-    """How a gateway's queue stands, and what became of the requests that came."""
+    """Describe a gateway's queue, and the fate of the requests that came."""
     return (
         f"{queue['waiting']} wait, of {queue['tenants_waiting']} tenants, the last about "
         f"{queue['predicted_wait_s']:.1f} s; {queue['background_waiting']} in the background; "
@@ -122,7 +122,7 @@ def admission(queue: dict[str, Any]) -> str:
 
 
 def hindsight(replicas: list[dict[str, Any]]) -> list[str]:
-    """Hits reached of those that were reachable, and the regret, over all decode replicas."""
+    """Describe the reachable and the reached hits, and the regret, over all decode replicas."""
     told = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
     sums = {
         name: sum(one[name] for one in told if one)
@@ -140,7 +140,7 @@ def hindsight(replicas: list[dict[str, Any]]) -> list[str]:
 
 
 def advice(told: dict[str, Any]) -> str:
-    """Whether apart pays, and how many replicas of each role the traffic takes."""
+    """Describe whether disaggregation pays, and how many replicas of each role it takes."""
 
     def seen(split: dict[str, Any]) -> str:
         if split["ttft_s"] is None:
@@ -165,7 +165,7 @@ def advice(told: dict[str, Any]) -> str:
 
 
 def replica_table(replicas: list[dict[str, Any]]) -> Table:
-    """One row per replica: role, queue, KV cache use, tokens computed, bytes moved."""
+    """Return one row per replica: role, queue, KV cache use, tokens computed, bytes moved."""
     table = Table(title="replicas", title_justify="left")
     for column in ("role", "replica"):
         table.add_column(column)
@@ -190,7 +190,7 @@ def replica_table(replicas: list[dict[str, Any]]) -> Table:
 
 
 def store_table(nodes: list[dict[str, Any]]) -> Table:
-    """One row per tier of each machine's KV store: blocks, size, hits."""
+    """Return one row per tier of each machine's KV store: blocks, size, hits."""
     table = Table(title="KV store", title_justify="left")
     for column in ("machine", "tier", "state"):
         table.add_column(column)
@@ -218,7 +218,7 @@ def store_table(nodes: list[dict[str, Any]]) -> Table:
 
 
 def fit_table(replica: str, fits: dict[str, Any]) -> Table:
-    """The cost models that a replica's router has fitted, with their terms."""
+    """Return the cost models that a replica's router has fitted, with their terms."""
     table = Table(title=f"models fitted by {replica}", title_justify="left")
     table.add_column("model")
     table.add_column("terms")

@@ -32,7 +32,7 @@ def pins(name: str | None, *, as_json: bool) -> None:
 
 
 def order(action: str, namespace: str | None, hash: str | None, name: str | None) -> None:
-    """Carry out `unpin`, `clear` or `lookup` on every machine, and print what became of it."""
+    """Carry out `unpin`, `clear` or `lookup` on every machine, and print the results."""
     wanted = {"action": action, "namespace": namespace, "hash": hash}
     machines = client.call(_instance(name), "POST", PATH, wanted, {}, TIMEOUT_S)["machines"]
     for each in machines:

@@ -1,4 +1,4 @@
-"""`headrace top`: the state of the app, live in the terminal; what the web console shows."""
+"""`headrace top`: shows the state of the app live in the terminal, like the web console."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def top(name: str | None, *, every_s: float, once: bool) -> None:
 
 
 def _ask(instance: Instance) -> dict[str, Any]:
-    """The state, at most a second old however many look."""
+    """Return the state, at most a second old. The gateway makes one for all readers."""
     found: dict[str, Any] = client.get_json(instance, "/headrace/v1/console")
     return found
 
 
 def frame(instance: Instance, state: dict[str, Any]) -> Iterator[status.Part]:
-    """One screen: what runs, the oldest requests, then replicas, tiers and totals."""
+    """Yield one screen: the instance, the oldest requests, then replicas, tiers and totals."""
     yield from status.head(instance)
     requests = state.get("gateway", {}).get("requests", [])
     if requests:
@@ -65,7 +65,7 @@ def frame(instance: Instance, state: dict[str, Any]) -> Iterator[status.Part]:
 
 
 def request_table(requests: list[dict[str, Any]]) -> Table:
-    """One row per request in flight at the gateway asked, the oldest first, at most ten."""
+    """Return one row per request in flight at the asked gateway, the oldest first, at most ten."""
     table = Table(title="oldest requests in flight (headrace explain ID)", title_justify="left")
     for column in ("id", "route", "replica"):
         table.add_column(column)

@@ -32,7 +32,7 @@ from headrace.simulate.run import (
 from headrace.simulate.trace import TraceError, in_blocks_of, multiply, read_trace
 
 DOWN_S = 60.0
-"""A failed engine is away for so long."""
+"""Time for which a failed engine is away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Asked:
 
 
 def run(asked: Asked, *, json_file: Path | None, report: Path | None) -> None:
-    """Play, print a table, and write what was asked for.
+    """Play the trace, print a table, and write the files that the options name.
 
     Raises:
         CliError: an option, the trace or the fits cannot be used.
@@ -120,7 +120,7 @@ def _hardware(asked: Asked) -> Hardware:
 
 
 def _fits(source: str) -> Any:
-    """The JSON of a file, or of a running app's status."""
+    """Return the JSON of a file, or of a running app's status."""
     try:
         if source.startswith(("http://", "https://")):
             endpoint, ours, path = source.rstrip("/").partition("/headrace/")
@@ -132,7 +132,7 @@ def _fits(source: str) -> Any:
 
 
 def _failures(asked: Asked) -> list[Failure]:
-    """Engines that fail at random times of the measured part."""
+    """Return failures of random engines at random times of the measured part."""
     rng, engines = Random(asked.seed), asked.prefill + asked.decode
     if asked.failures and engines < 2:
         raise SimulationError("one engine alone cannot fail")
@@ -144,7 +144,7 @@ def _failures(asked: Asked) -> list[Failure]:
 
 @contextmanager
 def _bars(names: Any) -> Iterator[Any]:
-    """A progress bar a policy, on stderr."""
+    """Show a progress bar for each policy, on stderr."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     console = stderr()
     with Progress(

@@ -48,7 +48,7 @@ T = {
 
 
 def t(name: str) -> str:
-    """A threshold as PromQL writes it."""
+    """Return a threshold in PromQL's form."""
     return f"{T[name].value:g}"
 
 
@@ -70,7 +70,7 @@ class Alert:
     severity: str = "warning"
 
     def rule(self) -> dict[str, Any]:
-        """As Prometheus reads it."""
+        """Return the alert in Prometheus' form."""
         return {
             "alert": f"Headrace{self.name}",
             "expr": self.query,
@@ -84,14 +84,15 @@ class Alert:
 
 
 def slow_share(window: str) -> str:
-    """Share of streams whose first token came too late, over a window."""
+    """Return the query of the share of streams whose first token came too late, over a window."""
     metric = "ray_headrace_gateway_ttft_seconds"
     good = q.rate(f"{metric}_bucket", window, streamed="yes", le=f"{T['ttft_s'].value:g}")
     return f"(1 - {q.share(good, q.rate(f'{metric}_count', window, streamed='yes'))})"
 
 
 def burning(factor: str, long: str, short: str) -> str:
-    """Whether the TTFT's error budget is spent too fast, over a long window and still now."""
+    """Return the query whether the TTFT's error budget is spent too fast, over a long window and
+    over a short one."""
     budget = f"{t(factor)} * {1 - T['ttft_objective'].value:g}"
     streams = q.grown("ray_headrace_gateway_ttft_seconds_count", long, streamed="yes")
     return (
@@ -101,26 +102,26 @@ def burning(factor: str, long: str, short: str) -> str:
 
 
 def failed_requests(window: str) -> str:
-    """Requests a second that ended in a fault of ours: a 5xx, or an error amid a stream."""
+    """Return the query of requests a second that failed: a 5xx, or an error in a stream."""
     answers = q.pick("ray_headrace_gateway_requests_total", status="~5..")
     streams = q.pick("ray_headrace_gateway_replica_losses_total", when="stream")
     return q.total(f"rate({answers}[{window}]) or rate({streams}[{window}])")
 
 
 def requests(window: str) -> str:
-    """Requests a second."""
+    """Return the query of requests a second."""
     return q.rate("ray_headrace_gateway_requests_total", window)
 
 
 def starts(window: str) -> str:
-    """Replicas of each deployment that started within a window, by deployment."""
+    """Return the query of the replicas that started within a window, by deployment."""
     metric = "ray_serve_deployment_replica_starts_total"
     new = f"count_over_time({metric}[{window}]) unless {metric} offset {window}"
     return f"count by ({CLUSTER}, deployment) ({new})"
 
 
 def alerts() -> list[Alert]:
-    """All of them."""
+    """Return all alerts."""
     ready = q.most("ray_headrace_gateway_ready_replicas")
     targets = "ray_serve_autoscaling_target_replicas"
     wanted = q.most(q.pick(targets, deployment="decode"))
@@ -264,6 +265,6 @@ def alerts() -> list[Alert]:
 
 
 def groups() -> dict[str, Any]:
-    """The rule file."""
+    """Return the rule file."""
     rules = [alert.rule() for alert in alerts()]
     return {"groups": [{"name": "headrace", "interval": "30s", "rules": rules}]}

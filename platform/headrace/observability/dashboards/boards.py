@@ -416,5 +416,5 @@ def _failures() -> Board:
 
 
 def boards() -> list[Board]:
-    """All of them."""
+    """Return all dashboards."""
     return [_slos(), _placement(), _tiers(), _speculation(), _failures()]

@@ -16,7 +16,7 @@ WRITTEN = "Written by `python -m headrace.observability.dashboards`; change the 
 
 
 def files() -> dict[str, str]:
-    """Their texts, by path below `CHART_FILES`."""
+    """Return the texts of the files, by path below `CHART_FILES`."""
     encoder = JSONEncoder(sort_keys=True, indent=1)
     found = {
         f"dashboards/{board.uid}.json": encoder.encode(built(board)) + "\n" for board in boards()

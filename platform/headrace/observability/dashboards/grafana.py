@@ -21,7 +21,7 @@ from headrace.observability.dashboards.promql import CLUSTER
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 SESSIONS = f'{CLUSTER}=~"${CLUSTER}"'
 WIDTH, HEIGHT = 12, 8
-"""Of a panel, in Grafana's grid of 24 columns."""
+"""Size of a panel, in Grafana's grid of 24 columns."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Panel:
     Attributes:
         asks: the operator's question; Grafana shows it at the panel's head.
         queries: PromQL by legend; `{{label}}` in a legend is filled in.
-        unit: Grafana's name of it.
-        most: top of the axis, where there is one.
+        unit: Grafana's name of the unit.
+        most: top of the axis; None for no limit.
     """
 
     title: str
@@ -52,7 +52,7 @@ class Board:
 
 
 def built(board: Board) -> Dashboard:
-    """As Grafana reads it."""
+    """Return the dashboard in Grafana's form."""
     clusters = f"label_values(ray_headrace_gateway_ready_replicas, {CLUSTER})"
     made = (
         grafana.Dashboard(board.title)
