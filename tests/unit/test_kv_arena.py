@@ -128,6 +128,19 @@ def test_a_slot_that_is_renewed_stays_with_its_writer(make: Make) -> None:
     assert broken(arena) == []
 
 
+def test_the_slot_of_a_dead_writer_is_reclaimed_and_no_block_is_evicted_for_it(make: Make) -> None:
+    now = machine_clock()
+    arena = make(clock=now)
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    kept = store(arena, row, 5)
+    arena.reserve(row, hashes(1), [0], [0])
+    now.now_s += WRITER_TIMEOUT_S + 1.0
+
+    assert arena.reserve(row, hashes(1), [0], [0])[0] >= 0
+    assert arena.lookup(row, hashes(5))[0] == kept
+    assert broken(arena) == []
+
+
 def test_hashes_may_be_bytes_or_an_array_and_shorter_ones_are_padded(make: Make) -> None:
     arena = make()
     row = arena.namespace(DIGEST, BLOCK, LAYERS)

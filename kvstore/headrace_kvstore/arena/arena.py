@@ -300,10 +300,14 @@ class Arena(PolicedArena):
                 self._drop(*own, READY, EVICTED_TOTAL, now_s)
                 left = place()
             if left:
-                gone = self._left_behind(now_s)
+                slots_left, generations = self._left_behind(now_s)
+                if len(slots_left):  # they may be room enough, so nothing is evicted before
+                    with self._section:
+                        self._drop(slots_left, generations, WRITING, RECLAIMED_TOTAL)
+                        left = place()
+            if left:
                 given_up = self._victims(row, left, now_s)
                 with self._section:
-                    self._drop(*gone, WRITING, RECLAIMED_TOTAL)
                     self._drop(*given_up, READY, EVICTED_TOTAL, now_s)
                     place()
         except LockBusyError as error:
