@@ -1,4 +1,4 @@
-"""`python -m headrace_kvstore node`: a StoreNode by itself, until SIGTERM or Ctrl-C.
+"""`python -m headrace_kvstore node`: run a StoreNode until SIGTERM or Ctrl-C.
 
     python -m headrace_kvstore node --config store.yaml
     python -m headrace_kvstore node --set name=headrace-kv --set nvme_folder=/mnt/kv --set warm=true

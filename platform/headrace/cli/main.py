@@ -147,7 +147,7 @@ def down(
         typer.Option(
             "--forget",
             help="Do not contact the Ray cluster that the instance joined; only forget the "
-            "instance. For clusters that are gone.",
+            "instance. For clusters that no longer exist.",
         ),
     ] = False,
 ) -> None:

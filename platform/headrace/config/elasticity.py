@@ -46,13 +46,13 @@ class ElasticitySettings(Section):
     docs/elasticity.md says how it is chosen."""
 
     ttft_s: float = Field(
-        default=2.0, gt=0, description="Most seconds to the first token, more for long prompts:"
+        default=2.0, gt=0, description="Target for the time to first token, in seconds."
     )
     ttft_token_ms: float = Field(
-        default=0.1, ge=0, description="milliseconds more for each token of the prompt."
+        default=0.1, ge=0, description="Added to `ttft_s` for each prompt token, in milliseconds."
     )
     itl_s: float = Field(
-        default=0.05, gt=0, description="Most seconds a token after the first, on average."
+        default=0.05, gt=0, description="Target for the mean seconds a token after the first."
     )
     share: float = Field(
         default=0.95,

@@ -26,7 +26,7 @@ class SloClassSettings(Section):
     ttft_target_s: float | None = Field(
         default=None,
         gt=0,
-        description="Most seconds to the first token. A request that cannot have it in time is "
+        description="Maximum seconds to the first token. A request that cannot have it in time is "
         "answered 429 at once. null: no target.",
     )
     itl_target_s: float | None = Field(
@@ -44,12 +44,12 @@ class SloClassSettings(Section):
     max_wait_s: float = Field(
         default=120,
         gt=0,
-        description="Most seconds in the queue of a request without a `ttft_target_s`.",
+        description="Maximum seconds in the queue, for a request without a `ttft_target_s`.",
     )
     background: bool = Field(
         default=False,
-        description="Send requests of this class only while nobody else waits and no engine has "
-        "a prompt to compute.",
+        description="Send requests of this class only while no other request waits and no engine "
+        "has a prompt to compute.",
     )
 
     @model_validator(mode="after")
@@ -76,7 +76,8 @@ class AdmissionSettings(Section):
         default=1024,
         ge=1,
         le=100_000,
-        description="Most requests in a gateway's queue. They count among `max_concurrent`, too.",
+        description="Maximum number of requests in a gateway's queue. They count toward "
+        "`max_concurrent`.",
     )
     requests_per_replica: int = Field(
         default=64,

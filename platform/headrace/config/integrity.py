@@ -14,9 +14,9 @@ class IntegritySection(Section):
 
     check: Check = Field(
         default="sampled",
-        description="Which transfers are also checked byte for byte: `sampled` (a share of them), "
-        "`all`, or `off`. KV that differs from what was computed is not used, and all KV of that "
-        "prefill replica is checked from then on until it has been right for long.",
+        description="Transfers that are also checked byte for byte: `sampled` (a share of them), "
+        "`all`, or `off`. KV that differs from the computed KV is not used. Then all KV of that "
+        "prefill replica is checked until it has been right for long.",
     )
     rate: float = Field(
         default=0.02,

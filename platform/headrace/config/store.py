@@ -52,7 +52,7 @@ class StoreSection(Section):
         default=None,
         description="Object store for blocks that were reused, shared by all machines: "
         "`s3://BUCKET/PREFIX`, `gs://`, `az://` or `file:///FOLDER`. Needs the extra "
-        "`headrace[object]`. Everybody who can write there is trusted. null: no object tier.",
+        "`headrace[object]`. All who can write there are trusted. null: no object tier.",
     )
     object_gb: float = Field(default=64.0, gt=0, description="Maximum GiB of this app's objects.")
     object_options: dict[str, Any] = Field(

@@ -97,8 +97,8 @@ class BoundedSection(Section):
     )
     stream: bool = Field(
         default=False,
-        description="Have decode engines compute these prompts themselves, and drop KV meanwhile, "
-        "so that no prompt is ever held as a whole. Needs `calibration`. false: only prompts that "
+        description="Have decode engines compute these prompts, and drop KV during that, so that "
+        "no prompt is ever held as a whole. Needs `calibration`. false: only prompts that "
         "are too long for the cache, where `techniques.sparse.offload_gib` allows such.",
     )
 

@@ -135,9 +135,7 @@ OPERATIONS = (
         _CHANGE_ERRORS,
         Speculation,
     ),
-    Operation(
-        "POST", WARM, "Make prompts' KV before anybody asks for it.", _CHANGE_ERRORS, WarmRequest
-    ),
+    Operation("POST", WARM, "Compute the KV of prompts in advance.", _CHANGE_ERRORS, WarmRequest),
     Operation(
         "GET", STORE, "Pinned prompts of each machine's store.", (401, 403, 405, 429, 500, 504)
     ),

@@ -44,7 +44,7 @@ class Speculation(BaseModel):
         default=FOR_MAX_S,
         gt=0,
         le=FOR_MAX_S,
-        description="Seconds until the change ends by itself; left out, it stays.",
+        description="Seconds until the change is undone. Without it, the change stays.",
         json_schema_extra=_without_default,
     )
 

@@ -34,7 +34,7 @@ def doctor(
         ),
     ] = False,
     role: Annotated[
-        str, typer.Option(help="What the pod is for: prefill, decode, gateway or head.")
+        str, typer.Option(help="Role of the pod: prefill, decode, gateway or head.")
     ] = "decode",
     file: Annotated[
         Path | None,
