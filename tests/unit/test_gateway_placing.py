@@ -66,8 +66,10 @@ class App:
             self.placer.cluster.report(report(name), self.placer._clock())
 
     def hold(self, replica: str) -> None:
-        """A replica has all blocks of the prompt."""
+        """A replica has all blocks of the prompt. Both report again: on a busy machine the first
+        reports may be too old by now."""
         assert self.placer is not None
+        self.tell()
         cluster = self.placer.cluster
         cluster.index.stored(cluster.feed.holders(replica)[GPU], None, KEYS.astype(np.uint64))
 
