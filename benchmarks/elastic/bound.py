@@ -48,7 +48,7 @@ FIRST, LAST, STEP = 0.6, 1.45, 0.1
 """Requests a second and replica: while caches fill, at the end, and of a bin."""
 EACH = (0.65, 0.75, 0.85, 0.95, 1.05, 1.15, 1.25, 1.35)
 """Middles of the bins."""
-MOST_PREFILL = 1 / 3
+MAX_PREFILL = 1 / 3
 """Maximum share of prefill replicas; with more, fewer requests were in time at every load."""
 
 
@@ -82,7 +82,7 @@ def table(trace: Trace, most: int, seed: int, kept: Path | None) -> dict[str, li
     if kept is not None and kept.exists():
         found = json.loads(kept.read_text())
     for count in range(1, most + 1):
-        for prefill in range(int(count * MOST_PREFILL) + 1):
+        for prefill in range(int(count * MAX_PREFILL) + 1):
             name = f"{prefill} + {count - prefill}"
             if name in found:
                 continue

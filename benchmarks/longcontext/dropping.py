@@ -41,7 +41,7 @@ from headrace_decode.sparse.engine.settings import SparseSettings
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 4000, 2000, 0.25
 BLOCK_TOKENS, BATCH_TOKENS = 128, 512
-LEAST_STEPS = 20
+MIN_STEPS = 20
 
 Figures = dict[str, float]
 
@@ -89,8 +89,8 @@ def served(
             lengths[name] += len(each.token_ids)
     if any(length != ANSWER for length in lengths.values()):
         raise RuntimeError(f"not all were answered: {lengths}")
-    if len(pure) < LEAST_STEPS:
-        raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {LEAST_STEPS} are needed")
+    if len(pure) < MIN_STEPS:
+        raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {MIN_STEPS} are needed")
     seconds = time.perf_counter() - begun_s
     return {
         "steps": pure,

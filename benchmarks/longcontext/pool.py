@@ -35,7 +35,7 @@ BLOCK_TOKENS, BATCH_TOKENS = 128, 256
 CACHE = 0.2
 """Share of the contexts' blocks that the small engine's cache holds; the rest of the quarter of the
 memory is for summaries and the buffer."""
-LEAST_STEPS = 20
+MIN_STEPS = 20
 
 Figures = dict[str, float]
 
@@ -73,8 +73,8 @@ def served(engine: Engine, prompts: list[list[int]], share: float | None) -> dic
         most = max(most, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
     if any(length != ANSWER for length in lengths.values()):
         raise RuntimeError(f"not all were answered: {lengths}")
-    if len(pure) < LEAST_STEPS:
-        raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {LEAST_STEPS} are needed")
+    if len(pure) < MIN_STEPS:
+        raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {MIN_STEPS} are needed")
     return {"steps": pure, "seconds": time.perf_counter() - begun_s, "most_blocks": most}
 
 

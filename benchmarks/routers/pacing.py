@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from benchmarks.routers.engine import Engine, Request
 
-MOST_BEHIND_S = 0.05
+MAX_BEHIND_S = 0.05
 """Maximum seconds by which a step may begin in the past. An engine that is later stood still, since
 this process had no core; its clock is then reset, and `lost_s` counts the delay."""
 
@@ -64,7 +64,7 @@ class Pacer:
         self.late_s += late_s
         self.engine.end()
         begin_s = self._until_s
-        if late_s > MOST_BEHIND_S:
+        if late_s > MAX_BEHIND_S:
             self.lost_s += late_s
             begin_s = now_s
         self._begin(begin_s)

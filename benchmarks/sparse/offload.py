@@ -49,7 +49,7 @@ KL_PROMPTS, KL_ANSWER = 3, 48
 AT_ONCE = 8
 ARRIVED, ARRIVED_ANSWER = 4, 512
 BLOCKS, BATCH_TOKENS = 125, 256
-LEAST_STEPS = 5
+MIN_STEPS = 5
 """Minimum number of steps for a median."""
 
 
@@ -188,7 +188,7 @@ def at_once(engine: OffloadEngine, prompts: list[list[int]], alone_s: float) -> 
     cache = (BLOCKS - 1) * engine.scheduler.block_size
     running = max(*pieces, *pure)
     seconds = pieces.get(running, []) + pure.get(running, [])
-    alone = max(count for count, each in pure.items() if len(each) >= LEAST_STEPS)
+    alone = max(count for count, each in pure.items() if len(each) >= MIN_STEPS)
     return {
         "at_once.contexts_vs_cache": tokens / cache,
         "at_once.offloaded": float(offloaded),

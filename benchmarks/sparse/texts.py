@@ -24,7 +24,7 @@ from headrace_lab.texts.prompts import Encode, documents, passage
 
 KINDS = ("source", "prose", "dialogue", "copy", "needle")
 TAIL_TOKENS = 64
-FEWEST_TOKENS, MOST_TOKENS = 4500, 8192
+FEWEST_TOKENS, MAX_TOKENS = 4500, 8192
 PIECE_TOKENS = 1200
 COPY_TOKENS, COPY_BEGUN_TOKENS = 160, 40
 FACTS = 12
@@ -52,7 +52,7 @@ def text(number: int, encode: Encode, *, held_out: bool) -> Text:
     """Text `number`; every number has other files of its side of the split."""
     kind = KINDS[number % len(KINDS)]
     rng = np.random.default_rng([number, held_out, 11])
-    length = int(rng.integers(FEWEST_TOKENS, MOST_TOKENS + 1))
+    length = int(rng.integers(FEWEST_TOKENS, MAX_TOKENS + 1))
     tokens, answers = MAKERS[kind](encode, files_of(kind, number, held_out), rng, length)
     return Text(f"{number} {kind}", kind, tokens, answers)
 

@@ -29,7 +29,7 @@ Output = TypeVar("Output")
 
 SAVES = 0.8
 """Maximum share of the rows that reuse may compute to be worth its error."""
-LEAST_RUN = 128
+MIN_RUN = 128
 """Minimum tokens of a run that is worth the error at its beginning."""
 LAST_TOKENS = 8
 """Number of tokens at the prompt's end in the probe. The answer will attend to the same tokens as
@@ -114,13 +114,13 @@ class Reusing:
 
     async def plan(self, salt: str, token_ids: Sequence[int], share: float) -> Reuse | None:
         """Choose the stored KV to reuse for a prompt; return None if reuse does not pay."""
-        if len(token_ids) <= LEAST_RUN:
+        if len(token_ids) <= MIN_RUN:
             return None
         wanted = token_ids[:-1]  # the engine computes the last one
         if len(wanted) > THREAD_TOKENS:
-            runs = await asyncio.to_thread(self._texts.find, salt, wanted, LEAST_RUN)
+            runs = await asyncio.to_thread(self._texts.find, salt, wanted, MIN_RUN)
         else:
-            runs = self._texts.find(salt, wanted, LEAST_RUN)
+            runs = self._texts.find(salt, wanted, MIN_RUN)
         runs = self._held(runs)
         last = last_rows_of(len(wanted), runs)
         rows = rows_of(len(wanted), runs, last, share)

@@ -19,13 +19,12 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
-    Collection,
     Mapping,
     Sequence,
 )
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ray import get_runtime_context, serve
 from ray.serve.handle import DeploymentHandle
@@ -39,7 +38,7 @@ from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.health import Health
 from headrace_decode.internal import InternalOnly
-from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_decode.orchestrate import Orchestrator
 from headrace_decode.rendering._vllm_compat import block_hasher, keys_route
 from headrace_decode.rendering.keys import KeysRoute
 from headrace_decode.replay.recorder import Recorded
@@ -47,8 +46,8 @@ from headrace_decode.replay.resumed import Resumed
 from headrace_decode.report import DraftingReports
 from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
-from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
+from headrace_decode.wiring import DecodeWiring, Listener
 from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts, engine_progress
 from headrace_engine.exchange import KvKind
 from headrace_engine.handoff import PrefillRequest, PrefillResult
@@ -70,7 +69,6 @@ from headrace_engine.stall import LoopStall
 from headrace_engine.supervise import supervise
 from headrace_kvstore.cluster.keeper import join_store
 from headrace_kvstore.protocol.address import base_url
-from headrace_kvstore.supply import Supply
 
 logger = logging.getLogger("headrace.decode")
 
@@ -85,62 +83,6 @@ PROBE_INTERVAL_S = 1.0
 """Interval in seconds at which failed prefill replicas are probed."""
 ORDERS_INTERVAL_S = 5.0
 """Interval in seconds at which a replica looks for orders that did not reach it."""
-
-
-class Listener(Protocol):
-    """A running HTTP server."""
-
-    port: int
-
-    async def stop(self, grace_s: float) -> None: ...
-
-
-class PrefillAwarePlanner(Planner, Protocol):
-    """A planner that can be inspected, and is told when prefill replicas fail and recover."""
-
-    policy: str
-    machine: str
-    on_change: list[Callable[[], None]]
-
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def itl_target_s(self) -> float | None: ...
-    def prefill_members(self, replicas: Collection[str]) -> None: ...
-    def prefill_up(self, replica: str) -> None: ...
-    def prefill_down(self, why: str, replica: str) -> None: ...
-    def prefills_in_doubt(self) -> list[str]: ...
-    def explain(self, request_id: str) -> dict[str, Any] | None: ...
-    async def supplies(self, token_ids: Sequence[int], salt: str) -> Sequence[Supply]: ...
-    def report_fields(self) -> dict[str, Any]: ...
-    def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
-    def holds(self, blocks: Sequence[bytes]) -> Sequence[bool]: ...
-    def pin(self, token_ids: Sequence[int], salt: str) -> int: ...
-    def snapshot(self) -> dict[str, Any]: ...
-    def demand(self) -> dict[str, float]: ...
-
-
-@dataclass(frozen=True)
-class DecodeWiring:
-    """Functions and settings that the app binds into a decode replica.
-
-    Every callable is importable by name.
-    """
-
-    make_planner: Callable[[Any, EngineMeter], PrefillAwarePlanner]
-    """(vLLM config of the started engine, its meter) -> planner."""
-    listen: Callable[..., Awaitable[Listener]] | None = None
-    """(asgi app, host, port 0) -> running server; None if no gateway relays to that port."""
-    setup: Callable[[str], None] | None = None
-    system_prompts: tuple[str, ...] = ()
-    """System prompts whose KV is made and pinned when the replica starts."""
-    tenants: Tenants = ALL_ALIKE
-    """Drafting policies of the tenants."""
-    drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
-    """Factory of a function that receives every report on drafting."""
-    reusing: Callable[[Callable[[Sequence[int], str], list[bytes]], int], Reusing] | None = None
-    """(hash function for a prompt's blocks, tokens of a block) -> chooser of stored KV to reuse at
-    other positions; None without reuse."""
 
 
 class DecodeServer(PDDecodeServer):

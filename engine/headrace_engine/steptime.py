@@ -62,13 +62,13 @@ thread. A few steps overrule the prior."""
 _DRIFT = 0.002
 """Standard deviation of the change since the step before: of the level, and of the curve and the
 rates as far as the step depends on them."""
-_NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_GAIN = 0.05, 0.01, 0.3, 0.04
+_NOISE, _MIN_NOISE, _MAX_NOISE, _NOISE_GAIN = 0.05, 0.01, 0.3, 0.04
 _ODD = 4.0
 _SAME_SIDE, _SAME_SIDE_LIMIT = 0.25, 1.5
 """Weight of a step in the mean of normalised errors, and the mean (four standard deviations) that
 indicates a change."""
 _ERROR_STEPS = 50.0
-_LEAST_S, _MOST, _MOST_STATE = 1e-6, 1e12, 40.0
+_MIN_S, _MOST, _MAX_STATE = 1e-6, 1e12, 40.0
 """Minimum seconds of a step; upper bound of an observed quantity; bound of the state."""
 _LINE_TOKENS = 512
 
@@ -251,7 +251,7 @@ class StepTime:
         """Learn one step. Return False if it is unusable (not finite, nothing computed)."""
         shape = prompt, rows, draft, context, pairs
         usable = all(0 <= part < _MOST for part in shape) and prompt + rows + draft > 0
-        if not (usable and _LEAST_S < seconds < _MOST):
+        if not (usable and _MIN_S < seconds < _MOST):
             return False
         predicted, places, slope = self._linearised(*shape)
         self._covariance[places, places] += np.abs(slope) * _DRIFT**2
@@ -267,7 +267,7 @@ class StepTime:
         self._square += (odd * odd - self._square) / _ERROR_STEPS
         surprise = (odd * odd / variance - 1.0) * self._noise / variance
         noise = self._noise * (1.0 + _NOISE_GAIN * min(surprise, 4.0))
-        self._noise = min(max(noise, _LEAST_NOISE**2), _MOST_NOISE**2)
+        self._noise = min(max(noise, _MIN_NOISE**2), _MAX_NOISE**2)
         self._keep_sound()
         self._prices = None
         self.samples += 1
@@ -295,7 +295,7 @@ class StepTime:
             fit.samples = int(told["samples"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the state of a step-time model: {error!r}") from error
-        right = state.shape == fit._state.shape and bool((np.abs(state) <= _MOST_STATE).all())
+        right = state.shape == fit._state.shape and bool((np.abs(state) <= _MAX_STATE).all())
         if not (right and fit.samples >= 0 and 0 <= square < 1e6):
             raise ValueError("not the state of a step-time model: a number is out of bounds")
         fit._state, fit._square = state, square
@@ -367,7 +367,7 @@ class StepTime:
     def _keep_sound(self) -> None:
         """Keep every number within bounds, and go back to the prior covariance if rounding has
         ruined the present one."""
-        np.clip(self._state, -_MOST_STATE, _MOST_STATE, out=self._state)
+        np.clip(self._state, -_MAX_STATE, _MAX_STATE, out=self._state)
         diagonal = self._covariance.diagonal()
         if not (diagonal.min() > 0.0 and diagonal.max() < 1e3):
             self._covariance = _PRIOR.copy()

@@ -49,7 +49,7 @@ bytes go to memory. Smaller batches fit the second-level cache, and the next rea
 there."""
 THREADS_FROM_BYTES = 4 << 20
 """Size below which a batch is not worth waking a thread."""
-MOST_THREADS = 64
+MAX_THREADS = 64
 """Maximum number of threads kept between batches; they are started as they are needed."""
 
 _PERSON = b"headrace-kv-seed"
@@ -173,7 +173,7 @@ def _share(
 def _team() -> ThreadPoolExecutor:
     """Return this process's threads that share batches. A layer's copy is too short to start
     threads for each. A forked child makes its own."""
-    return ThreadPoolExecutor(MOST_THREADS, "kv-copy")
+    return ThreadPoolExecutor(MAX_THREADS, "kv-copy")
 
 
 os.register_at_fork(after_in_child=_team.cache_clear)

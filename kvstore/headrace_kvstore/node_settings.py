@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from headrace_kvstore.objects.object_format import WRITER
-from headrace_kvstore.protocol.membership import LEAST_SECRET_CHARACTERS
+from headrace_kvstore.protocol.membership import MIN_SECRET_CHARACTERS
 from headrace_kvstore.protocol.wire import MAX_LEASE_S
 from headrace_kvstore.settings import ArenaSettings, Flag, Seconds, Size
 
@@ -34,7 +34,7 @@ def _split(value: Any) -> Any:
 
 
 Addresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], BeforeValidator(_split)]
-Secret = Annotated[str, Field(min_length=LEAST_SECRET_CHARACTERS)]
+Secret = Annotated[str, Field(min_length=MIN_SECRET_CHARACTERS)]
 Endpoint = Annotated[str, Field(pattern=r"^(tcp|ipc|inproc)://.")]
 ObjectUrl = Annotated[str, Field(pattern=r"^[a-z0-9]+://")]
 Writer = Annotated[str, Field(pattern=f"^{WRITER}$")]

@@ -15,7 +15,7 @@ FREE = 0  # holds no block
 WRITING = 1  # reserved; its owner is copying the block in
 READY = 2  # complete and readable
 
-MOST_WRITERS = 32
+MAX_WRITERS = 32
 """Maximum number of processes that may fill one slot together."""
 
 HASH_BYTES = 32  # vLLM's block hash, zero-padded

@@ -32,11 +32,11 @@ from typing import Any
 
 from headrace_engine.steptime import StepTime
 
-LEAST_REQUESTS = 32
+MIN_REQUESTS = 32
 """Minimum number of requests for an advice."""
-MOST_BUSY = 0.8
+MAX_BUSY = 0.8
 """Maximum part of its time or its places for which an engine should be busy."""
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 """Maximum number of splits that are compared; of many engines, evenly spaced ones."""
 _ROUNDS = 50
 
@@ -96,7 +96,7 @@ class Advice:
         now: the engines as they are. together: as many engines without prefill engines. best: the
             best split of as many.
         prefill, decode: the fewest engines of each role, disaggregated, that are busy at most
-            `MOST_BUSY`.
+            `MAX_BUSY`.
     """
 
     now: Split
@@ -126,7 +126,7 @@ def advise(load: Load, prefill: int, decode: int) -> Advice:
     if decode < 1 or prefill < 0 or not load.rate > 0.0:
         raise ValueError(f"{prefill} prefill and {decode} decode engines, {load.rate} requests/s")
     engines = prefill + decode
-    each = max(1, -(-engines // MOST_SPLITS))
+    each = max(1, -(-engines // MAX_SPLITS))
     splits = {p: split(load, p, engines - p) for p in {*range(0, engines, each), prefill}}
     best = min(
         splits.values(), key=lambda one: (one.request_s, max(one.busy, one.full), one.prefill)
@@ -135,8 +135,8 @@ def advise(load: Load, prefill: int, decode: int) -> Advice:
         splits[prefill],
         splits[0],
         best,
-        max(1, math.ceil(load.rate * load.remote_s / MOST_BUSY)),
-        max(1, math.ceil(places(load, load.rate) / MOST_BUSY)),
+        max(1, math.ceil(load.rate * load.remote_s / MAX_BUSY)),
+        max(1, math.ceil(places(load, load.rate) / MAX_BUSY)),
     )
 
 
@@ -223,7 +223,7 @@ def load_of(routers: Sequence[Mapping[str, Any]]) -> Load | None:
     `outcomes`), or None while too little is known."""
     told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
     told = [traffic for traffic in told if traffic.get("rate", 0.0) > 0.0]
-    if sum(traffic["requests"] for traffic in told) < LEAST_REQUESTS:
+    if sum(traffic["requests"] for traffic in told) < MIN_REQUESTS:
         return None
     rate = sum(traffic["rate"] for traffic in told)
 

@@ -40,7 +40,8 @@ from headrace.speculation import add_speculation, tenants_of
 from headrace.standby import StandIn
 from headrace.store import add_store
 from headrace_decode._vllm_compat import PlannedVLLMEngine
-from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
+from headrace_decode.server import DecodeServer, DPDecodeServer
+from headrace_decode.wiring import DecodeWiring
 from headrace_engine.exchange import CHECKS_KEY
 from headrace_engine.serving.draining import drain_options
 from headrace_engine.serving.parsers import shared

@@ -58,7 +58,7 @@ class RouterPlanner:
 
 
 class ReplicaPlanner:
-    """A `Router` as a decode replica uses it (`headrace_decode.server.PrefillAwarePlanner`).
+    """A `Router` as a decode replica uses it (`headrace_decode.wiring.PrefillAwarePlanner`).
 
     Attributes:
         machine: Ray's id of the node, whose store this is.

@@ -15,7 +15,7 @@ answer as usual.
 A request whose connection breaks before its answer begins is sent again, at most twice. Where no
 server listens, the caller gets the error at once.
 
-A stream that has grown beyond `MOST_BYTES` cannot be resumed: the caller gets the error when it
+A stream that has grown beyond `MAX_BYTES` cannot be resumed: the caller gets the error when it
 breaks.
 """
 
@@ -30,7 +30,7 @@ import httpx
 
 from headrace_decode.replay.said import END, MARK, RESUME, STOPPING
 
-MOST_BYTES = 6 * 2**20
+MAX_BYTES = 6 * 2**20
 PATIENCE_S = 60.0
 """Time from the break until a gateway has to continue the stream."""
 LONGEST_PAUSE_S = 2.0
@@ -143,7 +143,7 @@ class _Stream:
         if not self._resumable:
             return
         self._lines += part + END
-        if part.startswith(_REFUSED) or len(self._had) + len(self._lines) > MOST_BYTES:
+        if part.startswith(_REFUSED) or len(self._had) + len(self._lines) > MAX_BYTES:
             self._resumable = False
             self._had.clear()
             self._lines = b""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace.advice import LEAST_REQUESTS
+from headrace.advice import MIN_REQUESTS
 from tests.support.app import DRAFT_TOKENS, MODEL, App, until
 from tests.support.prompts import noise
 from tests.support.promql import MADE_HERE, Asked, asked, exported
@@ -67,11 +67,11 @@ def test_a_plan_says_in_hindsight_what_it_reached_and_cost(app: App, way: str) -
 
 
 def test_the_status_sums_up_hits_and_regret_and_advises_on_roles(app: App) -> None:
-    for _ in range(LEAST_REQUESTS):
+    for _ in range(MIN_REQUESTS):
         app.complete("Hello", max_tokens=4)
     status = app.status()
     told = app.replica("decode")["router"]["outcomes"]
-    assert told["requests"] >= LEAST_REQUESTS and told["cost_s"] > 0
+    assert told["requests"] >= MIN_REQUESTS and told["cost_s"] > 0
     assert 0 < told["reached_tokens"] <= told["prompt_tokens"]
     advice = status["advice"]
     assert (advice["now"]["prefill"], advice["now"]["decode"]) == (1, 1)

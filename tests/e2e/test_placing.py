@@ -42,7 +42,7 @@ HITS_AFTER = 0.85
 """Of the two turns after a fault. A replica that waits for a core is late with its blocks, and load
 decides: one turn of sixteen may. With two replicas, half would hit by chance."""
 SILENT_S = 10.0
-MOST_ASKED = 60
+MAX_ASKED = 60
 """Until nothing more goes to a replica that has become slow."""
 
 
@@ -227,7 +227,7 @@ def test_a_prefill_replica_that_becomes_slow_gets_no_more_work(
 ) -> None:
     def asked() -> Iterator[str]:
         """The replicas that gateways have prefill new prompts."""
-        for seed in range(MOST_ASKED):
+        for seed in range(MAX_ASKED):
             one = Conversation(served, client, 200 + seed, tokens=1000)
             one.turn()
             yield from (str(plan["replica"]) for plan in one.plans if placed(plan))

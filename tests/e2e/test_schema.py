@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-MOST_TOKENS = 4
+MAX_TOKENS = 4
 ANSWER_LIMIT_S = 60.0
 SETTINGS = settings(derandomize=True, suppress_health_check=list(HealthCheck), max_examples=12)
 
@@ -51,10 +51,10 @@ def shortened(body: Any) -> Any:
         return body
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         value = body.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > MOST_TOKENS:
-            body[name] = MOST_TOKENS
+        if isinstance(value, int) and not isinstance(value, bool) and value > MAX_TOKENS:
+            body[name] = MAX_TOKENS
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
-        body["max_tokens"] = body["max_output_tokens"] = MOST_TOKENS
+        body["max_tokens"] = body["max_output_tokens"] = MAX_TOKENS
     body.pop("min_tokens", None)
     if isinstance(body.get("n"), int) and body["n"] > 2:
         body["n"] = 2

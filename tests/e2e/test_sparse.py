@@ -9,13 +9,13 @@ from typing import Any
 import openai
 import pytest
 
-from headrace_decode.sparse.engine.counts import LEAST_TOKENS
+from headrace_decode.sparse.engine.counts import MIN_TOKENS
 from tests.support.prompts import noise
 from tests.support.served import MODEL, ServedApp
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PROMPT = noise(LEAST_TOKENS + 252, 40)
+PROMPT = noise(MIN_TOKENS + 252, 40)
 MANY = 40
 """Tokens of an answer. Its first ones may be dense, while summaries are made."""
 LONG = 1000

@@ -29,7 +29,7 @@ def test_the_backend_holds(order: tuple[int, ...], monkeypatch: pytest.MonkeyPat
     from headrace_decode.sparse.engine import counts
     from tests.support import sparse_device as device
 
-    monkeypatch.setattr(counts, "LEAST_TOKENS", device.LEAST)
+    monkeypatch.setattr(counts, "MIN_TOKENS", device.LEAST)
     within = 5e-3  # the kernel multiplies in tf32
     device.check_mixed("cuda", order, within, prompts=True)
     device.check_mixed("cuda", order, within, prompts=False)

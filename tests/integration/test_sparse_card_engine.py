@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.as_card import LEAST_TOKENS
+from tests.support.as_card import MIN_TOKENS
 from tests.support.prompts import noise
 from tests.support.sparse_engine import SparseEngine
 from tests.support.tiny import tiny_llama
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-EXACT, SPARSE = noise(LEAST_TOKENS + 40, 50), noise(LEAST_TOKENS + 33, 51)
+EXACT, SPARSE = noise(MIN_TOKENS + 40, 50), noise(MIN_TOKENS + 33, 51)
 MANY = 4
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from headrace_decode.sparse.basis import COORDINATES
-from headrace_decode.sparse.engine.counts import LEAST_TOKENS
+from headrace_decode.sparse.engine.counts import MIN_TOKENS
 from tests.support.prompts import noise
 from tests.support.sparse_engine import SparseEngine
 from tests.support.tiny import LAYERS, tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-LONG = LEAST_TOKENS + 232
+LONG = MIN_TOKENS + 232
 PROMPTS = [noise(LONG + 10 * n, 50 + n) for n in range(3)]
 SHORT = noise(300, 60)
 MANY = 40

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.sparse.engine.counts import LEAST_TOKENS
+from headrace_decode.sparse.engine.counts import MIN_TOKENS
 from tests.support.prompts import noise
 from tests.support.sparse_engine import SparseEngine
 from tests.support.tiny import tiny_llama
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 BLOCKS, BATCH = 11, 256
 POOL_TOKENS = (BLOCKS - 1) * 128
 LONG = noise(4 * POOL_TOKENS, 30)
-PROMPTS = [noise(LEAST_TOKENS + 200 + 8 * n, 40 + n) for n in range(8)]
+PROMPTS = [noise(MIN_TOKENS + 200 + 8 * n, 40 + n) for n in range(8)]
 SHORT = noise(500, 60)
 NOTHING = {"held": 0, "host_taken": 0, "host_promised": 0, "taken": 0}
 

@@ -15,7 +15,7 @@ from headrace.router.engines import full_s, prefill_s, step_s
 from headrace.router.place import PlaceRequest, place
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.view import View
-from headrace.router.wire import MOST_BYTES, decode, encode
+from headrace.router.wire import MAX_BYTES, decode, encode
 from headrace_engine.steptime import StepTime
 from tests.support.naive_placement import Cluster, Engine, Naive, Node
 
@@ -172,7 +172,7 @@ def test_a_plan_covers_its_prompt_and_comes_back_from_its_bytes(
     computed = sum(run.tokens for run in plan.runs if run.source == "compute")
     assert computed == plan.compute_tokens or number == 0
     data = encode(plan)
-    assert len(data) <= MOST_BYTES and data.isascii()
+    assert len(data) <= MAX_BYTES and data.isascii()
     back = decode(data)
     assert encode(back) == data
     assert replace(back, predicted={}, runners_up=()) == replace(plan, predicted={}, runners_up=())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-LEAST_TOKENS = 100
+MIN_TOKENS = 100
 """Rows with less KV are dense. The interpreter is slow."""
 
 
@@ -36,5 +36,5 @@ def take_for_card() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     worker.runs_on_cuda = lambda: True
     card.use_backend = use_backend
-    counts.LEAST_TOKENS = LEAST_TOKENS
+    counts.MIN_TOKENS = MIN_TOKENS
     kernels.SEGMENTS = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS = 2

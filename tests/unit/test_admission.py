@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.admission.admission import LATE, MOST_DOUBT, Admission, Refused, Ticket
+from headrace.gateway.admission.admission import LATE, MAX_DOUBT, Admission, Refused, Ticket
 from headrace.gateway.admission.classes import DEFAULT, AdmissionOptions, ClassError, SloClass
 from headrace.gateway.admission.costs import Cost, Costs
 from headrace.gateway.admission.rates import MEMORY_S, Rates
-from headrace.gateway.admission.room import LEAST_LEAD_S, Room, room_of
+from headrace.gateway.admission.room import MIN_LEAD_S, Room, room_of
 from headrace.router.view import View
 from headrace_engine.steptime import StepTime
 
@@ -65,7 +65,7 @@ def test_a_request_is_sent_only_as_far_as_engines_and_streams_go() -> None:
     there = room(streams=2)
     tickets = [core.arrive("a", DEFAULT, 1, 0.0, there) for _ in range(3)]
     assert [sent(each).waits for each in tickets] == [False, False, True]
-    assert not room(wait_s=LEAST_LEAD_S).open and room(wait_s=LEAST_LEAD_S * 0.99).open
+    assert not room(wait_s=MIN_LEAD_S).open and room(wait_s=MIN_LEAD_S * 0.99).open
 
 
 # ---- who is refused -------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_doubt_grows_with_broken_promises_and_makes_refusals_earlier() -> None:
     for number in range(100):
         core.arrive("a", QUICK, 1, 3.0 * number, CLOSED)
         assert core.expired(3.0 * number + 2.5) is not None
-    assert core.doubt == MOST_DOUBT
+    assert core.doubt == MAX_DOUBT
     for number in range(1000):
         core.arrive("a", QUICK, 1, 1000.0 + number, CLOSED)
         core.next(1000.0 + number, room())

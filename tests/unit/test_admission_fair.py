@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.admission import fair
-from headrace.gateway.admission.fair import MOST_AHEAD_S, FairQueue, Waiting
+from headrace.gateway.admission.fair import MAX_AHEAD_S, FairQueue, Waiting
 
 
 def drain(queue: FairQueue, number: int) -> str:
@@ -73,10 +73,10 @@ def test_no_counter_is_ever_further_ahead_than_its_bound() -> None:
     queue.push(Waiting("a", 1.0))
     queue.push(Waiting("b", 1.0))
     for _ in range(100):
-        queue.charge("a", MOST_AHEAD_S)
-    for _ in range(int(MOST_AHEAD_S) + 2):
+        queue.charge("a", MAX_AHEAD_S)
+    for _ in range(int(MAX_AHEAD_S) + 2):
         queue.push(Waiting("b", 1.0))
-    assert "a" in drain(queue, int(MOST_AHEAD_S) + 2)
+    assert "a" in drain(queue, int(MAX_AHEAD_S) + 2)
 
 
 def test_a_request_that_is_not_wanted_any_more_is_charged_to_nobody() -> None:
@@ -91,7 +91,7 @@ def test_a_request_that_is_not_wanted_any_more_is_charged_to_nobody() -> None:
 
 
 def test_counters_of_tenants_that_went_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair, "MOST_TENANTS", 10)
+    monkeypatch.setattr(fair, "MAX_TENANTS", 10)
     queue = FairQueue()
     queue.push(Waiting("waits", 1.0))
     for number in range(100):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.advice import LEAST_REQUESTS, Load, advice_of, advise, split
+from headrace.advice import MIN_REQUESTS, Load, advice_of, advise, split
 from headrace_engine.steptime import StepTime
 
 
@@ -132,18 +132,18 @@ def status(requests: int, rate: float) -> list[dict[str, Any]]:
 
 
 def test_rates_of_all_decode_replicas_are_added_up() -> None:
-    told = advice_of(status(LEAST_REQUESTS, 0.5))
+    told = advice_of(status(MIN_REQUESTS, 0.5))
     assert told is not None and told["rate"] == pytest.approx(1.0)
     assert told["now"]["prefill"] == 1 and told["now"]["decode"] == 2
     json.dumps(told, allow_nan=False)
 
 
-@pytest.mark.parametrize(("requests", "rate"), [(0, 0.0), (LEAST_REQUESTS // 2 - 1, 1.0)])
+@pytest.mark.parametrize(("requests", "rate"), [(0, 0.0), (MIN_REQUESTS // 2 - 1, 1.0)])
 def test_little_traffic_gives_no_advice(requests: int, rate: float) -> None:
     assert advice_of(status(requests, rate)) is None
 
 
 def test_an_overloaded_cluster_is_told_as_null() -> None:
-    told = advice_of(status(LEAST_REQUESTS, 5.0))
+    told = advice_of(status(MIN_REQUESTS, 5.0))
     assert told is not None and told["now"]["ttft_s"] is None
     json.dumps(told, allow_nan=False)

@@ -354,7 +354,7 @@ def test_a_batch_that_waits_tells_its_error_once(bench: Bench) -> None:
 
 
 def test_numbers_and_sizes_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "MOST_BATCH_BYTES", 100)
+    monkeypatch.setattr(feed_module, "MAX_BATCH_BYTES", 100)
     with pytest.raises(FeedError, match="number -1"):
         bench.hear(-1)
     with pytest.raises(FeedError, match="more than 100 bytes"):

@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.course import (
     EARLIER_TOKENS,
-    LEAST_FREED,
-    LEAST_PART,
+    MIN_FREED,
+    MIN_PART,
     Course,
 )
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow, DroppedStep
@@ -411,15 +411,15 @@ def test_with_a_gate_the_last_rows_come_anew_and_none_repeats() -> None:
     part, n = one.next_part(), len(context)
     assert part.tokens == context and part.again == Again("x", n, n - EARLIER_TOKENS, n)
     assert part.cached == n - EARLIER_TOKENS and one.all_read
-    assert not course(BLOCK * LEAST_FREED, 0.01, gated=True).worthwhile
+    assert not course(BLOCK * MIN_FREED, 0.01, gated=True).worthwhile
 
 
 @pytest.mark.parametrize(
     ("prompt", "share", "longest"),
     [
-        (BLOCK * LEAST_FREED, 0.01, LONGEST),
+        (BLOCK * MIN_FREED, 0.01, LONGEST),
         (BLOCK * 20, 0.99, LONGEST),
-        (BLOCK * 20 + 9, 0.25, BLOCK * 20 + LEAD_TOKENS + LEAST_PART),
+        (BLOCK * 20 + 9, 0.25, BLOCK * 20 + LEAD_TOKENS + MIN_PART),
         (5, 0.25, LONGEST),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.course import (
     EARLIER_TOKENS,
-    LEAST_FREED,
+    MIN_FREED,
     SEGMENT_TOKENS,
     Stream,
     kept_blocks,
@@ -314,7 +314,7 @@ def test_a_stream_never_holds_more_than_its_window_and_ends_with_what_it_keeps(
 ) -> None:
     stream = Stream(prompt, share, BLOCK)
     if not stream.worthwhile:
-        assert stream.blocks - kept_blocks(stream.blocks, share) < LEAST_FREED
+        assert stream.blocks - kept_blocks(stream.blocks, share) < MIN_FREED
         return
     computed = steps = preemptions = dropped = 0
     slots, freed = 0, 0

@@ -16,7 +16,7 @@ from headrace.gateway import GatewayOptions
 from headrace.gateway.admission.classes import AdmissionOptions
 from headrace.gateway.asked import Intake
 from headrace.gateway.door import limits
-from headrace.gateway.door.limits import MOST_ITEMS, MOST_OTHER_BYTES
+from headrace.gateway.door.limits import MAX_ITEMS, MAX_OTHER_BYTES
 from headrace.gateway.errors import ApiError
 from tests.unit.gateway_fakes import (
     CHAT,
@@ -80,14 +80,14 @@ async def test_structured_outputs_that_are_no_object_are_400_where_vllm_fails() 
 
 async def test_a_list_that_would_hold_up_a_replica_is_400() -> None:
     async with gateway_over(answer) as bench:
-        for field, most in MOST_ITEMS.items():
+        for field, most in MAX_ITEMS.items():
             for items, status in ((most, 200), (most + 1, 400)):
                 body = {**PROMPT, field: ["x"] * items}
                 async with bench.client.post(CHAT, json=body) as response:
                     assert response.status == status
                     if status == 400:
                         assert (await response.json())["error"]["param"] == field
-        body = {"prompt": [1] * (MOST_ITEMS["prompt"] + 1)}
+        body = {"prompt": [1] * (MAX_ITEMS["prompt"] + 1)}
         async with bench.client.post(CHAT, json=body) as response:
             assert response.status == 200, "the token ids of one prompt"
 
@@ -413,7 +413,7 @@ async def test_two_hundred_bad_requests_leave_a_working_gateway() -> None:
     [
         {"stop": ["ab"] * 500_000},
         {"logit_bias": {str(n): 1 for n in range(100_000)}},
-        {"user": "x" * MOST_OTHER_BYTES},
+        {"user": "x" * MAX_OTHER_BYTES},
         {f"k{n}": n for n in range(60_000)},
     ],
     ids=["stop", "logit_bias", "user", "many"],
@@ -430,14 +430,14 @@ async def test_bulk_where_no_request_has_any_is_400_before_it_is_parsed(other: A
 )
 async def test_prompts_and_tools_may_have_bulk(bulky: str) -> None:
     async with gateway_over(answer) as bench:
-        body = {"model": "m", bulky: "x" * 4 * MOST_OTHER_BYTES}
+        body = {"model": "m", bulky: "x" * 4 * MAX_OTHER_BYTES}
         async with bench.client.post(CHAT, json=body) as response:
             assert response.status == 200
 
 
 async def test_long_bodies_are_parsed_one_pass_at_a_time_while_others_have_turns() -> None:
     intake = Intake(GatewayOptions(), keys_on=False)
-    body = json.dumps({"prompt": "x" * 2 * MOST_OTHER_BYTES}).encode()
+    body = json.dumps({"prompt": "x" * 2 * MAX_OTHER_BYTES}).encode()
     parsing = [asyncio.create_task(intake.parsed(body)) for _ in range(4)]
     turns = 0
     while not all(task.done() for task in parsing):
@@ -449,8 +449,8 @@ async def test_long_bodies_are_parsed_one_pass_at_a_time_while_others_have_turns
 
 async def test_a_long_body_that_is_wrong_does_not_keep_the_next_one_waiting() -> None:
     intake = Intake(GatewayOptions(), keys_on=False)
-    wrong = json.dumps({"user": "x" * 2 * MOST_OTHER_BYTES}).encode()
-    right = json.dumps({"prompt": "x" * 2 * MOST_OTHER_BYTES}).encode()
+    wrong = json.dumps({"user": "x" * 2 * MAX_OTHER_BYTES}).encode()
+    right = json.dumps({"prompt": "x" * 2 * MAX_OTHER_BYTES}).encode()
     with pytest.raises(ApiError):
         await intake.parsed(wrong)
     assert await asyncio.wait_for(intake.parsed(right), 10.0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace.gateway.placing.lines import MOST_MESSAGE_BYTES, LineInfo, Lines
+from headrace.gateway.placing.lines import MAX_MESSAGE_BYTES, LineInfo, Lines
 from headrace.router.blocks.feed import Feed
 from headrace.router.blocks.index import BlockIndex, warm
 from headrace_engine.reporting.report import Report, encode
@@ -191,7 +191,7 @@ async def test_a_message_that_is_too_large_is_never_taken_in(gateway: Gateway) -
     while not gateway.reports:
         member.send(protocol.REPORT_TOPIC, bytes(8), bytes(8), good)
         await asyncio.sleep(0.02)
-    member.send(b"", bytes(8), bytes(MOST_MESSAGE_BYTES + 1))
+    member.send(b"", bytes(8), bytes(MAX_MESSAGE_BYTES + 1))
     number = 1
     await until(lambda: gateway.lines.counts["connected_anew"] == 1)
     while len(gateway.reports) < 2:

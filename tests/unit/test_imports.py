@@ -28,7 +28,7 @@ PACKAGES = {
     ),
 }
 """Folder of each package, and the packages that it may import."""
-MOST_MODULES = 20
+MAX_MODULES = 20
 """In one folder."""
 
 
@@ -118,7 +118,7 @@ def test_no_folder_holds_more_modules_than_a_reader_can_hold() -> None:
     folders: dict[Path, int] = {}
     for path in modules().values():
         folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
-    crowded = {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MOST_MODULES}
+    crowded = {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MAX_MODULES}
     assert not crowded
 
 

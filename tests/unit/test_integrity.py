@@ -27,7 +27,7 @@ from headrace_engine.integrity.identity import (
     prompt_digest,
     read_claim,
 )
-from headrace_engine.integrity.records import LEAST_ROWS, Geometry, Grants, RecordTable
+from headrace_engine.integrity.records import MIN_ROWS, Geometry, Grants, RecordTable
 from headrace_engine.integrity.settings import IntegritySettings, Sampling
 
 WHO = Identity(b"i" * 16, 7, prompt_digest(b"m", "s", b"", [1, 2, 3]), 3, True)
@@ -144,8 +144,8 @@ def test_fingerprints_of_a_hand_out_that_has_ended_are_not_published() -> None:
 def test_a_row_has_room_for_the_longest_prompt(longest: int, block: int) -> None:
     geometry = Geometry.of(longest, block)
     assert geometry.sums >= -(-longest // block)
-    assert geometry.rows >= LEAST_ROWS
-    assert geometry.nbytes <= 2**24 or geometry.rows == LEAST_ROWS
+    assert geometry.rows >= MIN_ROWS
+    assert geometry.nbytes <= 2**24 or geometry.rows == MIN_ROWS
 
 
 # Which are checked

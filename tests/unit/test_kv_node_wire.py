@@ -330,7 +330,7 @@ def test_a_node_that_was_restarted_is_found_again(
 def test_more_requests_than_may_wait_are_refused(
     node: Node, client: NodeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_kvstore.protocol.client.MOST_WAITING", 10)
+    monkeypatch.setattr("headrace_kvstore.protocol.client.MAX_WAITING", 10)
     node.answers.clear()
     replies = [asked(client, "r", 0) for _ in range(15)]
     assert [reply.done() for reply in replies[10:]] == [True] * 5

@@ -81,7 +81,7 @@ def test_an_owner_without_a_name_is_waited_for(opened: Open, tmp_path: Path, mov
 
 
 def test_slots_are_bounded(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "MOST_SLOTS", 2)
+    monkeypatch.setattr(slots, "MAX_SLOTS", 2)
     opened("a")
     opened("a")
     with pytest.raises(FolderBusy, match="2 nodes of this app"):

@@ -10,7 +10,7 @@ import pytest
 from headrace.router.place import NobodyAnswersError, PlaceRequest, place
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.view import View
-from headrace.router.wire import MOST_BYTES, decode, encode
+from headrace.router.wire import MAX_BYTES, decode, encode
 from headrace_engine.steptime import StepTime, pairs_of
 from headrace_kvstore.supply import Supply
 
@@ -338,7 +338,7 @@ def test_a_plan_with_everything_long_still_fits_its_bytes() -> None:
     runs = [Supply(("dram", "nvme")[n % 2], BLOCK) for n in range(90)]
     plan = ask(view, supplies=[runs], local_only="why " * 500)
     data = encode(plan)
-    assert len(data) < MOST_BYTES
+    assert len(data) < MAX_BYTES
     back = decode(data)
     assert sum(run.tokens for run in back.runs) == PROMPT and len(back.runs) <= 32
 

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.resume import AsyncResuming
 from headrace_decode.replay.recorder import RECORDER
-from headrace_decode.replay.resumed import MOST_HAD_BYTES, Resumed
+from headrace_decode.replay.resumed import MAX_HAD_BYTES, Resumed
 from headrace_decode.replay.said import HEADER, RESUME, Said
 
 ASKED = {"prompt": "Hi", "stream": True}
@@ -168,7 +168,7 @@ async def test_an_answer_that_differs_ends_with_an_error() -> None:
     assert last["error"]["code"] == "replica_lost"
 
 
-@pytest.mark.parametrize("told", ["-1", "many", str(MOST_HAD_BYTES + 1), "5000"])
+@pytest.mark.parametrize("told", ["-1", "many", str(MAX_HAD_BYTES + 1), "5000"])
 async def test_a_number_that_fits_no_body_is_refused(told: str) -> None:
     answer = await ask(Replica().server(), told=told)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, NAME)

@@ -273,7 +273,7 @@ async def test_a_seed_and_a_drafter_of_vllms_are_not_resumed_and_the_stream_says
 
 
 async def test_a_greedy_request_with_a_seed_is_resumed_however_long_it_is() -> None:
-    had = feed.MOST_SEEDED + 10
+    had = feed.MAX_SEEDED + 10
     llm = Frontend(Core())
     whole = {0: text(PROMPT, had + 2)}
     found = await resume(llm, said(had), max_tokens=had + 2, seed=1, temperature=0.0)

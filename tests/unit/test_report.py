@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_engine.reporting.report import (
-    MOST_BYTES,
-    MOST_HEARD,
+    MAX_BYTES,
+    MAX_HEARD,
     Load,
     Mean,
     Report,
@@ -90,7 +90,7 @@ def test_step_times_go_from_one_process_to_another() -> None:
         ("queued_tokens", 0.5),
         ("queued_pairs", math.inf),
         ("free_blocks", -2),
-        ("heard", ["x"] * (MOST_HEARD + 1)),
+        ("heard", ["x"] * (MAX_HEARD + 1)),
         ("heard", ["x" * 129]),
         ("call", [0.1]),
         ("call", [-0.1, 0.0]),
@@ -130,9 +130,9 @@ def test_step_times_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
 
 def test_no_report_is_larger_than_the_limit() -> None:
     with pytest.raises(ValueError, match="at most"):
-        decode(wire(more="x" * MOST_BYTES))
-    most = ["x" * 128 for _ in range(MOST_HEARD)]
-    assert len(encode(report(**{**FULL, "heard": tuple(most)}))) < MOST_BYTES
+        decode(wire(more="x" * MAX_BYTES))
+    most = ["x" * 128 for _ in range(MAX_HEARD)]
+    assert len(encode(report(**{**FULL, "heard": tuple(most)}))) < MAX_BYTES
 
 
 @given(st.binary(max_size=200))

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
-from headrace_engine.reporting.report import HEARD_S, MOST_HEARD, Report
+from headrace_engine.reporting.report import HEARD_S, MAX_HEARD, Report
 from headrace_engine.reporting.reporter import EVERY_S, EngineFacts, Reporter
 from headrace_engine.steptime import pairs_of
 
@@ -182,6 +182,6 @@ def test_plans_are_named_for_a_while_and_not_without_bound() -> None:
     assert heard.recent(HEARD_S + 0.5) == ("b",)
     heard.add("b", HEARD_S + 0.5)
     assert heard.recent(HEARD_S + 2.0) == ("b",)
-    for n in range(MOST_HEARD + 10):
+    for n in range(MAX_HEARD + 10):
         heard.add(str(n), 10.0)
-    assert heard.recent(10.0) == tuple(str(n) for n in range(10, MOST_HEARD + 10))
+    assert heard.recent(10.0) == tuple(str(n) for n in range(10, MAX_HEARD + 10))

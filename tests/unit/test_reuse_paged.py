@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace_prefill.reuse.engine.paged import BlockTable, Order, PagedKV, halves, stored_blocks
-from headrace_prefill.reuse.engine.probe import MOST_SCORES, attended
+from headrace_prefill.reuse.engine.probe import MAX_SCORES, attended
 
 BLOCKS, HEADS, TOKENS, DIM = 6, 3, 8, 4
 MEMORY = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "BHLNC": (0, 1, 2, 3)}
@@ -90,11 +90,11 @@ def test_a_position_outside_its_blocks_is_refused() -> None:
         BlockTable(np.array([2, 0]), 16).slots(np.array([3, 32]))
 
 
-@pytest.mark.parametrize("most", [MOST_SCORES, 1])
+@pytest.mark.parametrize("most", [MAX_SCORES, 1])
 def test_rows_attend_by_softmax_to_what_they_see(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_prefill.reuse.engine.probe.MOST_SCORES", most)
+    monkeypatch.setattr("headrace_prefill.reuse.engine.probe.MAX_SCORES", most)
     queries, keys, values = torch.randn(3, 4, DIM), torch.randn(10, 2, DIM), torch.randn(10, 2, DIM)
     seen = np.array([3, 8, 10])
     mass, mixed = torch.zeros(10), torch.zeros(3, 4, DIM)

@@ -133,7 +133,7 @@ def test_a_huge_file_and_a_huge_header_are_refused_unread(tmp_path: Path) -> Non
     huge = tmp_path / "huge"
     with huge.open("wb") as out:
         out.write((100).to_bytes(8, "little"))
-        out.truncate(files.MOST_BYTES + 1)
+        out.truncate(files.MAX_BYTES + 1)
     header = tmp_path / "header"
     header.write_bytes((2**60).to_bytes(8, "little") + b"{}" * 100)
     for file in (huge, header):

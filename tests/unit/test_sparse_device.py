@@ -31,7 +31,7 @@ if INTERPRETED:
 @pytest.fixture(autouse=INTERPRETED)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter is slow: short rows, few parts."""
-    monkeypatch.setattr(counts, "LEAST_TOKENS", device.LEAST)
+    monkeypatch.setattr(counts, "MIN_TOKENS", device.LEAST)
     monkeypatch.setattr(_vllm_compat, "SEGMENTS", 2)
     monkeypatch.setattr(triton_attn, "NUM_PAR_SOFTMAX_SEGMENTS", 2)
     yield

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace_decode.sparse.engine.attention import SparseRow
 from headrace_decode.sparse.engine.bound import Bound
-from headrace_decode.sparse.engine.counts import LEAST_TOKENS, RECENT, SINKS, chosen_units
+from headrace_decode.sparse.engine.counts import MIN_TOKENS, RECENT, SINKS, chosen_units
 from headrace_decode.sparse.engine.rows import (
     READY_STEPS,
     STEP_WORK,
@@ -29,7 +29,7 @@ def asking(extra_args: dict[str, Any] | None) -> Any:
     return SimpleNamespace(extra_args=extra_args)
 
 
-UNIT, LAYERS, KV = 32, 30, LEAST_TOKENS + 5
+UNIT, LAYERS, KV = 32, 30, MIN_TOKENS + 5
 FULL = (KV - 1) // UNIT
 
 
@@ -75,7 +75,7 @@ def test_a_decode_row_of_a_request_that_asks_is_sparse() -> None:
         (("a", 0.1, 100, 2, KV), "it verifies a draft"),
         (("a", 0.1, 4 * KV, 512, KV), "it computes the prompt"),
         (("a", 0.1, KV, 1, KV), "it computes the prompt's last token"),
-        (("a", 0.1, 100, 1, LEAST_TOKENS - 1), "it is short"),
+        (("a", 0.1, 100, 1, MIN_TOKENS - 1), "it is short"),
         (("a", 0.99, 100, 1, KV), "all units are chosen"),
     ],
 )
@@ -170,7 +170,7 @@ def test_chosen_units_are_the_share_and_more_than_the_fixed_ones(
 ) -> None:
     chosen, n = chosen_units(kv, unit, share), -(-kv // unit)
     if chosen is None:
-        assert kv < LEAST_TOKENS or share * n > n - 1
+        assert kv < MIN_TOKENS or share * n > n - 1
     else:
         assert max(share * n, SINKS + RECENT) <= chosen < n
         assert chosen == SINKS + RECENT or chosen - 1 < share * n

@@ -205,7 +205,7 @@ class TestExchange:
     def test_a_reader_too_far_behind_misses_the_oldest(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(exchange, "MOST_ENTRIES", 4)
+        monkeypatch.setattr(exchange, "MAX_ENTRIES", 4)
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)
         for n in range(10):
@@ -215,7 +215,7 @@ class TestExchange:
     def test_tenants_that_have_something_to_tell_are_bounded(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(exchange, "MOST_ENTRIES", 4)
+        monkeypatch.setattr(exchange, "MAX_ENTRIES", 4)
         a = new(1)
         log = Exchange(a)
         for n in range(10):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.reply import MOST_WAITING_BYTES
+from headrace.gateway.reply import MAX_WAITING_BYTES
 from headrace.gateway.upstream import ReplicaLost, Upstream
 from tests.unit.raw_replica import (
     CHUNKED,
@@ -161,7 +161,7 @@ async def test_a_body_that_nobody_reads_waits_at_the_replica() -> None:
             before = sent
             await asyncio.sleep(0.1)
         assert sent < 400 * 2**16
-        assert len(reply._waiting) < MOST_WAITING_BYTES + 2**18
+        assert len(reply._waiting) < MAX_WAITING_BYTES + 2**18
         assert await whole(reply) == bytes(400 * 2**16)
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-MOST_SEARCHED, MOST_FIELDS = 16_384, 5
+MAX_SEARCHED, MAX_FIELDS = 16_384, 5
 """Limits of `plain`: characters of the message that are searched, and fields that are named."""
 _WRONG_FIELD = re.compile(
     r"""'loc': \(([^()]{0,200})\), 'msg': (?:'([^'\\]{1,500})'|"([^"\\]{1,500})")"""
@@ -45,7 +45,7 @@ def openai_error(message: str, param: str | None, status: int = 400) -> dict[str
 
 def plain(message: str) -> str:
     """Return a message without Python's notation: a pydantic error's fields and their faults."""
-    found = _WRONG_FIELD.findall(message[:MOST_SEARCHED])[:MOST_FIELDS]
+    found = _WRONG_FIELD.findall(message[:MAX_SEARCHED])[:MAX_FIELDS]
     if not found:
         return message
     told = []

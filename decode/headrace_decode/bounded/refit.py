@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 RIDGE, KEY_RIDGE = 1e-3, 1.0
-LEAST_RIDGE = 1e-6
+MIN_RIDGE = 1e-6
 """Lower limit of the values' ridge over the number of kept tokens. The matrix that is factorised
 has eigenvalues up to `rows`, and fp32 rounds them by a tenth of this."""
 FITTED_ROWS = 64
@@ -82,7 +82,7 @@ def _change(whole: Tensor, weights: Tensor, values: Tensor, kept: Tensor, ridge:
     rows, count = weights.shape
     # Both forms have the same solution; this is the smaller one.
     small = weights.T @ weights if count <= rows else weights @ weights.T
-    small.diagonal().add_(rows * max(ridge / count, LEAST_RIDGE))
+    small.diagonal().add_(rows * max(ridge / count, MIN_RIDGE))
     factor = torch.linalg.cholesky(small)
     if count <= rows:
         return torch.cholesky_solve(weights.T @ missing, factor)

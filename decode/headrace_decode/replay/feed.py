@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from headrace_decode.replay.said import Output, Said
 from headrace_decode.replay.scheduler import SAID
 
-MOST_SEEDED = 1024
+MAX_SEEDED = 1024
 """Maximum number of tokens after which a request with a seed can be resumed. vLLM's first model
 runner repeats the random draw of each token within one engine step; a draw takes a third of a
 millisecond on a CPU."""

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingType
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.replay.checks import check
-from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
+from headrace_decode.replay.feed import MAX_SEEDED, feed, output_of, why_not, with_said
 from headrace_decode.replay.recorder import RECORDER, Recorder
 from headrace_decode.replay.said import Output, cached_tokens_of, is_over, tokens_of
 from headrace_engine.handoff import PARAMS_KEY
@@ -130,7 +130,7 @@ class TakingUpLLM(AsyncLLM):
                     yield output
             return
         said = recorder.begin(self._cannot or self._why_not(prompt, params))
-        left = MOST_SEEDED if self._draws_again and _is_seeded(params) else None
+        left = MAX_SEEDED if self._draws_again and _is_seeded(params) else None
         plain = super().generate
         states: dict[str, ResumeState] = {}
 
@@ -234,8 +234,8 @@ class TakingUpLLM(AsyncLLM):
         room = self.model_config.max_model_len - len(request.prompt_token_ids or ())
         if why := self._why_not_seeded(params):
             raise ValueError(why)
-        if self._draws_again and _is_seeded(params) and _said(outputs) > MOST_SEEDED:
-            raise ValueError(f"it has a seed and more than {MOST_SEEDED} tokens")
+        if self._draws_again and _is_seeded(params) and _said(outputs) > MAX_SEEDED:
+            raise ValueError(f"it has a seed and more than {MAX_SEEDED} tokens")
         check(
             outputs,
             choices=choices,
@@ -294,7 +294,7 @@ def _tell(
     if left is not None:
         left -= sum(len(one.tokens) for one in said)
         if left < 0:
-            recorder.stop(f"it has a seed and more than {MOST_SEEDED} tokens")
+            recorder.stop(f"it has a seed and more than {MAX_SEEDED} tokens")
     return left
 
 

@@ -20,7 +20,7 @@ from headrace_decode.replay.journal import EVENTS, Diverged, Events, Journal
 from headrace_decode.replay.recorder import ASGIApp, Message, Recorded, shorter, size_told, split
 from headrace_decode.replay.said import END, HEADER, MAX_BYTES, RESUME
 
-MOST_HAD_BYTES = 2 * MAX_BYTES
+MAX_HAD_BYTES = 2 * MAX_BYTES
 """Maximum size of the stream that a client sends back, with lines and events."""
 
 
@@ -48,8 +48,8 @@ class Resumed:
             return
         events = EVENTS.get(self._apis.get(scope["path"], ""), EVENTS["openai"])
         journal = Journal(events, tells=True)
-        if size > MOST_HAD_BYTES:
-            why = f"{RESUME.decode()}: must be a number of bytes, 0 to {MOST_HAD_BYTES}"
+        if size > MAX_HAD_BYTES:
+            why = f"{RESUME.decode()}: must be a number of bytes, 0 to {MAX_HAD_BYTES}"
             await _refuse(send, 400, why, "invalid_value")
             return
         lines = b""

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-MOST_BYTES, MOST_HEADER_BYTES = 256 * 2**20, 2**16
-MOST_SHARES = 100
+MAX_BYTES, MAX_HEADER_BYTES = 256 * 2**20, 2**16
+MAX_SHARES = 100
 FARTHEST = 1e6
 """Maximum magnitude of a number in a tensor; numbers of models are below 100."""
 
@@ -143,7 +143,7 @@ class Measured:
         Raises:
             KeyError, TypeError, ValueError: it is not valid.
         """
-        shape, kl = told["shape"], told["kl"][:MOST_SHARES]
+        shape, kl = told["shape"], told["kl"][:MAX_SHARES]
         return Measured(
             str(told["model"])[:200],
             Shape(**{f.name: shape[f.name] for f in fields(Shape)}),
@@ -189,7 +189,7 @@ def read(
     try:
         with path.open("rb") as raw:
             size, header = path.stat().st_size, int.from_bytes(raw.read(8), "little")
-        if size > MOST_BYTES or not 0 < header <= min(MOST_HEADER_BYTES, size):
+        if size > MAX_BYTES or not 0 < header <= min(MAX_HEADER_BYTES, size):
             raise kind.strange
         with safe_open(path, "np") as file:
             found = _parsed((file.metadata() or {}).get(kind.key, ""), kind, parsed)

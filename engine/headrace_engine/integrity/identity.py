@@ -27,7 +27,7 @@ MAGIC, VERSION, CHECKED = b"HRKV", 1, 1
 UNSUMMED, SUMMED, NO_SUMS = 0, 1, 2
 """State of the fingerprints of a checked hand-out: not there yet, beside the record, or never."""
 
-_MOST_RANKS = 4096
+_MAX_RANKS = 4096
 _PERSON = b"headrace-handout"
 
 
@@ -195,7 +195,7 @@ def read_claim(params: Mapping[str, Any]) -> Claim:
         proof = bytes.fromhex(found["proof"])
         if len(identity.incarnation) != ID_BYTES or len(proof) != ID_BYTES:
             raise ValueError("ids of a wrong length")
-        if not 0 < len(places) <= _MOST_RANKS or min(at for *_, at in places) <= 0:
+        if not 0 < len(places) <= _MAX_RANKS or min(at for *_, at in places) <= 0:
             raise ValueError("no place of a record")
         identity.record()
     except (KeyError, TypeError, ValueError, struct.error) as error:

@@ -26,7 +26,7 @@ from headrace_engine.integrity.identity import (
 )
 from headrace_engine.integrity.settings import Sampling
 
-MOST_ROWS, LEAST_ROWS = 4096, 128
+MAX_ROWS, MIN_ROWS = 4096, 128
 TABLE_BYTES = 16 * 2**20
 _STATE = slice(52, 56)
 
@@ -44,7 +44,7 @@ class Geometry:
         hand-outs can be out at once."""
         blocks = -(-longest_prompt // block_tokens)
         row_bytes = RECORD_BYTES * (1 + -(-8 * blocks // RECORD_BYTES))
-        rows = min(MOST_ROWS, max(LEAST_ROWS, TABLE_BYTES // row_bytes))
+        rows = min(MAX_ROWS, max(MIN_ROWS, TABLE_BYTES // row_bytes))
         return cls(rows, row_bytes)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from headrace_engine.reporting.report import HEARD_S, MOST_HEARD
+from headrace_engine.reporting.report import HEARD_S, MAX_HEARD
 from headrace_engine.steptime import pairs_of
 
 
@@ -68,7 +68,7 @@ class HeardPlans:
         """Add a plan that arrived. If there are too many, the oldest one is removed."""
         self._heard.pop(plan_id, None)
         self._heard[plan_id] = now_s
-        if len(self._heard) > MOST_HEARD:
+        if len(self._heard) > MAX_HEARD:
             self._heard.popitem(last=False)
 
     def recent(self, now_s: float) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ REPLAYED_STEPS = 1000
 """Batches that vLLM keeps. Each also has the token ids of its blocks."""
 WAITING_BATCHES = 1000
 """Batches that may wait for this process. vLLM drops further ones, and they are replayed."""
-MOST_BLOCKS = 2**22
+MAX_BLOCKS = 2**22
 REPLAY_S = 2.0
 _MASK = (1 << 8 * KEY_BYTES) - 1
 
@@ -94,7 +94,7 @@ class HeldBlocks:
     is removed here then. So blocks may be missing here, but none stays too long.
     """
 
-    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(self, most_blocks: int = MAX_BLOCKS) -> None:
         self._keys: dict[bytes, None] = {}
         self._most, self._lock = most_blocks, threading.Lock()
 

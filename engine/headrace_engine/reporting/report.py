@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import msgspec
 from msgspec import Meta
 
-MOST_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024
 """Maximum size of a report."""
-MOST_HEARD = 256
+MAX_HEARD = 256
 """Maximum number of plans that one report names."""
 HEARD_S = 2.0
 """Time for which reports name a plan after it arrived."""
@@ -109,7 +109,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     free_blocks: Annotated[int, Meta(ge=-1, le=2**40)] = -1
     steps: Steps | None = None
     draining: bool = False
-    heard: Annotated[tuple[Name, ...], Meta(max_length=MOST_HEARD)] = ()
+    heard: Annotated[tuple[Name, ...], Meta(max_length=MAX_HEARD)] = ()
     call: Mean | None = None
     handoff: Mean | None = None
     share: Share = 0.0
@@ -127,11 +127,11 @@ def encode(report: Report) -> bytes:
     """Return the bytes of a report.
 
     Raises:
-        ValueError: it has more than `MOST_BYTES`.
+        ValueError: it has more than `MAX_BYTES`.
     """
     data = _encoder.encode(report)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"a report has at most {MOST_BYTES} bytes, not {len(data)}")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a report has at most {MAX_BYTES} bytes, not {len(data)}")
     return data
 
 
@@ -141,8 +141,8 @@ def decode(data: bytes) -> Report:
     Raises:
         ValueError: this is no report; the text names the field that is wrong.
     """
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"a report has at most {MOST_BYTES} bytes, not {len(data)}")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a report has at most {MAX_BYTES} bytes, not {len(data)}")
     try:
         report = _decoder.decode(data)
     except RecursionError as error:

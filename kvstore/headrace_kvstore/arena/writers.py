@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace_kvstore.table import MOST_WRITERS
+from headrace_kvstore.table import MAX_WRITERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Writer:
 
     Attributes:
         group: identifies the group on this machine; below 0.
-        number: of this writer, from 0 on. count: of all writers, at most MOST_WRITERS.
+        number: of this writer, from 0 on. count: of all writers, at most MAX_WRITERS.
     """
 
     group: int
@@ -42,7 +42,7 @@ class Filling(NamedTuple):
         writer."""
         if writer is None:
             return cls(os.getpid(), 1, 1)
-        if writer.group >= 0 or not 0 <= writer.number < writer.count <= MOST_WRITERS:
+        if writer.group >= 0 or not 0 <= writer.number < writer.count <= MAX_WRITERS:
             raise ValueError(f"no writer of a group: {writer}")
         return cls(writer.group, 1 << writer.number, (1 << writer.count) - 1)
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_cache_spec_kind,
 from headrace_kvstore.codec import Codec
 from headrace_kvstore.connector.identity.engine_identity import speculative_heads
 from headrace_kvstore.parts import Parts, heads_apart
-from headrace_kvstore.table import MOST_WRITERS
+from headrace_kvstore.table import MAX_WRITERS
 
 OTHER_SPLITS = ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
 
@@ -72,9 +72,9 @@ def parts_of(vllm_config: Any, cache_layout: str | None, spec: Any, codec: Codec
     ranks = parallel.tensor_parallel_size
     heads, apart = _heads(vllm_config, spec, ranks), heads_apart(cache_layout)
     parts = Parts.of(heads, ranks, apart and not codec.lossy)
-    if parts.writers > MOST_WRITERS:
+    if parts.writers > MAX_WRITERS:
         raise ValueError(
-            f"the KV store serves engines of {MOST_WRITERS} writing ranks at most; "
+            f"the KV store serves engines of {MAX_WRITERS} writing ranks at most; "
             f"tensor_parallel_size is {ranks}"
         )
     return parts

@@ -42,7 +42,7 @@ DIRECT_BYTES = 64 * 2**20
 """Size of the device memory in which direct reads land; vLLM leaves little free."""
 TRIAL_BYTES, TRIAL_S = 16 * 2**20, 0.3
 """Maximum size of one read, and maximum duration of a whole trial."""
-LEAST_TURNS, MOST_TURNS = 3, 7
+MIN_TURNS, MAX_TURNS = 3, 7
 Name = Literal["direct", "host"]
 
 
@@ -213,7 +213,7 @@ class Trial:
             return "host", f"the direct way failed: {self.failed}"
         if not self.equal:
             return "host", "the direct way's bytes are not the file's"
-        if min(len(self.host_s), len(self.direct_s)) < LEAST_TURNS:
+        if min(len(self.host_s), len(self.direct_s)) < MIN_TURNS:
             turns = min(len(self.host_s), len(self.direct_s))
             return "host", f"{turns} turns in {TRIAL_S} s are too few to tell"
         host, direct = (
@@ -251,7 +251,7 @@ def tried(cache: DeviceCache, direct: DirectWay, places: Sequence[Location], mov
         return began_s + TRIAL_S - time.monotonic()
 
     try:
-        while len(trial.direct_s) < MOST_TURNS and left_s() > 0:
+        while len(trial.direct_s) < MAX_TURNS and left_s() > 0:
             at_s = time.perf_counter()
             read = reader.read(places, np.add.outer(here, parts), first_layer=first)
             if not read.wait().all():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace_kvstore.nvme.nvme_tier import LOCK, FolderBusy, NvmeTier
 
-MOST_SLOTS = 64
+MAX_SLOTS = 64
 
 
 def open_slot(folder: Path, owner: str, open_tier: Callable[[Path], NvmeTier]) -> NvmeTier:
@@ -28,7 +28,7 @@ def open_slot(folder: Path, owner: str, open_tier: Callable[[Path], NvmeTier]) -
         FolderBusy: another app owns a slot, which will become free; or all slots are owned.
     """
     waits: FolderBusy | None = None
-    for number in range(MOST_SLOTS):
+    for number in range(MAX_SLOTS):
         slot = folder / str(number) if number else folder
         if number and waits and not (slot / LOCK).exists():
             break
@@ -37,7 +37,7 @@ def open_slot(folder: Path, owner: str, open_tier: Callable[[Path], NvmeTier]) -
         except FolderBusy as error:
             if _owner(slot) != owner:
                 waits = error
-    raise waits or FolderBusy(f"{MOST_SLOTS} nodes of this app own {folder}")
+    raise waits or FolderBusy(f"{MAX_SLOTS} nodes of this app own {folder}")
 
 
 def _owner(slot: Path) -> str:

@@ -30,7 +30,7 @@ logger = logging.getLogger("headrace.kvstore")
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 MEDIA = (DRAM, NVME)
 """Media that are followed, fastest first."""
-MOST_BLOCKS = 1 << 22
+MAX_BLOCKS = 1 << 22
 """Maximum number of blocks of all nodes together, about 0.5 GB; further ones are counted, but not
 remembered and not pulled."""
 
@@ -44,7 +44,7 @@ class _Node:
 class Directory:
     """Blocks by node. A key is namespace digest + block hash padded to 32 bytes."""
 
-    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+    def __init__(self, most_blocks: int = MAX_BLOCKS) -> None:
         self._most_blocks = most_blocks
         self._nodes: dict[str, _Node] = {}
         self.dropped = 0

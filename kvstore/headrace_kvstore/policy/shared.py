@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 DEFAULT = "cost-aware"
 HEAD_BYTES = 64
-MOST_OF_STORE = 1 / 8
+MAX_OF_STORE = 1 / 8
 """Maximum share of a store that a policy's state may take; if it would be more, LRU decides."""
 
 
@@ -58,7 +58,7 @@ def affordable(name: str, size_bytes: int) -> str:
     """
     if name not in KINDS:
         raise ValueError(f"policy: {name!r} is unknown; give one of {', '.join(KINDS)}")
-    if state_bytes(name, size_bytes) <= MOST_OF_STORE * size_bytes:
+    if state_bytes(name, size_bytes) <= MAX_OF_STORE * size_bytes:
         return name
     logger.warning("a store of %d bytes is too small for %s; LRU evicts", size_bytes, name)
     return "lru"

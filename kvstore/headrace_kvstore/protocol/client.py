@@ -26,7 +26,7 @@ import zmq
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.address import connect
 
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 """Maximum number of requests that wait for the thread or the node; further ones are refused."""
 CONNECT_POLL_MS = 50
 
@@ -129,7 +129,7 @@ class Client:
 
     def _queue(self, asked: _Asked) -> bool:
         with self._lock:
-            full = len(self._outbox) + len(self._asked) >= MOST_WAITING
+            full = len(self._outbox) + len(self._asked) >= MAX_WAITING
             if self._closed or full or time.monotonic() < self._away_until_s:
                 self._counts["unsent"] += 1
                 return False

@@ -67,9 +67,9 @@ QUEUED_BATCHES = 10_000
 SEND_QUEUE = 1000
 """Batches that may wait for one subscriber; it asks for a replay of further ones."""
 REPLAYED_BATCHES = SEND_QUEUE // 2
-MOST_TOPICS = 64
+MAX_TOPICS = 64
 """Maximum number of topics that are remembered; a subscriber needs one."""
-MOST_REQUEST_BYTES = 4096
+MAX_REQUEST_BYTES = 4096
 """Maximum size of a request for replay."""
 REPORT_GAP_S = 0.02
 """Minimum time between two reports."""
@@ -270,7 +270,7 @@ class EventPublisher:
             return None
         socket = self._sockets[kind]
         socket.set_hwm(SEND_QUEUE)
-        socket.setsockopt(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         return bind(socket, endpoint)
 
     def publish(self, changes: list[Change]) -> None:
@@ -374,7 +374,7 @@ class EventPublisher:
     def _subscribed(self, message: bytes) -> None:
         """Handle ZeroMQ's notice that a topic has its first subscriber, or has lost its last."""
         kind, topic = message[:1], message[1:]
-        if kind == b"\1" and len(self._topics) < MOST_TOPICS:
+        if kind == b"\1" and len(self._topics) < MAX_TOPICS:
             before = self.followed
             self._topics.add(topic)
             if not before:

@@ -14,7 +14,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-LEAST_SECRET_CHARACTERS = 16
+MIN_SECRET_CHARACTERS = 16
 """Minimum length of a secret: an outsider who recorded a handshake can try secrets offline."""
 HANDSHAKE_MS = 5000
 """Time after which a client that has not proved itself is disconnected."""

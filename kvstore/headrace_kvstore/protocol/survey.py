@@ -21,7 +21,7 @@ from headrace_kvstore.supply import Supply, common
 
 logger = logging.getLogger("headrace.kvstore")
 
-MOST_BLOCKS = 1024
+MAX_BLOCKS = 1024
 """Maximum number of blocks asked for at once, as by an engine."""
 LIMIT_S, RETRY_S = 0.01, 1.0
 """Time limit, and time until a silent node is asked again. A living node answers within 1 ms."""
@@ -67,7 +67,7 @@ class Surveyor:
         """
         if not digests or not hashes or time.monotonic() < self._retry_at_s:
             return []
-        names = [bytes(name) for name in hashes[:MOST_BLOCKS]]
+        names = [bytes(name) for name in hashes[:MAX_BLOCKS]]
         asked = [self._client.ask(wire.Survey(digest, names, compute_s)) for digest in digests]
         replies = await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
         surveyed = [reply for reply in replies if isinstance(reply, wire.Surveyed)]

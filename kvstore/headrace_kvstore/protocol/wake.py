@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-_MOST_SIGNALS = 64
+_MAX_SIGNALS = 64
 
 
 class Wake:
@@ -36,7 +36,7 @@ class Wake:
     def clear(self) -> None:
         """Clear the signals."""
         with suppress(OSError):
-            self._out.recv(_MOST_SIGNALS)
+            self._out.recv(_MAX_SIGNALS)
         self._signalled = False
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from headrace_lab.sparse.calibrate import TAIL_TOKENS
 
 SHARES = 0.5, 0.25, 0.12
 BLOCK_TOKENS = 2048
-LEAST_KL = 1e-9
+MIN_KL = 1e-9
 """Lower limit of a returned KL: smaller values are rounding errors."""
 Watch = Callable[[int, int, Tensor], None]
 """Called with (layer, first of the context's tokens that the rows repeat, their rotated queries
@@ -159,5 +159,5 @@ def divergences(
         if streamed is not None:
             said.append(follow(streamed.keys, streamed.values, streamed.kept))
         kl = [float((exact.exp() * (exact - one)).sum(-1).double().mean()) for one in said]
-        found[share] = max(*kl, LEAST_KL)
+        found[share] = max(*kl, MIN_KL)
     return found

@@ -30,7 +30,7 @@ from headrace_prefill.fusion.config import FusionError, KVFusion
 
 Pair = tuple[int, int]
 ConvertKind = Literal["fused", "lite"]
-LEAST_STORED = 2
+MIN_STORED = 2
 """Number of lowest layers that always keep KV: they have no two layers below them."""
 CHOOSING = 2
 """Number of texts that are left out of the fit: layers are chosen on them."""
@@ -75,7 +75,7 @@ class Converter:
         shape = model.shape
         if shape.qk_norm or shape.fusion.kind != "vanilla":
             raise FusionError("only a Llama whose layers all keep KV can be converted")
-        if shape.fusion.layers <= LEAST_STORED:
+        if shape.fusion.layers <= MIN_STORED:
             raise FusionError(f"a model of {shape.fusion.layers} layers has none to convert")
         self._config, self._model, self._choosing = dict(config), model, tokens[-CHOOSING:]
         self._trace = Trace.of(model, tokens[:-CHOOSING])
@@ -139,7 +139,7 @@ class Converter:
         """Return, by layer, the KL of the model with this layer as its only reader, on texts that
         were left out of the fit."""
         some, found = Truth(self._model, self._choosing), {}
-        for layer in range(LEAST_STORED, self.layers):
+        for layer in range(MIN_STORED, self.layers):
             made = self.convert(self.fusion(kind, [layer]))
             found[layer] = some.error(made, first=layer).kl
         return found

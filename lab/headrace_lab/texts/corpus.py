@@ -22,7 +22,7 @@ LEARNED_BYTES = 16_000_000
 """Maximum size of the text that the vocabulary is learned from, counted in characters."""
 VALIDATING = 20
 """One in this many of a folder's files is for validation."""
-MOST_CHARACTERS = 8
+MAX_CHARACTERS = 8
 """Maximum number of characters of a file that are encoded for each wanted token."""
 
 Tokens = NDArray[np.uint32]
@@ -107,7 +107,7 @@ def passages(
             raise CorpusError(
                 f"{len(found)} texts have {tokens} tokens, and {count} are needed: give more texts"
             ) from None
-        encoded = encode(text[: MOST_CHARACTERS * tokens])[:tokens]
+        encoded = encode(text[: MAX_CHARACTERS * tokens])[:tokens]
         if len(encoded) == tokens:
             found.append(encoded)
     return np.array(found, np.uint32)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 SUFFIXES = (".py", ".md", ".rst", ".txt", ".pyi")
-LEAST_BYTES, MOST_BYTES = 3_000, 60_000
+MIN_BYTES, MAX_BYTES = 3_000, 60_000
 SYSTEM = (
     "You are a careful assistant. You get several documents and a question about them. Answer from "
     "the documents alone, and quote them where you can."
@@ -84,7 +84,7 @@ def documents(held_out: bool) -> list[Path]:
     return [
         file
         for _, file in sorted(found)
-        if file.is_file() and LEAST_BYTES <= file.stat().st_size <= MOST_BYTES
+        if file.is_file() and MIN_BYTES <= file.stat().st_size <= MAX_BYTES
     ]
 
 

@@ -36,7 +36,7 @@ change the means."""
 STARTS = 9
 """Number of recent starts whose median is the expected start time. A single start that waited for a
 machine or for a quota does not change the median."""
-MOST_STARTS = 256
+MAX_STARTS = 256
 RETURNS_S = 3600.0
 """Seconds within which a replica that Serve does not list as running may return."""
 MAX_REPLICAS = 4096
@@ -82,7 +82,7 @@ class Board:
     _looked_s: float = -1e18
     _decided_for: tuple[tuple[int, int], float] | None = None
     _orders: dict[str, deque[float]] = field(
-        default_factory=lambda: {role: deque(maxlen=MOST_STARTS) for role in ROLES}
+        default_factory=lambda: {role: deque(maxlen=MAX_STARTS) for role in ROLES}
     )
 
     def saw(self, role: str, seen: Seen, now_s: float) -> None:
@@ -94,7 +94,7 @@ class Board:
         self._seen[role] = seen
         if before is None:
             return
-        for _ in range(min(max(0, seen.wanted - before.wanted), MOST_STARTS)):
+        for _ in range(min(max(0, seen.wanted - before.wanted), MAX_STARTS)):
             orders.append(now_s)
         for _ in range(min(len(orders), max(0, seen.running - before.running))):
             self._learn_start(orders.popleft(), now_s)

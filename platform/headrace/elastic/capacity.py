@@ -34,7 +34,7 @@ PARTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
 """Values that are tried for the part of the prompts that decode engines compute."""
 CHANCES = ((-1.732, 1 / 6), (0.0, 2 / 3), (1.732, 1 / 6))
 """Deviations of the rate and their weights: Gauss-Hermite quadrature of three points."""
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 _STALLED = 1e-9
 
 
@@ -156,7 +156,7 @@ class Bounds:
         """Yield counts of both roles with this total, evenly spaced if there are many."""
         first = max(self.prefill[0], total - self.decode[1])
         last = min(self.prefill[1], total - max(self.decode[0], 1))
-        each = max(1, -(-(last - first + 1) // MOST_SPLITS))
+        each = max(1, -(-(last - first + 1) // MAX_SPLITS))
         for prefill in range(first, last + 1, each):
             yield prefill, total - prefill
 

@@ -35,7 +35,7 @@ AHEAD_S = (60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0)
 DAY_S = 86_400.0
 SEASONS = 288
 """Number of parts of a day with their own mean count."""
-_LEAST_LEVEL, _MOST_LEVEL, _DRIFT = 0.1, 0.5, 0.005
+_MIN_LEVEL, _MAX_LEVEL, _DRIFT = 0.1, 0.5, 0.005
 """Minimum and maximum weight of a new minute in the level, and the drift that sets the weight. The
 weight is the steady gain of a Kalman filter for a level that drifts by this fraction of itself each
 minute, and whose counts' square roots have a noise of 1/2."""
@@ -45,7 +45,7 @@ _DAMP = 0.97
 _LEARN, _LEARN_DAY = 1 / 180, 0.5
 _SMOOTH = np.array([1, 2, 3, 4, 3, 2, 1]) / 16
 _AHEAD_S = np.array(AHEAD_S)
-_MOST_RATIO = 10.0
+_MAX_RATIO = 10.0
 _SHARP = 8
 """Power of the errors in the weights. Most of an error is the noise of the counts, which all
 forecasts share, so the error of a clearly worse forecast is only a tenth larger."""
@@ -116,7 +116,7 @@ class Forecast:
         if self._bins == 1:
             self._level = self._mean = count
         before = self._level
-        gain = min(_MOST_LEVEL, max(_LEAST_LEVEL, _DRIFT * math.sqrt(self._level)))
+        gain = min(_MAX_LEVEL, max(_MIN_LEVEL, _DRIFT * math.sqrt(self._level)))
         self._level += self._trend
         self._level = max(0.0, self._level + gain * (count - self._level))
         self._mean += max(_MEAN, 1.0 / self._bins) * (count - self._mean)
@@ -148,7 +148,7 @@ class Forecast:
         found = np.empty((len(ahead_s), 4))
         found[:, 0], found[:, 1] = self._level, self._mean
         found[:, 2] = np.maximum(0.0, self._level + trend)
-        found[:, 3] = self._level * np.minimum(ratio, _MOST_RATIO)
+        found[:, 3] = self._level * np.minimum(ratio, _MAX_RATIO)
         return found
 
     def _weights(self) -> NDArray[np.float64]:

@@ -172,7 +172,7 @@ class Intake:
             ApiError: the body is no JSON object, a field is too large, or no replica may get one
                 of the fields.
         """
-        if len(body) <= limits.MOST_OTHER_BYTES:
+        if len(body) <= limits.MAX_OTHER_BYTES:
             return _checked(limits.parse_object(body), body)
         async with self._long_body:
             await then_rest(limits.check_other_bytes, body)

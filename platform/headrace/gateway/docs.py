@@ -14,9 +14,9 @@ from typing import Any
 from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.door.limits import (
     DEFAULT_TOKENS,
+    MAX_ITEMS,
     MAX_LOGPROBS,
     MAX_MESSAGE_PARTS,
-    MOST_ITEMS,
 )
 from headrace.gateway.openapi import OPERATIONS, openapi_document
 from headrace.gateway.relay.relay import MAX_ERROR_BYTES
@@ -117,7 +117,7 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
         for method, operation in operations.items():
             title = "The gateway's own" if (method, path) in own else "Relayed to vLLM"
             sections[title].append(_operation(document, method, path, operation))
-    items = ", ".join(f"`{name}` {most:,}" for name, most in MOST_ITEMS.items())
+    items = ", ".join(f"`{name}` {most:,}" for name, most in MAX_ITEMS.items())
     header = HEADER.format(
         vllm=vllm,
         items=items,

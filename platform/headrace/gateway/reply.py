@@ -20,10 +20,10 @@ import httptools
 
 from headrace.gateway.errors import Headers
 
-MOST_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of a head with the interim responses before it, and of consecutive bytes without a
 body."""
-MOST_WAITING_BYTES = 64 * 1024
+MAX_WAITING_BYTES = 64 * 1024
 """Maximum size of the unread body; beyond it, reading from the connection pauses."""
 _SWITCHING_PROTOCOLS = 101
 _FIRST_FINAL, _BEHIND_LAST = 200, 600
@@ -164,8 +164,8 @@ class Reply:
         if not self._parsed:
             piece = b""
             self._barren_bytes += len(data)
-            if self._barren_bytes > MOST_HEAD_BYTES and not self._ended:
-                why = f"more than {MOST_HEAD_BYTES} bytes without a body"
+            if self._barren_bytes > MAX_HEAD_BYTES and not self._ended:
+                why = f"more than {MAX_HEAD_BYTES} bytes without a body"
         else:
             piece = self._parsed[0] if len(self._parsed) == 1 else b"".join(self._parsed)
             self._parsed.clear()
@@ -176,7 +176,7 @@ class Reply:
             self.lose(why)
         if not piece or not self._poured(piece):
             self._waiting += piece
-            if len(self._waiting) > MOST_WAITING_BYTES and not self._left and not self._paused:
+            if len(self._waiting) > MAX_WAITING_BYTES and not self._left and not self._paused:
                 self._paused = True
                 self._line.pause_reading()
             self._wake()
@@ -209,8 +209,8 @@ class Reply:
         if self.status:
             return  # a trailer
         self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MOST_HEAD_BYTES:
-            raise ValueError(f"a head of more than {MOST_HEAD_BYTES} bytes")
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError(f"a head of more than {MAX_HEAD_BYTES} bytes")
         name = name.lower()
         if name == b"content-length" or (
             name == b"transfer-encoding" and value.lower().endswith(b"chunked")

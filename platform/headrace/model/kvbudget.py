@@ -46,14 +46,14 @@ from headrace.model.facts import ModelFacts
 from headrace.model.registry import ModelError
 from headrace_decode.bounded.engine.course import (
     EARLIER_TOKENS,
-    LEAST_FREED,
+    MIN_FREED,
     SEGMENT_TOKENS,
     kept_blocks,
 )
 from headrace_decode.bounded.engine.stored import Layout as Described
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.basis import COORDINATES
-from headrace_decode.sparse.engine.counts import LEAST_TOKENS, chosen_units
+from headrace_decode.sparse.engine.counts import MIN_TOKENS, chosen_units
 from headrace_decode.sparse.layout import Layout
 from headrace_decode.sparse.offload.sizes import footprint
 from headrace_decode.sparse.summaries import RANK_BESIDE
@@ -279,7 +279,7 @@ def _too_short(asked: Asked, least_share: float) -> str:
     context = asked.context_tokens - asked.answer_tokens
     blocks = context // BLOCK_TOKENS
     freed = blocks - kept_blocks(blocks, least_share)
-    return "" if freed >= LEAST_FREED else f"a prompt of {context} tokens is too short to drop from"
+    return "" if freed >= MIN_FREED else f"a prompt of {context} tokens is too short to drop from"
 
 
 def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -> Sizes | None:
@@ -333,7 +333,7 @@ def _fitting(name: str, curve: Curve, asked: Asked, sizes: Callable[[float], Siz
         sizes: returns the sizes at a share; None where the way is not possible.
     """
     least, most = (round(100 * share) for share in (min(curve), max(curve)))
-    short = f"only contexts of more than {LEAST_TOKENS} tokens are offloaded"
+    short = f"only contexts of more than {MIN_TOKENS} tokens are offloaded"
     last = Way(name, 0.0, None, Sizes(0, 0), short)
     for share in (hundredths / 100 for hundredths in range(most, least - 1, -1)):
         needed = sizes(share)

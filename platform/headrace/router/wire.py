@@ -11,7 +11,7 @@ from headrace.router.pairs import LOCAL_PARTS, REMOTE_PARTS
 from headrace.router.plan import RUNNERS_UP, Plan, Run, RunnerUp
 from headrace_kvstore.supply import MEDIA
 
-MOST_BYTES = 8_192
+MAX_BYTES = 8_192
 """Maximum size of an encoded plan; proxies and servers accept headers of at least this size."""
 _NAME_CHARS, _REASON_CHARS, _REASONS, _RUNS = 128, 400, 4, 32
 _TOKENS_MAX, _SECONDS_MAX = 1 << 40, 1e9
@@ -24,7 +24,7 @@ _PARTS = {
 
 
 def encode(plan: Plan) -> bytes:
-    """Return a plan as compact JSON in ASCII, at most `MOST_BYTES` long.
+    """Return a plan as compact JSON in ASCII, at most `MAX_BYTES` long.
 
     Reasons are shortened. If there are more than 32 runs, the plan computes all from the 32nd on.
 
@@ -39,7 +39,7 @@ def encode(plan: Plan) -> bytes:
     told["runs"], told["fallback"] = _few(plan.runs), _few(plan.fallback)
     told["runners_up"] = [list(other) for other in plan.runners_up]
     data = json.dumps(told, separators=(",", ":")).encode()
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_BYTES:
         told["runners_up"], told["reasons"] = [], told["reasons"][:1]
         data = json.dumps(told, separators=(",", ":")).encode()
     decode(data)
@@ -52,8 +52,8 @@ def decode(data: bytes) -> Plan:
     Raises:
         ValueError: the data is no plan, or a value is out of bounds.
     """
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"a plan has at most {MOST_BYTES} bytes, not {len(data)}")
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a plan has at most {MAX_BYTES} bytes, not {len(data)}")
     try:
         told = json.loads(data)
         return _plan(told)

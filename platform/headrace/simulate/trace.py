@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_TOKENS = 512
-MOST_REQUESTS = 5_000_000
-MOST_BLOCKS = 50_000_000
-MOST_TOKENS = 10_000_000
+MAX_REQUESTS = 5_000_000
+MAX_BLOCKS = 50_000_000
+MAX_TOKENS = 10_000_000
 """Maximum requests and blocks of a trace, and maximum tokens of one prompt or answer."""
-MOST_KEYS = 2**31 - 1
+MAX_KEYS = 2**31 - 1
 
 
 class TraceError(ValueError):
@@ -101,10 +101,10 @@ def parse_trace(lines: Iterable[str], name: str = "trace") -> Trace:
         prompt.append(tokens)
         output.append(answer)
         lengths.append(full)
-        if len(arrival) > MOST_REQUESTS or len(keys) > MOST_BLOCKS:
+        if len(arrival) > MAX_REQUESTS or len(keys) > MAX_BLOCKS:
             raise TraceError(
-                f"{name}, line {number}: more than {MOST_REQUESTS:,} requests or "
-                f"{MOST_BLOCKS:,} blocks"
+                f"{name}, line {number}: more than {MAX_REQUESTS:,} requests or "
+                f"{MAX_BLOCKS:,} blocks"
             )
     if not arrival:
         raise TraceError(f"{name}: no requests")
@@ -148,8 +148,8 @@ def _request(line: str) -> tuple[float, int, int, list[int]]:
 
 def _tokens(told: dict[str, Any], name: str) -> int:
     value = told.get(name)
-    if type(value) is not int or not 1 <= value <= MOST_TOKENS:
-        raise ValueError(f"{name} must be an integer from 1 to {MOST_TOKENS:,}")
+    if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+        raise ValueError(f"{name} must be an integer from 1 to {MAX_TOKENS:,}")
     return value
 
 
@@ -166,7 +166,7 @@ def in_blocks_of(trace: Trace, tokens: int) -> Trace:
         raise TraceError(f"blocks of {trace.block_tokens} tokens do not divide into {tokens}")
     lengths = trace.prompt.astype(np.int64) // tokens
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    if starts[-1] > MOST_BLOCKS:
+    if starts[-1] > MAX_BLOCKS:
         raise TraceError(f"{starts[-1]:,} blocks of {tokens} tokens are too many")
     row = np.repeat(np.arange(len(trace)), lengths)
     at = np.arange(starts[-1]) - starts[row]
@@ -234,7 +234,7 @@ def multiply(trace: Trace, rate: float, seconds: float, seed: int) -> Workload:
     speed = rate / copies
     rounds = int(np.ceil(seconds * speed / trace.seconds)) + 1
     expected = len(trace) * rate * seconds / trace.seconds
-    if expected > 4 * MOST_REQUESTS or copies * rounds * trace.distinct > MOST_KEYS:
+    if expected > 4 * MAX_REQUESTS or copies * rounds * trace.distinct > MAX_KEYS:
         raise TraceError(
             f"{rate:.0f} times the trace for {seconds:.0f} s are too many requests or blocks"
         )

@@ -20,7 +20,7 @@ from headrace_decode.sparse.calibration_file import CalibrationError, Measured, 
 
 COMMAND = "headrace lab calibrate bounded MODEL --texts FOLDER --out FILE"
 KIND = files.Kind("headrace_bounded_calibration", 1, "headrace lab calibrate bounded", COMMAND)
-MOST_WIDTH = 1024
+MAX_WIDTH = 1024
 
 
 def write(path: Path, calibration: Measured, gate: Gate) -> None:
@@ -64,7 +64,7 @@ def read_gate(path: Path, shape: Shape, unit_tokens: int) -> Gate:
             "level": heads,
         }
         files.check_shapes(shapes, wanted)
-        if not 1 <= width <= MOST_WIDTH:
+        if not 1 <= width <= MAX_WIDTH:
             raise CalibrationError(f"it is damaged: its width is {width}")
 
     _, tensors = files.read(path, KIND, _told, check)

@@ -24,10 +24,10 @@ from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS, repeats
 
 EARLIER_TOKENS = 256
 """The context's last rows, whose queries stand for later ones."""
-LEAST_PART = 64
+MIN_PART = 64
 """Minimum tokens of a part. A context is not read again if the model has no positions left for a
 part of this size after it."""
-LEAST_FREED = 4
+MIN_FREED = 4
 """Minimum number of blocks that dropping must free to be worth the work."""
 SEGMENT_TOKENS = 1024
 """Tokens of a streamed context between two choices. The request holds them in addition to the kept
@@ -86,11 +86,11 @@ class Course:
         tokens = len(self._context)
         size = min(PART_TOKENS, longest - 1 - tokens - LEAD_TOKENS)
         self._parts: list[tuple[int, int, int]] = []
-        if self.blocks - self.kept < LEAST_FREED:
+        if self.blocks - self.kept < MIN_FREED:
             pass  # it frees too little
         elif gated:
             self._parts = [(tokens, tokens, tokens)]
-        elif size >= LEAST_PART:
+        elif size >= MIN_PART:
             self._parts = list(repeats(tokens, size))
         self._at = 0
         self.reader = ""
@@ -189,7 +189,7 @@ class Stream:
     @property
     def worthwhile(self) -> bool:
         """Whether dropping frees enough blocks."""
-        return self.blocks - self.kept >= LEAST_FREED
+        return self.blocks - self.kept >= MIN_FREED
 
     def window(self, step_tokens: int) -> int:
         """Return the maximum number of blocks that it holds until its prompt is computed.

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-LEAST_SHARE = 0.75
+MIN_SHARE = 0.75
 """Minimum share of a prompt's full blocks that remembered KV must stand for. It was chosen within
 the budget of a shorter prompt. Answers erred 1.5 times as much as with a prompt that was computed
 from the beginning when it stood for 0.6 of the prompt, and 1.1 times as much at 0.8
@@ -25,7 +25,7 @@ from the beginning when it stood for 0.6 of the prompt, and 1.1 times as much at
 
 def least_of(hashes: Sequence[bytes]) -> int:
     """Return the minimum number of a prompt's first blocks that kept KV must stand for."""
-    return max(1, math.ceil(LEAST_SHARE * len(hashes)))
+    return max(1, math.ceil(MIN_SHARE * len(hashes)))
 
 
 class Kept(NamedTuple):

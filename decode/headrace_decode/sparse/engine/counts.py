@@ -15,7 +15,7 @@ SINKS = 1
 """Number of first units that are always attended to."""
 RECENT = 2
 """Number of newest units that are always attended to; the very newest needs no summary."""
-LEAST_TOKENS = 2048
+MIN_TOKENS = 2048
 """Rows with less KV are dense (`python -m benchmarks.sparse.engine`)."""
 
 
@@ -31,7 +31,7 @@ def chosen_units(kv_tokens: int, unit_tokens: int, share: float) -> int | None:
         kv_tokens: the row's KV, its own token included.
         share: above 0, at most 1.
     """
-    if kv_tokens < LEAST_TOKENS:
+    if kv_tokens < MIN_TOKENS:
         return None
     n = units_of(kv_tokens, unit_tokens)
     chosen = max(math.ceil(share * n), SINKS + RECENT)

@@ -19,7 +19,7 @@ from headrace_decode.sparse.lanes import LOG2E
 
 AT_ONCE = 16
 """Number of units that one program scores."""
-MOST_UNITS = 32768
+MAX_UNITS = 32768
 """Maximum units of a row, since all its scores lie in one program's registers."""
 
 
@@ -53,12 +53,12 @@ def tables(
         newest.
 
     Raises:
-        ValueError: rows have more than `MOST_UNITS` units.
+        ValueError: rows have more than `MAX_UNITS` units.
     """
     rows, heads, _ = query.shape
     kv_heads, n = summaries.codes.shape[0], units.shape[1]
-    if n > MOST_UNITS:
-        raise ValueError(f"rows have {n} units, must be at most {MOST_UNITS}")
+    if n > MAX_UNITS:
+        raise ValueError(f"rows have {n} units, must be at most {MAX_UNITS}")
     size = triton.next_power_of_2(max(n, 2))
     found = torch.zeros((rows, kv_heads, most), dtype=torch.int32, device=query.device)
     logits = scores(summaries, query, units, counts, scale)

@@ -132,11 +132,11 @@ class Pool:
         """
         rows = max(capacity_bytes // BYTES_PER_HEADER, 16)
         words = (capacity_bytes - rows * (HEADER.itemsize + 4)) // 4
-        if words < 2 * _LEAST_WORDS:
+        if words < 2 * _MIN_WORDS:
             raise CapacityError(
                 f"a memory of {capacity_bytes} bytes is too small: "
                 f"two partitions of {SMALLEST_TOKENS} tokens need "
-                f"{8 * _LEAST_WORDS + rows * HEADER.itemsize}"
+                f"{8 * _MIN_WORDS + rows * HEADER.itemsize}"
             )
         self.capacity_bytes = capacity_bytes
         self.arena = Arena(words)
@@ -180,8 +180,8 @@ class Pool:
         row = self._kept.pop(key, None)
         if row is None:
             spare = len(self.arena.words) // RESERVE_SHARE
-            if self.arena.free_words - _LEAST_WORDS < spare:
-                self._give_way(_LEAST_WORDS, 0.0)
+            if self.arena.free_words - _MIN_WORDS < spare:
+                self._give_way(_MIN_WORDS, 0.0)
             row = self._add(SMALLEST_TOKENS, kept=True, now_s=0.0)
         if row is not None:
             self._kept[key] = row
@@ -300,7 +300,7 @@ class Pool:
     def _add(self, tokens: int, *, kept: bool, now_s: float) -> int | None:
         words = _words_of(tokens, kept=kept)
         while (offset := self.arena.take(words)) is None:
-            if words <= _LEAST_WORDS:
+            if words <= _MIN_WORDS:
                 found = self._give_way(words, now_s)
             else:
                 found = self._halve_largest(NONE, words, now_s)
@@ -337,7 +337,7 @@ class Pool:
         whether there was such a partition.
         """
         sizes = self._sizes(NONE)
-        crowd = sizes < 2 * _LEAST_WORDS
+        crowd = sizes < 2 * _MIN_WORDS
         if sizes[crowd].sum() < sizes.max():
             return self._halve_largest(NONE, words, now_s)
         oldest = next((key for key, row in self._kept.items() if crowd[row]), None)
@@ -452,4 +452,4 @@ def _fitting(words: int) -> int:
     return 64 * low
 
 
-_LEAST_WORDS = _words_of(SMALLEST_TOKENS, kept=True)
+_MIN_WORDS = _words_of(SMALLEST_TOKENS, kept=True)

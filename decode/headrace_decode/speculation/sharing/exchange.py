@@ -39,7 +39,7 @@ from headrace_decode.speculation.sharing.record import (
 
 logger = logging.getLogger("headrace.speculation")
 
-MOST_ENTRIES = 65536
+MAX_ENTRIES = 65536
 """Maximum number of unsent entries of a partition, and of partitions with unsent entries; the
 oldest are discarded."""
 BREATH_S = 1e-4
@@ -113,7 +113,7 @@ class Exchange:
         queue: dict[Key, deque[Entry]] = {}
         for row in rows[np.argsort(headers["created_s"][rows], kind="stable")].tolist():
             key = keys[int(headers["partition"][row])]
-            waiting = queue.setdefault(key, deque(maxlen=MOST_ENTRIES))  # type: ignore[arg-type]
+            waiting = queue.setdefault(key, deque(maxlen=MAX_ENTRIES))  # type: ignore[arg-type]
             waiting.append((row, int(headers["generation"][row])))
         with self._held():
             meanwhile, self._queue = self._queue, queue
@@ -155,8 +155,8 @@ class Exchange:
             self.longest_hold_s = max(self.longest_hold_s, time.perf_counter() - started_s)
 
     def _add(self, key: Key, entry: Entry) -> None:
-        self._queue.setdefault(key, deque(maxlen=MOST_ENTRIES)).append(entry)
-        if len(self._queue) > MOST_ENTRIES:
+        self._queue.setdefault(key, deque(maxlen=MAX_ENTRIES)).append(entry)
+        if len(self._queue) > MAX_ENTRIES:
             del self._queue[next(iter(self._queue))]
 
     def _inserted(self, key: Key, header: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.cli.console import CliError
 
-LEAST_TEXTS = 8
+MIN_TEXTS = 8
 CHARACTERS_A_TOKEN = 8
 """Maximum number of characters of a file that are read for each missing token."""
 
@@ -20,9 +20,9 @@ def files_of(folder: Path) -> list[Path]:
         CliError: there are too few.
     """
     found = sorted(path for path in folder.rglob("*") if path.is_file())
-    if len(found) < LEAST_TEXTS:
+    if len(found) < MIN_TEXTS:
         raise CliError(
-            f"{folder} has {len(found)} files; give a folder with {LEAST_TEXTS} or more texts", 2
+            f"{folder} has {len(found)} files; give a folder with {MIN_TEXTS} or more texts", 2
         )
     return found
 

@@ -44,14 +44,14 @@ from typing import Literal
 
 from headrace.gateway.admission.classes import DEFAULT, SloClass
 from headrace.gateway.admission.costs import UNPRICED, Cost, Costs
-from headrace.gateway.admission.fair import MOST_TENANTS, FairQueue, Waiting
+from headrace.gateway.admission.fair import MAX_TENANTS, FairQueue, Waiting
 from headrace.gateway.admission.rates import Rates
 from headrace.gateway.admission.room import Room
 
 LATE = 1.1
 """Factor of the TTFT target: an admitted request that would take longer is given up."""
-MOST_RETRY_S = 60.0
-DOUBT_GAIN, MOST_DOUBT, MOST_STRETCH = 0.1, 4.0, 8.0
+MAX_RETRY_S = 60.0
+DOUBT_GAIN, MAX_DOUBT, MAX_STRETCH = 0.1, 4.0, 8.0
 BROKEN, MARGIN = 0.05, 0.05
 """Accepted share of failed predictions, and the tolerance as a share of the target.
 
@@ -244,7 +244,7 @@ class Admission:
             return
         promised_s = ticket.queue_s + self.stretch * ticket.cost.prefill_s
         broken = first_s > promised_s + MARGIN * slo.patience_s
-        self.stretch = _learned(self.stretch, MOST_STRETCH, broken=broken)
+        self.stretch = _learned(self.stretch, MAX_STRETCH, broken=broken)
 
     def had_elsewhere(self, tenant: str, seconds: float) -> None:
         """Charge a tenant for requests that another gateway has sent."""
@@ -296,7 +296,7 @@ class Admission:
             return
         promised_s = ticket.predicted_s * self.doubt + MARGIN * ticket.slo.patience_s
         broken = now_s - ticket.arrived_s > promised_s
-        self.doubt = _learned(self.doubt, MOST_DOUBT, broken=broken)
+        self.doubt = _learned(self.doubt, MAX_DOUBT, broken=broken)
 
     def _may_go(self, slo: SloClass, room: Room) -> bool:
         if slo.background:
@@ -351,7 +351,7 @@ class Admission:
     def _tell(self, tenant: str, seconds: float) -> None:
         self.had[tenant] = self.had.get(tenant, 0.0) + seconds
         self.had.move_to_end(tenant)
-        if len(self.had) > MOST_TENANTS:
+        if len(self.had) > MAX_TENANTS:
             self.had.popitem(last=False)
 
 
@@ -365,4 +365,4 @@ def _learned(factor: float, most: float, *, broken: bool) -> float:
 
 
 def _retry(seconds: float) -> float:
-    return min(MOST_RETRY_S, max(0.0, seconds))
+    return min(MAX_RETRY_S, max(0.0, seconds))

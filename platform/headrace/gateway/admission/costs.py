@@ -20,13 +20,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.gateway.admission.fair import MOST_TENANTS
+from headrace.gateway.admission.fair import MAX_TENANTS
 
 _GAIN = 0.1
 """Weight of a request in its tenant's means, which cover about the last ten requests."""
 _BYTE_S, _ANSWER_S = 1e-5, 2.0
 """Means before the first request: 40 us a token of 4 bytes, and an answer of 2 s."""
-LEAST_S = 1e-4
+MIN_S = 1e-4
 
 
 class Cost(NamedTuple):
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        return max(LEAST_S, self.prefill_s + self.answer_s)
+        return max(MIN_S, self.prefill_s + self.answer_s)
 
 
 UNPRICED = Cost(0.0, 1.0)
@@ -110,7 +110,7 @@ class Costs:
             means = self._tenants[tenant] = _Means(
                 self._all.byte_s, self._all.answer_s, dict(self._all.sizes)
             )
-            if len(self._tenants) > MOST_TENANTS:
+            if len(self._tenants) > MAX_TENANTS:
                 self._tenants.popitem(last=False)
         else:
             self._tenants.move_to_end(tenant)

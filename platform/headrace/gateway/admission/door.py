@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from headrace.gateway import errors
 from headrace.gateway.admission.admission import Admission, Refused, Ticket
 from headrace.gateway.admission.classes import AdmissionOptions, SloClass
-from headrace.gateway.admission.costs import LEAST_S
+from headrace.gateway.admission.costs import MIN_S
 from headrace.gateway.admission.room import Room, room_of
 from headrace.router.cluster import NO_TARGETS, Cluster, Targets
 from headrace.router.plan import Plan
@@ -152,7 +152,7 @@ class Door:
             return NO_TARGETS
         ttft_s = ticket.slo.ttft_target_s
         if ttft_s is not None:
-            ttft_s = max(LEAST_S, ttft_s - (self._clock() - ticket.arrived_s))
+            ttft_s = max(MIN_S, ttft_s - (self._clock() - ticket.arrived_s))
         return Targets(ttft_s, ticket.slo.itl_target_s)
 
     def planned(self, plan: Plan) -> None:

@@ -9,7 +9,7 @@ no debt.
 
 While two tenants both wait, their service differs by at most the largest request of each (the
 paper's theorem 1) plus the error of the predictions. The error is corrected (`charge`) as soon as
-it is known. No counter is ever more than `MOST_AHEAD_S` ahead of the virtual time, so no debt lasts
+it is known. No counter is ever more than `MAX_AHEAD_S` ahead of the virtual time, so no debt lasts
 longer either.
 
 A tenant's own requests are ordered by priority (highest first), then by the time at which they must
@@ -24,9 +24,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-MOST_AHEAD_S = 60.0
+MAX_AHEAD_S = 60.0
 """Maximum lead of a tenant's counter over the virtual time, in seconds."""
-MOST_TENANTS = 4096
+MAX_TENANTS = 4096
 """Maximum number of counters that are kept for tenants without a waiting request."""
 
 Order = tuple[int, float, int]
@@ -165,7 +165,7 @@ class FairQueue:
                 self._virtual_s = max(self._virtual_s, end_s - seconds)
             self._keep(tenant, end_s)
             return
-        start_s = min(waits.start_s + seconds, self._virtual_s + MOST_AHEAD_S)
+        start_s = min(waits.start_s + seconds, self._virtual_s + MAX_AHEAD_S)
         waits.start_s = max(self._virtual_s, start_s)
         self._offer(tenant, waits.start_s)
 
@@ -177,9 +177,9 @@ class FairQueue:
         if end_s <= self._virtual_s:
             ends.pop(tenant, None)
             return
-        ends[tenant] = min(end_s, self._virtual_s + MOST_AHEAD_S)
+        ends[tenant] = min(end_s, self._virtual_s + MAX_AHEAD_S)
         ends.move_to_end(tenant)
-        if len(ends) > MOST_TENANTS:
+        if len(ends) > MAX_TENANTS:
             ends.popitem(last=False)
 
     def _take(self, tenant: _Tenant, waiting: Waiting, at: int) -> None:
@@ -191,7 +191,7 @@ class FairQueue:
         else:
             self.cost_s = 0.0
         if tenant.queue:
-            tenant.start_s = min(tenant.start_s, self._virtual_s + MOST_AHEAD_S)
+            tenant.start_s = min(tenant.start_s, self._virtual_s + MAX_AHEAD_S)
             self._offer(name, tenant.start_s)
         else:
             del self._backlog[name]

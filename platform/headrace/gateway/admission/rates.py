@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-from headrace.gateway.admission.fair import MOST_TENANTS
+from headrace.gateway.admission.fair import MAX_TENANTS
 
 MEMORY_S = 3.0
 LOOK_S = 0.1
@@ -71,7 +71,7 @@ class Rates:
         taken_s = taken_s * math.exp((at_s - now_s) / MEMORY_S) + cost_s
         self._taken[tenant] = taken_s, now_s, since_s
         self._taken.move_to_end(tenant)
-        if len(self._taken) > MOST_TENANTS:
+        if len(self._taken) > MAX_TENANTS:
             self._taken.popitem(last=False)
 
     def of(self, tenant: str, now_s: float) -> float:

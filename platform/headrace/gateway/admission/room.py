@@ -22,7 +22,7 @@ from headrace.router.view import View
 from headrace_engine.steptime import KNOTS
 
 LEAD_STEPS = 2.0
-LEAST_LEAD_S = 0.05
+MIN_LEAD_S = 0.05
 """Minimum of `Room.lead_s`, since reports and turns of the queue take some time, too."""
 _KNOTS = np.array(KNOTS)
 
@@ -41,7 +41,7 @@ class Room:
     """
 
     waits_s: list[float] = field(default_factory=list)
-    lead_s: float = LEAST_LEAD_S
+    lead_s: float = MIN_LEAD_S
     streams: int = 0
     rows: float = 1.0
     engines: int = 0
@@ -96,7 +96,7 @@ def room_of(
         computes = prefill.copy() if view.settings.policy == "remote" else prefill | decode
         waits_s = queue_s + np.where(prefill, 0.0, rows * np.maximum(0.0, step_s - idle_s))
     waits = np.sort(stretch * waits_s[computes])
-    lead_s = max(LEAST_LEAD_S, LEAD_STEPS * float(np.median(step_s[computes])))
+    lead_s = max(MIN_LEAD_S, LEAD_STEPS * float(np.median(step_s[computes])))
     mean_rows = max(1.0, float(rows[decode].mean()))
     room = Room(
         waits.tolist(),

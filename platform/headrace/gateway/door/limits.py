@@ -25,7 +25,7 @@ from headrace_engine.serving.validation import FailFastAdapter
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
-MOST_ITEMS = {
+MAX_ITEMS = {
     "messages": 16_384,
     "input": 16_384,
     "items": 16_384,
@@ -47,7 +47,7 @@ BYTES_PER_TOKEN = 4
 MAX_ADMIN_FIELDS = 64
 """Maximum fields of an administrative request; pydantic makes an object of each unknown one."""
 
-MOST_OTHER_BYTES = 512 * 1024
+MAX_OTHER_BYTES = 512 * 1024
 """Maximum size of all fields of a request but the `_Bulky` ones, together. A schema may have 256
 KiB. Parsing 400,000 biases (5 MB) blocked the gateway for 0.1 s and a replica for 0.4 s."""
 
@@ -71,7 +71,7 @@ class _Bulky(msgspec.Struct):
     generate_response: msgspec.Raw = msgspec.Raw(b"")
 
 
-MOST_PARTS = 1 << 18
+MAX_PARTS = 1 << 18
 """Maximum number of strings, lists and objects in one body; there may be four times as many
 numbers. Parsing 500,000 empty objects (2 MB) took 0.03 s, so a body of 8 MB could block an event
 loop for 0.2 s."""
@@ -152,20 +152,20 @@ def check_other_bytes(body: bytes) -> None:
     """Refuse a body whose other fields than the `_Bulky` ones are too large, before it is parsed.
 
     Raises:
-        ApiError: 400, the other fields are larger than `MOST_OTHER_BYTES`.
+        ApiError: 400, the other fields are larger than `MAX_OTHER_BYTES`.
     """
-    if len(body) <= MOST_OTHER_BYTES:
+    if len(body) <= MAX_OTHER_BYTES:
         return
     try:
         bulky = _decode_bulky(body)
     except (msgspec.DecodeError, RecursionError):
         return  # `parse_object` reports the error
     other = len(body) - sum(len(memoryview(value)) for value in msgspec.structs.astuple(bulky))
-    if other > MOST_OTHER_BYTES:
+    if other > MAX_OTHER_BYTES:
         known = ", ".join(_Bulky.__struct_fields__)
         raise errors.ApiError(
             400,
-            f"All fields but {known} have {other} bytes together; {MOST_OTHER_BYTES} is the limit.",
+            f"All fields but {known} have {other} bytes together; {MAX_OTHER_BYTES} is the limit.",
             code="fields_too_large",
         )
 
@@ -178,19 +178,19 @@ def check_parts(body: bytes) -> None:
     valid JSON.
 
     Raises:
-        ApiError: 400, the body has more than `MOST_PARTS` values.
+        ApiError: 400, the body has more than `MAX_PARTS` values.
     """
-    if len(body) <= MOST_OTHER_BYTES or _parts(body) <= MOST_PARTS:
+    if len(body) <= MAX_OTHER_BYTES or _parts(body) <= MAX_PARTS:
         return
     # Without escaped backslashes and quotes, every second part between quotes is a string.
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
-    if strings <= MOST_PARTS:
+    if strings <= MAX_PARTS:
         strings += _parts(b"".join(bare.split(b'"')[::2]))
-    if strings > MOST_PARTS:
+    if strings > MAX_PARTS:
         raise errors.ApiError(
             400,
-            f"The request body has more than {MOST_PARTS} values.",
+            f"The request body has more than {MAX_PARTS} values.",
             code="too_many_values",
         )
 
@@ -214,7 +214,7 @@ def check_fields(request: Mapping[str, Any]) -> None:
     if not isinstance(request.get("structured_outputs"), (Mapping, type(None))):
         message = "structured_outputs must be an object."
         raise errors.ApiError(400, message, code="invalid_type", param="structured_outputs")
-    for name, most in MOST_ITEMS.items():
+    for name, most in MAX_ITEMS.items():
         value = request.get(name)
         if isinstance(value, list) and len(value) > most and not _is_one_prompt(name, value):
             message = f"{name} has {len(value)} items; {most} at once is the limit."

@@ -35,7 +35,7 @@ from headrace.router.blocks.feed import GPU, Ask, Feed, FeedError, Kind
 from headrace_engine.reporting import report as reports
 from headrace_engine.reporting.report import Report
 from headrace_kvstore.protocol.events import BLOCKS_TOPIC, END_SEQ, REPORT_TOPIC
-from headrace_kvstore.protocol.membership import LEAST_SECRET_CHARACTERS, Membership
+from headrace_kvstore.protocol.membership import MIN_SECRET_CHARACTERS, Membership
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -48,9 +48,9 @@ MESSAGES = 8
 TICK_S = 0.2
 WAITING = 1000
 """Maximum number of messages of one source that wait for the loop."""
-MOST_MESSAGE_BYTES = 256 * 1024
-MOST_LINES = 4096
-MOST_REPLAYS = 64
+MAX_MESSAGE_BYTES = 256 * 1024
+MAX_LINES = 4096
+MAX_REPLAYS = 64
 """Maximum number of replays under way at a time; the others are requested later."""
 REPLAY_S = 5.0
 """Time without a message after which a replay is given up."""
@@ -63,7 +63,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 """ZeroMQ's heartbeats, by which it notices that a machine vanished, and connects again."""
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 _NUMBER_BYTES = 8
-_MOST_ENDPOINT_CHARS = 256
+_MAX_ENDPOINT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,10 @@ class LineInfo:
         if not isinstance(told, Mapping):
             return None
         parts = [told.get(name) for name in ("events", "replay", "epoch", "token")]
-        if not all(isinstance(part, str) and len(part) <= _MOST_ENDPOINT_CHARS for part in parts):
+        if not all(isinstance(part, str) and len(part) <= _MAX_ENDPOINT_CHARS for part in parts):
             return None
         info = cls(*parts)  # type: ignore[arg-type]
-        return info if len(info.token) >= LEAST_SECRET_CHARACTERS else None
+        return info if len(info.token) >= MIN_SECRET_CHARACTERS else None
 
 
 class _Stream:
@@ -166,9 +166,9 @@ class Lines:
                 continue
             if known is not None:
                 self._drop(self._sources.pop(name))
-            if len(self._sources) >= MOST_LINES:
+            if len(self._sources) >= MAX_LINES:
                 if not self.counts["refused"]:
-                    logger.warning("more than %d lines: the others are not followed", MOST_LINES)
+                    logger.warning("more than %d lines: the others are not followed", MAX_LINES)
                 self.counts["refused"] += 1
                 continue
             source = _Source(name, info)
@@ -205,7 +205,7 @@ class Lines:
             self._loop = asyncio.get_running_loop()
             self._context = zmq.Context()
             limit = int(self._context.get(zmq.SOCKET_LIMIT))
-            self._context.set(zmq.MAX_SOCKETS, min(limit, MOST_LINES + MOST_REPLAYS + 64))
+            self._context.set(zmq.MAX_SOCKETS, min(limit, MAX_LINES + MAX_REPLAYS + 64))
             self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _open(self, source: _Source, kind: int, endpoint: str) -> _Stream | None:
@@ -218,7 +218,7 @@ class Lines:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.RCVHWM, WAITING)
-            socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
             socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -289,7 +289,7 @@ class Lines:
             if source is None or source.info.epoch != ask.epoch:
                 continue
             self._end_replay(source)
-            if len(self._replaying) < MOST_REPLAYS:
+            if len(self._replaying) < MAX_REPLAYS:
                 self._begin_replay(source, ask, now_s)
             else:
                 self.counts["replays_put_off"] += 1

@@ -49,7 +49,7 @@ KEYS_BYTE_S = 3e-6
 prompt is worth the wait."""
 PLACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 """Routes whose requests are prompts."""
-MOST_KEYS_BYTES = 4 * 2**20
+MAX_KEYS_BYTES = 4 * 2**20
 LOOK_S = 1.0
 COMPILE_LIMIT_S = 600.0
 """Time limit of the process that compiles the router; ten times its duration on a laptop."""
@@ -264,7 +264,7 @@ async def _whole(reply: Reply) -> bytes:
     parts, size = [await reply.read_some()], 0
     while parts[-1]:
         size += len(parts[-1])
-        if size > MOST_KEYS_BYTES:
-            raise ValueError(f"more than {MOST_KEYS_BYTES} bytes")
+        if size > MAX_KEYS_BYTES:
+            raise ValueError(f"more than {MAX_KEYS_BYTES} bytes")
         parts.append(await reply.read_some())
     return b"".join(parts)

@@ -50,7 +50,7 @@ from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
 from headrace_decode.replay.said import HEADER, RESUME
 
 MAX_DELIVERIES = 3
-MOST_PLACED_HEAD_BYTES = 32 * 1024
+MAX_PLACED_HEAD_BYTES = 32 * 1024
 HELD_BYTES = 1 << 20
 """Maximum bytes of an answer that a gateway holds before it passes them on. An answer of 8,192
 tokens has 0.04 MB, and 0.7 MB with the log-probability and the bytes of each."""
@@ -266,7 +266,7 @@ class Relay:
         """Return the plan for a call; None if the pool should choose."""
         if self._placer is None or call.route is None or call.method != "POST":
             return None
-        if sum(len(name) + len(value) for name, value in call.headers) > MOST_PLACED_HEAD_BYTES:
+        if sum(len(name) + len(value) for name, value in call.headers) > MAX_PLACED_HEAD_BYTES:
             return None  # with the plan, the head might be too long for the replica
         began = perf_counter()
         try:

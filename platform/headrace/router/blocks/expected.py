@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from headrace.router.blocks.index import BlockIndex, Keys
 from headrace_kvstore.compiled import jit
 
-MOST_PLANS, MOST_BLOCKS = 8192, 1 << 20
-MOST_HOLDERS = 8
+MAX_PLANS, MAX_BLOCKS = 8192, 1 << 20
+MAX_HOLDERS = 8
 """Maximum number of holders that one plan names."""
 
 
@@ -64,14 +64,14 @@ class Expected:
     """
 
     def __init__(
-        self, index: BlockIndex, most_plans: int = MOST_PLANS, most_blocks: int = MOST_BLOCKS
+        self, index: BlockIndex, most_plans: int = MAX_PLANS, most_blocks: int = MAX_BLOCKS
     ) -> None:
         self._held, self._most_plans, self._most_blocks = index, most_plans, most_blocks
         self._index = BlockIndex(max(2**20, 128 * most_blocks), most_plans)
         self._plans: dict[str, _Coming] = {}
         self._free: list[int] = []
         """Free holder numbers of the index of plans."""
-        self._holders = np.full((most_plans, MOST_HOLDERS), -1, np.int32)
+        self._holders = np.full((most_plans, MAX_HOLDERS), -1, np.int32)
         self._times: list[tuple[float, int, _Coming]] = []
         self._blocks = self._added = 0
         self.came = self.overdue = self.displaced = 0
@@ -91,8 +91,8 @@ class Expected:
         Raises:
             ValueError: the prompt alone has more than `most_blocks`; more than 8 holders.
         """
-        if len(holders) > MOST_HOLDERS:
-            raise ValueError(f"holders: {len(holders)}, more than {MOST_HOLDERS}")
+        if len(holders) > MAX_HOLDERS:
+            raise ValueError(f"holders: {len(holders)}, more than {MAX_HOLDERS}")
         if len(keys) > self._most_blocks:
             raise ValueError(f"keys: {len(keys)} blocks, more than {self._most_blocks}")
         self.withdraw(plan)

@@ -38,8 +38,8 @@ import msgspec
 from msgspec import Meta
 
 from headrace.router.blocks.hashing import (
-    LEAST_HASH_BYTES,
-    MOST_HASH_BYTES,
+    MAX_HASH_BYTES,
+    MIN_HASH_BYTES,
     key_of,
     keys_of,
 )
@@ -51,19 +51,19 @@ GPU = "GPU"
 """vLLM's name for its own cache."""
 ANY = "ANY"
 """Any of a source's two media."""
-MOST_BATCH_BYTES = 16 * 2**20
-MOST_BLOCKS, MOST_EVENTS = 1 << 17, 1 << 16
+MAX_BATCH_BYTES = 16 * 2**20
+MAX_BLOCKS, MAX_EVENTS = 1 << 17, 1 << 16
 """Maximum number of blocks in one event, and of events in one batch."""
-MOST_SOURCES = 16_384
+MAX_SOURCES = 16_384
 KEPT_BATCHES, KEPT_BYTES = 64, 2**20
 """Maximum number and total bytes of one source's batches that wait for missing earlier ones."""
 KEPT_EPOCHS = 4
 ASK_AGAIN_S = 2.0
 SILENT_S = 10.0
 
-Hash = Annotated[bytes, Meta(min_length=LEAST_HASH_BYTES, max_length=MOST_HASH_BYTES)]
+Hash = Annotated[bytes, Meta(min_length=MIN_HASH_BYTES, max_length=MAX_HASH_BYTES)]
 Number = Annotated[int, Meta(ge=0)]
-Hashes = Annotated[list[Hash | Number], Meta(max_length=MOST_BLOCKS)]
+Hashes = Annotated[list[Hash | Number], Meta(max_length=MAX_BLOCKS)]
 Name = Annotated[str, Meta(max_length=64)]
 
 
@@ -98,13 +98,13 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: Annotated[list[Event], Meta(max_length=MOST_EVENTS)]
+    events: Annotated[list[Event], Meta(max_length=MAX_EVENTS)]
     data_parallel_rank: int | None = None
 
 
 class _Loose(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: Annotated[list[msgspec.Raw], Meta(max_length=MOST_EVENTS)]
+    events: Annotated[list[msgspec.Raw], Meta(max_length=MAX_EVENTS)]
     data_parallel_rank: int | None = None
 
 
@@ -204,7 +204,7 @@ class Feed:
     """
 
     def __init__(
-        self, index: BlockIndex, silent_s: float = SILENT_S, most_sources: int = MOST_SOURCES
+        self, index: BlockIndex, silent_s: float = SILENT_S, most_sources: int = MAX_SOURCES
     ) -> None:
         self._index, self._silent_s, self._most = index, silent_s, most_sources
         self._sources: dict[str, _Source] = {}
@@ -298,11 +298,11 @@ class Feed:
                 self.counts["late"] += 1
                 return
             self._restart(known, epoch)
-        if seq < 0 or len(payload) > MOST_BATCH_BYTES:
+        if seq < 0 or len(payload) > MAX_BATCH_BYTES:
             self.counts["bad"] += 1
             raise FeedError(
                 f"{source}: number {seq}, {len(payload)} bytes: not from 0 on, or more than "
-                f"{MOST_BATCH_BYTES} bytes"
+                f"{MAX_BATCH_BYTES} bytes"
             )
         errors: list[str] = []
         self._take(source, known, seq, payload, replay, errors)

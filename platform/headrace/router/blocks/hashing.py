@@ -15,14 +15,14 @@ from headrace_kvstore.prompt_hash import KEY_BYTES, hash_prompt, key_of, keys_of
 __all__ = [
     "DEFAULT_SEED",
     "KEY_BYTES",
-    "LEAST_HASH_BYTES",
-    "MOST_HASH_BYTES",
+    "MAX_HASH_BYTES",
+    "MIN_HASH_BYTES",
     "PromptKeys",
     "key_of",
     "keys_of",
 ]
 
-LEAST_HASH_BYTES, MOST_HASH_BYTES = KEY_BYTES, 32
+MIN_HASH_BYTES, MAX_HASH_BYTES = KEY_BYTES, 32
 DEFAULT_SEED = "vllm-none-hash"
 """vLLM's default seed, used unless PYTHONHASHSEED or a random seed replaces it."""
 

@@ -51,7 +51,7 @@ from headrace.router.blocks.sets import (
 )
 
 CAPACITY_BYTES = 256 * 2**20
-MOST_HOLDERS = SINGLES // 2
+MAX_HOLDERS = SINGLES // 2
 """Maximum number of open holders. As many more slots may wait for the sweep."""
 SET_SHARE = 8
 """Divisor of the memory: 1/8 of it is for sets of holders."""
@@ -77,8 +77,8 @@ class BlockIndex:
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, most_holders: int = 4096) -> None:
-        if not 1 <= most_holders <= MOST_HOLDERS:
-            raise ValueError(f"most_holders must be 1 to {MOST_HOLDERS}, not {most_holders}")
+        if not 1 <= most_holders <= MAX_HOLDERS:
+            raise ValueError(f"most_holders must be 1 to {MAX_HOLDERS}, not {most_holders}")
         if capacity_bytes < 2**20:
             raise ValueError(f"capacity_bytes must be at least 1 MiB, not {capacity_bytes}")
         set_bytes = 8 * _words(most_holders) + SET.itemsize + 2 * 4

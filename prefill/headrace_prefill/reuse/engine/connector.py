@@ -48,7 +48,7 @@ from headrace_prefill.reuse.engine.stats import ReusePromMetrics, ReuseStats
 
 logger = logging.getLogger("headrace.reuse")
 
-LEAST_ROWS = 32
+MIN_ROWS = 32
 """Minimum row budget of the side pass in a step, however many tokens the step's requests have."""
 
 
@@ -173,7 +173,7 @@ class ReuseConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         begin, self._begin = self._begin, []
         room = self._step_rows - scheduler_output.total_num_scheduled_tokens
-        return ReuseMetadata(begin, max(LEAST_ROWS, room))
+        return ReuseMetadata(begin, max(MIN_ROWS, room))
 
     def update_connector_output(self, connector_output: Any) -> None:
         invalid = connector_output.invalid_block_ids or set()

@@ -25,7 +25,7 @@ from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.rows import RowEngine, Rows
 from headrace_prefill.reuse.rules import DRAFT_TOKENS
 
-MOST_SCORES = 2**24
+MAX_SCORES = 2**24
 """Maximum number of attention scores in memory at a time: 64 MiB in fp32."""
 
 
@@ -52,7 +52,7 @@ def attended(
     end = torch.from_numpy(seen).to(keys.device)
     total = torch.zeros(tokens, device=keys.device)
     got = torch.empty_like(queries)
-    size = max(1, MOST_SCORES // (heads * tokens))
+    size = max(1, MAX_SCORES // (heads * tokens))
     for first in range(0, rows, size):
         part = grouped[:, :, first : first + size]
         scores = torch.bmm(part.reshape(kv_heads, -1, dim), by_head).float().mul_(scale)

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from headrace_decode.sparse.engine._vllm_compat import why_model_dense
-from headrace_decode.sparse.kernels.choosing import MOST_UNITS
+from headrace_decode.sparse.kernels.choosing import MAX_UNITS
 
 __all__ = [
     "AttentionCGSupport",
@@ -28,8 +28,8 @@ __all__ = [
     "TritonAttentionMetadataBuilder",
 ]
 
-LEAST_CAPABILITY = 80
-LEAST_HEAD_DIM = 32
+MIN_CAPABILITY = 80
+MIN_HEAD_DIM = 32
 
 
 def use_backend(config: VllmConfig, path: str) -> None:
@@ -44,7 +44,7 @@ def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
     None if it can."""
     if (why := why_model_dense(config)) is not None:
         return why
-    if not current_platform.has_device_capability(LEAST_CAPABILITY):
+    if not current_platform.has_device_capability(MIN_CAPABILITY):
         return "its GPU has a compute capability below 8.0"
     attention, cache = config.attention_config, config.cache_config
     if attention.backend not in (None, AttentionBackendEnum.TRITON_ATTN):
@@ -54,11 +54,11 @@ def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
     if cache.user_specified_block_size and cache.block_size != unit_tokens:
         return f"block_size {cache.block_size} is not the unit, {unit_tokens}"
     dim = config.model_config.get_head_size()
-    if dim & (dim - 1) or dim < LEAST_HEAD_DIM:
+    if dim & (dim - 1) or dim < MIN_HEAD_DIM:
         return f"heads of {dim} channels: there is no kernel for these"
     longest = config.model_config.max_model_len
-    if longest > MOST_UNITS * unit_tokens:
-        return f"max_model_len {longest} is above {MOST_UNITS} units of {unit_tokens} tokens"
+    if longest > MAX_UNITS * unit_tokens:
+        return f"max_model_len {longest} is above {MAX_UNITS} units of {unit_tokens} tokens"
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "custom_class":
         return f"{speculative.method} drafts: the host does not know how long rows are"

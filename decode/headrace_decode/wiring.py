@@ -1,0 +1,72 @@
+"""Parts that the app gives a decode replica: a planner, a listener and settings.
+
+`headrace.app` fills `DecodeWiring`; this package does not import the layer above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace_decode.orchestrate import Planner
+from headrace_decode.reusing import Reusing
+from headrace_decode.tenants import ALL_ALIKE, Tenants
+from headrace_engine.meter import EngineMeter
+from headrace_kvstore.supply import Supply
+
+
+class Listener(Protocol):
+    """A running HTTP server."""
+
+    port: int
+
+    async def stop(self, grace_s: float) -> None: ...
+
+
+class PrefillAwarePlanner(Planner, Protocol):
+    """A planner that can be inspected, and is told when prefill replicas fail and recover."""
+
+    policy: str
+    machine: str
+    on_change: list[Callable[[], None]]
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def itl_target_s(self) -> float | None: ...
+    def prefill_members(self, replicas: Collection[str]) -> None: ...
+    def prefill_up(self, replica: str) -> None: ...
+    def prefill_down(self, why: str, replica: str) -> None: ...
+    def prefills_in_doubt(self) -> list[str]: ...
+    def explain(self, request_id: str) -> dict[str, Any] | None: ...
+    async def supplies(self, token_ids: Sequence[int], salt: str) -> Sequence[Supply]: ...
+    def report_fields(self) -> dict[str, Any]: ...
+    def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
+    def holds(self, blocks: Sequence[bytes]) -> Sequence[bool]: ...
+    def pin(self, token_ids: Sequence[int], salt: str) -> int: ...
+    def snapshot(self) -> dict[str, Any]: ...
+    def demand(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class DecodeWiring:
+    """Functions and settings that the app binds into a decode replica.
+
+    Every callable is importable by name.
+    """
+
+    make_planner: Callable[[Any, EngineMeter], PrefillAwarePlanner]
+    """(vLLM config of the started engine, its meter) -> planner."""
+    listen: Callable[..., Awaitable[Listener]] | None = None
+    """(asgi app, host, port 0) -> running server; None if no gateway relays to that port."""
+    setup: Callable[[str], None] | None = None
+    system_prompts: tuple[str, ...] = ()
+    """System prompts whose KV is made and pinned when the replica starts."""
+    tenants: Tenants = ALL_ALIKE
+    """Drafting policies of the tenants."""
+    drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
+    """Factory of a function that receives every report on drafting."""
+    reusing: Callable[[Callable[[Sequence[int], str], list[bytes]], int], Reusing] | None = None
+    """(hash function for a prompt's blocks, tokens of a block) -> chooser of stored KV to reuse at
+    other positions; None without reuse."""
