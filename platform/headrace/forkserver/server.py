@@ -39,7 +39,7 @@ from typing import Any
 
 import setproctitle
 
-from headrace.forkserver import OF_IMPORTS, READ_LATER, listen
+from headrace.forkserver import READ_LATER, is_of_imports, listen
 from headrace.forkserver.launcher import ADDRESS_VARIABLE, FORWARDED
 
 logger = logging.getLogger("headrace.forkserver")
@@ -156,7 +156,7 @@ class _Imported:
         """Whether an import may have read this variable, and has not set it."""
         if name in self.variables or name in READ_LATER:
             return False
-        return name.startswith(OF_IMPORTS) or ("ray" in sys.modules and name.startswith("RAY_"))
+        return is_of_imports(name) or ("ray" in sys.modules and name.startswith("RAY_"))
 
 
 class ForkServer:
@@ -259,7 +259,9 @@ class ForkServer:
             self._imported.add(modules)
         if self._imported.fault is not None:
             raise ValueError(self._imported.fault)
-        ours = environment if self._environment is None else self._environment
+        if self._environment is None:
+            return
+        ours = self._environment
         for name in sorted({*ours, *environment}):
             if ours.get(name) != environment.get(name) and self._imported.has_read(name):
                 raise ValueError(f"the environment differs in {name}")

@@ -1,11 +1,8 @@
 """The gateway as one ASGI callable: routes, refusals, and the life of a request.
 
-It is plain ASGI, without a framework, since a router and its middleware would cost time on each
-request. It runs under any ASGI server, also mounted below a root path.
-
-The gateway's own routes come first. Requests for all other paths go to the replicas. The gateway
-has no list of vLLM's routes: the replicas report their routes with their load. Until a replica has
-reported, a request for such a path waits.
+It is plain ASGI: a framework's router and middleware would cost time on each request. It runs under
+any ASGI server, also mounted below a root path. Paths that are not the gateway's own go to the
+replicas, which report their routes with their load. Until one has, such a request waits.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Carrier:
 
         These are the node's state; notes posted and absorbed, refused as damaged, and failed for
         another reason; records and bytes in them, and refused records of another model or tokenizer
-        (`of_others`); entries not posted yet (`untold`) and places on the board not read yet
-        (`behind`); the longest time for which the memory's lock was held; the thread's CPU seconds.
+        (`of_others`); numbers of entries not posted and of places on the board not read yet; the
+        longest time for which the memory's lock was held; the thread's CPU seconds.
         """
         counted = ("posted", "posted_bytes", "absorbed", "absorbed_bytes", "records")
         return {
