@@ -43,9 +43,9 @@ from headrace_decode.rendering._vllm_compat import block_hasher, keys_route
 from headrace_decode.rendering.keys import KeysRoute
 from headrace_decode.replay.recorder import Recorded
 from headrace_decode.replay.resumed import Resumed
-from headrace_decode.report import DraftingReports
 from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
+from headrace_decode.speculation.reports import DraftingReports
 from headrace_decode.warm import warm
 from headrace_decode.wiring import DecodeWiring, Listener
 from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts, engine_progress
