@@ -30,7 +30,7 @@ from benchmarks.chaos.faults import STOPPED_S, drain, kill_engine, stop_engine
 from benchmarks.chaos.kv_faults import KV_FAULTS, KvFaults
 from benchmarks.chaos.streams import LIMIT_S, Seen, ask, body_of, headers_of
 from benchmarks.serving.environment import machine
-from headrace.gateway.door.connection import SEND_TIMEOUT_S
+from headrace.gateway.ingress.connection import SEND_TIMEOUT_S
 
 LOST: dict[str, Callable[[App, int], str]] = {
     "killed": kill_engine,

@@ -34,8 +34,8 @@ import numpy as np
 from benchmarks.drafting import corpora, costs, isolation, loading, share
 from benchmarks.drafting.arms import Arctic, Ngram, Ours
 from benchmarks.drafting.replay import MOST, at_equal_drafts, replay
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.acceptance import MATCH_BUCKET, MATCH_FROM
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.retrieval.acceptance import MATCH_BUCKET, MATCH_FROM
 
 EXCHANGES = {"code": 100, "agent": 600, "prose": 100}
 OWN = frozenset({Source.PROMPT, Source.OUTPUT})

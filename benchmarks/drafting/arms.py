@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.drafting.one_row import Draft, OneRowMemory
-from headrace_decode.speculation.retrieval.draft_memory import Settings
+from headrace_decode.speculative.retrieval.draft_memory import Settings
 
 ARCTIC_DEPTH = 24
 ARCTIC_FACTOR = 1.0

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from benchmarks.drafting.arms import ARCTIC_DEPTH, ARCTIC_FACTOR, ARCTIC_LEAST, Arctic
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.draft_memory import Settings, tenant_key
-from headrace_decode.speculation.retrieval.pool import SegmentInfo
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.retrieval.draft_memory import Settings, tenant_key
+from headrace_decode.speculative.retrieval.pool import SegmentInfo
 
 ROWS = 64
 STEPS = 48

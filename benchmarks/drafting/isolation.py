@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.drafting.corpora import Exchange
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.retrieval.draft_memory import Settings
+from headrace_decode.speculative.retrieval.draft_memory import Settings
 
 ROWS = 64
 KNOWN_TOKENS = 16

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace_decode.speculation.retrieval.corpus_loads import Corpora
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
+from headrace_decode.speculative.retrieval.corpus_loads import Corpora
+from headrace_decode.speculative.retrieval.draft_memory import Memory, Settings
 
 CORPUS_TOKENS, DOCUMENT_TOKENS, DOCUMENTS_A_CALL = 8_000_000, 4_000, 5
 CAPACITY_BYTES = 512 << 20

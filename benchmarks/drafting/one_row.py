@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import DraftBatch
-from headrace_decode.speculation.retrieval.draft_memory import Memory
+from headrace_decode.speculative.draft import DraftBatch
+from headrace_decode.speculative.retrieval.draft_memory import Memory
 
 
 @dataclass(frozen=True)

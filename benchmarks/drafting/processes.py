@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.drafting.arms import Ours
 from benchmarks.drafting.corpora import Exchange
 from benchmarks.drafting.replay import Outcome, replay
-from headrace_decode.speculation.retrieval.draft_memory import Settings
-from headrace_decode.speculation.settings import CarrierSettings
-from headrace_decode.speculation.sharing.carrier import Carrier
-from headrace_decode.speculation.sharing.exchange import Exchange as Log
+from headrace_decode.speculative.retrieval.draft_memory import Settings
+from headrace_decode.speculative.settings import CarrierSettings
+from headrace_decode.speculative.sharing.carrier import Carrier
+from headrace_decode.speculative.sharing.exchange import Exchange as Log
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 

@@ -26,7 +26,7 @@ from benchmarks.drafting.arms import Ours
 from benchmarks.drafting.corpora import Exchange
 from benchmarks.drafting.processes import FLOOR, Child, Node, Replica, folder
 from benchmarks.drafting.replay import replay
-from headrace_decode.speculation.sharing.carrier import IDLE_S
+from headrace_decode.speculative.sharing.carrier import IDLE_S
 
 LIMIT_S, WATCHED_S = 120.0, 15.0
 SINGLE = 11

@@ -33,8 +33,8 @@ import numpy as np
 
 from benchmarks.elastic.day import SHAPES, WARM_S, Day, day_of
 from benchmarks.elastic.scalers import Ours, QueueLength, Static
-from headrace.elastic.capacity import Bounds, Slo
-from headrace.elastic.decide import Prices
+from headrace.autoscaling.capacity import Bounds, Slo
+from headrace.autoscaling.decide import Prices
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.outcome import Targets
 from headrace.simulate.run import Settings

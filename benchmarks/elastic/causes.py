@@ -1,6 +1,6 @@
 """Where a day's GPU-seconds go: ``python -m benchmarks.elastic.causes --table FILE [--json FILE]``.
 
-The policy's own decisions (`headrace.elastic.decide`) are played minute by minute on a day's
+The policy's own decisions (`headrace.autoscaling.decide`) are played minute by minute on a day's
 counts, but no requests are: how many are late follows from the minute's rate and the replicas that
 serve, by the table that `benchmarks.elastic.bound --table` measures. So a day takes seconds. Then
 one cause after the other is taken away by an oracle::
@@ -33,10 +33,10 @@ from benchmarks.elastic.bound import EACH, rates_of
 from benchmarks.elastic.day import DAY_S, SHAPES, WARM_S, day_of
 from benchmarks.elastic.scalers import Ours
 from headrace.advice import Load
-from headrace.elastic import capacity
-from headrace.elastic.capacity import Bounds, Slo
-from headrace.elastic.decide import Prices, decide
-from headrace.elastic.forecast import BIN_S, Ahead, Forecast
+from headrace.autoscaling import capacity
+from headrace.autoscaling.capacity import Bounds, Slo
+from headrace.autoscaling.decide import Prices, decide
+from headrace.autoscaling.forecast import BIN_S, Ahead, Forecast
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.ours import Headrace
 from headrace.simulate.run import Settings, simulate

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.elastic.day import DAY_S, SHAPES, week
-from headrace.elastic.forecast import BIN_S, Forecast
+from headrace.autoscaling.forecast import BIN_S, Forecast
 from headrace.simulate.trace import read_trace
 
 AHEAD_S = (120.0, 600.0, 1200.0, 3600.0)

@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.elastic.day import Day
 from headrace.advice import Load
-from headrace.elastic.capacity import Bounds, Slo
-from headrace.elastic.decide import Counts, Prices, decide
-from headrace.elastic.forecast import BIN_S, Ahead, Forecast
+from headrace.autoscaling.capacity import Bounds, Slo
+from headrace.autoscaling.decide import Counts, Prices, decide
+from headrace.autoscaling.forecast import BIN_S, Ahead, Forecast
 from headrace.simulate.hardware import Hardware, prefill_s
 from headrace_lab.simulate.fleet import Look, Role
 from headrace_lab.simulate.traffic import Traffic
@@ -31,7 +31,7 @@ class Static:
 
 
 class Ours:
-    """`headrace.elastic` with the inputs that a controller would get.
+    """`headrace.autoscaling` with the inputs that a controller would get.
 
     Args:
         forecast: whether to forecast; if False, the last minute's rate is taken as the certain

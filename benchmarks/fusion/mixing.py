@@ -25,7 +25,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from headrace_prefill.fusion.engine.blocks import Mixer
+from headrace_prefill.cross_layer.engine.blocks import Mixer
 
 BLOCK, CACHE_BLOCKS, GROUP, REPEATS = 128, 512, 3, 30
 

@@ -35,7 +35,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from headrace.model import resolve
-from headrace_engine._vllm_compat import SPARE_SHARE
+from headrace_engine.vllm.engine import SPARE_SHARE
 
 SHORT = 32
 CASES = ((3000, 512), (3000, 2048))

@@ -26,7 +26,7 @@ from headrace.gateway import (
     serve_gateway,
 )
 from headrace.gateway.backend import NoMetrics
-from headrace_decode.replay.said import HEADER, Said, line
+from headrace_decode.resume.said import HEADER, Said, line
 from headrace_decode.routes import Route
 from tests.support.certificates import Authority
 

@@ -141,7 +141,7 @@ def _engine(
 ) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    from headrace_prefill.fusion.engine.plugin import register
+    from headrace_prefill.cross_layer.engine.plugin import register
 
     register()
     (folder / "config.json").write_text(json.dumps(model))

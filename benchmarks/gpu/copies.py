@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace_engine.connector.device_cache import DeviceCache
+from headrace_engine.connector.pipeline import DEPTH
 from headrace_kvstore.codec import CODECS, LayerShape, Order
-from headrace_kvstore.connector.device_cache import DeviceCache
-from headrace_kvstore.connector.pipeline import DEPTH
 from headrace_kvstore.device.clock import CudaClock
 from headrace_kvstore.layout import BlockLayout
 

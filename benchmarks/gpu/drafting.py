@@ -37,7 +37,7 @@ def engine(arm: str) -> dict[str, float]:
     from vllm import LLM, SamplingParams
 
     from benchmarks.gpu.engine import random_weights, the_model
-    from headrace_decode.speculation.settings import engine_arguments
+    from headrace_decode.speculative.settings import engine_arguments
 
     llm = LLM(
         the_model(),

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace_engine.connector.device_cache import DeviceCache
+from headrace_engine.connector.files import DIRECT_BACKEND, FileSource
+from headrace_engine.connector.pipeline import DEPTH, LayerPipeline, ThisThread
+from headrace_engine.connector.ways import DirectWay, HostWay, Way
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
-from headrace_kvstore.connector.device_cache import DeviceCache
-from headrace_kvstore.connector.files import DIRECT_BACKEND, FileSource
-from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline, ThisThread
-from headrace_kvstore.connector.ways import DirectWay, HostWay, Way
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import NvmeTier

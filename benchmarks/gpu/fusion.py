@@ -1,8 +1,8 @@
 """Cost in decoding of a layer that mixes two layers' KV: mixing first, then attention.
 
 Each arm computes some layers, one after another, as one CUDA graph. All rows have blocks of their
-own, so nothing is mixed twice. `triton` is `headrace_prefill.fusion.engine.triton_mixing`, `torch`
-the same with torch's operations. An engine on CUDA has the former.
+own, so nothing is mixed twice. `triton` is `headrace_prefill.cross_layer.engine.triton_mixing`,
+`torch` the same with torch's operations. An engine on CUDA has the former.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.gpu.timing import graph, milliseconds
 from headrace_decode.sparse.kernels._vllm_compat import triton_attention
-from headrace_prefill.fusion.engine.triton_mixing import mix_blocks
-from headrace_prefill.fusion.mixing import mix
+from headrace_prefill.cross_layer.engine.triton_mixing import mix_blocks
+from headrace_prefill.cross_layer.mixing import mix
 
 HEADS, KV_HEADS, DIM, LAYERS, BLOCK = 32, 8, 128, 4, 16
 """Llama 3 8B, some of its layers."""

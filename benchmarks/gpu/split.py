@@ -73,7 +73,7 @@ class Engine:
 
         connector = {
             "kv_connector": "NixlConnector",
-            "kv_connector_module_path": "headrace_engine.integrity.connector",
+            "kv_connector_module_path": "headrace_engine.pull_proof.connector",
             "kv_buffer_device": "cuda" if torch.cuda.is_available() else "cpu",
         }
         self._engine = make_llm(connector, memory=memory).llm_engine

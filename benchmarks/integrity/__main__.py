@@ -39,9 +39,9 @@ from benchmarks.integrity.detect import simulated, transfers_until_seen
 from benchmarks.integrity.pair import Consumer, Producer, Shape, agent
 from benchmarks.serving.environment import environment
 from headrace.cli import state
-from headrace_engine.integrity.content import BlockSums, block_seeds
-from headrace_engine.integrity.identity import Identity
-from headrace_engine.integrity.settings import IntegritySettings
+from headrace_engine.pull_proof.content import BlockSums, block_seeds
+from headrace_engine.pull_proof.identity import Identity
+from headrace_engine.pull_proof.settings import IntegritySettings
 
 SMOLLM2 = Shape(layers=30, blocks=16, heads=3, tokens=128, width=64)
 FLIPS, PULLED_FLIPS, PULLS = 10_000, 200, 300

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace_engine.integrity.content import BlockSums, block_seeds
-from headrace_engine.integrity.identity import Claim, prompt_digest
-from headrace_engine.integrity.proving import ProvingAgent, Pull
-from headrace_engine.integrity.records import Geometry, Grants, RecordTable
-from headrace_engine.integrity.settings import IntegritySettings, Sampling
+from headrace_engine.pull_proof.content import BlockSums, block_seeds
+from headrace_engine.pull_proof.identity import Claim, prompt_digest
+from headrace_engine.pull_proof.proving import ProvingAgent, Pull
+from headrace_engine.pull_proof.records import Geometry, Grants, RecordTable
+from headrace_engine.pull_proof.settings import IntegritySettings, Sampling
 from headrace_engine.quiet_nixl import event_driven
 
 

@@ -14,12 +14,12 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from headrace_engine.connector.cache import EngineCache
+from headrace_engine.connector.work import Load, Save, Work
+from headrace_engine.connector.worker import WorkerHalf
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.geometry import PAGE_BYTES
 from headrace_kvstore.checksum import block_seed, copy, layer_seeds
-from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.work import Load, Save, Work
-from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.parts import Parts
 from headrace_kvstore.settings import StoreSettings

@@ -11,10 +11,10 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.quantised import quantised, ratio
-from headrace_decode.bounded.gate import Gate, at_start
-from headrace_decode.bounded.keeping import Always, keep, keep_units
-from headrace_decode.bounded.refit import KEY_RIDGE, RIDGE, some
-from headrace_decode.bounded.scores import as_later, pooled
+from headrace_decode.compression.gate import Gate, at_start
+from headrace_decode.compression.keeping import Always, keep, keep_units
+from headrace_decode.compression.refit import KEY_RIDGE, RIDGE, some
+from headrace_decode.compression.scores import as_later, pooled
 from headrace_lab.compression.entropy_budgets import by_entropy, entropies
 from headrace_lab.models.lm import LM
 
@@ -103,7 +103,7 @@ class Arm:
 
     Attributes:
         scores: function that ranks the tokens.
-        ridges: for the fits of values and of keys (`headrace_decode.bounded.refit.fit`).
+        ridges: for the fits of values and of keys (`headrace_decode.compression.refit.fit`).
         budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
         queries: the queries that both fits use: of "sampled" repeating rows, of "earlier" ones, of
             "both", or of the "last" rows, as an engine does.

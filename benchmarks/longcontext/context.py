@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.longcontext.judge import judged_rows
 from benchmarks.longcontext.texts import Case
-from headrace_decode.bounded.scores import Received, as_later
+from headrace_decode.compression.scores import Received, as_later
 from headrace_lab.compression.reading import repeat
 from headrace_lab.models.lm import KV, LM
 

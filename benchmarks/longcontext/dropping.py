@@ -36,7 +36,7 @@ from benchmarks.sparse.serving import Engine, report
 from headrace.model import resolve
 from headrace.model.facts import describe
 from headrace.model.kvbudget import Asked, bounded_blocks, streamed_blocks
-from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.compression.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 4000, 2000, 0.25
@@ -66,7 +66,7 @@ def served(
         max_num_batched_tokens=BATCH_TOKENS,
         max_num_seqs=2 * AT_ONCE,
         async_scheduling=False,
-        scheduler_cls="headrace_decode.bounded.engine.scheduler.BoundingTakingUp",
+        scheduler_cls="headrace_decode.compression.engine.scheduler.BoundingTakingUp",
     )
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     pool, following = scheduler.kv_cache_manager.block_pool, engine.bound.following

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_decode.bounded.refit import fit
+from headrace_decode.compression.refit import fit
 from headrace_lab.models.lm import KV, LM, Attend
 
 

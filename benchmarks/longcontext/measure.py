@@ -29,8 +29,8 @@ from benchmarks.longcontext.peers import pressed
 from benchmarks.longcontext.streaming import ByEntropy, Gated, Streaming
 from benchmarks.longcontext.texts import Case, case
 from benchmarks.plain import model
-from headrace_decode.bounded.engine.calibration import read_gate
-from headrace_decode.bounded.gate import Gate
+from headrace_decode.compression.engine.calibration import read_gate
+from headrace_decode.compression.gate import Gate
 from headrace_decode.sparse.calibration_file import Shape
 from headrace_lab.models.lm import LM
 

@@ -27,7 +27,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace_decode.bounded.keeping import keep
+from headrace_decode.compression.keeping import keep
 from headrace_decode.sparse.engine.counts import chosen_units
 from headrace_decode.sparse.offload.sizes import footprint
 from headrace_decode.sparse.summaries import Summaries

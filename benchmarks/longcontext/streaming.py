@@ -20,9 +20,9 @@ from torch import Tensor
 from benchmarks.longcontext.arms import LEFT, UNIT_TOKENS, VALUES, Ridges, entropy_budgets
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
-from headrace_decode.bounded.gate import Gate
-from headrace_decode.bounded.keeping import Always, keep
-from headrace_decode.bounded.scores import LEAD_TOKENS, Received
+from headrace_decode.compression.gate import Gate
+from headrace_decode.compression.keeping import Always, keep
+from headrace_decode.compression.scores import LEAD_TOKENS, Received
 from headrace_lab.compression.streaming import Streamed
 from headrace_lab.models.lm import LM
 

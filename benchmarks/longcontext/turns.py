@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.longcontext.dropping import BATCH_TOKENS, SHARE, blocks_of
 from benchmarks.sparse.serving import LONGEST, Engine, report, same_first
-from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.compression.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 PROMPT, ANSWER, MORE, NEXT, CONVERSATIONS = 4000, 100, 200, 50, 5
@@ -45,7 +45,7 @@ def measured(gate: Path | None) -> dict[str, float]:
         num_gpu_blocks_override=blocks_of(LONGEST) + 1,
         max_num_batched_tokens=BATCH_TOKENS,
         async_scheduling=False,
-        scheduler_cls="headrace_decode.bounded.engine.scheduler.BoundingTakingUp",
+        scheduler_cls="headrace_decode.compression.engine.scheduler.BoundingTakingUp",
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.store_connector",

@@ -11,7 +11,7 @@ count.
     article             drift of K and V at each layer among those that the layer before computed,
                         above a threshold, the share falling linearly to none (UCM's article)
     oracle              the tokens whose K and V really have the largest error, mean over layers
-    ours                `headrace_prefill.reuse.rules`; "question-free" probes with a generic
+    ours                `headrace_prefill.blending.rules`; "question-free" probes with a generic
                         question
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headrace_lab.blending.correct import Case, Corrected, corrected, with_depths
 from headrace_lab.models.lm import LM
-from headrace_prefill.reuse.rules import Rule
+from headrace_prefill.blending.rules import Rule
 
 ARTICLE_THRESHOLD = 0.02
 DRIFT = 0.3

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_prefill.reuse.finding.finder import Finder
+from headrace_prefill.blending.finding.finder import Finder
 
 BLOCK = 128
 PROMPTS = 300

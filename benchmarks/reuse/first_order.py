@@ -29,7 +29,7 @@ from benchmarks.reuse.arms import offsets_depths
 from headrace_lab.blending.correct import Case
 from headrace_lab.models.exact import Exact
 from headrace_lab.models.lm import KV, LM
-from headrace_prefill.reuse.rules import LAST_TOKENS, Rule
+from headrace_prefill.blending.rules import LAST_TOKENS, Rule
 
 TOKENS, ANSWER, SEED = (1900, 2800), 48, 7
 STARTS = 4

@@ -94,7 +94,7 @@ def build_paced_app(config: HeadraceConfig) -> Application:
     from ray.serve.config import RequestRouterConfig
     from ray.serve.experimental.round_robin_router import RoundRobinRouter
 
-    from headrace._ray_compat import with_ingress_request_router
+    from headrace_engine.ray.llm import with_ingress_request_router
 
     routing = RequestRouterConfig(request_router_class=RoundRobinRouter)
     ingress = serve.deployment(serve.ingress()(PacedReplica))

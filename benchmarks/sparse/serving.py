@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.compression.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 ENVIRONMENT = {

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.kvstore.child import Child
 from benchmarks.kvstore.timing import CannotRun
 from benchmarks.speculation import arctic
-from headrace_decode.speculation.settings import engine_arguments
+from headrace_decode.speculative.settings import engine_arguments
 
 DRAFT_TOKENS = 16
 ENVIRONMENT = {

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from benchmarks.speculation.arms import MODEL
 from benchmarks.speculation.engine_node import ANSWER_TOKENS, MODEL_TOKENS
 from benchmarks.speculation.workloads import DOCUMENTS, Workload
-from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Mode
-from headrace_decode.speculation.request import Facts
-from headrace_decode.speculation.retrieval.draft_memory import Memory
-from headrace_decode.speculation.session import Rows, Session
+from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Mode
+from headrace_decode.speculative.request import Facts
+from headrace_decode.speculative.retrieval.draft_memory import Memory
+from headrace_decode.speculative.session import Rows, Session
 
 Answers = dict[str, list[tuple[list[int], list[int]]]]
 """Workload -> prompt and answer of each request, as token ids."""

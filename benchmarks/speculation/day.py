@@ -31,18 +31,18 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.planning import draft_guard, draft_planner
-from headrace_decode.speculation.planning.budget import best_budget
-from headrace_decode.speculation.planning.draft_planner import (
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.jit import jit
+from headrace_decode.speculative.planning import draft_guard, draft_planner
+from headrace_decode.speculative.planning.budget import best_budget
+from headrace_decode.speculative.planning.draft_planner import (
     DraftPlanner,
     Limits,
     Load,
     Mode,
     Step,
 )
-from headrace_decode.speculation.retrieval.acceptance import (
+from headrace_decode.speculative.retrieval.acceptance import (
     EFFECT,
     MATCH_BUCKET,
     POSITION_BUCKET,

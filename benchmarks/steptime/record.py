@@ -26,10 +26,10 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from headrace.model import resolve
-from headrace_decode.speculation import proposer
-from headrace_decode.speculation.draft import DraftBatch, Source
-from headrace_decode.speculation.request import REQUEST_KEY
-from headrace_decode.speculation.settings import engine_arguments
+from headrace_decode.speculative import proposer
+from headrace_decode.speculative.draft import DraftBatch, Source
+from headrace_decode.speculative.request import REQUEST_KEY
+from headrace_decode.speculative.settings import engine_arguments
 
 FIELDS = ("prompt", "prompts", "rows", "draft", "context", "pairs", "seconds")
 """`prompts`: requests whose prompt was computed. `context`: tokens attended to by decoding rows'

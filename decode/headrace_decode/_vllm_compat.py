@@ -39,16 +39,16 @@ from headrace_decode._vllm_request import (
     without_reserved,
 )
 from headrace_decode.apis.usage import USAGE, CachedTokens
-from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
+from headrace_decode.compression.engine.settings import settings_of as bounded_settings_of
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import PLAN, TENANT
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.rendering.keys import RENDER_ONLY, Prompt, Rendered
-from headrace_decode.replay.llm import Generate, TakingUpLLM
-from headrace_decode.replay.recorder import RECORDER
-from headrace_decode.replay.said import cached_tokens_of, tokens_of
+from headrace_decode.resume.llm import Generate, TakingUpLLM
+from headrace_decode.resume.recorder import RECORDER
+from headrace_decode.resume.said import cached_tokens_of, tokens_of
 from headrace_decode.reusing import Reuse, Reusing, reusing_work
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.techniques import (
@@ -63,10 +63,10 @@ from headrace_decode.techniques import (
 )
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.turns import PROMPTS, Turns
-from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
+from headrace_engine.ray.engine import MeteredVLLMEngine
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.steptime import StepTime
 from headrace_engine.tracing import span

@@ -11,8 +11,8 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from headrace_decode.replay.scheduler import SAID
-from headrace_decode.speculation.request import request_arguments
+from headrace_decode.resume.scheduler import SAID
+from headrace_decode.speculative.request import request_arguments
 from headrace_decode.techniques import (
     BOUNDED,
     SPARSE,
@@ -22,8 +22,8 @@ from headrace_decode.techniques import (
     share_in,
 )
 from headrace_decode.tenants import TenantPolicy
+from headrace_engine.connector.identity.engine_identity import lossy_codec
 from headrace_engine.handoff import PARAMS_KEY
-from headrace_kvstore.connector.identity.engine_identity import lossy_codec
 from headrace_kvstore.salts import salt_of, unlike_adapters
 
 RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", SAID})

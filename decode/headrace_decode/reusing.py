@@ -36,16 +36,16 @@ LAST_TOKENS = 8
 these do."""
 DRAFT_ROWS = 128
 """Number of rows of a batch that take as long as the probe's draft of 8 tokens, one by one
-(`headrace_prefill.reuse.engine.side_pass`)."""
+(`headrace_prefill.blending.engine.side_pass`)."""
 PLACED_PER_ROW = 50
 """Number of tokens whose placing takes as long as computing one row
-(`headrace_prefill.reuse.engine`)."""
+(`headrace_prefill.blending.engine`)."""
 THREAD_TOKENS = 4096
 """Length above which prompts are looked up in a thread: 4,096 tokens take 0.2 ms."""
 
 
 class FoundRun(Protocol):
-    """A run of stored tokens in a prompt (`headrace_prefill.reuse.finding.finder.Run`)."""
+    """A run of stored tokens in a prompt (`headrace_prefill.blending.finding.finder.Run`)."""
 
     @property
     def new(self) -> int: ...
@@ -60,7 +60,7 @@ class FoundRun(Protocol):
 
 
 class Texts(Protocol):
-    """An index of stored prompts (`headrace_prefill.reuse.finding.finder.Finder`)."""
+    """An index of stored prompts (`headrace_prefill.blending.finding.finder.Finder`)."""
 
     def add(self, tenant: str, tokens: Sequence[int], digests: Sequence[bytes]) -> None: ...
     def find(self, tenant: str, tokens: Sequence[int], least: int) -> Sequence[FoundRun]: ...
@@ -73,7 +73,7 @@ class Reuse:
     Attributes:
         salt: a salt of this request alone, for its plan.
         params: parameters for the engine that computes the prompt
-            (`headrace_prefill.reuse.engine.stored`).
+            (`headrace_prefill.blending.engine.stored`).
         computed: number of tokens whose computation takes as long as the whole reuse.
         tokens: number of tokens in the runs.
         pulls: whether another engine computes the prompt.

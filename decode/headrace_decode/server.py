@@ -41,32 +41,32 @@ from headrace_decode.internal import InternalOnly
 from headrace_decode.orchestrate import Orchestrator
 from headrace_decode.rendering._vllm_compat import block_hasher, keys_route
 from headrace_decode.rendering.keys import KeysRoute
-from headrace_decode.replay.recorder import Recorded
-from headrace_decode.replay.resumed import Resumed
+from headrace_decode.resume.recorder import Recorded
+from headrace_decode.resume.resumed import Resumed
 from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
-from headrace_decode.speculation.reports import DraftingReports
+from headrace_decode.speculative.reports import DraftingReports
 from headrace_decode.warm import warm
 from headrace_decode.wiring import DecodeWiring, Listener
-from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts, engine_progress
 from headrace_engine.exchange import KvKind
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import EngineMeter
-from headrace_engine.reporting.replica import ReplicaLine
-from headrace_engine.serving._ray_compat import (
+from headrace_engine.ray.serve import (
     max_ongoing_requests,
     ongoing_requests,
     read_note,
     shutdown_seconds,
     write_note,
 )
+from headrace_engine.reporting.replica import ReplicaLine
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.orders import Notes, Obedience
 from headrace_engine.stall import LoopStall
 from headrace_engine.supervise import supervise
+from headrace_engine.vllm.engine import cache_layout, compute_gate, engine_facts, engine_progress
 from headrace_kvstore.cluster.keeper import join_store
 from headrace_kvstore.protocol.address import base_url
 
@@ -307,7 +307,8 @@ class DecodeServer(PDDecodeServer):
         await super().__del__()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the replica's demand, for `headrace.elastic`, and its ongoing requests for Serve.
+        """Return the replica's demand, for `headrace.autoscaling`, and its ongoing requests for
+        Serve.
 
         The ongoing requests are only returned if they come over a port that Serve does not see.
         """

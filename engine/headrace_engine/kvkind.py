@@ -7,14 +7,14 @@ import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from headrace_engine.exchange import CHECKS_KEY, UNIDENTIFIED, KvKind
-from headrace_kvstore.connector.identity.engine_identity import (
+from headrace_engine.connector.identity.engine_identity import (
     connector_settings,
     first_epoch,
     kv_identity,
     sparse_unit_tokens,
 )
-from headrace_kvstore.connector.identity.weights import Unidentified
+from headrace_engine.connector.identity.weights import Unidentified
+from headrace_engine.exchange import CHECKS_KEY, UNIDENTIFIED, KvKind
 from headrace_kvstore.keys import canonical
 
 logger = logging.getLogger("headrace.engine")

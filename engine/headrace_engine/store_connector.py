@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headrace_engine.connector.connector import StoreConnector
 from headrace_engine.steptime import StepTime
-from headrace_kvstore.connector.connector import StoreConnector
 
 
 class HeadraceConnector(StoreConnector):

@@ -18,14 +18,6 @@ from ray.serve.deployment import Application
 from ray.serve.llm import build_dp_deployment, build_llm_deployment
 from ray.serve.llm.ingress import make_fastapi_ingress
 
-from headrace._ray_compat import (
-    PDServingArgs,
-    build_direct_streaming_deployment,
-    build_ingress_request_router,
-    maybe_apply_llm_deployment_config_defaults,
-    to_model_metadata,
-    with_ingress_request_router,
-)
 from headrace.config import AppSection, to_app_args
 from headrace.config.integrity import IntegritySection
 from headrace.config.kvbudget import planned
@@ -43,6 +35,14 @@ from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DPDecodeServer
 from headrace_decode.wiring import DecodeWiring
 from headrace_engine.exchange import CHECKS_KEY
+from headrace_engine.ray.llm import (
+    PDServingArgs,
+    build_direct_streaming_deployment,
+    build_ingress_request_router,
+    maybe_apply_llm_deployment_config_defaults,
+    to_model_metadata,
+    with_ingress_request_router,
+)
 from headrace_engine.serving.draining import drain_options
 from headrace_engine.serving.parsers import shared
 from headrace_engine.serving.request_router import routed_as
@@ -151,7 +151,7 @@ def _use_own_nixl(engine: dict[str, Any], integrity: IntegritySection) -> None:
         return
     if "kv_connector_module_path" in transfer:
         return
-    transfer["kv_connector_module_path"] = "headrace_engine.integrity.connector"
+    transfer["kv_connector_module_path"] = "headrace_engine.pull_proof.connector"
     transfer.setdefault("kv_load_failure_policy", "recompute")
     transfer["kv_connector_extra_config"] = {
         **(transfer.get("kv_connector_extra_config") or {}),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from headrace.elastic.published import AGE_S, CAME, published
+from headrace.autoscaling.published import AGE_S, CAME, published
 from headrace.outcomes import Outcomes
 from headrace.router import (
     Geometry,
@@ -43,7 +43,7 @@ class RouterPlanner:
     settings: RouterSettings
 
     def __call__(self, vllm_config: Any, meter: EngineMeter) -> ReplicaPlanner:
-        from headrace_engine._vllm_compat import prompt_step_tokens
+        from headrace_engine.vllm.engine import prompt_step_tokens
 
         step_tokens = prompt_step_tokens(vllm_config)
         settings = replace(self.settings, max_step_tokens=step_tokens)
@@ -330,7 +330,7 @@ def _flat(name: str, told: Any) -> Iterator[tuple[str, str | int | float]]:
 
 def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
     """Return this machine's KV store as the engine uses it; None for an engine without one."""
-    from headrace_kvstore._vllm_compat import BlockHasher
+    from headrace_engine.vllm.kv_cache import BlockHasher
 
     settings, cache = store_settings(vllm_config.kv_transfer_config), vllm_config.cache_config
     if settings is None or not settings.load:
@@ -344,7 +344,7 @@ def engine_geometry(vllm_config: Any) -> Geometry:
 
     The prefill engine is taken to hold as many blocks as this one; its answers correct the index.
     """
-    from headrace_engine._vllm_compat import kv_token_bytes
+    from headrace_engine.vllm.engine import kv_token_bytes
 
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks or 1

@@ -9,7 +9,7 @@ since version 3 it is built on httpx2, so its `DefaultHttpxClient` does not take
 They keep the events of each stream that have arrived. When its connection breaks, they send the
 request again with these events, and any gateway can continue the stream
 (`headrace.gateway.relay.resume`). On the path `direct`, which has no gateway, any replica can
-(`headrace_decode.replay.resumed`). The caller sees a pause. Servers that do not know the header
+(`headrace_decode.resume.resumed`). The caller sees a pause. Servers that do not know the header
 answer as usual.
 
 A request whose connection breaks before its answer begins is sent again, at most twice. Where no
@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 
-from headrace_decode.replay.said import END, MARK, RESUME, STOPPING
+from headrace_decode.resume.said import END, MARK, RESUME, STOPPING
 
 MAX_BYTES = 6 * 2**20
 PATIENCE_S = 60.0

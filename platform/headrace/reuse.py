@@ -9,12 +9,12 @@ from typing import Any
 
 from headrace.config.techniques import ReuseSection
 from headrace_decode.reusing import Reusing
-from headrace_prefill.reuse.finding.finder import Finder
+from headrace_prefill.blending.finding.finder import Finder
 
 BYTES_PER_TOKEN = 6.4
 """Memory of the finder, with blocks of 128 tokens (`python -m benchmarks.reuse.finding`)."""
 _WORKERS = {
-    "headrace_decode.speculation.drafting_worker.SpeculatingWorker": "ReusingSpeculatingWorker",
+    "headrace_decode.speculative.drafting_worker.SpeculatingWorker": "ReusingSpeculatingWorker",
     "auto": "ReusingTakingUpWorker",
 }
 
@@ -75,6 +75,6 @@ def _add(engine: dict[str, Any]) -> None:
         {
             **store,
             "kv_connector": "StoredReuseConnector",
-            "kv_connector_module_path": "headrace_prefill.reuse.engine.stored",
+            "kv_connector_module_path": "headrace_prefill.blending.engine.stored",
         }
     )

@@ -3,10 +3,10 @@ attend sparsely, too."""
 
 from __future__ import annotations
 
-from headrace_decode.replay.worker import TakingUpWorker
+from headrace_decode.resume.worker import TakingUpWorker
 from headrace_decode.sparse.engine.worker import SparseInReach
-from headrace_decode.speculation.drafting_worker import SpeculatingWorker
-from headrace_prefill.reuse.engine.worker import ModelInReach
+from headrace_decode.speculative.drafting_worker import SpeculatingWorker
+from headrace_prefill.blending.engine.worker import ModelInReach
 
 
 class ReusingTakingUpWorker(ModelInReach, TakingUpWorker):

@@ -13,13 +13,13 @@ from typing import Any
 
 from headrace.config.calibration import FIELD, share_of
 from headrace.config.techniques import TechniquesSection
-from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.compression.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 _ENGINE = "headrace_decode.sparse.engine.worker"
 _WORKERS = {
     "auto": f"{_ENGINE}.SparseTakingUpWorker",
-    "headrace_decode.speculation.drafting_worker.SpeculatingWorker": (
+    "headrace_decode.speculative.drafting_worker.SpeculatingWorker": (
         f"{_ENGINE}.SparseSpeculatingWorker"
     ),
     "headrace.reuse_workers.ReusingTakingUpWorker": (

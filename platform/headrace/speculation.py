@@ -28,7 +28,7 @@ def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool
     if engine.get("speculative_config") is not None:
         logger.warning("speculation: the engine has a speculative_config of its own, which stays")
         return False
-    from headrace_decode.speculation.settings import engine_arguments
+    from headrace_decode.speculative.settings import engine_arguments
 
     wanted = engine_arguments(
         section.draft_tokens,

@@ -22,14 +22,14 @@ from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.apis._vllm_compat import add_api_layer
 from headrace_decode.health import Health
 from headrace_decode.internal import InternalOnly
-from headrace_decode.replay.recorder import Recorded
+from headrace_decode.resume.recorder import Recorded
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.server import without_responses_store
-from headrace_engine._vllm_compat import engine_progress
-from headrace_engine.serving._ray_compat import shutdown_seconds
+from headrace_engine.ray.serve import shutdown_seconds
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.supervise import supervise
+from headrace_engine.vllm.engine import engine_progress
 from headrace_kvstore.protocol.address import base_url
 
 BUILD_AFTER_S = 5.0

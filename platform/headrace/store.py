@@ -99,7 +99,7 @@ def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:
         **{k: v for k, v in transfer.items() if k not in _CONNECTOR_FIELDS},
         **recompute,
         "kv_connector": "HeadracePDConnector",
-        "kv_connector_module_path": "headrace_kvstore.connector.composite",
+        "kv_connector_module_path": "headrace_engine.connector.composite",
         "kv_connector_extra_config": {
             "connectors": [{**transfer, **recompute}, {**stored, **recompute}]
         },

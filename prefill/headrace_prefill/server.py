@@ -25,8 +25,6 @@ from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from headrace_engine._ray_compat import MeteredVLLMEngine
-from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts
 from headrace_engine.exchange import refusal
 from headrace_engine.handoff import (
     PARAMS_KEY,
@@ -38,10 +36,12 @@ from headrace_engine.handoff import (
 )
 from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import Step
+from headrace_engine.ray.engine import MeteredVLLMEngine
 from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
 from headrace_engine.reporting.replica import ReplicaLine
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.supervise import supervise
+from headrace_engine.vllm.engine import cache_layout, compute_gate, engine_facts
 from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.prefill")

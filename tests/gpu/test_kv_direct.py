@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("nixl")
 
-from headrace_kvstore.connector.files import DIRECT_BACKEND
+from headrace_engine.connector.files import DIRECT_BACKEND
 from headrace_kvstore.nvme.nixl_mover import NixlMover
 from headrace_kvstore.nvme.segment import Location
 from tests.support.direct_reads import Direct
@@ -39,7 +39,7 @@ def test_direct_reads_have_the_bytes_of_the_files(
     places: dict[bytes, Location],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from headrace_kvstore.connector.ways import DirectWay, Trial
+    from headrace_engine.connector.ways import DirectWay, Trial
 
     try:
         NixlMover(DIRECT_BACKEND, "VRAM").close()

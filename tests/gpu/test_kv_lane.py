@@ -61,6 +61,7 @@ def test_a_wait_is_no_part_of_a_step() -> None:
 @pytest.mark.parametrize("known", [True, False], ids=["registered", "pageable"])
 @pytest.mark.parametrize("piece_bytes", [4096, 32768, SIZE])
 def test_a_batch_of_copies_moves_the_bytes(known: bool, piece_bytes: int) -> None:
+    from headrace_engine.vllm.kv_cache import copy_batch
     from headrace_kvstore.device.lane import Lane
 
     count = 16
@@ -69,7 +70,7 @@ def test_a_batch_of_copies_moves_the_bytes(known: bool, piece_bytes: int) -> Non
     else:
         memory, held = np.zeros(2 * count * piece_bytes, np.uint8), None
     memory[:] = np.random.default_rng(0).integers(0, 256, len(memory), dtype=np.uint8)
-    lane = Lane(torch.device("cuda"), count * piece_bytes)
+    lane = Lane(torch.device("cuda"), count * piece_bytes, copy_batch)
     order = np.random.default_rng(1).permutation(count).astype(np.uint64) * np.uint64(piece_bytes)
     host = np.uint64(memory.ctypes.data)
     there = np.uint64(lane.staging.data_ptr()) + np.arange(count, dtype=np.uint64) * np.uint64(
@@ -86,9 +87,10 @@ def test_a_batch_of_copies_moves_the_bytes(known: bool, piece_bytes: int) -> Non
 
 
 def test_a_lane_begins_behind_what_the_engine_has_queued() -> None:
+    from headrace_engine.vllm.kv_cache import copy_batch
     from headrace_kvstore.device.lane import Lane
 
-    lane = Lane(torch.device("cuda"), 4096)
+    lane = Lane(torch.device("cuda"), 4096, copy_batch)
     value = torch.zeros(1, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
@@ -100,9 +102,10 @@ def test_a_lane_begins_behind_what_the_engine_has_queued() -> None:
 
 
 def test_a_copy_does_not_hold_up_the_engines_stream() -> None:
+    from headrace_engine.vllm.kv_cache import copy_batch
     from headrace_kvstore.device.lane import Lane
 
-    lane = Lane(torch.device("cuda"), 4096)
+    lane = Lane(torch.device("cuda"), 4096, copy_batch)
     done = torch.cuda.Event()
 
     def step() -> None:

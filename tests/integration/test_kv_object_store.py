@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.connector.identity.weights import Unidentified, objects_fingerprint
+from headrace_engine.connector.identity.weights import Unidentified, objects_fingerprint
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.objects.object_client import ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import object_bytes

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.integrity.pair import Consumer, Producer, Shape, agent, digest
-from headrace_engine.integrity.identity import Claim, Unproved
+from headrace_engine.pull_proof.identity import Claim, Unproved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 

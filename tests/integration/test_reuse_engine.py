@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_prefill.reuse.rules import DRAFT_TOKENS
+from headrace_prefill.blending.rules import DRAFT_TOKENS
 from tests.support.prompts import noise
 from tests.support.reusing import ReusingEngine
 from tests.support.tiny import LAYERS, tiny_llama

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.gateway import serve_gateway
-from headrace.gateway.door import connection
+from headrace.gateway.ingress import connection
 
 UPGRADE = b"connection: upgrade\r\nupgrade: h2c\r\n"
 SEEDS = range(8)

@@ -16,7 +16,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from headrace_decode.rendering.keys import KeysRoute, Prompt
-from headrace_kvstore._vllm_compat import BlockHasher
+from headrace_engine.vllm.kv_cache import BlockHasher
 from headrace_kvstore.salts import salt_of
 
 ALGORITHM = "sha256_cbor"

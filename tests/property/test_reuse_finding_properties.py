@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace_prefill.reuse.finding.anchors import LEAST, anchors
-from headrace_prefill.reuse.finding.finder import Finder, Run
+from headrace_prefill.blending.finding.anchors import LEAST, anchors
+from headrace_prefill.blending.finding.finder import Finder, Run
 
 pytestmark = pytest.mark.timeout(300)
 BLOCK = 16

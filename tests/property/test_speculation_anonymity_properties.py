@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.anonymity import WINDOW_TOKENS, SharedWindows, picked
-from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Settings
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.retrieval.anonymity import WINDOW_TOKENS, SharedWindows, picked
+from headrace_decode.speculative.retrieval.draft_memory import PUBLIC_KEY, Settings
 from headrace_kvstore.salts import salt_of
 
 TENANT = st.sampled_from("abcd")

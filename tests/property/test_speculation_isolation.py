@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.retrieval.draft_memory import Settings
+from headrace_decode.speculative.retrieval.draft_memory import Settings
 
 SHARED = st.integers(0, 5)
 SECRET = st.lists(st.integers(100, 140), min_size=12, max_size=40, unique=True)

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_decode.speculation.planning.draft_guard import ALPHA, Guard, Toss
-from headrace_decode.speculation.retrieval.acceptance import (
+from headrace_decode.speculative.planning.draft_guard import ALPHA, Guard, Toss
+from headrace_decode.speculative.retrieval.acceptance import (
     AGREEMENTS,
     KNOWN,
     MATCHES,

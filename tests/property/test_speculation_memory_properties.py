@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.retrieval.draft_memory import Settings, tenant_key
-from headrace_decode.speculation.retrieval.pool import Arena
-from headrace_decode.speculation.retrieval.segments import CONTEXT
+from headrace_decode.speculative.retrieval.draft_memory import Settings, tenant_key
+from headrace_decode.speculative.retrieval.pool import Arena
+from headrace_decode.speculative.retrieval.segments import CONTEXT
 
 TOKEN = st.integers(0, 3)
 TEXT = st.lists(TOKEN, min_size=1, max_size=60)

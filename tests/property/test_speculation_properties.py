@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.planning.budget import best_budget
-from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Limits, Load
-from headrace_decode.speculation.session import kv_room
+from headrace_decode.speculative.planning.budget import best_budget
+from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Limits, Load
+from headrace_decode.speculative.session import kv_room
 from headrace_engine.steptime import pairs_of
 
 PLACES = 3

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace_engine.connector.device_cache import DeviceCache
 from headrace_kvstore.checksum import checksum
 from headrace_kvstore.codec import CODECS, LayerShape, Order, Unfit
-from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.parts import WHOLE, Held
 from tests.support.device_kernels import layers

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from headrace.gateway import Server, serve_gateway
-from headrace.gateway.door.connection import LINGER_BYTES
+from headrace.gateway.ingress.connection import LINGER_BYTES
 
 LIMIT_S = 20.0
 

@@ -36,7 +36,7 @@ async def _main(model: str) -> dict[str, Any]:
 
     from headrace_decode._vllm_compat import PlannedLLM
     from headrace_decode.corpora import CorpusLoader
-    from headrace_decode.speculation.settings import engine_arguments
+    from headrace_decode.speculative.settings import engine_arguments
 
     arguments = AsyncEngineArgs(
         model=model,

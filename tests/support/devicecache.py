@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.device_cache import DeviceCache
+from headrace_engine.connector.cache import EngineCache
+from headrace_engine.connector.device_cache import DeviceCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.parts import WHOLE, Held
 

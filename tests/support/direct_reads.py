@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace_kvstore.connector.files import FileSource, FileTier
-from headrace_kvstore.connector.pipeline import LayerPipeline, ThisThread
+from headrace_engine.connector.files import FileSource, FileTier
+from headrace_engine.connector.pipeline import LayerPipeline, ThisThread
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme.segment import Location
 from tests.unit.test_kv_connector_files import (
@@ -30,7 +30,7 @@ class Direct:
     """
 
     def __init__(self, backend: str, device: str = "cpu") -> None:
-        from headrace_kvstore.connector.device_cache import DeviceCache  # needs Triton
+        from headrace_engine.connector.device_cache import DeviceCache  # needs Triton
 
         self.tensors = {
             name: torch.zeros((BLOCKS, LAYER_BYTES), dtype=torch.uint8, device=device)

@@ -132,7 +132,7 @@ class Engines:
     """The process's part."""
 
     def __init__(self) -> None:
-        from headrace_prefill.fusion.engine.plugin import register
+        from headrace_prefill.cross_layer.engine.plugin import register
 
         register()
         self._llm: Any = None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from headrace_kvstore.connector.scheduler import SchedulerHalf
-from headrace_kvstore.connector.work import Work
+from headrace_engine.connector.scheduler import SchedulerHalf
+from headrace_engine.connector.work import Work
 
 B = 16
 

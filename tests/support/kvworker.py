@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace_engine.connector.cache import EngineCache
+from headrace_engine.connector.work import Save, Work
+from headrace_engine.connector.worker import WorkerHalf
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.work import Save, Work
-from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.parts import Held
 from headrace_kvstore.settings import StoreSettings
 

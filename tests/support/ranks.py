@@ -28,9 +28,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from headrace_engine.connector.connector import StepMetadata
+from headrace_engine.connector.work import Load, Save, Work
 from headrace_engine.store_connector import HeadraceConnector
-from headrace_kvstore.connector.connector import StepMetadata
-from headrace_kvstore.connector.work import Load, Save, Work
 from tests.support.engineconfig import engine_config
 
 BLOCKS, TOKENS, HEAD_DIM, LATENT = 6, 32, 32, 96

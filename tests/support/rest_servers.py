@@ -107,7 +107,7 @@ async def _main(model: str) -> None:
     from headrace_decode.apis._vllm_compat import add_api_layer
     from headrace_decode.internal import InternalOnly
     from headrace_decode.rendering._vllm_compat import keys_route
-    from headrace_decode.replay.recorder import Recorded
+    from headrace_decode.resume.recorder import Recorded
     from headrace_decode.routes import keep_public_routes, public_routes
 
     line = ["--model", model, "--served-model-name", NAME, "--dtype", "float32"]

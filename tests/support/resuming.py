@@ -26,8 +26,8 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from headrace_decode._vllm_compat import PlannedLLM, Planning
 from headrace_decode.orchestrate import Orchestrator
-from headrace_decode.replay.recorder import Recorded
-from headrace_decode.replay.scheduler import said_by
+from headrace_decode.resume.recorder import Recorded
+from headrace_decode.resume.scheduler import said_by
 from headrace_decode.turns import Turns
 from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter

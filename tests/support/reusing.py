@@ -20,18 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_kvstore.connector.cache import EngineCache
+from headrace_engine.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_lab.blending.correct import Case, with_depths
 from headrace_lab.models.exact import Exact
 from headrace_lab.models.lm import LM
 from headrace_lab.texts.prompts import Prompt
-from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
-from headrace_prefill.reuse.engine.paged import BlockTable
-from headrace_prefill.reuse.engine.placing import Placer, StoredRun
-from headrace_prefill.reuse.engine.probe import Probe
-from headrace_prefill.reuse.engine.rows import RowEngine, Rows
-from headrace_prefill.reuse.engine.side_pass import SidePass, SideRequest
+from headrace_prefill.blending.engine.connector import Begin, Planned, ReuseConnector
+from headrace_prefill.blending.engine.paged import BlockTable
+from headrace_prefill.blending.engine.placing import Placer, StoredRun
+from headrace_prefill.blending.engine.probe import Probe
+from headrace_prefill.blending.engine.rows import RowEngine, Rows
+from headrace_prefill.blending.engine.side_pass import SidePass, SideRequest
 from tests.support import reusing, run
 from tests.support.forked import Forked
 from tests.support.plain_llama import PlainLlama
@@ -145,7 +145,7 @@ class Engine:
             max_model_len=2048,
             max_num_batched_tokens=256,
             num_gpu_blocks_override=BLOCKS,
-            worker_cls="headrace_prefill.reuse.engine.worker.ReusingWorker",
+            worker_cls="headrace_prefill.blending.engine.worker.ReusingWorker",
             kv_transfer_config=KVTransferConfig(
                 kv_connector="TestedConnector",
                 kv_connector_module_path="tests.support.reusing",

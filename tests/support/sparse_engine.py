@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_decode.bounded.engine import calibration as gates
-from headrace_decode.bounded.engine.settings import BoundedSettings
-from headrace_decode.bounded.gate import Gate
-from headrace_decode.replay.llm import BOUNDING_SCHEDULERS, OFFLOADING_SCHEDULERS
+from headrace_decode.compression.engine import calibration as gates
+from headrace_decode.compression.engine.settings import BoundedSettings
+from headrace_decode.compression.gate import Gate
+from headrace_decode.resume.llm import BOUNDING_SCHEDULERS, OFFLOADING_SCHEDULERS
 from headrace_decode.sparse.calibration_file import Measured, Shape
 from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.engine.settings import SparseSettings

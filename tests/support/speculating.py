@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import DraftBatch
-from headrace_decode.speculation.retrieval.draft_memory import Memory
+from headrace_decode.speculative.draft import DraftBatch
+from headrace_decode.speculative.retrieval.draft_memory import Memory
 from tests.support import run
 from tests.support.program import IN_ONE_PROCESS, say, told
 
@@ -143,8 +143,8 @@ def speculating_runs(
 def _engine(model: str, draft_tokens: int, blocks: int | None) -> Any:
     from vllm import LLM
 
-    from headrace_decode.speculation import proposer
-    from headrace_decode.speculation.settings import engine_arguments
+    from headrace_decode.speculative import proposer
+    from headrace_decode.speculative.settings import engine_arguments
 
     run.engine_started()
     speculation = {}

@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kvstore.child import Child, serve
+from headrace_engine.connector import files
 from headrace_engine.exchange import CHECKS_KEY
 from headrace_engine.handoff import PARAMS_KEY, produce_params
 from headrace_engine.ports import free_port_block
-from headrace_kvstore.connector import files
 from tests.support import run
 from tests.support.forked import Forked
 from tests.support.kvnode import SlowMover
@@ -215,7 +215,7 @@ class Engine:
                 KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
                 connector = connector_of(
                     "HeadracePDConnector",
-                    "headrace_kvstore.connector.composite",
+                    "headrace_engine.connector.composite",
                     {"connectors": [checked_nixl_connector(), connector]},
                 )
             transfer = KVTransferConfig(**connector)
@@ -306,7 +306,7 @@ class Engine:
         return answers, transfer
 
     def events(self) -> dict[str, float]:
-        from headrace_kvstore.connector.stats import COUNTER
+        from headrace_engine.connector.stats import COUNTER
 
         found = [metric for metric in self._llm.get_metrics() if metric.name == COUNTER]
         return {metric.labels["event"]: metric.value for metric in found}
@@ -350,7 +350,7 @@ def store_connector(store: dict[str, Any]) -> dict[str, Any]:
 def checked_nixl_connector() -> dict[str, Any]:
     """A transfer configuration with NIXL, and a fingerprint of all KV."""
     checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
-    return connector_of("NixlConnector", "headrace_engine.integrity.connector", checks)
+    return connector_of("NixlConnector", "headrace_engine.pull_proof.connector", checks)
 
 
 def connector_of(name: str, module: str, settings: dict[str, Any]) -> dict[str, Any]:

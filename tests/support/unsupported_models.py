@@ -92,19 +92,19 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.inputs import TokensPrompt
 
-    from headrace_decode.bounded.engine.settings import BoundedSettings
-    from headrace_decode.replay.llm import BOUNDING_SCHEDULERS
+    from headrace_decode.compression.engine.settings import BoundedSettings
+    from headrace_decode.resume.llm import BOUNDING_SCHEDULERS
     from headrace_decode.sparse.engine.settings import SparseSettings
 
     MODELS[name]().save_pretrained(folder / name)
     store = {"name": f"store-{name}", "folder": str(folder), "dram_bytes": 32 << 20, "node": False}
     connectors = [
         store_connector(store),
-        connector_of("StoredReuseConnector", "headrace_prefill.reuse.engine.stored", store),
+        connector_of("StoredReuseConnector", "headrace_prefill.blending.engine.stored", store),
     ]
     composite = connector_of(
         "HeadracePDConnector",
-        "headrace_kvstore.connector.composite",
+        "headrace_engine.connector.composite",
         {"connectors": connectors},
     )
     said = Said()

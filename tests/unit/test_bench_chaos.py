@@ -85,7 +85,7 @@ def test_every_product_comes_before_one_comes_again() -> None:
 PULL = """
 import sys, types
 sys.path.insert(0, sys.argv[1])
-import headrace_engine.integrity.halves as halves
+import headrace_engine.pull_proof.halves as halves
 
 class Worker(halves.ProvenWorker):
     def __init__(self): self.refused = []

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.engine.course import (
+from headrace_decode.compression.engine.cells import Cells
+from headrace_decode.compression.engine.course import (
     EARLIER_TOKENS,
     MIN_FREED,
     MIN_PART,
     Course,
 )
-from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow, DroppedStep
-from headrace_decode.bounded.engine.following import Drop, Fit, Following, Told
-from headrace_decode.bounded.engine.pace import LEAST, LONGER, Pace
-from headrace_decode.bounded.engine.reading import Again, Reading, counting
-from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of
-from headrace_decode.bounded.gate import Gate
-from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.refit import fitted
-from headrace_decode.bounded.scores import BEHIND_TOKENS, LEAD_TOKENS, PART_TOKENS
+from headrace_decode.compression.engine.dropped import Dropped, DroppedRow, DroppedStep
+from headrace_decode.compression.engine.following import Drop, Fit, Following, Told
+from headrace_decode.compression.engine.pace import LEAST, LONGER, Pace
+from headrace_decode.compression.engine.reading import Again, Reading, counting
+from headrace_decode.compression.engine.settings import BoundedSettings, settings_of
+from headrace_decode.compression.gate import Gate
+from headrace_decode.compression.keeping import keep_units
+from headrace_decode.compression.refit import fitted
+from headrace_decode.compression.scores import BEHIND_TOKENS, LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.engine._vllm_compat import attention, schedule
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow

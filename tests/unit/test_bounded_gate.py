@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from headrace.config import ConfigError, load_config
-from headrace_decode.bounded.engine import calibration as files
-from headrace_decode.bounded.gate import Gate
+from headrace_decode.compression.engine import calibration as files
+from headrace_decode.compression.gate import Gate
 from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape
 from headrace_lab.compression.learning import Samples
 

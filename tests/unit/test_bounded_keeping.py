@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_decode.bounded.keeping import Always, keep, keep_units
+from headrace_decode.compression.keeping import Always, keep, keep_units
 from headrace_lab.compression.entropy_budgets import by_entropy, entropies
 
 NOTHING = Always(sinks=0, newest=0)

@@ -11,7 +11,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from headrace_decode.bounded.engine.remembered import Kept, Remembered
+from headrace_decode.compression.engine.remembered import Kept, Remembered
 from headrace_decode.sparse.engine.offload.manager import DropSpec, OffloadManager
 
 

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
-from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.engine.description import describe, described
-from headrace_decode.bounded.engine.dropped import Dropped
-from headrace_decode.bounded.engine.following import TOLD, Following
-from headrace_decode.bounded.engine.scheduler import BoundingTakingUp
-from headrace_decode.bounded.engine.settings import BoundedSettings
-from headrace_decode.bounded.engine.stored import Layout, find, names_of
-from headrace_decode.bounded.engine.streaming import Held
-from headrace_decode.bounded.scores import NOWHERE
+from headrace_decode.compression.engine.cells import Cells
+from headrace_decode.compression.engine.description import describe, described
+from headrace_decode.compression.engine.dropped import Dropped
+from headrace_decode.compression.engine.following import TOLD, Following
+from headrace_decode.compression.engine.scheduler import BoundingTakingUp
+from headrace_decode.compression.engine.settings import BoundedSettings
+from headrace_decode.compression.engine.stored import Layout, find, names_of
+from headrace_decode.compression.engine.streaming import Held
+from headrace_decode.compression.scores import NOWHERE
 from headrace_decode.sparse.calibration_file import Shape
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.offload.manager import DropSpec

@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.engine.course import (
+from headrace_decode.compression.engine.cells import Cells
+from headrace_decode.compression.engine.course import (
     EARLIER_TOKENS,
     MIN_FREED,
     SEGMENT_TOKENS,
     Stream,
     kept_blocks,
 )
-from headrace_decode.bounded.engine.dropped import Dropped
-from headrace_decode.bounded.engine.following import Drop, Following, Told
-from headrace_decode.bounded.engine.streaming import Streaming
-from headrace_decode.bounded.gate import Gate
-from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.refit import fit
-from headrace_decode.bounded.scores import BEHIND_TOKENS
+from headrace_decode.compression.engine.dropped import Dropped
+from headrace_decode.compression.engine.following import Drop, Following, Told
+from headrace_decode.compression.engine.streaming import Streaming
+from headrace_decode.compression.gate import Gate
+from headrace_decode.compression.keeping import keep_units
+from headrace_decode.compression.refit import fit
+from headrace_decode.compression.scores import BEHIND_TOKENS
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope

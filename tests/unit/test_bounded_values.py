@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_decode.bounded.refit import FITTED_ROWS, fit, fitted
-from headrace_decode.bounded.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, pooled, repeats
+from headrace_decode.compression.refit import FITTED_ROWS, fit, fitted
+from headrace_decode.compression.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, pooled, repeats
 
 DIM = 8
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.console import CliError
 from headrace.cli.main import app
-from headrace_decode.bounded.engine import calibration as gates
+from headrace_decode.compression.engine import calibration as gates
 from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.calibration_file import Shape
 from headrace_decode.sparse.engine.calibration import read, read_bases

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config.keyfile import read_keys
-from headrace.gateway.door.keys import Keys
+from headrace.gateway.ingress.keys import Keys
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from headrace.cli import client, memory, state
 from headrace.cli.main import main
 from headrace.gateway import GatewayOptions, build_gateway_app, serve_gateway
 from headrace_decode.corpora import CorpusLoader
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.corpus_loads import Corpora
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.retrieval.corpus_loads import Corpora
+from headrace_decode.speculative.retrieval.draft_memory import Memory, Settings
 from tests.unit.gateway_fakes import MODEL, FakeCluster
 
 

@@ -18,11 +18,11 @@ from headrace_engine.handoff import PARAMS_KEY, produce_params
 from headrace_engine.meter import EngineMeter
 from tests.support.contracts import assert_fields, assert_takes, find, parameters
 
-ENGINE_RAY = "engine/headrace_engine/_ray_compat.py"
-ENGINE_VLLM = "engine/headrace_engine/_vllm_compat.py"
+ENGINE_RAY = "engine/headrace_engine/ray/engine.py"
+ENGINE_VLLM = "engine/headrace_engine/vllm/engine.py"
 DECODE_VLLM = "decode/headrace_decode/_vllm_compat.py"
 RENDERING = "decode/headrace_decode/rendering/_vllm_compat.py"
-PLATFORM_RAY = "platform/headrace/_ray_compat.py"
+PLATFORM_RAY = "engine/headrace_engine/ray/llm.py"
 HANDOFF = "engine/headrace_engine/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
 PREFILL_SERVER = "prefill/headrace_prefill/server.py"
@@ -94,7 +94,7 @@ def test_the_plain_servers_entrances_are_what_the_decode_server_returns_to() -> 
 
 
 def test_pd_serving_args_are_the_ones_that_build_app_accepts() -> None:
-    fields = set(find("headrace._ray_compat:PDServingArgs", PLATFORM_RAY).model_fields)
+    fields = set(find("headrace_engine.ray.llm:PDServingArgs", PLATFORM_RAY).model_fields)
     ours = {
         "prefill_config",
         "decode_config",
@@ -108,16 +108,18 @@ def test_builders_take_a_deployment_class_and_what_is_bound_to_it() -> None:
     wanted = ("llm_config", "bind_kwargs", "override_serve_options", "deployment_cls")
     assert_takes("ray.serve.llm:build_llm_deployment", APP, *wanted)
     assert_takes("ray.serve.llm:build_dp_deployment", APP, *wanted)
-    assert_takes("headrace._ray_compat:build_direct_streaming_deployment", PLATFORM_RAY, *wanted)
+    assert_takes("headrace_engine.ray.llm:build_direct_streaming_deployment", PLATFORM_RAY, *wanted)
     assert_takes(
-        "headrace._ray_compat:build_ingress_request_router", PLATFORM_RAY, "server", "llm_config"
+        "headrace_engine.ray.llm:build_ingress_request_router", PLATFORM_RAY, "server", "llm_config"
     )
     find("ray.serve.llm.ingress:make_fastapi_ingress", APP)
 
 
 def test_what_the_classic_path_is_made_of() -> None:
-    assert_takes("headrace._ray_compat:to_model_metadata", PLATFORM_RAY, "model_id")
-    defaults = find("headrace._ray_compat:maybe_apply_llm_deployment_config_defaults", PLATFORM_RAY)
+    assert_takes("headrace_engine.ray.llm:to_model_metadata", PLATFORM_RAY, "model_id")
+    defaults = find(
+        "headrace_engine.ray.llm:maybe_apply_llm_deployment_config_defaults", PLATFORM_RAY
+    )
     assert len(parameters(defaults)) == 2, f"mend {PLATFORM_RAY}"
     ingress = find("ray.serve.llm.ingress:OpenAiIngress", APP)
     assert hasattr(ingress, "get_deployment_options"), f"mend {APP}"
@@ -199,7 +201,7 @@ def test_an_engine_is_made_from_a_config_and_stat_loggers() -> None:
 def test_stat_loggers_are_called_as_ours_is_written() -> None:
     base = "vllm.v1.metrics.loggers:StatLoggerBase"
     theirs = list(parameters(find(f"{base}.record", ENGINE_VLLM)))
-    ours = list(parameters(find("headrace_engine._vllm_compat:MeterStatLogger.record", "")))
+    ours = list(parameters(find("headrace_engine.vllm.engine:MeterStatLogger.record", "")))
     assert theirs == ours, f"StatLoggerBase.record takes {theirs} now: mend {ENGINE_VLLM}"
     assert_takes(f"{base}.__init__", ENGINE_VLLM, "vllm_config", "engine_index")
 
@@ -304,7 +306,7 @@ def test_the_connector_is_there_under_its_name() -> None:
 
 
 def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
-    mend = "engine/headrace_engine/executor.py"
+    mend = "engine/headrace_engine/vllm/executor.py"
     executor = "vllm.v1.executor.uniproc_executor:UniProcExecutor"
     assert_takes(f"{executor}.execute_model", mend, "scheduler_output", "non_block")
     source = inspect.getsource(find("vllm.v1.engine.core:EngineCore.step", mend))
@@ -315,7 +317,7 @@ def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
 
 
 def test_nixls_handshakes_are_answered_by_a_method_that_tells_when_it_listens() -> None:
-    mend = "engine/headrace_engine/integrity/halves.py"
+    mend = "engine/headrace_engine/pull_proof/halves.py"
     module = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler"
     scheduler = f"{module}:NixlBaseConnectorScheduler"
     assert_takes(
@@ -378,7 +380,7 @@ def test_vllm_bounds_the_tokens_of_one_prompt_in_a_step_by_a_threshold() -> None
 def test_a_step_keeps_room_beside_a_long_prompt(
     step: int, given: int, longest: int, most: int, spare: int
 ) -> None:
-    from headrace_engine import _vllm_compat as ours
+    from headrace_engine.vllm import engine as ours
 
     scheduler = SimpleNamespace(
         max_num_batched_tokens=step, long_prefill_token_threshold=given, enable_chunked_prefill=True
@@ -393,7 +395,7 @@ def test_a_step_keeps_room_beside_a_long_prompt(
 
 
 def test_the_connector_whose_pulls_are_proved() -> None:
-    mend = "engine/headrace_engine/integrity/halves.py"
+    mend = "engine/headrace_engine/pull_proof/halves.py"
     nixl = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
     scheduler = find(f"{nixl}.pull_scheduler:NixlPullConnectorScheduler", mend)
     worker = find(f"{nixl}.pull_worker:NixlPullConnectorWorker", mend)
@@ -422,7 +424,7 @@ def test_the_documented_waits_are_those_of_the_code() -> None:
     from headrace.config.integrity import IntegritySection
     from headrace.config.schema import RouterSettings
     from headrace_decode.server import PROBE_INTERVAL_S
-    from headrace_engine.integrity.proving import SPIN_S
+    from headrace_engine.pull_proof.proving import SPIN_S
 
     mend = "docs/integrity.md"
     rows = [

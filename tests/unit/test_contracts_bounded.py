@@ -1,6 +1,6 @@
 """What bounding contexts takes from vLLM beyond its documented API.
 
-No engine. Where vLLM moves, mend `decode/headrace_decode/bounded/engine`.
+No engine. Where vLLM moves, mend `decode/headrace_decode/compression/engine`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from headrace_decode.bounded.engine import cells, scheduler, streams
+from headrace_decode.compression.engine import cells, scheduler, streams
 from headrace_decode.sparse.engine.offload import manager
 from tests.support.contracts import assert_takes
 

@@ -14,10 +14,10 @@ import pytest
 from headrace_engine.handoff import PARAMS_KEY
 from tests.support.contracts import assert_fields, assert_takes, find
 
-ENGINE_RAY = "engine/headrace_engine/_ray_compat.py"
-ENGINE_VLLM = "engine/headrace_engine/_vllm_compat.py"
+ENGINE_RAY = "engine/headrace_engine/ray/engine.py"
+ENGINE_VLLM = "engine/headrace_engine/vllm/engine.py"
 DECODE_VLLM = "decode/headrace_decode/_vllm_request.py"
-PLATFORM_RAY = "platform/headrace/_ray_compat.py"
+PLATFORM_RAY = "engine/headrace_engine/ray/llm.py"
 HANDOFF = "engine/headrace_engine/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
 PREFILL_SERVER = "prefill/headrace_prefill/server.py"

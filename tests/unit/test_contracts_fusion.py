@@ -15,11 +15,11 @@ import torch
 
 from tests.support.contracts import assert_fields, assert_takes, find
 
-COMPAT = "prefill/headrace_prefill/fusion/engine/_vllm_compat.py"
-MODEL = "prefill/headrace_prefill/fusion/engine/model.py"
-ATTENTION = "prefill/headrace_prefill/fusion/engine/attention.py"
-PLUGIN = "prefill/headrace_prefill/fusion/engine/plugin.py"
-DEVICE = "prefill/headrace_prefill/fusion/engine/device/_vllm_compat.py"
+COMPAT = "prefill/headrace_prefill/cross_layer/engine/_vllm_compat.py"
+MODEL = "prefill/headrace_prefill/cross_layer/engine/model.py"
+ATTENTION = "prefill/headrace_prefill/cross_layer/engine/attention.py"
+PLUGIN = "prefill/headrace_prefill/cross_layer/engine/plugin.py"
+DEVICE = "prefill/headrace_prefill/cross_layer/engine/device/_vllm_compat.py"
 TRITON = "vllm.v1.attention.backends.triton_attn"
 CPU = "vllm.v1.attention.backends.cpu_attn"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -112,9 +112,9 @@ def test_backends_for_gpus_keep_k_and_v_side_by_side_in_one_order(backend: str) 
 
 def test_layers_without_kv_have_attention_on_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from headrace_prefill.fusion.config import FusionError
-    from headrace_prefill.fusion.engine import attention, model
-    from headrace_prefill.fusion.engine.device import attention as on_device
+    from headrace_prefill.cross_layer.config import FusionError
+    from headrace_prefill.cross_layer.engine import attention, model
+    from headrace_prefill.cross_layer.engine.device import attention as on_device
 
     for cpu, gpu, found in ((True, False, attention), (False, True, on_device)):
         monkeypatch.setattr(model, "on_cpu", lambda cpu=cpu: cpu)
@@ -129,7 +129,7 @@ def test_a_packed_block_has_each_weight_at_its_channel() -> None:
     """The kernel's own packing, read back: K transposed, V plain, for the ISA of plain vectors."""
     from vllm.platforms import current_platform
 
-    from headrace_prefill.fusion.engine._vllm_compat import packed
+    from headrace_prefill.cross_layer.engine._vllm_compat import packed
 
     if not current_platform.is_cpu():
         pytest.skip("no CPU kernels here")
@@ -150,7 +150,7 @@ def test_the_models_are_registered_by_an_entry_point() -> None:
     register()
     register()
     registry = find("vllm:ModelRegistry", PLUGIN)
-    plugin = find("headrace_prefill.fusion.engine.plugin:ARCHITECTURES", PLUGIN)
+    plugin = find("headrace_prefill.cross_layer.engine.plugin:ARCHITECTURES", PLUGIN)
     assert set(plugin) <= set(registry.get_supported_archs())
     for model in plugin.values():
         found = find(model, PLUGIN)
@@ -171,7 +171,7 @@ def test_the_parts_that_the_model_is_made_of_are_there() -> None:
 
 
 def test_an_engine_prices_the_kv_of_storage_layers_alone() -> None:
-    from headrace_engine._vllm_compat import kv_token_bytes
+    from headrace_engine.vllm.engine import kv_token_bytes
 
     model = SimpleNamespace(
         hf_config=SimpleNamespace(kv_fusion={"kind": "lite", "storage_layers": 15}),

@@ -20,8 +20,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from headrace_decode.bounded.engine.scheduler import BoundingTakingUp
-from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.compression.engine.scheduler import BoundingTakingUp
+from headrace_decode.compression.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine import worker
 from headrace_decode.sparse.engine._vllm_compat import final_tokens, replace_as, requests_gone
 from headrace_decode.sparse.engine.offload import manager as module

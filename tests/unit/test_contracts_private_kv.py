@@ -16,12 +16,12 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from headrace_decode.replay.scheduler import SAID, TakingUp
+from headrace_decode.resume.scheduler import SAID, TakingUp
 from headrace_engine.handoff import REUSE_KEY, REUSED_KEY
 from headrace_engine.private_kv import keep_private
 from headrace_kvstore.private_blocks import is_private, private_name, shared_blocks
-from headrace_prefill.reuse.engine.connector import ReuseConnector
-from headrace_prefill.reuse.engine.stored import StoredReuseConnector
+from headrace_prefill.blending.engine.connector import ReuseConnector
+from headrace_prefill.blending.engine.stored import StoredReuseConnector
 from tests.support.scheduled import BLOCK, Scheduled
 
 PROMPT = 3 * BLOCK + 40

@@ -17,15 +17,15 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from headrace_decode.replay import feed
-from headrace_decode.replay.said import Said
-from headrace_decode.replay.scheduler import SAID, said_by
+from headrace_decode.resume import feed
+from headrace_decode.resume.said import Said
+from headrace_decode.resume.scheduler import SAID, said_by
 from tests.support.contracts import assert_fields, assert_takes, find
 
-FEED = "decode/headrace_decode/replay/feed.py"
-LLM = "decode/headrace_decode/replay/llm.py"
-SCHEDULER = "decode/headrace_decode/replay/scheduler.py"
-WORKER = "decode/headrace_decode/replay/worker.py"
+FEED = "decode/headrace_decode/resume/feed.py"
+LLM = "decode/headrace_decode/resume/llm.py"
+SCHEDULER = "decode/headrace_decode/resume/scheduler.py"
+WORKER = "decode/headrace_decode/resume/worker.py"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 
@@ -75,7 +75,7 @@ def test_the_frontend_can_be_led() -> None:
         f"{processor}.add_request", LLM, "request", "prompt", "parent_req", "request_index", "queue"
     )
     assert_takes(f"{processor}.process_outputs", FEED, "engine_core_outputs")
-    find(f"{processor}.get_num_unfinished_requests", "headrace_engine/_vllm_compat.py")
+    find(f"{processor}.get_num_unfinished_requests", "headrace_engine/vllm/engine.py")
     for name in ("get_nowait", "put"):
         find(f"vllm.v1.engine.output_processor:RequestOutputCollector.{name}", FEED)
     find("vllm.outputs:STREAM_FINISHED", LLM)

@@ -10,12 +10,12 @@ import inspect
 import pytest
 from torch import nn
 
-from headrace_prefill.reuse.engine._vllm_compat import DECODERS, Unsupported, decoder
+from headrace_prefill.blending.engine._vllm_compat import DECODERS, Unsupported, decoder
 from tests.support.contracts import assert_fields, assert_takes, find
 
-COMPAT = "prefill/headrace_prefill/reuse/engine/_vllm_compat.py"
-WORKER = "prefill/headrace_prefill/reuse/engine/worker.py"
-CONNECTOR = "prefill/headrace_prefill/reuse/engine/connector.py"
+COMPAT = "prefill/headrace_prefill/blending/engine/_vllm_compat.py"
+WORKER = "prefill/headrace_prefill/blending/engine/worker.py"
+CONNECTOR = "prefill/headrace_prefill/blending/engine/connector.py"
 MODELS = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}
 
 

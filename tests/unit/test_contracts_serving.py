@@ -21,15 +21,15 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import ReplicaContext
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from headrace_engine._vllm_compat import cache_layout
 from headrace_engine.ports import is_free
-from headrace_engine.serving._ray_compat import ongoing_requests
+from headrace_engine.ray.serve import ongoing_requests
 from headrace_engine.serving.request_router import NamedReplicaRouter, routed_as
+from headrace_engine.vllm.engine import cache_layout
 from tests.support.contracts import assert_fields, assert_takes, find
 
-SERVING = "engine/headrace_engine/serving/_ray_compat.py"
+SERVING = "engine/headrace_engine/ray/serve.py"
 ROUTER = "engine/headrace_engine/serving/request_router.py"
-COMPAT = "engine/headrace_engine/_vllm_compat.py"
+COMPAT = "engine/headrace_engine/vllm/engine.py"
 DRAINING = "engine/headrace_engine/serving/draining.py"
 
 
@@ -150,7 +150,7 @@ async def test_the_layout_is_found_as_the_engine_finds_it() -> None:
 
 
 def test_an_engine_holds_the_ports_of_its_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace_engine import _ray_compat
+    from headrace_engine.ray import engine as _ray_compat
 
     for name in (_ray_compat.SIDE_CHANNEL_HOST, _ray_compat.SIDE_CHANNEL_PORT):
         monkeypatch.setenv(name, "")

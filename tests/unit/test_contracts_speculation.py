@@ -17,15 +17,15 @@ import pytest
 
 from tests.support.contracts import assert_fields, assert_takes, find
 
-COMPAT = "decode/headrace_decode/speculation/_vllm_compat.py"
-PROPOSER = "decode/headrace_decode/speculation/proposer.py"
-SETTINGS = "decode/headrace_decode/speculation/settings.py"
+COMPAT = "decode/headrace_decode/speculative/_vllm_compat.py"
+PROPOSER = "decode/headrace_decode/speculative/proposer.py"
+SETTINGS = "decode/headrace_decode/speculative/settings.py"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 def test_the_worker_class_is_the_platforms_own_with_two_methods_more() -> None:
-    worker = find("headrace_decode.speculation.drafting_worker:SpeculatingWorker", COMPAT)
+    worker = find("headrace_decode.speculative.drafting_worker:SpeculatingWorker", COMPAT)
     assert_takes("vllm.v1.worker.gpu_worker:Worker.load_model", COMPAT, "load_dummy_weights")
     assert_takes("vllm.v1.worker.gpu_worker:Worker.execute_model", COMPAT, "scheduler_output")
     from vllm.platforms import current_platform
@@ -161,7 +161,7 @@ def drafted(tokens: list[list[int]]) -> Any:
 def cpu_sampler() -> Any:
     from vllm.v1.sample.sampler import Sampler
 
-    from headrace_decode.speculation.cpu_sampler import CpuRejectionSampler
+    from headrace_decode.speculative.cpu_sampler import CpuRejectionSampler
 
     return CpuRejectionSampler(Sampler())
 
@@ -272,7 +272,7 @@ def runner(blocks: list[list[int]], pool_blocks: int) -> Any:
 
 
 def view(blocks: list[list[int]], pool_blocks: int) -> Any:
-    from headrace_decode.speculation.drafting_worker import RunnerView
+    from headrace_decode.speculative.drafting_worker import RunnerView
 
     return RunnerView(runner(blocks, pool_blocks), 8)
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import inspect
 
-from headrace_kvstore._vllm_compat import FILE_FORMATS
+from headrace_engine.vllm.kv_cache import FILE_FORMATS
 from tests.support.contracts import assert_fields, assert_takes, find
 
-SCHEDULER = "kvstore/headrace_kvstore/connector/scheduler.py"
-SAVES = "kvstore/headrace_kvstore/connector/save_queue.py"
-CONNECTOR = "kvstore/headrace_kvstore/connector/connector.py"
-DIVISION = "kvstore/headrace_kvstore/connector/division.py"
+SCHEDULER = "engine/headrace_engine/connector/scheduler.py"
+SAVES = "engine/headrace_engine/connector/save_queue.py"
+CONNECTOR = "engine/headrace_engine/connector/connector.py"
+DIVISION = "engine/headrace_engine/connector/division.py"
 PARTS = "kvstore/headrace_kvstore/parts.py"
-COMPOSITE = "kvstore/headrace_kvstore/connector/composite.py"
-COMPAT = "kvstore/headrace_kvstore/_vllm_compat.py"
-ADAPTERS = "kvstore/headrace_kvstore/connector/identity/adapters.py"
+COMPOSITE = "engine/headrace_engine/connector/composite.py"
+COMPAT = "engine/headrace_engine/vllm/kv_cache.py"
+ADAPTERS = "engine/headrace_engine/connector/identity/adapters.py"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 VLLM_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.observability import drafting, totals
 from headrace.observability.drafting import RayDraftingMetrics
-from headrace_decode.speculation import reports as report_module
-from headrace_decode.speculation.reports import FRESH_S, DraftingReports
+from headrace_decode.speculative import reports as report_module
+from headrace_decode.speculative.reports import FRESH_S, DraftingReports
 
 PRICES = {"step_s": [0.02], "draft_tokens": [8]}
 

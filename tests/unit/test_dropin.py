@@ -10,12 +10,12 @@ import pytest
 import ray
 from ray.serve.config import AutoscalingConfig
 
-from headrace._ray_compat import PDServingArgs
 from headrace.app import build_app, build_configured
 from headrace.config import ConfigError
 from headrace.config.elasticity import POLICY
 from headrace.dropin import refusals
 from headrace_decode.server import refuse_api_key
+from headrace_engine.ray.llm import PDServingArgs
 from headrace_kvstore.protocol.address import base_url
 
 ROLE: dict[str, Any] = {

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.advice import Load
-from headrace.elastic.capacity import Bounds, Slo, expected_in_time, in_time, need
-from headrace.elastic.decide import Counts, Prices, decide
-from headrace.elastic.forecast import Ahead
-from headrace.elastic.traffic import averaged
+from headrace.autoscaling.capacity import Bounds, Slo, expected_in_time, in_time, need
+from headrace.autoscaling.decide import Counts, Prices, decide
+from headrace.autoscaling.forecast import Ahead
+from headrace.autoscaling.traffic import averaged
 from headrace.simulate.hardware import default_steps
 from headrace_lab.simulate.traffic import KEPT, LEAST, Traffic
 

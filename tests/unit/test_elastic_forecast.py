@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.elastic.forecast import AHEAD_S, BIN_S, DAY_S, Ahead, Forecast
+from headrace.autoscaling.forecast import AHEAD_S, BIN_S, DAY_S, Ahead, Forecast
 
 
 def fed(counts: list[float]) -> Forecast:

@@ -17,13 +17,13 @@ from ray.serve._private.common import (
 from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.deployment_info import DeploymentInfo
 
+from headrace.autoscaling import board
+from headrace.autoscaling.board import Board, Seen
+from headrace.autoscaling.capacity import Bounds, Slo
+from headrace.autoscaling.decide import Prices
+from headrace.autoscaling.forecast import BIN_S
+from headrace.autoscaling.published import AGE_S, CAME, published, router_of
 from headrace.config import ConfigError, load_config, to_app_args
-from headrace.elastic import board
-from headrace.elastic.board import Board, Seen
-from headrace.elastic.capacity import Bounds, Slo
-from headrace.elastic.decide import Prices
-from headrace.elastic.forecast import BIN_S
-from headrace.elastic.published import AGE_S, CAME, published, router_of
 from headrace.planning import ReplicaPlanner
 from headrace.router import Geometry, Router, RouterSettings
 from headrace.simulate.hardware import default_steps

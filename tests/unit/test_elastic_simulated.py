@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.elastic.scalers import QueueLength, Static
-from headrace.elastic.capacity import Bounds
+from headrace.autoscaling.capacity import Bounds
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.outcome import Targets
 from headrace.simulate.run import Run, Settings

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed import kv_events
 
-from headrace_engine._vllm_compat import engine_events
 from headrace_engine.reporting.engine_events import (
     GPU,
     EngineEvents,
     HeldBlocks,
     key_of,
 )
+from headrace_engine.vllm.engine import engine_events
 from headrace_kvstore.protocol.events import Change
 from tests.support.kvnode import until
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_prefill.fusion.config import FusionError, KVFusion
+from headrace_prefill.cross_layer.config import FusionError, KVFusion
 
 
 def fusion(kind: str, stored: int | None = None, layers: int = 6) -> KVFusion:

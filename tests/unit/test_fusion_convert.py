@@ -22,7 +22,7 @@ from headrace_lab.cross_layer.distill import distill
 from headrace_lab.cross_layer.error import Truth
 from headrace_lab.models import checkpoint
 from headrace_lab.models.decoder import Decoder
-from headrace_prefill.fusion.config import FusionError, KVFusion
+from headrace_prefill.cross_layer.config import FusionError, KVFusion
 from tests.support.fusing import VOCABULARY, config, write_model
 from tests.support.tiny import tiny_llama
 

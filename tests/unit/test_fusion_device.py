@@ -28,9 +28,9 @@ if INTERPRETED:
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-    from headrace_prefill.fusion.engine.device.attention import FusedBackend, LiteBackend
-    from headrace_prefill.fusion.engine.device.scratch import Scratch
-    from headrace_prefill.fusion.engine.mixture import Mixture
+    from headrace_prefill.cross_layer.engine.device.attention import FusedBackend, LiteBackend
+    from headrace_prefill.cross_layer.engine.device.scratch import Scratch
+    from headrace_prefill.cross_layer.engine.mixture import Mixture
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace_engine.rope import Rope
-from headrace_prefill.fusion.engine.blocks import Mixer
-from headrace_prefill.fusion.mixing import by_channel, mix
+from headrace_prefill.cross_layer.engine.blocks import Mixer
+from headrace_prefill.cross_layer.mixing import by_channel, mix
 
 CONFIG = {"num_attention_heads": 1, "head_dim": 16, "rope_theta": 10000.0}
 DIM = CONFIG["head_dim"]

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from headrace_lab.models import decoder
 from headrace_lab.models.decoder import Decoder
-from headrace_prefill.fusion.config import FusionError
+from headrace_prefill.cross_layer.config import FusionError
 from tests.support.fusing import config
 
 KINDS = ["vanilla", "cla", "yoco", "lite", "fused"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_prefill.fusion.engine.blocks import Mixer
-from headrace_prefill.fusion.engine.device.scratch import Scratch
+from headrace_prefill.cross_layer.engine.blocks import Mixer
+from headrace_prefill.cross_layer.engine.device.scratch import Scratch
 
 CPU, EMPTY = torch.device("cpu"), torch.tensor([])
 LAYERS = 15

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_prefill.fusion.mixing import mix
+from headrace_prefill.cross_layer.mixing import mix
 
-MODULE = "headrace_prefill.fusion.engine.triton_mixing"
+MODULE = "headrace_prefill.cross_layer.engine.triton_mixing"
 BLOCKS, TOKENS, HEADS, DIM = 7, 16, 3, 32
 
 
@@ -21,7 +21,7 @@ def mix_blocks() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.delitem(sys.modules, MODULE, raising=False)
-        from headrace_prefill.fusion.engine.triton_mixing import mix_blocks
+        from headrace_prefill.cross_layer.engine.triton_mixing import mix_blocks
 
         yield mix_blocks
     sys.modules.pop(MODULE, None)

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import errors
-from headrace.gateway.door.budget import BodyBudget
+from headrace.gateway.ingress.budget import BodyBudget
 from headrace.gateway.listen import bind
 from headrace.gateway.relay.call import Call
 from tests.unit.gateway_fakes import (

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from headrace.gateway.door import connection
-from headrace.gateway.door.connection import MAX_HEAD_BYTES
+from headrace.gateway.ingress import connection
+from headrace.gateway.ingress.connection import MAX_HEAD_BYTES
 from tests.support.connections import (
     client_of,
     connections,

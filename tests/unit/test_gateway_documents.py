@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import GatewayOptions, PortTakenError, build_gateway_app, serve_gateway
-from headrace.gateway.door import connection
+from headrace.gateway.ingress import connection
 from headrace.gateway.openapi import openapi_document
 from tests.unit.gateway_fakes import (
     CHAT,

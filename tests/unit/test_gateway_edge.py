@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import GatewayOptions, build_gateway_app
-from headrace.gateway.door import limits
-from headrace.gateway.door.browsers import AllowedHosts, host_name
 from headrace.gateway.errors import ApiError
+from headrace.gateway.ingress import limits
+from headrace.gateway.ingress.browsers import AllowedHosts, host_name
 from headrace.gateway.memory import CorpusPart
 from headrace.gateway.orders import WarmRequest
 from headrace.gateway.relay.relay import HELD_BYTES, MAX_ERROR_BYTES

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from headrace.config.filestamp import FIRST_RETRY_S
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, read_keys, write_keys
-from headrace.gateway.door import keys as keys_module
-from headrace.gateway.door.keys import ANYONE, Caller, Keys
 from headrace.gateway.errors import ApiError
+from headrace.gateway.ingress import keys as keys_module
+from headrace.gateway.ingress.keys import ANYONE, Caller, Keys
 from tests.support.clock import Clock
 
 

@@ -15,9 +15,9 @@ from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
 from headrace.gateway.admission.classes import AdmissionOptions
 from headrace.gateway.asked import Intake
-from headrace.gateway.door import limits
-from headrace.gateway.door.limits import MAX_ITEMS, MAX_OTHER_BYTES
 from headrace.gateway.errors import ApiError
+from headrace.gateway.ingress import limits
+from headrace.gateway.ingress.limits import MAX_ITEMS, MAX_OTHER_BYTES
 from tests.unit.gateway_fakes import (
     CHAT,
     PROMPT,

@@ -14,7 +14,7 @@ from aiohttp import web
 from headrace.gateway.errors import stopping
 from headrace.gateway.relay.dialect import DIALECTS
 from headrace.resume import AsyncResuming, Resuming
-from headrace_decode.replay.said import HEADER, line
+from headrace_decode.resume.said import HEADER, line
 from tests.unit.gateway_fakes import BODY, CHAT, EVENTS, PROMPT, FakeReplica, gateway_over, stream
 from tests.unit.test_gateway_takes_up import WHOLE, says, tells
 

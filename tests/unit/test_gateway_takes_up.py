@@ -19,8 +19,8 @@ from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.streams import MAX_TRIES, Streams
 from headrace.gateway.upstream import ReplicaLost
 from headrace.liveness import Probe
-from headrace_decode.replay.journal import Journal
-from headrace_decode.replay.said import HEADER, Said, line
+from headrace_decode.resume.journal import Journal
+from headrace_decode.resume.said import HEADER, Said, line
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,

@@ -17,7 +17,7 @@ from headrace.cli.console import CliError
 from headrace.config import ConfigError
 from headrace.config import load_config as load
 from headrace.config.tlsfiles import TlsFiles
-from headrace.gateway.door import connection, tls
+from headrace.gateway.ingress import connection, tls
 from headrace.gateway.listen import serve_gateway
 from tests.support.certificates import Authority
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, stream

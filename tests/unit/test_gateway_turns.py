@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.door.turns import AT_ONCE, InTurns
+from headrace.gateway.ingress.turns import AT_ONCE, InTurns
 
 
 class App:

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from headrace.gateway.asgi import HANG_UP
-from headrace.gateway.door import connection
+from headrace.gateway.ingress import connection
 from tests.support.connections import connections, send_all, serving, unread
 from tests.unit.gateway_fakes import soon
 

@@ -99,7 +99,7 @@ def config() -> Any:
         backend="auto", disable_any_whitespace=False, disable_additional_properties=False
     )
     model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY, skip_tokenizer_init=False)
-    scheduler = SimpleNamespace(scheduler_cls="headrace_decode.replay.scheduler.TakingUp")
+    scheduler = SimpleNamespace(scheduler_cls="headrace_decode.resume.scheduler.TakingUp")
     return SimpleNamespace(
         structured_outputs_config=outputs,
         model_config=model,
@@ -185,7 +185,7 @@ def test_one_backend_takes_schemas_and_structural_tags_in_any_order(
 def engine_config() -> Any:
     args = EngineArgs(model=str(tiny_llama()), dtype="float32", enforce_eager=True)
     config = args.create_engine_config()
-    config.scheduler_config.scheduler_cls = "headrace_decode.replay.scheduler.TakingUp"
+    config.scheduler_config.scheduler_cls = "headrace_decode.resume.scheduler.TakingUp"
     return config
 
 

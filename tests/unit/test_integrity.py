@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_decode.distrust import CLEAN, Distrust
-from headrace_engine.integrity.content import BlockSums, block_seeds
-from headrace_engine.integrity.events import seconds_by_event, transfers_by_event
-from headrace_engine.integrity.identity import (
+from headrace_engine.pull_events import seconds_by_event, transfers_by_event
+from headrace_engine.pull_proof.content import BlockSums, block_seeds
+from headrace_engine.pull_proof.identity import (
     NO_SUMS,
     PARAMS_KEY,
     RECORD_BYTES,
@@ -27,8 +27,8 @@ from headrace_engine.integrity.identity import (
     prompt_digest,
     read_claim,
 )
-from headrace_engine.integrity.records import MIN_ROWS, Geometry, Grants, RecordTable
-from headrace_engine.integrity.settings import IntegritySettings, Sampling
+from headrace_engine.pull_proof.records import MIN_ROWS, Geometry, Grants, RecordTable
+from headrace_engine.pull_proof.settings import IntegritySettings, Sampling
 
 WHO = Identity(b"i" * 16, 7, prompt_digest(b"m", "s", b"", [1, 2, 3]), 3, True)
 BLOCKS = [[4, 9]]

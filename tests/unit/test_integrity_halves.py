@@ -15,13 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
 from vllm.utils.network_utils import make_zmq_path
 from vllm.v1.request import RequestStatus
 
+from headrace_engine.connector.identity.weights import Unidentified
 from headrace_engine.handoff import PARAMS_KEY as TRANSFER
 from headrace_engine.handoff import produce_params
-from headrace_engine.integrity import halves, prompt_digests
-from headrace_engine.integrity.halves import ProvenPayload, ProvenScheduler, ProvenWorker
-from headrace_engine.integrity.identity import PARAMS_KEY, Claim, Unproved, believe
 from headrace_engine.ports import reserve_ports
-from headrace_kvstore.connector.identity.weights import Unidentified
+from headrace_engine.pull_proof import halves, prompt_digests
+from headrace_engine.pull_proof.halves import ProvenPayload, ProvenScheduler, ProvenWorker
+from headrace_engine.pull_proof.identity import PARAMS_KEY, Claim, Unproved, believe
 
 PROMPT = list(range(200))
 BLOCK = 128

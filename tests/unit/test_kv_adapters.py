@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from headrace_kvstore.connector.identity import adapters
-from headrace_kvstore.connector.identity.adapters import AdapterIdentities, BlockNames
-from headrace_kvstore.connector.identity.engine_identity import adapter_settings
+from headrace_engine.connector.identity import adapters
+from headrace_engine.connector.identity.adapters import AdapterIdentities, BlockNames
+from headrace_engine.connector.identity.engine_identity import adapter_settings
 from tests.support.clock import Clock
 from tests.support.engineconfig import engine_config
 from tests.support.kvscheduling import hashes

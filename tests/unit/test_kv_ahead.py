@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from vllm.config import CUDAGraphMode
 
+from headrace_engine.connector.connector import StepMetadata, StoreConnector
+from headrace_engine.connector.load_price import Price, Run
+from headrace_engine.connector.work import Load, Work
+from headrace_engine.connector.worker import StepSample, WorkerHalf
 from headrace_engine.steptime import StepTime
-from headrace_kvstore._vllm_compat import runs_layer_hooks
+from headrace_engine.vllm.kv_cache import runs_layer_hooks
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.connector import StepMetadata, StoreConnector
-from headrace_kvstore.connector.load_price import Price, Run
-from headrace_kvstore.connector.work import Load, Work
-from headrace_kvstore.connector.worker import StepSample, WorkerHalf
 from headrace_kvstore.settings import StoreSettings
 from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.kvscheduling import B, Engine, Store, Tiers, request

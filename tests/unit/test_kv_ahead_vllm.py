@@ -1,6 +1,6 @@
 """Loads ahead in vLLM's own scheduler, with both halves of the connector; nobody computes.
 
-Where vLLM moves, mend `kvstore/headrace_kvstore/connector/connector.py`.
+Where vLLM moves, mend `engine/headrace_engine/connector/connector.py`.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from headrace_kvstore.checksum import checksum
-from headrace_kvstore.codec import CODECS, Codec, LayerShape, Order
-from headrace_kvstore.connector.coded import (
+from headrace_engine.connector.coded import (
     PAGE_BYTES,
     CodedCache,
     layer_shape,
     stored_layer_bytes,
 )
+from headrace_kvstore.checksum import checksum
+from headrace_kvstore.codec import CODECS, Codec, LayerShape, Order
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme.segment import page_memory
 from tests.support.tensor import Tensor

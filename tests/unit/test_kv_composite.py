@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace_kvstore.connector.composite import HeadracePDConnector
-from headrace_kvstore.connector.connector import StoreConnector
+from headrace_engine.connector.composite import HeadracePDConnector
+from headrace_engine.connector.connector import StoreConnector
 
 
 class Child:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace_engine.connector.cache import EngineCache
+from headrace_engine.connector.files import FileTier
+from headrace_engine.connector.work import Load, Save, Work
+from headrace_engine.connector.worker import LoadSample, WorkerHalf
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
-from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.files import FileTier
-from headrace_kvstore.connector.work import Load, Save, Work
-from headrace_kvstore.connector.worker import LoadSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme import nvme_tier as nvme
 from headrace_kvstore.nvme import record

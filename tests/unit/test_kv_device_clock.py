@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 
+from headrace_engine.connector.pipeline import LayerPipeline
+from headrace_engine.connector.work import Load, Shape, Work
+from headrace_engine.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.pipeline import LayerPipeline
-from headrace_kvstore.connector.work import Load, Shape, Work
-from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.device.clock import PENDING_STEPS, HostClock, StepTimer
 from headrace_kvstore.settings import StoreSettings
 from tests.support.fake_device import FakeDevice, FakeStream

@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from headrace_engine.connector.division import only_group, parts_of
 from headrace_kvstore.codec import CODECS, Raw
-from headrace_kvstore.connector.division import only_group, parts_of
 from headrace_kvstore.parts import Parts
 
 SIZE: dict[str, Any] = dict(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)

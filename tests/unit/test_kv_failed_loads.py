@@ -17,12 +17,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from headrace_kvstore._vllm_compat import recovers_failed_loads
+from headrace_engine.vllm.kv_cache import recovers_failed_loads
 from tests.support.scheduled import BLOCK, NAMES, STEP, UNIT, Scheduled
 
 GOOD, BAD = 30, 666
 PROMPT = 4 * BLOCK + 8
-COMPAT = "kvstore/headrace_kvstore/_vllm_compat.py"
+COMPAT = "engine/headrace_engine/vllm/kv_cache.py"
 
 
 class Computing(Scheduled):

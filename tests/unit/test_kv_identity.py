@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from vllm.config import MultiModalConfig, WeightTransferConfig
 
-from headrace_engine.kvkind import kv_kind
-from headrace_kvstore.connector.identity import engine_identity as identity
-from headrace_kvstore.connector.identity.engine_identity import (
+from headrace_engine.connector.identity import engine_identity as identity
+from headrace_engine.connector.identity.engine_identity import (
     UNRELATED,
     engine_namespace,
     first_epoch,
@@ -24,7 +23,8 @@ from headrace_kvstore.connector.identity.engine_identity import (
     overrides_identity,
     speculative_identity,
 )
-from headrace_kvstore.connector.identity.weights import Unidentified
+from headrace_engine.connector.identity.weights import Unidentified
+from headrace_engine.kvkind import kv_kind
 from tests.support.engineconfig import engine_config
 from tests.support.tiny import tiny_llama
 

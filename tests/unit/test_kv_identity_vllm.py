@@ -17,8 +17,8 @@ from vllm.config import WeightTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from headrace_kvstore.connector.identity import adapters, engine_identity
-from headrace_kvstore.connector.identity.weights import Unidentified
+from headrace_engine.connector.identity import adapters, engine_identity
+from headrace_engine.connector.identity.weights import Unidentified
 from tests.support.scheduled import BLOCK, Scheduled
 from tests.support.tiny import tiny_llama
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.connector.learning import WAITING_PROMPTS, PromptLearner
-from headrace_kvstore.connector.scheduler import SchedulerHalf
+from headrace_engine.connector.learning import WAITING_PROMPTS, PromptLearner
+from headrace_engine.connector.scheduler import SchedulerHalf
 from tests.support.kvnode import until
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.connector import node_tiers
-from headrace_kvstore.connector.node_tiers import FORGOTTEN_AT, NodeTiers
+from headrace_engine.connector import node_tiers
+from headrace_engine.connector.node_tiers import FORGOTTEN_AT, NodeTiers
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.nvme.record import Shape
 from headrace_kvstore.nvme.segment import Location

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace_kvstore.connector.pipeline import LayerPipeline
+from headrace_engine.connector.pipeline import LayerPipeline
 
 LAYERS = 6
 

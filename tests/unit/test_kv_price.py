@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from headrace_engine.connector.load_price import PROBE_SHARE, Price, Run, pairs
 from headrace_engine.steptime import StepTime
-from headrace_kvstore.connector.load_price import PROBE_SHARE, Price, Run, pairs
 
 B, LAYERS = 128, 32
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from headrace_engine.connector.connector import WorkerReport, slowest
+from headrace_engine.connector.worker import LoadSample, StepSample
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.connector import WorkerReport, slowest
-from headrace_kvstore.connector.worker import LoadSample, StepSample
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import Save, Shape

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace_engine.connector.load_price import Price, pairs
+from headrace_engine.connector.save_queue import JOB_BLOCKS
+from headrace_engine.connector.scheduler import SchedulerHalf, medium_of
+from headrace_engine.connector.work import Load, Save, Shape, Work, step_shape
 from headrace_engine.steptime import StepTime
-from headrace_kvstore.connector.load_price import Price, pairs
-from headrace_kvstore.connector.save_queue import JOB_BLOCKS
-from headrace_kvstore.connector.scheduler import SchedulerHalf, medium_of
-from headrace_kvstore.connector.work import Load, Save, Shape, Work, step_shape
 from tests.support.clock import Clock
 from tests.support.kvscheduling import B, Engine, Pool, Store, Tiers, hashes, request
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import prometheus_client
 
-from headrace_kvstore.connector.stats import COUNTER, Reporter, StorePromMetrics, StoreStats
+from headrace_engine.connector.stats import COUNTER, Reporter, StorePromMetrics, StoreStats
 
 
 def test_a_report_holds_what_is_new() -> None:

@@ -12,7 +12,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from headrace_kvstore._vllm_compat import BlockHasher
+from headrace_engine.vllm.kv_cache import BlockHasher
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import FileLock
 from headrace_kvstore.settings import StoreSettings

@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("nixl")
 
-from headrace_kvstore.connector import ways
-from headrace_kvstore.connector.files import DIRECT_BACKEND
-from headrace_kvstore.connector.ways import DirectWay, HostWay, Trial
+from headrace_engine.connector import ways
+from headrace_engine.connector.files import DIRECT_BACKEND
+from headrace_engine.connector.ways import DirectWay, HostWay, Trial
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme.mover import MoveError
 from headrace_kvstore.nvme.nixl_mover import NixlMover
@@ -261,7 +261,7 @@ class TestLoads:
 def test_parts_that_are_not_whole_pages_go_through_host_memory() -> None:
     import torch
 
-    from headrace_kvstore.connector.device_cache import DeviceCache
+    from headrace_engine.connector.device_cache import DeviceCache
 
     tensors = {name: torch.zeros((BLOCKS, 6144), dtype=torch.uint8) for name in NAMES}
     cache = DeviceCache(tensors, BlockLayout.of_tensors(tensors, BLOCKS), saves=False)

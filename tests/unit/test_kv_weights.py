@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.connector.identity import weights
-from headrace_kvstore.connector.identity.weights import (
+from headrace_engine.connector.identity import weights
+from headrace_engine.connector.identity.weights import (
     CONFIG_SUFFIXES,
     Unidentified,
     file_digest,

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace_engine.connector.connector import ArenaIndex
+from headrace_engine.connector.work import Load, Save, Shape, Work
+from headrace_engine.connector.worker import StepSample, WorkerHalf, tenant_number
 from headrace_kvstore.arena.arena import Arena, LockBusyError
-from headrace_kvstore.connector.connector import ArenaIndex
-from headrace_kvstore.connector.work import Load, Save, Shape, Work
-from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
 from tests.support.kvworker import HASHES, LAYER_BYTES, LAYERS, NAMES, Node, save
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.door import connection
+from headrace.gateway.ingress import connection
 from headrace.gateway.listen import Server, serve_gateway
 
 REQUEST = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"

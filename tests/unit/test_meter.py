@@ -137,7 +137,7 @@ def meter() -> EngineMeter:
 
 @pytest.fixture
 def logger(meter: EngineMeter) -> Any:
-    from headrace_engine._vllm_compat import MeterStatLogger
+    from headrace_engine.vllm.engine import MeterStatLogger
 
     cache = SimpleNamespace(num_gpu_blocks=100, block_size=16)
     config = SimpleNamespace(cache_config=cache, max_concurrent_batches=1)
@@ -179,7 +179,7 @@ def test_what_reused_kv_took_of_a_step_is_no_part_of_it(
     logger: Any, steps: list[Step], monkeypatch: pytest.MonkeyPatch, with_details: bool
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("headrace_engine._vllm_compat.time.monotonic", lambda: now)
+    monkeypatch.setattr("headrace_engine.vllm.engine.time.monotonic", lambda: now)
     details = SimpleNamespace(
         num_ctx_tokens=0,
         num_ctx_requests=0,
@@ -221,7 +221,7 @@ def test_without_details_a_step_is_the_time_between_two_records(
     logger: Any, steps: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("headrace_engine._vllm_compat.time.monotonic", lambda: now)
+    monkeypatch.setattr("headrace_engine.vllm.engine.time.monotonic", lambda: now)
     logger.record(scheduler_stats(), iteration_stats(10, 1, first_tokens=1))
     assert steps == [], "nobody knows when the first step began"
     now = 100.5
@@ -254,15 +254,15 @@ def test_nixls_statistics_become_transfers(logger: Any, meter: EngineMeter) -> N
 
 
 def test_statistics_without_transfers_are_none() -> None:
-    from headrace_engine._vllm_compat import nixl_transfers
+    from headrace_engine.vllm.engine import nixl_transfers
 
     assert nixl_transfers({}) == ([], 0)
     assert nixl_transfers({"num_failed_transfers": [1, 1]}) == ([], 2)
 
 
 def test_a_rank_s_share_of_a_transfer_is_told_with_the_number_of_shares() -> None:
-    from headrace_engine._vllm_compat import nixl_transfers
-    from headrace_engine.integrity.stats import TransferStats
+    from headrace_engine.pull_proof.stats import TransferStats
+    from headrace_engine.vllm.engine import nixl_transfers
 
     stats = TransferStats()
     nixl = {"xferDuration": 5e5, "postDuration": 1, "totalBytes": 100, "descCount": 3}
@@ -297,7 +297,7 @@ def test_after_a_reset_of_the_engine_none_of_the_stores_blocks_are_its_own(
     logger: Any, meter: EngineMeter
 ) -> None:
     """Or plans would count on blocks that the engine does not find."""
-    from headrace_engine.integrity.stats import TransferStats
+    from headrace_engine.pull_proof.stats import TransferStats
 
     for data in ({}, TransferStats().data):
         logger.record(scheduler_stats(kv_connector_stats={"digests": ["ab" * 16]}), None)
@@ -310,12 +310,12 @@ def test_where_steps_overlap_a_step_is_the_time_between_two_results(
     meter: EngineMeter, steps: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The core measures what it still waited for a step that ran beside the next one's launch."""
-    from headrace_engine._vllm_compat import MeterStatLogger
+    from headrace_engine.vllm.engine import MeterStatLogger
 
     cache = SimpleNamespace(num_gpu_blocks=100, block_size=16)
     config: Any = SimpleNamespace(cache_config=cache, max_concurrent_batches=2)
     logger, now = MeterStatLogger(meter, config), 100.0
-    monkeypatch.setattr("headrace_engine._vllm_compat.time.monotonic", lambda: now)
+    monkeypatch.setattr("headrace_engine.vllm.engine.time.monotonic", lambda: now)
     details = SimpleNamespace(
         num_ctx_tokens=0,
         num_ctx_requests=0,
@@ -332,7 +332,7 @@ def test_where_steps_overlap_a_step_is_the_time_between_two_results(
 
 def test_an_engine_without_a_request_runs_none_whatever_its_last_step_told() -> None:
     """A client that hangs up ends its request, and no step follows that would tell."""
-    from headrace_engine._vllm_compat import engine_progress
+    from headrace_engine.vllm.engine import engine_progress
 
     meter, config = EngineMeter(), SimpleNamespace()
     config.cache_config = SimpleNamespace(num_gpu_blocks=100, block_size=16)

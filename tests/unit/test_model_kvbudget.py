@@ -25,8 +25,8 @@ from headrace.model.facts import facts_from_config
 from headrace.model.kvbudget import BOUNDED_KL, GIB, Asked, Plan, Way, kl_at, plan
 from headrace.model.memory import measured_gbps
 from headrace.model.registry import ModelError
-from headrace_decode.bounded.engine import calibration as gates
-from headrace_decode.bounded.gate import Gate
+from headrace_decode.compression.engine import calibration as gates
+from headrace_decode.compression.gate import Gate
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.calibration_file import Measured, Shape
 from headrace_decode.sparse.engine.calibration import Calibration, write

@@ -9,7 +9,7 @@ import pytest
 from headrace.app import _use_own_nixl
 from headrace.config.integrity import IntegritySection
 
-OURS = "headrace_engine.integrity.connector"
+OURS = "headrace_engine.pull_proof.connector"
 SETTINGS = {"headrace_integrity": IntegritySection().model_dump()}
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.replay.checks import check
-from headrace_decode.replay.said import Output, Said
+from headrace_decode.resume.checks import check
+from headrace_decode.resume.said import Output, Said
 
 VOCABULARY, MOST, CHOICES, LOGPROBS = 100, 6, 2, 1
 TOKENS = st.integers(0, VOCABULARY - 1)

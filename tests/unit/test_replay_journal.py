@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.replay.journal import EVENTS, Diverged, Journal
-from headrace_decode.replay.said import MAX_BYTES, Said, line
+from headrace_decode.resume.journal import EVENTS, Diverged, Journal
+from headrace_decode.resume.said import MAX_BYTES, Said, line
 
 ERROR = b'data: {"error":{"message":"EngineDeadError"}}'
 GROUPS = st.lists(st.integers(0, 3), min_size=1, max_size=12)

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from headrace.resume import AsyncResuming
-from headrace_decode.replay.recorder import RECORDER
-from headrace_decode.replay.resumed import MAX_HAD_BYTES, Resumed
-from headrace_decode.replay.said import HEADER, RESUME, Said
+from headrace_decode.resume.recorder import RECORDER
+from headrace_decode.resume.resumed import MAX_HAD_BYTES, Resumed
+from headrace_decode.resume.said import HEADER, RESUME, Said
 
 ASKED = {"prompt": "Hi", "stream": True}
 WORDS = ["one", "two", "three", "four"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.replay.recorder import RECORDER, Recorded
-from headrace_decode.replay.said import HEADER, MAX_BYTES, Output, Said, line, read, tokens_of
+from headrace_decode.resume.recorder import RECORDER, Recorded
+from headrace_decode.resume.said import HEADER, MAX_BYTES, Output, Said, line, read, tokens_of
 
 TOKENS = st.integers(0, 2**31 - 1)
 RANKED = st.tuples(TOKENS, st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 9))

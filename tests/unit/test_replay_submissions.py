@@ -15,10 +15,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from headrace_decode.replay import feed
-from headrace_decode.replay.llm import vllm_drafter
-from headrace_decode.replay.recorder import RECORDER, Recorder
-from headrace_decode.replay.said import Output, Said, cached_tokens_of, read
+from headrace_decode.resume import feed
+from headrace_decode.resume.llm import vllm_drafter
+from headrace_decode.resume.recorder import RECORDER, Recorder
+from headrace_decode.resume.said import Output, Said, cached_tokens_of, read
 from tests.support.orchestrated import LATE_S, PULL, RESULT, Planner, until
 from tests.support.resuming import Core, Frontend, PrefillSide, text, token
 

@@ -13,10 +13,10 @@ import pytest
 
 from headrace_decode.apis.checks import Abilities
 from headrace_decode.apis.middleware import LONG_BYTES, REST_S_A_BYTE, ApiMiddleware
-from headrace_decode.replay.journal import Journal
-from headrace_decode.replay.recorder import _outputs
-from headrace_decode.replay.said import Said, line
 from headrace_decode.rests import PIECE_BYTES, then_rest
+from headrace_decode.resume.journal import Journal
+from headrace_decode.resume.recorder import _outputs
+from headrace_decode.resume.said import Said, line
 
 WORK_S = 0.02
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from headrace.config import AppSection
 from headrace.config.techniques import ReuseSection
 from headrace.reuse import add_reuse
-from headrace_decode.speculation.settings import engine_arguments
+from headrace_decode.speculative.settings import engine_arguments
 
 ON = ReuseSection(mode="request")
 STORE = {"kv_connector": "HeadraceConnector", "kv_connector_extra_config": {"name": "store"}}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace_engine.rope import Rope
-from headrace_prefill.reuse.drift import DOUBT_ROWS, Drift
+from headrace_prefill.blending.drift import DOUBT_ROWS, Drift
 
 LAYERS, HEADS, DIM, FIRST, LENGTH = 3, 2, 8, 100, 50
 ROPE = Rope.of({"rope_theta": 100.0, "num_attention_heads": HEADS, "head_dim": DIM})

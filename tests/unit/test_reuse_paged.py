@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_prefill.reuse.engine.paged import BlockTable, Order, PagedKV, halves, stored_blocks
-from headrace_prefill.reuse.engine.probe import MAX_SCORES, attended
+from headrace_prefill.blending.engine.paged import BlockTable, Order, PagedKV, halves, stored_blocks
+from headrace_prefill.blending.engine.probe import MAX_SCORES, attended
 
 BLOCKS, HEADS, TOKENS, DIM = 6, 3, 8, 4
 MEMORY = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "BHLNC": (0, 1, 2, 3)}
@@ -94,7 +94,7 @@ def test_a_position_outside_its_blocks_is_refused() -> None:
 def test_rows_attend_by_softmax_to_what_they_see(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_prefill.reuse.engine.probe.MAX_SCORES", most)
+    monkeypatch.setattr("headrace_prefill.blending.engine.probe.MAX_SCORES", most)
     queries, keys, values = torch.randn(3, 4, DIM), torch.randn(10, 2, DIM), torch.randn(10, 2, DIM)
     seen = np.array([3, 8, 10])
     mass, mixed = torch.zeros(10), torch.zeros(3, 4, DIM)

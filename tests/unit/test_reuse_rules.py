@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_prefill.reuse.rules import Rule, offsets_of, share_of
+from headrace_prefill.blending.rules import Rule, offsets_of, share_of
 
 LAYERS = 10
 CHUNKS = [(5, 40), (60, 100)]

@@ -25,7 +25,7 @@ from headrace_decode.techniques import (
     offered,
     reuse_share,
 )
-from headrace_prefill.reuse.finding.finder import Finder, Run
+from headrace_prefill.blending.finding.finder import Finder, Run
 
 BLOCK = 16
 

@@ -153,7 +153,7 @@ async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
     has_port: bool,
 ) -> None:
     from headrace_decode.rendering._vllm_compat import application_without_engine
-    from headrace_decode.replay.resumed import Resumed
+    from headrace_decode.resume.resumed import Resumed
     from headrace_decode.server import DecodeServer
 
     async def build_asgi_app() -> FastAPI:

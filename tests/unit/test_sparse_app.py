@@ -22,11 +22,11 @@ from headrace.config.techniques import (
 from headrace.reuse import add_reuse
 from headrace.sparse import add_sparse
 from headrace_decode._vllm_request import with_share, with_technique
-from headrace_decode.bounded.engine.settings import BoundedSettings
-from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
-from headrace_decode.replay.llm import OUR_WORKERS
+from headrace_decode.compression.engine.settings import BoundedSettings
+from headrace_decode.compression.engine.settings import settings_of as bounded_settings_of
+from headrace_decode.resume.llm import OUR_WORKERS
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
-from headrace_decode.speculation.settings import engine_arguments
+from headrace_decode.speculative.settings import engine_arguments
 from headrace_decode.techniques import (
     BOUNDED,
     SPARSE,
@@ -40,7 +40,7 @@ from headrace_decode.techniques import (
     salt_for,
     share_in,
 )
-from headrace_kvstore.connector.identity.engine_identity import device_identity
+from headrace_engine.connector.identity.engine_identity import device_identity
 from headrace_kvstore.salts import is_marked
 from tests.unit.test_reuse_app import engine as storing_engine
 

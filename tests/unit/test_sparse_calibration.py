@@ -24,7 +24,7 @@ from headrace_decode.sparse.calibration_file import CalibrationError, Shape
 from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, read_bases, write
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.sparse.engine.worker import bases_for
-from headrace_kvstore.connector.identity.engine_identity import SPARSE_KEY
+from headrace_engine.connector.identity.engine_identity import SPARSE_KEY
 from headrace_lab.sparse.calibrate import least_share
 
 CONFIG: dict[str, Any] = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.acceptance import (
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.retrieval.acceptance import (
     EFFECT_VARIANCE,
     MATCH_BUCKET,
     WEIGHT_VARIANCE,

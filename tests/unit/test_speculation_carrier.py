@@ -12,12 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.retrieval.draft_memory import Settings
-from headrace_decode.speculation.settings import CarrierSettings
-from headrace_decode.speculation.settings import Settings as EngineSettings
-from headrace_decode.speculation.sharing import carrier as carriers
-from headrace_decode.speculation.sharing.carrier import Carrier
-from headrace_decode.speculation.sharing.exchange import Exchange
+from headrace_decode.speculative.retrieval.draft_memory import Settings
+from headrace_decode.speculative.settings import CarrierSettings
+from headrace_decode.speculative.settings import Settings as EngineSettings
+from headrace_decode.speculative.sharing import carrier as carriers
+from headrace_decode.speculative.sharing.carrier import Carrier
+from headrace_decode.speculative.sharing.exchange import Exchange
 from headrace_kvstore.node.board_backup import BoardBackup, FolderPlace
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board, Note

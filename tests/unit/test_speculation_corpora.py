@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
 from headrace_decode.corpora import PIECE_CHARS, PORTION_TOKENS, CorpusLoader, pieces, portions
-from headrace_decode.speculation.retrieval.corpus_loads import CALL_S, Corpora
-from headrace_decode.speculation.retrieval.draft_memory import Settings
+from headrace_decode.speculative.retrieval.corpus_loads import CALL_S, Corpora
+from headrace_decode.speculative.retrieval.draft_memory import Settings
 from tests.support.clock import Clock
 
 MIB = 1 << 20

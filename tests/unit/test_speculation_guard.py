@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace_decode.speculation.planning.draft_guard import (
+from headrace_decode.speculative.planning.draft_guard import (
     DECIDED,
     LONGEST,
     OFF,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from headrace_decode.speculation.held_blocks import HeldBlocks
+from headrace_decode.speculative.held_blocks import HeldBlocks
 
 BLOCKS = 200
 

@@ -11,7 +11,7 @@ from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.speculation import add_speculation
 from headrace.store import add_store
-from headrace_decode.speculation.settings import CONFIG_KEY, CarrierSettings, Settings
+from headrace_decode.speculative.settings import CONFIG_KEY, CarrierSettings, Settings
 
 
 def drafting(engine: dict[str, Any], **section: Any) -> Settings:

@@ -9,10 +9,10 @@ import pytest
 
 from headrace.config.speculation import SpeculationSection
 from headrace.speculation import add_speculation
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.proposer import HeadraceProposer, load_memory
-from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Memory, tenant_key
-from headrace_decode.speculation.settings import CONFIG_KEY, Settings
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.proposer import HeadraceProposer, load_memory
+from headrace_decode.speculative.retrieval.draft_memory import PUBLIC_KEY, Memory, tenant_key
+from headrace_decode.speculative.settings import CONFIG_KEY, Settings
 
 MODEL = SimpleNamespace(
     model="m", revision=None, dtype="x", quantization=None, tokenizer="t", tokenizer_revision=None

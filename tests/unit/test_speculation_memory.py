@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Settings, tenant_key
-from headrace_decode.speculation.retrieval.pool import CapacityError, Pool
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.retrieval.draft_memory import PUBLIC_KEY, Settings, tenant_key
+from headrace_decode.speculative.retrieval.pool import CapacityError, Pool
 from tests.support.clock import Clock
 
 MIB = 1 << 20

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_decode.speculation import proposer as proposer_module
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.order import FOR_MAX_S, Order, is_duration
-from headrace_decode.speculation.planning.draft_guard import Toss
-from headrace_decode.speculation.planning.draft_planner import Mode, Step
-from headrace_decode.speculation.tally import RECENT_TOKENS, Tally
+from headrace_decode.speculative import proposer as proposer_module
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.order import FOR_MAX_S, Order, is_duration
+from headrace_decode.speculative.planning.draft_guard import Toss
+from headrace_decode.speculative.planning.draft_planner import Mode, Step
+from headrace_decode.speculative.tally import RECENT_TOKENS, Tally
 from tests.unit.test_speculation_guard import switch_off
 from tests.unit.test_speculation_session import Engine, K, OneRow, propose, proposer
 

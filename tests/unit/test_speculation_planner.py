@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.planning.budget import best_budget
-from headrace_decode.speculation.planning.draft_planner import (
+from headrace_decode.speculative.planning.budget import best_budget
+from headrace_decode.speculative.planning.draft_planner import (
     LOOK_EVERY,
     DraftPlanner,
     Limits,

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import DraftBatch
-from headrace_decode.speculation.planning.draft_guard import UNDECIDED
-from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Mode, Step
-from headrace_decode.speculation.proposer import FAILURES_MAX, HeadraceProposer
-from headrace_decode.speculation.request import (
+from headrace_decode.speculative.draft import DraftBatch
+from headrace_decode.speculative.planning.draft_guard import UNDECIDED
+from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Mode, Step
+from headrace_decode.speculative.proposer import FAILURES_MAX, HeadraceProposer
+from headrace_decode.speculative.request import (
     OPT_OUT_KEY,
     REQUEST_KEY,
     Facts,
     facts_of,
     request_arguments,
 )
-from headrace_decode.speculation.session import Rows, Session, kv_room
-from headrace_decode.speculation.settings import CONFIG_KEY, Settings, engine_arguments
+from headrace_decode.speculative.session import Rows, Session, kv_room
+from headrace_decode.speculative.settings import CONFIG_KEY, Settings, engine_arguments
 from tests.support.kvnode import until
 
 K, VOCABULARY = 4, 100

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from benchmarks.drafting.one_row import OneRowMemory as Memory
 from headrace.config.speculation import SpeculationSection
 from headrace.speculation import tenants_of
-from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.request import facts_of, request_arguments
-from headrace_decode.speculation.retrieval.anonymity import WINDOW_TOKENS, SharedWindows
-from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Settings, tenant_key
-from headrace_decode.speculation.sharing.exchange import Exchange
+from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.request import facts_of, request_arguments
+from headrace_decode.speculative.retrieval.anonymity import WINDOW_TOKENS, SharedWindows
+from headrace_decode.speculative.retrieval.draft_memory import PUBLIC_KEY, Settings, tenant_key
+from headrace_decode.speculative.sharing.exchange import Exchange
 from headrace_decode.tenants import TenantPolicy, Tenants
 
 TEXT = np.arange(1000, 1400, dtype=np.int32)

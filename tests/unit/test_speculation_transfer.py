@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.retrieval.draft_memory import Settings, tenant_key
-from headrace_decode.speculation.sharing import exchange
-from headrace_decode.speculation.sharing.exchange import Exchange
-from headrace_decode.speculation.sharing.record import (
+from headrace_decode.speculative.retrieval.draft_memory import Settings, tenant_key
+from headrace_decode.speculative.sharing import exchange
+from headrace_decode.speculative.sharing.exchange import Exchange
+from headrace_decode.speculative.sharing.record import (
     Batch,
     DamagedError,
     SegmentRecord,

@@ -21,7 +21,7 @@ from headrace_decode.techniques import (
     salt_for,
     wants_exact,
 )
-from headrace_kvstore.connector.identity.engine_identity import lossy_codec
+from headrace_engine.connector.identity.engine_identity import lossy_codec
 from headrace_kvstore.prompt_hash import hash_prompt, root_hash
 from headrace_kvstore.salts import EXACT, is_marked, marked, salt_of, tenant_of
 from tests.support.kvscheduling import B, Engine, Store, Tiers, hashes, request

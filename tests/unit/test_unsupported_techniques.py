@@ -11,10 +11,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from headrace_decode._vllm_compat import PlannedLLM, Planning
 from headrace_decode.orchestrate import Orchestrator, Work
-from headrace_decode.replay.scheduler import TakingUp
+from headrace_decode.resume.scheduler import TakingUp
 from headrace_decode.reusing import Reuse, Reusing, reusing_work
 from headrace_engine.handoff import REUSED_KEY, PrefillRequest
-from headrace_prefill.reuse.engine.worker import ModelInReach
+from headrace_prefill.blending.engine.worker import ModelInReach
 from headrace_prefill.server import PrefillServer
 from tests.support.orchestrated import Planner
 
@@ -94,7 +94,7 @@ class Wants:
 def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_starting(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace_prefill.reuse.engine import worker
+    from headrace_prefill.blending.engine import worker
 
     connector = Wants()
 

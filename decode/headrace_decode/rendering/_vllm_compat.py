@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 
 from headrace_decode.internal import ASGIApp
 from headrace_decode.rendering.keys import RENDER_ONLY, KeysRoute, Prompt, Rendered, Supplies
-from headrace_kvstore._vllm_compat import BlockHasher
+from headrace_engine.vllm.kv_cache import BlockHasher
 
 HANDLERS = {
     "/v1/chat/completions": ("openai_serving_chat", "create_chat_completion"),

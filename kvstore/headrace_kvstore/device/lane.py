@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_kvstore import _vllm_compat, checksum
+from headrace_kvstore import checksum
 from headrace_kvstore.device.clock import Clock, CudaClock, HostClock
 
 logger = logging.getLogger("headrace.kvstore")
+
+CopyBatch = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class Lane:
@@ -31,13 +33,16 @@ class Lane:
     Args:
         device: where the cache is.
         staging_bytes: device memory for blocks on their way.
+        copy_batch: (destinations, sources, sizes), int64 tensors in host memory -> queues the
+            copies on the current CUDA stream. Used on a CUDA device only.
 
     Attributes:
         clock: of the stream.
         staging: uint8 [staging_bytes], on the device.
     """
 
-    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+    def __init__(self, device: torch.device, staging_bytes: int, copy_batch: CopyBatch) -> None:
+        self._copy_batch = copy_batch
         cuda = device.type == "cuda"
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if cuda else None
@@ -67,7 +72,7 @@ class Lane:
             checksum.copy(dst, src, size_bytes)
             return
         sizes = torch.full((len(dst),), size_bytes, dtype=torch.int64)
-        _vllm_compat.copy_batch(_signed(dst), _signed(src), sizes)
+        self._copy_batch(_signed(dst), _signed(src), sizes)
 
     def upload(self, numbers: np.ndarray) -> Tensor:
         """Queue the copy of u64 or i64 numbers to the device, as int64."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from headrace_lab.models.exact import Exact
 from headrace_lab.models.lm import KV, LM
 from headrace_lab.texts.prompts import Prompt
-from headrace_prefill.reuse.drift import Drift
-from headrace_prefill.reuse.rules import DRAFT_TOKENS, LAST_TOKENS, Rule, offsets_of
+from headrace_prefill.blending.drift import Drift
+from headrace_prefill.blending.rules import DRAFT_TOKENS, LAST_TOKENS, Rule, offsets_of
 
 Int = NDArray[np.int64]
 Sees = Callable[[Tensor], Tensor]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_decode.bounded.gate import Gate
-from headrace_decode.bounded.keeping import Always
+from headrace_decode.compression.gate import Gate
+from headrace_decode.compression.keeping import Always
 
 WIDTH = 32
 STEPS, TOKENS_A_STEP, RATE = 1000, 384, 3e-3

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_decode.bounded.gate import Gate, at_start
-from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.refit import fitted
-from headrace_decode.bounded.scores import Received, as_later, repeats
+from headrace_decode.compression.gate import Gate, at_start
+from headrace_decode.compression.keeping import keep_units
+from headrace_decode.compression.refit import fitted
+from headrace_decode.compression.scores import Received, as_later, repeats
 from headrace_engine.rope import Rope
 from headrace_lab.compression.streaming import Masked, Newest, Streamed
 from headrace_lab.models.lm import LM

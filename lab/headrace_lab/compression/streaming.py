@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_decode.bounded.engine.course import EARLIER_TOKENS, Stream
-from headrace_decode.bounded.gate import Gate, at_start
-from headrace_decode.bounded.keeping import keep_units
-from headrace_decode.bounded.refit import fitted
-from headrace_decode.bounded.scores import NOWHERE, as_later, with_gate
+from headrace_decode.compression.engine.course import EARLIER_TOKENS, Stream
+from headrace_decode.compression.gate import Gate, at_start
+from headrace_decode.compression.keeping import keep_units
+from headrace_decode.compression.refit import fitted
+from headrace_decode.compression.scores import NOWHERE, as_later, with_gate
 from headrace_engine.rope import Rope
 from headrace_lab.models.lm import LM
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from headrace_lab.cross_layer.train import STATE, Losses, Recipe, Run, windows_of
 from headrace_lab.models.checkpoint import write
 from headrace_lab.texts.corpus import END, Tokens, learn_vocabulary, sides, stream
-from headrace_prefill.fusion.config import KINDS, Kind
+from headrace_prefill.cross_layer.config import KINDS, Kind
 
 SETTINGS, LOSSES, PLOT = "settings.json", "losses", "losses.png"
 SMALL: dict[str, Any] = {

@@ -26,7 +26,7 @@ from headrace_lab.cross_layer.error import Error, Truth
 from headrace_lab.cross_layer.fit import KeyFit, Sums, fit_keys, fit_values
 from headrace_lab.cross_layer.trace import Trace
 from headrace_lab.models.decoder import KV, Decoder
-from headrace_prefill.fusion.config import FusionError, KVFusion
+from headrace_prefill.cross_layer.config import FusionError, KVFusion
 
 Pair = tuple[int, int]
 ConvertKind = Literal["fused", "lite"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_lab.models.decoder import Decoder
-from headrace_prefill.fusion.config import FusionError
+from headrace_prefill.cross_layer.config import FusionError
 
 WEIGHTS = "model.safetensors"
 TYPES = ("llama", "qwen3")

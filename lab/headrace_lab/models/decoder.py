@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from headrace_engine.rope import Rope
-from headrace_prefill.fusion.mixing import by_channel, mix
-from headrace_prefill.fusion.shape import Shape
+from headrace_prefill.cross_layer.mixing import by_channel, mix
+from headrace_prefill.cross_layer.shape import Shape
 
 SHORT = 512
 """Maximum number of tokens for which attention is computed as two matrix products. On a CPU that

@@ -87,7 +87,7 @@ def _planned(
     """Plan how an engine on CPUs would keep within the budget."""
     from headrace.config.kvbudget import asked_of
     from headrace.model.kvbudget import plan
-    from headrace_decode.bounded.engine.calibration import read as read_gate
+    from headrace_decode.compression.engine.calibration import read as read_gate
     from headrace_decode.sparse.calibration_file import CalibrationError
     from headrace_decode.sparse.engine.calibration import read
 

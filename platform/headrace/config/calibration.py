@@ -43,7 +43,7 @@ def bounded_calibrated(techniques: TechniquesSection) -> Measured | None:
     section = techniques.bounded
     if section.calibration is None:
         return None
-    from headrace_decode.bounded.engine.calibration import COMMAND, read
+    from headrace_decode.compression.engine.calibration import COMMAND, read
 
     return _usable(section.calibration, techniques.sparse.unit_tokens, read, COMMAND)
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from headrace.config.section import Section
 
-POLICY = "headrace.elastic.policy:ElasticPolicy"
+POLICY = "headrace.autoscaling.policy:ElasticPolicy"
 QUEUES = {"prefill": 2.0, "decode": 16.0}
 """Requests of a replica at which Serve's policy aims, while too little is known for ours."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from headrace.config.section import Section
-from headrace_engine.integrity.settings import Check
+from headrace_engine.pull_proof.settings import Check
 
 
 class IntegritySection(Section):

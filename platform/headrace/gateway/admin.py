@@ -15,7 +15,7 @@ import msgspec
 from headrace.advice import advice_of
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
-from headrace.gateway.door.limits import validated
+from headrace.gateway.ingress.limits import validated
 from headrace.gateway.openapi import OPERATIONS, PLANS, openapi_document
 from headrace.gateway.orders import RouterPolicy, Speculation, StoreOrder, WarmRequest
 from headrace.gateway.replicas import ReplicaPool

@@ -38,10 +38,10 @@ from headrace.gateway.asgi import (
 )
 from headrace.gateway.asked import BODY_LATE, TIME_UP, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
-from headrace.gateway.door import limits
-from headrace.gateway.door.browsers import AllowedHosts, cors
-from headrace.gateway.door.keys import ADMIN, OPERATOR, Caller, Keys
 from headrace.gateway.errors import ApiError
+from headrace.gateway.ingress import limits
+from headrace.gateway.ingress.browsers import AllowedHosts, cors
+from headrace.gateway.ingress.keys import ADMIN, OPERATOR, Caller, Keys
 from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes, needs_no_key, redirect
 from headrace.gateway.pick import affinity_key, draftable_tokens
@@ -51,7 +51,7 @@ from headrace.gateway.relay.call import Call, in_flight
 from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
-from headrace_decode.replay.said import RESUME
+from headrace_decode.resume.said import RESUME
 from headrace_decode.routes import Route
 from headrace_decode.techniques import TechniqueError, asked_of
 from headrace_decode.tenants import ALL_ALIKE, Tenants

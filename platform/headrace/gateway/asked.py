@@ -11,10 +11,10 @@ from typing import Any
 from headrace.gateway import errors
 from headrace.gateway.asgi import JSON_TYPE, Interrupts, Receive, Send
 from headrace.gateway.backend import GatewayOptions
-from headrace.gateway.door import encodings, limits
-from headrace.gateway.door.budget import BodyBudget, Held
-from headrace.gateway.door.keys import ANYONE, Caller, may_administer
 from headrace.gateway.errors import ApiError
+from headrace.gateway.ingress import encodings, limits
+from headrace.gateway.ingress.budget import BodyBudget, Held
+from headrace.gateway.ingress.keys import ANYONE, Caller, may_administer
 from headrace.gateway.relay.call import Call
 from headrace_decode.rests import then_rest
 

@@ -29,7 +29,7 @@ from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
 from headrace_decode.tenants import Tenants
-from headrace_engine.serving._ray_compat import (
+from headrace_engine.ray.serve import (
     drop_notes,
     ongoing_requests,
     read_note,

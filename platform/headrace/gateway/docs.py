@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.gateway.backend import GatewayOptions
-from headrace.gateway.door.limits import (
+from headrace.gateway.ingress.limits import (
     DEFAULT_TOKENS,
     MAX_ITEMS,
     MAX_LOGPROBS,

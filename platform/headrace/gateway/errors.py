@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace_decode.replay.said import STOPPING
+from headrace_decode.resume.said import STOPPING
 
 Headers = list[tuple[bytes, bytes]]
 

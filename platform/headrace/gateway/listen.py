@@ -18,9 +18,9 @@ from typing import Any
 import uvicorn
 
 from headrace.config.tlsfiles import TlsFiles
-from headrace.gateway.door.connection import SECURITY_HEADERS, SEND_TIMEOUT_S, Connection
-from headrace.gateway.door.tls import ReloadingContext
-from headrace.gateway.door.turns import InTurns
+from headrace.gateway.ingress.connection import SECURITY_HEADERS, SEND_TIMEOUT_S, Connection
+from headrace.gateway.ingress.tls import ReloadingContext
+from headrace.gateway.ingress.turns import InTurns
 
 BACKLOG = 2048
 KEEPALIVE_S = 75.0

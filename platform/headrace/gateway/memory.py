@@ -17,8 +17,8 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.gateway.backend import Backend
-from headrace.gateway.door.limits import validated, wrong_field
 from headrace.gateway.errors import ApiError, bad_field
+from headrace.gateway.ingress.limits import validated, wrong_field
 from headrace_kvstore.salts import salt_of
 
 MEMORY = "/headrace/v1/memory"

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.config.keyfile import NAME
 from headrace.config.speculation import MODE
-from headrace.gateway.door.limits import wrong_field
-from headrace_decode.speculation.order import FOR_MAX_S
+from headrace.gateway.ingress.limits import wrong_field
+from headrace_decode.speculative.order import FOR_MAX_S
 
 MAX_PROMPTS = 256
 

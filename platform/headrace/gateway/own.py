@@ -18,7 +18,7 @@ from headrace.gateway import errors
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.asked import Asked, Intake
-from headrace.gateway.door.keys import Caller
+from headrace.gateway.ingress.keys import Caller
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, STORE, WARM
 from headrace.gateway.relay.relay import Relay

@@ -21,7 +21,7 @@ from typing import Any
 
 from headrace.gateway.backend import ReplicaInfo
 from headrace.router.tokens import affordable
-from headrace_decode.speculation.request import OPT_OUT_KEY, opts_out
+from headrace_decode.speculative.request import OPT_OUT_KEY, opts_out
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 
 AFFINITY_CHARS = 1024

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.model.registry import ModelError
-from headrace_prefill.fusion.config import FusionError, KVFusion
+from headrace_prefill.cross_layer.config import FusionError, KVFusion
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "float64": 8}
 

@@ -16,11 +16,10 @@ whole blocks, and `tail` blocks for all tokens after these. One context at a tim
 tokens that read it again are in `reading` blocks (docs/bounded.md). A streamed context is never
 whole: one at a time is longer than its kept blocks by `segment` and `step`. Streaming needs a gate.
 For the store, `described` further blocks describe the kept ones
-(`headrace_decode.bounded.engine.stored`). If the cache is then smaller than `whole`, host memory
-holds one whole context, for requests that refuse the technique.
-`slots` and `window` are those of `headrace_decode.sparse.offload.sizes`.
-A context that is longer than the cache is computed within the window. A context that fits arrives
-as a whole, and leaves when the next one comes.
+(`headrace_decode.compression.engine.stored`). If the cache is then smaller than `whole`, host
+memory holds one whole context, for requests that refuse the technique. `slots` and `window` are
+those of `headrace_decode.sparse.offload.sizes`. A context that is longer than the cache is computed
+within the window. A context that fits arrives as a whole, and leaves when the next one comes.
 Beside the cache of an engine with host memory are the summaries of all units, and one layer of one
 context, in which its KV is put in order.
 
@@ -44,14 +43,14 @@ from typing import NamedTuple
 
 from headrace.model.facts import ModelFacts
 from headrace.model.registry import ModelError
-from headrace_decode.bounded.engine.course import (
+from headrace_decode.compression.engine.course import (
     EARLIER_TOKENS,
     MIN_FREED,
     SEGMENT_TOKENS,
     kept_blocks,
 )
-from headrace_decode.bounded.engine.stored import Layout as Described
-from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
+from headrace_decode.compression.engine.stored import Layout as Described
+from headrace_decode.compression.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.engine.counts import MIN_TOKENS, chosen_units
 from headrace_decode.sparse.layout import Layout

@@ -24,7 +24,7 @@ later prompts in the queue wait, and the seconds of the answer::
   computation. ``pull``: the wait for blocks that must first be brought into DRAM, from another node
   or from the object store. Leading runs in DRAM are always loaded. After them, runs are loaded up
   to the end of the run where ``pull + max(C, L)`` is smallest. Within a run, both times grow about
-  linearly, so the best point is an end of a run (as in `headrace_kvstore.connector.load_price`).
+  linearly, so the best point is an end of a run (as in `headrace_engine.connector.load_price`).
 - ``Q``: expected seconds until the engine begins with this prompt. A reported queue of ``q``
   seconds that is ``a`` seconds old has a normal error of variance ``drift a``, and no queue is
   below 0: ``Q = q Phi(q / s) + s phi(q / s)``, ``s = sqrt(drift a)``. Therefore an idle engine

@@ -18,7 +18,7 @@ _PRIOR_TESTED, _PRIOR_RIGHT = 4.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class TokenPrices:
-    """Prices of tokens that a replica publishes (`headrace_decode.speculation.publish.prices`).
+    """Prices of tokens that a replica publishes (`headrace_decode.speculative.publish.prices`).
 
     Attributes:
         step_s: seconds of a step without drafts at 1, 2, 4, ... running requests.

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from headrace_decode.bounded.engine.dropped import DroppedStep
-from headrace_decode.bounded.engine.reading import ReadRow
-from headrace_decode.bounded.engine.streaming import StreamedRow
+from headrace_decode.compression.engine.dropped import DroppedStep
+from headrace_decode.compression.engine.reading import ReadRow
+from headrace_decode.compression.engine.streaming import StreamedRow
 from headrace_decode.sparse.engine._vllm_compat import (
     CommonAttentionMetadata,
     CPUAttentionBackend,

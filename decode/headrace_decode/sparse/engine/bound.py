@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.bounded.engine.dropped import DroppedRow
-from headrace_decode.bounded.engine.following import Following
-from headrace_decode.bounded.engine.reading import ReadRow
-from headrace_decode.bounded.engine.streaming import StreamedRow
+from headrace_decode.compression.engine.dropped import DroppedRow
+from headrace_decode.compression.engine.following import Following
+from headrace_decode.compression.engine.reading import ReadRow
+from headrace_decode.compression.engine.streaming import StreamedRow
 from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.offload.rows import OffloadedRow, Offloading, StagedRow
 from headrace_decode.sparse.engine.rows import BatchRow, BringUp, RowPlan, SparseRows

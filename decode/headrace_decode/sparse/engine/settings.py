@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace_kvstore.connector.identity.engine_identity import SPARSE_KEY
+from headrace_engine.connector.identity.engine_identity import SPARSE_KEY
 
 GIB = 2**30
 UNIT_TOKENS = (16, 32)

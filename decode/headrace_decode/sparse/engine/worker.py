@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace_decode.bounded.engine import settings as bounded
-from headrace_decode.bounded.engine.calibration import read_gate
-from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.engine.following import TOLD, Following, Told
-from headrace_decode.bounded.gate import Gate
-from headrace_decode.replay.worker import TakingUpWorker
+from headrace_decode.compression.engine import settings as bounded
+from headrace_decode.compression.engine.calibration import read_gate
+from headrace_decode.compression.engine.cells import Cells
+from headrace_decode.compression.engine.following import TOLD, Following, Told
+from headrace_decode.compression.gate import Gate
+from headrace_decode.resume.worker import TakingUpWorker
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.calibration_file import CalibrationError, Shape
 from headrace_decode.sparse.engine._vllm_compat import (
@@ -49,7 +49,7 @@ from headrace_decode.sparse.engine.offload.rows import Offloading
 from headrace_decode.sparse.engine.offload.scheduler import LEFT, OFFLOADED
 from headrace_decode.sparse.engine.rows import SparseRows
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings, settings_of
-from headrace_decode.speculation.drafting_worker import SpeculatingWorker
+from headrace_decode.speculative.drafting_worker import SpeculatingWorker
 from headrace_decode.techniques import BOUNDED, SPARSE
 from headrace_engine.rope import Rope, RopeError
 from headrace_engine.rotary import rope_of_model

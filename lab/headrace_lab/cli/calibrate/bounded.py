@@ -30,7 +30,7 @@ def bounded(
     """
     import torch
 
-    from headrace_decode.bounded.engine.calibration import write
+    from headrace_decode.compression.engine.calibration import write
     from headrace_decode.sparse.calibration_file import Measured
     from headrace_lab.compression.learning import Samples
     from headrace_lab.compression.reading import Computed, divergences

@@ -162,7 +162,7 @@ def _prepare(name: str, asked: Asked) -> Job:
     from headrace_lab.cross_layer.error import Truth
     from headrace_lab.models import checkpoint
     from headrace_lab.texts.corpus import CorpusError, passages, sides
-    from headrace_prefill.fusion.config import FusionError
+    from headrace_prefill.cross_layer.config import FusionError
 
     try:
         folder = Path(resolve(name))

@@ -14,7 +14,7 @@ from headrace_lab.cli.cross_layer.convert import NO_PLOT
 
 if TYPE_CHECKING:
     from headrace_lab.cross_layer.train import Losses
-    from headrace_prefill.fusion.config import Kind
+    from headrace_prefill.cross_layer.config import Kind
 
 DRAWN_WINDOWS = 8
 """Number of validation windows on which the readers' sources are compared."""
@@ -49,7 +49,7 @@ def train(
     )
     from headrace_lab.cross_layer.train import Recipe
     from headrace_lab.texts.corpus import CorpusError
-    from headrace_prefill.fusion.config import KINDS, FusionError, KVFusion
+    from headrace_prefill.cross_layer.config import KINDS, FusionError, KVFusion
 
     if unknown := sorted(set(kinds or ()) - set(KINDS)):
         raise CliError(f"--kind {unknown[0]} is not one of {', '.join(KINDS)}", 2)

@@ -9,13 +9,13 @@ from time import perf_counter
 from typing import Any
 
 from headrace.gateway.asgi import Write
-from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
+from headrace.gateway.ingress.budget import Held
 from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
 from headrace.gateway.replicas import Lease
 from headrace.gateway.upstream import Reply
-from headrace_decode.replay.journal import Journal
-from headrace_decode.replay.said import HEADER
+from headrace_decode.resume.journal import Journal
+from headrace_decode.resume.said import HEADER
 from headrace_decode.routes import Route
 from headrace_decode.techniques import Asked
 
@@ -131,5 +131,5 @@ class Answer:
 
     @property
     def tells(self) -> bool:
-        """Whether this is a stream with lines to resume from (`headrace_decode.replay.said`)."""
+        """Whether this is a stream with lines to resume from (`headrace_decode.resume.said`)."""
         return self.streamed and any(name == HEADER for name, _ in self.reply.headers)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.errors import ApiError
-from headrace_decode.replay.journal import EVENTS, Events
+from headrace_decode.resume.journal import EVENTS, Events
 
 _ERROR_EVENT = b"event: error\n"
 _SEQUENCE = re.compile(rb'"sequence_number":\s*(\d+)')

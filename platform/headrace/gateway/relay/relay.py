@@ -33,9 +33,9 @@ from time import monotonic, perf_counter
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
 from headrace.gateway.backend import GatewayOptions, ReplicaInfo
-from headrace.gateway.door.budget import BodyBudget, Held
-from headrace.gateway.door.connection import SECURITY_HEADERS
 from headrace.gateway.errors import Headers
+from headrace.gateway.ingress.budget import BodyBudget, Held
+from headrace.gateway.ingress.connection import SECURITY_HEADERS
 from headrace.gateway.placing.placer import Placed, Placer
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.quarantine import Quarantine
@@ -47,7 +47,7 @@ from headrace.liveness import PROBE_TIMEOUT_S, Probe
 from headrace_decode import techniques
 from headrace_decode.health import HUNG
 from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
-from headrace_decode.replay.said import HEADER, RESUME
+from headrace_decode.resume.said import HEADER, RESUME
 
 MAX_DELIVERIES = 3
 MAX_PLACED_HEAD_BYTES = 32 * 1024

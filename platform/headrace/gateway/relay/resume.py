@@ -1,12 +1,12 @@
 """Resuming a stream for a client, at this gateway or another one, after the client's gateway died.
 
 Gateways share no state for this: the client has everything. A request with the header `RESUME` gets
-its stream with the lines of `headrace_decode.replay.said` between the events, as comments. To
+its stream with the lines of `headrace_decode.resume.said` between the events, as comments. To
 resume, the client sends the same request again, with the received part of the stream before the
 body. The header gives the number of bytes of this part. The journal reads the part, and the stream
 continues after it like a stream whose replica was lost.
 
-The client's part is not trusted: `headrace_decode.replay.checks` checks the lines, and a wrong
+The client's part is not trusted: `headrace_decode.resume.checks` checks the lines, and a wrong
 count of events ends this stream alone.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from headrace.gateway import errors
 from headrace.gateway.relay.call import Call
-from headrace_decode.replay.journal import Journal
+from headrace_decode.resume.journal import Journal
 
 
 async def prepare(call: Call, told: bytes | None) -> None:

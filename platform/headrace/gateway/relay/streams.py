@@ -20,7 +20,7 @@ from headrace.gateway.relay.watch import Watch, Watched
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
 from headrace.liveness import Probe
-from headrace_decode.replay.journal import Diverged, Journal
+from headrace_decode.resume.journal import Diverged, Journal
 
 MAX_TRIES = 2
 COUNTED_BYTES = 16 * 1024

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace_decode.replay.scheduler import TakingUp, TakingUpAsync
+from headrace_decode.resume.scheduler import TakingUp, TakingUpAsync
 from headrace_decode.sparse.engine.counts import chosen_units
 from headrace_decode.sparse.engine.lost import end_lost
 from headrace_decode.sparse.engine.offload.ledger import Ledger, cold_blocks

@@ -1,0 +1,46 @@
+"""Settings of KV cache compression for an engine, in vLLM's `additional_config`.
+
+    {"headrace_bounded": {"mode": "request", "share": 0.25, "calibration": "/models/gate"}}
+
+The settings of sparse attention must be there too. Their unit is the unit that heads keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace_engine.connector.identity.engine_identity import BOUNDED_KEY
+
+
+@dataclass(frozen=True)
+class BoundedSettings:
+    """Settings of KV cache compression for an app.
+
+    Attributes:
+        mode: one of `techniques.MODES`.
+        share: share of a context's KV that is kept if the request names none.
+        calibration: file of the model's gate; None: contexts are read again.
+        stream: whether all bounded contexts are streamed (`course.Stream`), not only those longer
+            than the cache. Needs a gate.
+    """
+
+    mode: str = "request"
+    share: float = 0.25
+    calibration: str | None = None
+    stream: bool = False
+
+    def additional_config(self) -> dict[str, Any]:
+        """Return the entry for the engine's `additional_config`."""
+        return {BOUNDED_KEY: asdict(self)}
+
+
+def settings_of(additional_config: Any) -> BoundedSettings | None:
+    """Return an engine's settings; None if no context is bounded.
+
+    Raises:
+        TypeError: a field is unknown.
+    """
+    told = additional_config.get(BOUNDED_KEY) if isinstance(additional_config, Mapping) else None
+    return BoundedSettings(**told) if told else None

@@ -1,0 +1,125 @@
+"""The uses of Ray beyond its public API in this package. An upgrade of Ray breaks this file first.
+
+`VLLMEngine` is Ray's engine class. `LLMServer(engine_cls=...)` is the documented way to give a
+server another one, but the class to extend is private; `tests/unit/test_contracts.py` pins what is
+used here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import ray
+from ray.llm._internal.serve.engines.vllm.vllm_engine import (
+    VLLMEngine,
+    _clear_current_platform_cache,
+)
+from vllm import RequestOutput, SamplingParams
+from vllm.config import VllmConfig
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from headrace_engine.meter import EngineMeter
+from headrace_engine.ports import ReservedPorts, reserve_ports
+from headrace_engine.rehearsal import rehearsal_prompts, rehearse
+from headrace_engine.reporting.engine_events import EngineEvents
+from headrace_engine.vllm.engine import engine_events, start_engine
+from headrace_engine.vllm.parsers import set_parsers
+
+IN_PROCESS_KEY = "headrace_in_process"
+"""`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
+
+
+SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+
+_reserved: ReservedPorts | None = None
+"""This process's ports for NIXL's handshakes. They are kept for an engine that starts again."""
+
+
+class MeteredVLLMEngine(VLLMEngine):
+    """Ray's vLLM engine with its steps and transfers metered, and an `AsyncLLM` of our making."""
+
+    llm: AsyncLLM
+    vllm_config: VllmConfig
+
+    def __init__(self, llm_config: Any):
+        self._choose_side_channel(llm_config)
+        super().__init__(llm_config)
+        self.meter = EngineMeter()
+        self.events: EngineEvents | None = None
+        self.make_llm: Callable[..., AsyncLLM] = AsyncLLM
+
+    @staticmethod
+    def _choose_side_channel(llm_config: Any) -> None:
+        """Give NIXL's handshake an address that other nodes reach, and ports that no other engine
+        takes before this one listens there. A decode engine gets them with the KV. Ray chooses the
+        address only for connectors that it knows by name."""
+        os.environ.setdefault(SIDE_CHANNEL_HOST, ray.util.get_node_ip_address())
+        if SIDE_CHANNEL_PORT not in os.environ:
+            ranks = llm_config.engine_kwargs.get("data_parallel_size", 1)
+            count = llm_config.get_engine_config().num_devices + ranks
+            global _reserved
+            _reserved = reserve_ports(count, os.environ[SIDE_CHANNEL_HOST])
+            os.environ[SIDE_CHANNEL_PORT] = str(_reserved.first)
+
+    async def start(self) -> None:
+        """Start the engine and measure its first steps; a model that lies in a local folder needs
+        no download task per node."""
+        source = self.llm_config.model_loading_config.model_source
+        if isinstance(source, str) and os.path.isdir(source):
+            self.llm_config.get_or_create_callback().ctx.run_init_node = False
+        await super().start()
+        model = self.vllm_config.model_config
+        prompts = rehearsal_prompts(model.max_model_len, model.get_vocab_size())
+        most_rows = self.vllm_config.scheduler_config.max_num_seqs
+        await rehearse(self._generate, self.meter, prompts, most_rows)
+
+    def _generate(
+        self, ids: list[int], tokens: int, name: str, salt: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Return a prompt's answer from the engine itself, without the plans of a subclass of
+        `AsyncLLM`."""
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
+        return AsyncLLM.generate(self.llm, prompt, params, name)
+
+    def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, VllmConfig]:
+        args, frontend, config = super()._prepare_engine_config(callback_ctx)
+        own = self.llm_config.get_engine_config()
+        self.parsers = set_parsers(args, frontend, config, own.engine_kwargs | own.frontend_kwargs)
+        return args, frontend, config
+
+    async def shutdown(self) -> None:
+        """End the engine's processes, so that they take their shared memory with them."""
+        await super().shutdown()
+        if (events := getattr(self, "events", None)) is not None:
+            await asyncio.to_thread(events.close)
+        if getattr(self, "llm", None) is not None:
+            await asyncio.to_thread(self.llm.shutdown)
+
+    def _start_async_llm_engine(
+        self, vllm_engine_args: Any, vllm_engine_config: VllmConfig, placement_group: Any
+    ) -> AsyncLLM:
+        vllm_engine_config.parallel_config.placement_group = placement_group
+        _clear_current_platform_cache()
+        self.vllm_config = vllm_engine_config
+        self.events = engine_events(vllm_engine_config)
+        try:
+            self.llm = start_engine(
+                self.make_llm,
+                vllm_engine_config,
+                self.meter,
+                in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
+                log_requests=vllm_engine_args.enable_log_requests,
+            )
+        except BaseException:
+            if self.events is not None:
+                self.events.close()
+            raise
+        if self.events is not None:
+            self.events.start()
+        return self.llm

@@ -1,0 +1,111 @@
+"""Decision on the numbers of replicas to have now, as a replica takes time to start and costs idle.
+
+A replica that is ordered now serves after `start_s`. Therefore the counts must meet the forecast
+for that time (`capacity.need`), and the need from now until then. An unneeded replica is worth
+keeping if it is needed again soon: stopping it saves its time from now until it would have to start
+again, and costs that start, the drain, and the time that its cache would have saved::
+
+    keep, if the forecast needs it within   start + (start + drain + cache)
+
+all in seconds of a replica's time. There is no other hysteresis.
+
+The last replica is stopped when no request is expected within the cost of a start plus its wait:
+`rate (start + start + drain + cache) < 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.advice import Load
+from headrace.autoscaling.capacity import Bounds, Need, Slo, expected_in_time, need
+from headrace.autoscaling.forecast import AHEAD_S, Ahead
+
+Forecaster = Callable[[float], Ahead]
+"""Function that returns the forecast for a number of seconds from now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Cost of starting and stopping a replica, in seconds of a replica's time.
+
+    Attributes:
+        start_s: seconds from the order until it serves.
+        drain_s: seconds from the order to stop until its engine is free.
+        cache_s: seconds of computation that the loss of its KV cache causes; blocks in the store
+            cost nothing.
+    """
+
+    start_s: float
+    drain_s: float = 0.0
+    cache_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_s", "drain_s", "cache_s"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds without need for a replica from which on stopping it saves more than it costs."""
+        return self.start_s + self.drain_s + self.cache_s
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of replicas to have, and the reason."""
+
+    prefill: int
+    decode: int
+    reason: str
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+
+def decide(
+    now: tuple[int, int],
+    load: Load,
+    forecast: Forecaster,
+    slo: Slo,
+    prices: Prices,
+    bounds: Bounds,
+) -> Counts:
+    """Return the counts to have now.
+
+    Args:
+        now: current prefill and decode replicas, including starting ones.
+        load: means of a request; its rate is not used.
+    """
+    prefill, decode = _bounded(now, bounds)
+    soon = _most(forecast, prices.start_s)
+    later = _most(forecast, prices.start_s + prices.stop_s)
+    if bounds.decode[0] == 0 and later.rate * (prices.start_s + prices.stop_s) < 1.0:
+        return Counts(bounds.prefill[0], 0, f"idle: {3600 * later.rate:.2g} requests an hour")
+    want = need(load, soon, slo, bounds, (prefill, decode))
+    rates = f"{soon.rate:.3g} requests/s in {prices.start_s:.0f} s"
+    have = expected_in_time(load, soon, slo, prefill, decode)
+    if have < slo.share and (want.in_time > have or want.total > prefill + decode):
+        return _told(want, f"{rates}: {have:.1%} in time with {prefill} + {decode}")
+    keep = need(load, later, slo, bounds, (prefill, decode))
+    if keep.total < prefill + decode and keep.in_time >= slo.share:
+        return _told(keep, f"{rates}, no more than {later.rate:.3g} until a start would pay")
+    return Counts(prefill, decode, f"{rates}: {have:.1%} in time")
+
+
+def _told(found: Need, reason: str) -> Counts:
+    counts = f"{found.prefill} + {found.decode} keep {found.in_time:.1%}"
+    return Counts(found.prefill, found.decode, f"{reason}; {counts}")
+
+
+def _bounded(now: tuple[int, int], bounds: Bounds) -> tuple[int, int]:
+    (p_least, p_most), (d_least, d_most) = bounds.prefill, bounds.decode
+    return min(max(now[0], p_least), p_most), min(max(now[1], d_least), d_most)
+
+
+def _most(forecast: Forecaster, until_s: float) -> Ahead:
+    """Return the forecast with the highest rate between now and `until_s`."""
+    times = [0.0, *(one for one in AHEAD_S if one < until_s), until_s]
+    return max((forecast(one) for one in times), key=lambda one: one.rate)

@@ -1,0 +1,100 @@
+"""Autoscaling policy that Ray Serve's controller calls for the number of replicas of a role.
+
+It is named in a deployment's `autoscaling_config`::
+
+    policy:
+      policy_function: headrace.autoscaling.policy:ElasticPolicy
+      policy_kwargs: {role: decode, prefill: [1, 4], decode: [1, 8], ttft_s: 2.0, ...}
+
+Both roles name it with the same arguments except `role`. While too little is known, and whenever
+the policy fails, it returns the result of Serve's queue-length policy, but stops no replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
+from ray.serve.config import AutoscalingContext
+
+from headrace.autoscaling import board
+from headrace.autoscaling.capacity import Bounds, Slo
+from headrace.autoscaling.decide import Prices
+
+logger = logging.getLogger("ray.serve")
+
+
+class ElasticPolicy:
+    """Policy for the replicas of one role.
+
+    Args:
+        role: `prefill` or `decode`.
+        prefill, decode: minimum and maximum number of replicas of each role.
+        ttft_s, ttft_token_s, itl_s, share: `capacity.Slo`.
+        start_s: seconds that a replica takes to start, used until they are measured.
+        drain_s: mean seconds that a replica takes to stop.
+
+    Raises:
+        ValueError: an argument is out of bounds.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        prefill: Sequence[int],
+        decode: Sequence[int],
+        ttft_s: float,
+        ttft_token_s: float,
+        itl_s: float,
+        share: float,
+        start_s: float,
+        drain_s: float = 20.0,
+    ) -> None:
+        if role not in board.ROLES:
+            raise ValueError(f"role must be one of {board.ROLES}, not {role!r}")
+        self.role = role
+        self.slo = Slo(ttft_s, ttft_token_s, itl_s, share)
+        self.prices = Prices(start_s, drain_s)
+        self.bounds = Bounds((prefill[0], prefill[1]), (decode[0], decode[1]))
+        self._told = ""
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int | float, dict[str, Any]]:
+        """Return the number of replicas to have, and the state for the next call."""
+        try:
+            wanted = self._wanted(ctx)
+        except Exception:
+            logger.exception("headrace.autoscaling: cannot decide, so the queue length does")
+            wanted = None
+        if wanted is None:
+            queued, _ = replica_queue_length_autoscaling_policy(ctx)
+            wanted = max(math.ceil(queued), ctx.target_num_replicas)
+        return wanted, ctx.policy_state
+
+    def _wanted(self, ctx: AutoscalingContext) -> int | None:
+        app = board.board_of(ctx.app_name or "", self.slo, self.prices, self.bounds)
+        now_s = float(ctx.current_time or 0.0)
+        app.saw(self.role, board.Seen(ctx.current_num_replicas, ctx.target_num_replicas), now_s)
+        if self.role == "decode" and app.due(now_s):
+            app.learn(_last(ctx.raw_metrics or {}), now_s)
+        counts = app.decide()
+        if counts is None:
+            return None
+        wanted = counts.prefill if self.role == "prefill" else counts.decode
+        if wanted != ctx.target_num_replicas and counts.reason != self._told:
+            self._told = counts.reason
+            was = ctx.target_num_replicas
+            logger.info(f"headrace.autoscaling: {self.role} {was} -> {wanted}: {counts.reason}")
+        return wanted
+
+
+def _last(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> dict[str, dict[str, float]]:
+    """Return the newest value of each metric, by replica."""
+    found: dict[str, dict[str, float]] = {}
+    for name, replicas in metrics.items():
+        for replica, series in replicas.items():
+            if series:
+                found.setdefault(str(replica.unique_id), {})[name] = float(series[-1].value)
+    return found

@@ -1,0 +1,124 @@
+"""Attention of layers without KV to the KV of two storage layers, on vLLM's CPU kernel.
+
+`Attention(kv_sharing_target_layer_name=...)` gives a layer no cache of its own, but K and V of one
+other layer. Such a layer gets one of the two backends here with `attn_backend=`:
+
+- Lite reads K where vLLM bound it and V in another layer's cache: one kernel call, no copy.
+- Fused mixes the blocks that this step's rows attend to into a scratch cache, then makes the same
+  kernel call. All layers share one scratch cache. It has the size of one layer's cache, 1/n of the
+  KV memory of n storage layers, and is allocated at the start. docs/fusion.md has the costs of the
+  alternatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from headrace_prefill.cross_layer.engine._vllm_compat import (
+    Attention,
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    MixedMetadataBuilder,
+    attend,
+    halves,
+)
+from headrace_prefill.cross_layer.engine.blocks import Mixer
+from headrace_prefill.cross_layer.engine.mixture import Mixture
+
+
+class LiteImpl(CPUAttentionBackendImpl):
+    """Attention to K of one layer and V of another.
+
+    Args:
+        keys, values: vLLM's attention modules of these layers.
+    """
+
+    def __init__(self, *args: Any, keys: Attention, values: Attention, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._keys, self._values = keys, values
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # a dummy run
+            return output
+        keys, _ = halves(self._keys.kv_cache)
+        _, values = halves(self._values.kv_cache)
+        scales = self._keys._k_scale_float, self._values._v_scale_float
+        return attend(self, query, keys, values, attn_metadata, output, *scales)
+
+
+class LiteBackend(CPUAttentionBackend):
+    """vLLM's CPU attention with `LiteImpl`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[LiteImpl]:
+        return LiteImpl
+
+
+class FusedImpl(CPUAttentionBackendImpl):
+    """Attention to a mixture of two layers' K and V.
+
+    Args:
+        first, last: vLLM's attention modules of these layers.
+        mixture: the weights.
+        mixer: mixes the blocks; shared by all layers.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        first: Attention,
+        last: Attention,
+        mixture: Mixture,
+        mixer: Mixer,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self._first, self._last = first, last
+        self._mixture, self._mixer = mixture, mixer
+        self._weights: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # a dummy run
+            self._mixer.reserve(self._first.kv_cache)
+            return output
+        first, last = self._first.kv_cache, self._last.kv_cache
+        if self._weights is None:
+            self._weights = self._mixture.packed(first, layer.isa)
+        mixed = self._mixer.mix(first, last, attn_metadata.blocks, *self._weights)
+        return attend(self, query, *halves(mixed), attn_metadata, output)
+
+
+class FusedBackend(CPUAttentionBackend):
+    """vLLM's CPU attention with `FusedImpl`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FusedImpl]:
+        return FusedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MixedMetadataBuilder]:
+        return MixedMetadataBuilder
