@@ -25,7 +25,7 @@ class EmptyCluster(Backend):
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
-    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+    async def send_corpus_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         return []
 
     async def set_policy(self, policy: str) -> int:

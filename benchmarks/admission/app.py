@@ -33,7 +33,7 @@ from benchmarks.client import run_first
 from benchmarks.instance import headrace
 from benchmarks.serving.environment import machine
 from headrace.cli import state
-from headrace.gateway.admission.admission import LATE
+from headrace.gateway.admission.admission_controller import LATE
 from tests.support.tiny import tiny_llama
 
 TARGET_S = 2.0

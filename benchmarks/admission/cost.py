@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.emptycluster import EmptyCluster
-from headrace.gateway.admission.admission import Admission
-from headrace.gateway.admission.classes import AdmissionOptions, SloClass
-from headrace.gateway.admission.door import Door
-from headrace.gateway.admission.room import Room, room_of
+from headrace.config.gateway import AdmissionSettings
+from headrace.gateway.admission.admission_controller import AdmissionController
+from headrace.gateway.admission.admission_queue import AdmissionQueue
+from headrace.gateway.admission.capacity import Capacity, compute_capacity
+from headrace.gateway.admission.slo_classes import SloClass
 from headrace.gateway.backend import ReplicaInfo
-from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.replica_pool import ReplicaPool
 from headrace.router.cluster import Cluster
+from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.plan import RouterSettings
-from headrace.router.view import View
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 
 ENGINES, REQUESTS, ROUNDS = 32, 2000, 7
 SLO = SloClass("interactive", ttft_target_s=1e6)
@@ -43,8 +44,8 @@ class _Nobody(EmptyCluster):
         return []
 
 
-def _view() -> View:
-    view = View(16, 131_072)
+def _view() -> ClusterView:
+    view = ClusterView(16, 131_072)
     for number in range(ENGINES):
         role = "prefill" if number % 2 else "decode"
         row = view.add(f"{role}-{number}", role, view.node(f"node-{number // 8}"))  # type: ignore[arg-type]
@@ -68,16 +69,16 @@ def measure(report: dict[str, Any]) -> None:
 
 
 async def _measure(report: dict[str, Any]) -> None:
-    options = AdmissionOptions({"interactive": SLO}, max_waiting=1 << 20)
+    settings = AdmissionSettings(max_waiting=100_000)
     pool = ReplicaPool(_Nobody())
-    door = Door(options, pool, _Known(), one_tenant=False)
+    admission_queue = AdmissionQueue(settings, pool, _Known(), one_tenant=False)
     names = [f"tenant-{number}" for number in range(100)]
 
     async def pass_through() -> float:
         began = time.perf_counter()
         for number in range(REQUESTS):
-            ticket = await door.enter(names[number % 100], SLO, 4000)
-            door.left(ticket, 1e-6, 1.0)  # prompts that take nothing: the room stays
+            ticket = await admission_queue.enter(names[number % 100], SLO, 4000)
+            admission_queue.on_end(ticket, 1e-6, 1.0)  # prompts that take nothing: the room stays
         return (time.perf_counter() - began) / REQUESTS * 1e6
 
     report["pass_us"] = statistics.median([await pass_through() for _ in range(ROUNDS)])
@@ -85,7 +86,7 @@ async def _measure(report: dict[str, Any]) -> None:
 
     def look() -> int:
         for _ in range(200):
-            room_of(view, 0.0, prompt_tokens=512.0, itl_s=0.05)
+            compute_capacity(view, 0.0, prompt_tokens=512.0, itl_s=0.05)
         return 200
 
     report["look_us"] = _median(look)
@@ -94,11 +95,11 @@ async def _measure(report: dict[str, Any]) -> None:
 
 
 def _waiting(waiting: int, names: list[str]) -> float:
-    closed = Room()
+    closed = Capacity()
 
     def arrivals() -> int:
-        core = Admission(1 << 20)
-        core.price(known=True, engines=ENGINES)
+        core = AdmissionController(1 << 20)
+        core.set_engines(priced=True, engines=ENGINES)
         for number in range(waiting):
             core.arrive(names[number % 10], SLO, 4000, 0.0, closed)
         began = time.perf_counter()

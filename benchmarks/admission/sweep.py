@@ -10,21 +10,22 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.gateway.admission import admission, rates, room
-from headrace.gateway.admission.classes import SloClass
-from headrace.simulate.best import capacity_rate
+from headrace.gateway.admission import admission_controller as admission
+from headrace.gateway.admission import capacity, queue_rates
+from headrace.gateway.admission.slo_classes import SloClass
+from headrace.simulate.best_case import capacity_rate
 from headrace.simulate.hardware import Hardware, prefill_s
-from headrace.simulate.ours import Headrace
-from headrace.simulate.outcome import Targets
-from headrace.simulate.run import Run, Settings, simulate
+from headrace.simulate.headrace_policy import HeadracePolicy
+from headrace.simulate.outcome import GoodputTargets
+from headrace.simulate.run import SimulationRun, SimulationSettings, simulate
 from headrace.simulate.state import DONE
-from headrace.simulate.trace import Trace, Workload, multiply
+from headrace.simulate.trace import Trace, Workload, scale_trace
 from headrace_lab.simulate.admission import Admitted, Tenancy, simulate_admitted
 
 ENGINES = 8
 """Number of engines of each role."""
 SECONDS, WARM = 300.0, 0.3
-TARGETS = Targets(ttft_s=4.0, itl_s=0.05)
+TARGETS = GoodputTargets(ttft_s=4.0, itl_s=0.05)
 SLO = SloClass("interactive", ttft_target_s=TARGETS.ttft_s, itl_target_s=TARGETS.itl_s)
 LATE = 1.1
 LOADS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
@@ -40,25 +41,33 @@ def _engines_for_rate() -> AbstractContextManager[Any]:
     """Return a context in which the admission assumes the prior rate of the engines' work.
 
     An engine then does a second of work a second, whatever was measured."""
-    return mock.patch.object(rates.Rates, "rate", property(lambda self: self.prior))
+    return mock.patch.object(queue_rates.QueueRates, "rate", property(lambda self: self.prior))
 
 
 @contextmanager
 def _dear(factor: float) -> Iterator[None]:
     """All work is predicted to take so much longer than it does."""
-    planned, ended = admission.Admission.planned, admission.Admission.ended
+    planned, ended = (
+        admission.AdmissionController.record_plan,
+        admission.AdmissionController.record_end,
+    )
 
-    def dear_plan(self: admission.Admission, ticket: admission.Ticket, seconds: float) -> None:
+    def dear_plan(
+        self: admission.AdmissionController, ticket: admission.Ticket, seconds: float
+    ) -> None:
         planned(self, ticket, factor * seconds)
 
     def dear_end(
-        self: admission.Admission, ticket: admission.Ticket, answer_s: float | None, rows: float
+        self: admission.AdmissionController,
+        ticket: admission.Ticket,
+        answer_s: float | None,
+        rows: float,
     ) -> None:
         ended(self, ticket, None if answer_s is None else factor * answer_s, rows)
 
     with (
-        mock.patch.object(admission.Admission, "planned", dear_plan),
-        mock.patch.object(admission.Admission, "ended", dear_end),
+        mock.patch.object(admission.AdmissionController, "record_plan", dear_plan),
+        mock.patch.object(admission.AdmissionController, "record_end", dear_end),
     ):
         yield
 
@@ -75,18 +84,18 @@ class Sweep:
     def __init__(self, trace: Trace, seeds: int) -> None:
         self.trace, self.seeds, self.hardware = trace, range(seeds), Hardware()
         self.rate = capacity_rate(trace, self.hardware, ENGINES, SECONDS, WARM)
-        self.settings = Settings(warm_share=WARM, drain_s=60.0, targets=TARGETS)
+        self.settings = SimulationSettings(warm_share=WARM, drain_s=60.0, targets=TARGETS)
 
     def work(self, load: float, seed: int) -> Workload:
-        return multiply(self.trace, self.rate * load, SECONDS, seed)
+        return scale_trace(self.trace, self.rate * load, SECONDS, seed)
 
-    def plain(self, work: Workload) -> Run:
+    def plain(self, work: Workload) -> SimulationRun:
         """Without admission."""
-        return simulate(work, self.hardware, ENGINES, ENGINES, Headrace(), self.settings)
+        return simulate(work, self.hardware, ENGINES, ENGINES, HeadracePolicy(), self.settings)
 
-    def admitted(self, work: Workload, tenancy: Tenancy) -> tuple[Run, Admitted]:
+    def admitted(self, work: Workload, tenancy: Tenancy) -> tuple[SimulationRun, Admitted]:
         return simulate_admitted(
-            work, self.hardware, ENGINES, ENGINES, Headrace(), tenancy, self.settings
+            work, self.hardware, ENGINES, ENGINES, HeadracePolicy(), tenancy, self.settings
         )
 
     # ---- goodput and lateness -------------------------------------------------------------
@@ -166,7 +175,7 @@ class Sweep:
             "goodput": run.outcome.goodput * run.outcome.requests / (SECONDS * (1.0 - WARM)),
         }
 
-    def _ratio(self, run: Run, light: Bools, seen: Bools) -> float:
+    def _ratio(self, run: SimulationRun, light: Bools, seen: Bools) -> float:
         """Return the engine seconds of the heavy tenant over those of the light one.
 
         A prompt counts with the time to compute it, an answer with its duration divided by the
@@ -187,12 +196,12 @@ class Sweep:
         """The sweep's figures at two loads with one mechanism left out."""
         without: dict[str, Callable[[], AbstractContextManager[Any]]] = {
             "nothing": nullcontext,
-            "doubt": lambda: mock.patch.object(admission, "MAX_DOUBT", 1.0),
-            "stretch": lambda: mock.patch.object(admission, "MAX_STRETCH", 1.0),
+            "wait_safety_factor": lambda: mock.patch.object(admission, "MAX_DOUBT", 1.0),
+            "prefill_safety_factor": lambda: mock.patch.object(admission, "MAX_STRETCH", 1.0),
             "measured_rate": _engines_for_rate,
             "right_prices": lambda: _dear(3.0),
             "right_prices_and_measured_rate": _dear_and_engines_for_rate,
-            "lead_of_two_steps": lambda: mock.patch.object(room, "LEAD_STEPS", 1.0),
+            "lead_of_two_steps": lambda: mock.patch.object(capacity, "LEAD_STEPS", 1.0),
         }
         for name, changed in without.items():
             with changed():

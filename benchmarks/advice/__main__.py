@@ -4,7 +4,7 @@
 
 For each load (as in `benchmarks.placement`), and for answers of the trace's length and four times
 as long, every split of the engines is simulated: prefill engines as `headrace-remote` places, none
-as `headrace` does. The advice (`headrace.advice`) sees the traffic of the run on half of
+as `headrace` does. The advice (`headrace.disaggregation`) sees the traffic of the run on half of
 each. Figures, where a request's seconds are from its arrival to its last token:
 
     LOAD.xANSWERS.cost_vs_best   mean seconds in the split advised, over those in the best split
@@ -28,23 +28,23 @@ from typing import Any
 
 import numpy as np
 
-from headrace.advice import Load, advise
-from headrace.simulate.best import capacity_rate
-from headrace.simulate.catalog import policy_named
+from headrace.disaggregation import TrafficLoad, advise
+from headrace.simulate.best_case import capacity_rate
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.run import Run, Settings, simulate
-from headrace.simulate.trace import Trace, Workload, multiply, read_trace
-from headrace_engine.steptime import pairs_of
+from headrace.simulate.policy_catalog import find_policy
+from headrace.simulate.run import SimulationRun, SimulationSettings, simulate
+from headrace.simulate.trace import Trace, Workload, read_trace, scale_trace
+from headrace_engine.step_time import pairs_of
 
 SECONDS, WARM_SHARE, SEED = 300.0, 0.5, 0
 LOADS = (0.3, 0.6, 0.9)
 ANSWERS = (1, 4)
 
 
-def play(work: Workload, hardware: Hardware, engines: int, prefills: int) -> Run:
+def play(work: Workload, hardware: Hardware, engines: int, prefills: int) -> SimulationRun:
     """One split."""
-    policy = policy_named("headrace-remote" if prefills else "headrace")
-    settings = Settings(seed=SEED, warm_share=WARM_SHARE)
+    policy = find_policy("headrace-remote" if prefills else "headrace")
+    settings = SimulationSettings(seed=SEED, warm_share=WARM_SHARE)
     return simulate(work, hardware, prefills, engines - prefills, policy, settings)
 
 
@@ -62,7 +62,7 @@ def figures(work: Workload, hardware: Hardware, engines: int, prefills: int) -> 
     }
 
 
-def load_of(run: Run, work: Workload, hardware: Hardware) -> Load:
+def load_of(run: SimulationRun, work: Workload, hardware: Hardware) -> TrafficLoad:
     """Return the traffic of a run as a replica's `Outcomes` would tell it."""
     requests = run.state.req
     seen = requests[requests["arrival_s"] >= WARM_SHARE * work.seconds]
@@ -79,7 +79,7 @@ def load_of(run: Run, work: Workload, hardware: Hardware) -> Load:
     local, remote, move = (np.array(times[name]) for name in times)
     held = hardware.decode.kv_blocks * hardware.block_tokens
     size = float(seen["prompt"].mean() + seen["output"].mean() / 2)
-    return Load(
+    return TrafficLoad(
         rate=len(seen) / ((1 - WARM_SHARE) * work.seconds),
         prompt_tokens=float(seen["prompt"].mean()),
         answer_tokens=float(seen["output"].mean()),
@@ -99,7 +99,7 @@ def compare(
     """Return every split's figures, and the advice."""
     load, answers = cell
     longer = replace(trace, output=trace.output * answers)
-    work, hardware = multiply(longer, load * rate, SECONDS, SEED), Hardware()
+    work, hardware = scale_trace(longer, load * rate, SECONDS, SEED), Hardware()
     seen = load_of(play(work, hardware, engines, engines // 2), work, hardware)
     told = [figures(work, hardware, engines, p) for p in range(engines)]
     return told, advise(seen, engines // 2, engines - engines // 2).to_dict()

@@ -83,7 +83,7 @@ def _stop(processes: list[psutil.Process]) -> None:
 
 
 def kill_gateway(app: App, number: int) -> str:
-    """Kill a gateway (SIGKILL); clients resume their streams (docs/replay.md)."""
+    """Kill a gateway (SIGKILL); clients resume their streams (docs/resume.md)."""
     os.kill(app.status()["gateway"]["pid"], signal.SIGKILL)
     return ""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from headrace.resume import Resuming
+from headrace.client import ResumingTransport
 
 LIMIT_S = 240.0
 """An answer that takes longer hangs."""
@@ -127,7 +127,7 @@ def _stream(seen: Seen, url: str, body: dict[str, Any], headers: dict[str, str])
     seen.why = "no end"
     try:
         with (
-            httpx.Client(transport=Resuming(), timeout=LIMIT_S) as client,
+            httpx.Client(transport=ResumingTransport(), timeout=LIMIT_S) as client,
             client.stream("POST", url, json=body, headers=headers) as answer,
         ):
             seen.replica = answer.headers.get("x-headrace-replica", "")

@@ -14,7 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.table import READY
+from headrace_kvstore.blocks.slot_record import READY
 from headrace_prefill.cross_layer.engine.plugin import register
 
 LAYERS, VOCABULARY = 30, 49152

@@ -16,18 +16,18 @@ import psutil
 import uvloop
 
 from benchmarks.emptycluster import EmptyCluster
-from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
-from headrace.config.tlsfiles import TlsFiles
+from headrace.config.gateway import GatewaySettings
+from headrace.config.key_file import KeyEntry, KeyFile, hash_of, new_key, write_keys
+from headrace.config.tls_files import TlsFiles
 from headrace.gateway import (
-    GatewayOptions,
     ReplicaInfo,
     Server,
     build_gateway_app,
     serve_gateway,
 )
 from headrace.gateway.backend import NoMetrics
-from headrace_decode.resume.said import HEADER, Said, line
-from headrace_decode.routes import Route
+from headrace_decode.http.public_routes import Route
+from headrace_decode.resume.emitted import HEADER, EmittedChoice, encode_line
 from tests.support.certificates import Authority
 
 TOKEN_GAP_S = 0.02
@@ -57,7 +57,7 @@ async def fake_replica(scope: Any, receive: Any, send: Any) -> None:
     for token in range(json.loads(body)["max_tokens"]):
         if token:
             await asyncio.sleep(TOKEN_GAP_S)
-        said = line((Said(0, (token,)),)) if tells else b""
+        said = encode_line((EmittedChoice(0, (token,)),)) if tells else b""
         await send({"type": "http.response.body", "body": said + EVENT, "more_body": True})
     await send({"type": "http.response.body", "body": DONE})
 
@@ -161,7 +161,7 @@ def serve(target: str, door: Door | None, pipe: Connection) -> None:
             return
         app: Any = fake_replica
         if target:
-            options = GatewayOptions(api_keys_file=door.keys_file)
+            options = GatewaySettings(api_keys_file=door.keys_file)
             app = build_gateway_app(options, OneReplica(target), "model", metrics=OwnTimes())
         server: Server = await serve_gateway(app, "127.0.0.1", 0, tls=door.tls)
         pipe.send(server.port)

@@ -6,7 +6,7 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
 
     sparse_decode_speedup_128k_rows_N   decode attention of N rows with 128K tokens of KV, heads as
                                         Llama 3 8B: time of vLLM's fastest kernel over all KV / time
-                                        of sparse attention with 5 % of the units, scores and choice
+                                        of sparse attention with 5 % of the pages, scores and choice
                                         included (target 5)
     load_verified_vs_copy,              the store's loads against a plain copy of pinned memory of
     load_unverified_vs_copy             the same size, 1,024 blocks of Llama 3 8B at TP=2 (target

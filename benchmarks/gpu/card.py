@@ -35,8 +35,8 @@ TOKENS, ANSWER, STEP = 32768, 64, 2048
 CAP_BYTES, ENGINE_BYTES, MIXED_BYTES = 23_800_000_000, 22_800_000_000, 700_000_000
 """Maximum bytes in use; bytes that the engine is configured with; extra bytes of mixed blocks."""
 COPIED_BYTES = 4 << 30
-UNIT = 32
-SPARSE_WORKER = "headrace_decode.sparse.engine.worker.SparseTakingUpWorker"
+PAGE = 32
+SPARSE_WORKER = "headrace_decode.attention_backend.worker.SparseWorker"
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -213,10 +213,10 @@ def _kv_bytes(layers: dict[str, Any]) -> int:
 
 
 def _sparse(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
-    from headrace_decode.sparse.engine.settings import SparseSettings
+    from headrace_decode.attention.settings import SparseSettings
 
-    file = noise_calibration(folder / "noise.safetensors", model, UNIT)
-    settings = SparseSettings(unit_tokens=UNIT, calibration=str(file))
+    file = noise_calibration(folder / "noise.safetensors", model, PAGE)
+    settings = SparseSettings(page_tokens=PAGE, calibration=str(file))
     return {"worker_cls": SPARSE_WORKER, "additional_config": settings.additional_config()}
 
 

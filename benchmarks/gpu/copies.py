@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace_engine.connector.device_cache import DeviceCache
-from headrace_engine.connector.pipeline import DEPTH
+from headrace_engine.connector.caches.device_cache import DeviceCache
+from headrace_engine.connector.loading.layer_pipeline import DEPTH
+from headrace_kvstore.blocks.block_layout import BlockLayout
 from headrace_kvstore.codec import CODECS, LayerShape, Order
 from headrace_kvstore.device.clock import CudaClock
-from headrace_kvstore.layout import BlockLayout
 
 HEADS, TOKENS, DIM, LAYERS = 4, 16, 128, 32
 BLOCKS = (16, 128, 1024)
@@ -84,7 +84,7 @@ class Stage:
             source = self.payloads + np.uint64(layer * size)
             for some in self.cache._batches(len(self.blocks)):
                 steps = np.arange(some.stop - some.start, dtype=np.uint64) * np.uint64(size)
-                with lane.alone():
+                with lane.exclusive():
                     lane.copy(np.uint64(lane.staging.data_ptr()) + steps, source[some], size)
         lane.drain()
 

@@ -23,9 +23,9 @@ import numpy as np
 from benchmarks.kvstore.engine_node import noise
 from benchmarks.kvstore.engines import NodeTool, node
 from benchmarks.kvstore.timing import quantile
-from headrace_engine.ports import free_port_block
+from headrace_engine.kv_transfer.ports import free_port_block
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.table import READY
+from headrace_kvstore.blocks.slot_record import READY
 
 TIERS = os.environ.get("HEADRACE_GPU_TIERS", "dram,nvme,peer").split(",")
 CONTEXTS = (512, 2048, 7680)
@@ -208,10 +208,10 @@ def _from_peer(engine: Engine, tokens: int, store: dict[str, Any]) -> dict[str, 
 
 
 def move_blocks(here: str, there: str) -> int:
-    """Move all blocks of one arena into another one, which is made; how many."""
+    """Copy all blocks of one arena into another one, which is made; how many."""
     count = 0
     with Arena.attach(here) as source:
-        spaces, table = source.spaces(), source.table
+        spaces, table = source.namespaces(), source.table
         target = Arena.create_or_attach(
             there,
             source.geometry.size_bytes,
@@ -222,7 +222,7 @@ def move_blocks(here: str, there: str) -> int:
             ready = (table["state"] == READY) & (table["namespace"] == row)
             slots = np.flatnonzero(ready).astype(np.int64)
             names = [table["hash"][slot].tobytes() for slot in slots]
-            at = target.namespace(*space)
+            at = target.register_namespace(*space)
             places = target.reserve(at, names, table["parent"][slots], table["depth"][slots])
             if (places < 0).any():
                 raise RuntimeError("the second arena has no room for the blocks of the first")

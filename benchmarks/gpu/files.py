@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace_engine.connector.device_cache import DeviceCache
-from headrace_engine.connector.files import DIRECT_BACKEND, FileSource
-from headrace_engine.connector.pipeline import DEPTH, LayerPipeline, ThisThread
-from headrace_engine.connector.ways import DirectWay, HostWay, Way
-from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
-from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.nvme.mover import Mover
+from headrace_engine.connector.caches.device_cache import DeviceCache
+from headrace_engine.connector.loading.file_loader import DIRECT_BACKEND, FileLayerSource
+from headrace_engine.connector.loading.layer_pipeline import DEPTH, InlineExecutor, LayerPipeline
+from headrace_engine.connector.loading.read_paths import BounceBufferPath, GdsPath, ReadPath
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.checksum import block_seed, checksum, layer_seeds
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
-from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
 from headrace_kvstore.nvme.segment import Location, page_memory
 
 LAYERS, LAYER_BYTES, BLOCKS = 32, 32 << 10, 512
@@ -47,9 +47,9 @@ class Disk:
     """
 
     def __init__(self, folder: Path, blocks: int, device: str) -> None:
-        self._mover = Mover()
+        self._file_io = FileIo()
         size = blocks * LAYERS * LAYER_BYTES
-        self._tier = NvmeTier.open(folder, 2 * size + (64 << 20), 64 << 20, self._mover)
+        self._tier = NvmeTier.open(folder, 2 * size + (64 << 20), 64 << 20, self._file_io)
         names = [n.to_bytes(32, "little") for n in range(1, blocks + 1)]
         self.blocks = np.arange(blocks)
         self.seeds = layer_seeds([block_seed(DIGEST, name) for name in names], LAYERS)
@@ -62,9 +62,10 @@ class Disk:
             blocks, LAYERS
         )
         saves = [
-            Save(name, address + n * LAYERS * LAYER_BYTES, sums[n]) for n, name in enumerate(names)
+            WriteRequest(name, address + n * LAYERS * LAYER_BYTES, sums[n])
+            for n, name in enumerate(names)
         ]
-        for done in self._tier.write(Shape(DIGEST, LAYERS, LAYER_BYTES), saves):
+        for done in self._tier.write(BlockShape(DIGEST, LAYERS, LAYER_BYTES), saves):
             if not done.result(60):
                 raise RuntimeError("the tier did not write a block")
         found = [self._tier.locate(DIGEST, name) for name in names]
@@ -76,18 +77,18 @@ class Disk:
         self.cache = DeviceCache(caches, BlockLayout.of_tensors(caches, blocks), saves=False)
         self.size_bytes = size
 
-    def load(self, way: Way) -> float:
+    def load(self, way: ReadPath) -> float:
         """Seconds. Raises RuntimeError for wrong bytes."""
         began_s = time.perf_counter()
-        source = FileSource(way, self.cache, self.places, self.blocks, self.seeds, DEPTH)
-        LayerPipeline([source], LAYERS, ThisThread(), source.depth).finish()
+        source = FileLayerSource(way, self.cache, self.places, self.blocks, self.seeds, DEPTH)
+        LayerPipeline([source], LAYERS, InlineExecutor(), source.depth).finish()
         if source.bad.any():
             raise RuntimeError(f"{int(source.bad.sum())} blocks were wrong: {source.cause()}")
         return time.perf_counter() - began_s
 
     def close(self) -> None:
         self._tier.close()
-        self._mover.close()
+        self._file_io.close()
         self.cache.close()
 
 
@@ -103,11 +104,11 @@ def measured(
         )
         disk = Disk(Path(folder) / "nvme", blocks, device)
         stack.callback(disk.close)
-        host = HostWay(disk.cache, STAGING_BYTES, Mover())
+        host = BounceBufferPath(disk.cache, STAGING_BYTES, FileIo())
         stack.callback(host.close)
         arms: dict[str, Callable[[], float]] = {"host": partial(disk.load, host)}
         try:
-            direct = DirectWay(disk.cache, backend)
+            direct = GdsPath(disk.cache, backend)
         except Exception as error:
             found["lacking"] = str(error)
         else:

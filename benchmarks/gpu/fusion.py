@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import graph, milliseconds
-from headrace_decode.sparse.kernels._vllm_compat import triton_attention
+from headrace_engine.vllm.attention.paged_kernels import triton_attention
 from headrace_prefill.cross_layer.engine.triton_mixing import mix_blocks
 from headrace_prefill.cross_layer.mixing import mix
 

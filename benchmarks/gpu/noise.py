@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 
 
-def noise_calibration(path: Path, config: dict[str, Any], unit_tokens: int) -> Path:
+def noise_calibration(path: Path, config: dict[str, Any], page_tokens: int) -> Path:
     """Write such a file.
 
     Args:
         config: the model's config.json.
-        unit_tokens: of a unit.
+        page_tokens: of a page.
     """
+    from headrace_decode.attention.calibration_file import ModelShape
     from headrace_decode.sparse.basis import Moments
-    from headrace_decode.sparse.calibration_file import Shape
     from headrace_decode.sparse.engine.calibration import Calibration, write
 
-    shape = Shape.of(config)
+    shape = ModelShape.of(config)
     rng, bases = np.random.default_rng(0), []
-    queries, units = (shape.kv_heads, 300, shape.head_dim), (20, shape.kv_heads, unit_tokens)
+    queries, pages = (shape.kv_heads, 300, shape.head_dim), (20, shape.kv_heads, page_tokens)
     for _ in range(shape.layers):
         moments = Moments(shape.kv_heads, shape.head_dim)
         moments.add_queries(rng.normal(size=queries).astype(np.float32))
-        moments.add_units(rng.normal(size=(*units, shape.head_dim)).astype(np.float32))
+        moments.add_pages(rng.normal(size=(*pages, shape.head_dim)).astype(np.float32))
         bases.append(moments.basis())
-    write(path, Calibration("noise", shape, unit_tokens, {0.3: 0.1}, 0.1, 0.3), bases)
+    write(path, Calibration("noise", shape, page_tokens, {0.3: 0.1}, 0.1, 0.3), bases)
     return path

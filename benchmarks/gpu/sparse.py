@@ -1,9 +1,9 @@
-"""Decode attention of long rows: all KV, by vLLM's kernels, and the units that ours chooses.
+"""Decode attention of long rows: all KV, by vLLM's kernels, and the pages that ours chooses.
 
 Each arm computes the attention of some layers, one after another, as one CUDA graph; with more KV
-than the card's cache holds, no layer finds its data there. Ours scores all units, chooses, writes
+than the card's cache holds, no layer finds its data there. Ours scores all pages, chooses, writes
 the tables and attends; two more arms are its scores alone, and scores and choice. Keys are random:
-the time does not depend on which units are chosen.
+the time does not depend on which pages are chosen.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.timing import graph, milliseconds
+from headrace_decode.attention.page_counts import page_count, selected_page_count
 from headrace_decode.sparse.basis import COORDINATES, Basis
-from headrace_decode.sparse.engine.counts import chosen_units, units_of
-from headrace_decode.sparse.kernels._vllm_compat import flash_attention, triton_attention
 from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
 from headrace_decode.sparse.kernels.cache import HeadCache
-from headrace_decode.sparse.kernels.choosing import scores, tables
+from headrace_decode.sparse.kernels.page_selection import scores, tables
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+from headrace_engine.vllm.attention.paged_kernels import flash_attention, triton_attention
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 4
 """Llama 3 8B, some of its layers."""
-SHARE, CONTEXTS, ROWS, UNITS = 0.05, (131072, 32768), (1, 4, 8), (32, 16)
+SHARE, CONTEXTS, ROWS, PAGES = 0.05, (131072, 32768), (1, 4, 8), (32, 16)
 TURNS = 30
 KERNELS: dict[str, Kernel] = {"Triton": triton_attention, "FlashAttention": flash_attention}
 
 
 def measured() -> dict[str, Any]:
-    """Return the milliseconds a layer, by context, rows, unit and arm, and ratios."""
+    """Return the milliseconds a layer, by context, rows, page and arm, and ratios."""
     found: dict[str, Any] = {}
     for context in CONTEXTS:
         for rows in ROWS:
-            for unit in UNITS:
-                found[f"{context}.{rows}.{unit}"] = one = _of(context, rows, unit)
-                print(f"sparse: {context}.{rows}.{unit}: {one}", file=sys.stderr, flush=True)
+            for page in PAGES:
+                found[f"{context}.{rows}.{page}"] = one = _of(context, rows, page)
+                print(f"sparse: {context}.{rows}.{page}: {one}", file=sys.stderr, flush=True)
                 torch.cuda.empty_cache()
     return found
 
 
-def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
-    n = units_of(context, unit)
-    shape = (rows * n, KV_HEADS, unit, 2 * DIM)
+def _of(context: int, rows: int, page: int) -> dict[str, Any]:
+    n = page_count(context, page)
+    shape = (rows * n, KV_HEADS, page, 2 * DIM)
     layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(LAYERS)]
     caches = [HeadCache.of(one) for one in layers]
     draw = torch.Generator().manual_seed(0)
     rest = [torch.randn(size, generator=draw).numpy() for size in _basis_shapes()]
-    made = [DeviceSummaries(rows * n, unit, Basis(*rest), "cuda") for _ in layers]
+    made = [DeviceSummaries(rows * n, page, Basis(*rest), "cuda") for _ in layers]
     blocks = torch.randperm(rows * n, generator=draw).view(rows, n).int().cuda()
     for summaries, cache in zip(made, caches, strict=True):
-        summaries.bring_up(cache, blocks.flatten().long())
-    bring_up_ms = milliseconds(lambda: made[0].bring_up(caches[0], blocks.flatten().long()))
+        summaries.refresh(cache, blocks.flatten().long())
+    bring_up_ms = milliseconds(lambda: made[0].refresh(caches[0], blocks.flatten().long()))
     made[0].sums.zero_()
     query = torch.randn((rows, HEADS, DIM), dtype=torch.bfloat16, device="cuda")
-    chosen = chosen_units(context, unit, SHARE)
+    chosen = selected_page_count(context, page, SHARE)
     assert chosen is not None
     ints = {"dtype": torch.int32, "device": "cuda"}
     counts, taken, fill = (
-        torch.full((rows,), each, **ints) for each in (n - 1, chosen, context - (n - 1) * unit)
+        torch.full((rows,), each, **ints) for each in (n - 1, chosen, context - (n - 1) * page)
     )
     full, newest = blocks[:, :-1].contiguous(), blocks[:, -1].contiguous()
     step = DecodeRows(full, counts, taken, newest, fill, chosen)
@@ -84,9 +84,9 @@ def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
         for summaries, cache in zip(made, caches, strict=True):
             if with_choice:
                 rest = step.counts, step.chosen, step.newest, cache.heads_apart, DIM**-0.5
-                tables(summaries, query, step.units, *rest, step.most)
+                tables(summaries, query, step.pages, *rest, step.most)
             else:
-                scores(summaries, query, step.units, step.counts, DIM**-0.5)
+                scores(summaries, query, step.pages, step.counts, DIM**-0.5)
 
     functions: dict[str, Callable[[], None]] = {
         "scores": partial(parts, False),
@@ -110,7 +110,7 @@ def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
     return {
         "ms_per_layer": ms,
         "speedup": dense_ms / sparse_ms if dense_ms and sparse_ms else None,
-        "unchanged_units_us": 1000 * bring_up_ms / (rows * n),
+        "unchanged_pages_us": 1000 * bring_up_ms / (rows * n),
     }
 
 
@@ -119,11 +119,11 @@ def _basis_shapes() -> tuple[tuple[int, ...], ...]:
 
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the speedup at the longest context, by rows, with the better unit."""
+    """Return the speedup at the longest context, by rows, with the better page."""
     longest = max(CONTEXTS)
     return {
         f"sparse_decode_speedup_{longest // 1024}k_rows_{rows}": max(
-            found[f"{longest}.{rows}.{unit}"]["speedup"] or 0.0 for unit in UNITS
+            found[f"{longest}.{rows}.{page}"]["speedup"] or 0.0 for page in PAGES
         )
         for rows in ROWS
     }
@@ -133,7 +133,7 @@ def markdown(found: dict[str, Any]) -> str:
     """Return a table of the measurements."""
     names = [f"{kind}, {name}" for kind in ("dense", "sparse") for name in KERNELS]
     names += ["scores", "scores and choice"]
-    head = ["KV", "rows", "unit", *(f"{name}, ms" for name in names), "best dense / best sparse"]
+    head = ["KV", "rows", "page", *(f"{name}, ms" for name in names), "best dense / best sparse"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
     for key, one in found.items():
         times = (one["ms_per_layer"].get(name) for name in names)

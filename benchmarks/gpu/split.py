@@ -33,8 +33,8 @@ from benchmarks.gpu.engine import make_llm
 from benchmarks.kvstore.child import Child, serve
 from benchmarks.kvstore.engine_node import noise
 from benchmarks.kvstore.timing import quantile
-from headrace_engine.handoff import PARAMS_KEY, produce_params
-from headrace_engine.ports import free_port_block
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params
+from headrace_engine.kv_transfer.ports import free_port_block
 
 ARMS = ("one", "two")
 ENDLESS = 10**9

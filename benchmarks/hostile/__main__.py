@@ -81,7 +81,7 @@ from benchmarks.hostile.machine import Parts
 from benchmarks.hostile.neighbour import NeighbourProcess, percentile
 from benchmarks.instance import headrace
 from benchmarks.serving.environment import environment
-from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
+from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
 
 SETTLE_S, QUIET_S, BUSY_S = 65.0, 60.0, 30.0
 """A gauge of stalls remembers a minute: what starting cost has to be forgotten first."""

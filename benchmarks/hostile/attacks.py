@@ -150,7 +150,7 @@ def _grammars(model: str) -> Iterator[Request]:
 
 
 def _resumed(model: str) -> Iterator[Request]:
-    """Streams that never were, to be resumed (docs/replay.md)."""
+    """Streams that never were, to be resumed (docs/resume.md)."""
     body = _json({"model": model, "prompt": "Hi", "max_tokens": 4, "stream": True})
     said = {
         "tokens of no vocabulary": b':hr [{"i":0,"t":[2000000000]}]\n\ndata: {}\n\n',

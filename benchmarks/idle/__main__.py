@@ -62,7 +62,7 @@ def main() -> int:
             raise RuntimeError("headrace up left no state file")
         _connect_engines(instance.endpoint, instance.model)
         time.sleep(args.settle)
-        processes = list(instance.belongings().processes().values())
+        processes = list(instance.matcher().processes().values())
         first = look(processes)
         time.sleep(args.seconds)
         last = look(processes)

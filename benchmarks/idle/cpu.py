@@ -57,7 +57,7 @@ def part_of(title: str, parent_titles: list[str]) -> str:
     if title.startswith("ray::") and "StoreNode" in title:
         return "StoreNode"
     if "headrace.cli" in title:
-        return "headrace up's keeper"
+        return "headrace up's supervisor"
     return RAY
 
 

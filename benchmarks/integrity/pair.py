@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace_engine.kv_transfer.nixl_cpu_usage import event_driven
 from headrace_engine.pull_proof.content import BlockSums, block_seeds
 from headrace_engine.pull_proof.identity import Claim, prompt_digest
-from headrace_engine.pull_proof.proving import ProvingAgent, Pull
+from headrace_engine.pull_proof.proving_agent import ProvingAgent, Pull
 from headrace_engine.pull_proof.records import Geometry, Grants, RecordTable
 from headrace_engine.pull_proof.settings import IntegritySettings, Sampling
-from headrace_engine.quiet_nixl import event_driven
 
 
 def agent(name: str) -> Any:

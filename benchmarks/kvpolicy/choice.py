@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 
+from headrace_kvstore.blocks.slot_record import READY, SLOT
 from headrace_kvstore.policy.base import slot_keys
 from headrace_kvstore.policy.cost_aware import CostAware
-from headrace_kvstore.table import READY, SLOT
 
 CHAIN = 32
 BATCHES = 64

@@ -50,5 +50,5 @@ class Foresight(CostAware):
     def worth(self, table: Table, forest: Forest, now_s: float) -> Floats:
         ahead_s = np.maximum(self._slot_next_s - now_s, 0.5)
         ahead_s[self._slot_next_s < now_s] = np.inf
-        saves = saved_s(table, self.byte_s("dram"))
+        saves = saved_s(table, self.seconds_per_byte("dram"))
         return forest.density(saves / ahead_s, table["bytes"].astype(np.float64))

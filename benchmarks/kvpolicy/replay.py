@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload
+from headrace_kvstore.blocks.slot_record import FREE, READY, SLOT, WRITING
 from headrace_kvstore.policy.base import Policy, block_keys
-from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 
 BATCHES = 64
 LEASE_S = 1e-3  # shorter than any two arrivals that are apart, longer than none
@@ -35,7 +35,7 @@ class Replay:
 
     def __init__(self, work: Workload, costs: Costs, slots: int, policy: Policy) -> None:
         self.work, self.policy = work, policy
-        policy.measured("dram", 1.0 / costs.load_bytes_s)
+        policy.set_load_cost("dram", 1.0 / costs.load_bytes_s)
         self.table = np.zeros(slots, SLOT)
         self.slot_of = np.full(work.distinct, -1, np.int64)
         self.block_in = np.full(slots, -1, np.int64)

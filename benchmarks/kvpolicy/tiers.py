@@ -13,10 +13,10 @@ import numpy as np
 from benchmarks.kvpolicy.prefetch import worth_fetching
 from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.workload import Costs, Workload
+from headrace_kvstore.blocks.slot_record import SLOT
 from headrace_kvstore.policy.base import Mask, Slots, Table
 from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.policy.tree import Forest
-from headrace_kvstore.table import SLOT
 
 DISK_BYTES_S = 3e9
 LOOK_S = 1.0

@@ -32,7 +32,7 @@ from benchmarks.kvstore.child import Child, stop
 from benchmarks.kvstore.mooncake_package import VERSION, install, library_path
 from benchmarks.kvstore.stage import BLOCKS, LAYERS, Stage
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
-from headrace_engine.ports import free_port_block
+from headrace_engine.kv_transfer.ports import free_port_block
 
 ROUNDS, QUICK_ROUNDS = 12, 3
 START_S = 1.0

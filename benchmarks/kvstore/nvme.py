@@ -2,7 +2,7 @@
 
 Both read and write 46 blocks of 5.9 MB, from and to page-aligned memory through O_DIRECT. The raw
 arm is one NIXL agent with the POSIX backend, one transfer with one piece a block, a poll every 50
-microseconds. The tier's reads also find the blocks, go through the mover's threads in groups, and
+microseconds. The tier's reads also find the blocks, go through the I/O threads in groups, and
 verify every layer's checksum; its writes also write headers and publish.
 
 Cold: O_DIRECT neither reads nor fills the page cache, and each file is dropped from it before each
@@ -30,10 +30,10 @@ import numpy as np
 
 from benchmarks.kvstore.stage import BLOCKS, LAYERS, Stage
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
-from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.blocks.checksum import block_seed, checksum, layer_seeds
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
-from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
 from headrace_kvstore.nvme.segment import Location, page_memory
 
 ROUNDS, QUICK_ROUNDS = 12, 3
@@ -104,8 +104,8 @@ class Disk:
         with Stage() as stage:
             self.block_bytes = stage.layout.block_bytes
             layer_bytes = stage.layout.layer_bytes
-        self.mover = Mover()
-        self.shape = Shape(os.urandom(16), LAYERS, layer_bytes)
+        self.file_io = FileIo()
+        self.shape = BlockShape(os.urandom(16), LAYERS, layer_bytes)
         self.size_bytes = BLOCKS * self.block_bytes
         self.memory, self.address = page_memory(self.size_bytes)
         rng = np.random.default_rng(0)
@@ -124,12 +124,14 @@ class Disk:
         size = 2 * self.size_bytes + (64 << 20)
         folder = self.folder / uuid.uuid4().hex
         self.tier = NvmeTier.open(
-            folder, 4 * size, size, self.mover, writing_limit_bytes=2 * self.size_bytes
+            folder, 4 * size, size, self.file_io, writing_limit_bytes=2 * self.size_bytes
         )
         self.hashes = [os.urandom(32) for _ in range(BLOCKS)]
         addresses = self._layers(self.address)
         saves = [
-            Save(each, int(row[0]), self._sums(self.shape.digest, each, 0, row), depth=depth)
+            WriteRequest(
+                each, int(row[0]), self._sums(self.shape.digest, each, 0, row), depth=depth
+            )
             for depth, (each, row) in enumerate(zip(self.hashes, addresses, strict=True))
         ]
         tier = self.tier
@@ -214,12 +216,12 @@ class Disk:
     def close(self) -> None:
         if self.tier is not None:
             self.tier.close()
-        self.mover.close()
+        self.file_io.close()
         self._raw.clear()
 
     def _make_segment(self, tier: NvmeTier) -> None:
         """Write one block: making the file is no part of what the clock of the raw write counts."""
-        save = Save(os.urandom(32), self.address, np.zeros(LAYERS, np.uint64))
+        save = WriteRequest(os.urandom(32), self.address, np.zeros(LAYERS, np.uint64))
         for future in tier.write(self.shape, [save]):
             future.result()
 

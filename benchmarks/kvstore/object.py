@@ -29,9 +29,9 @@ import numpy as np
 
 from benchmarks.kvstore.stage import BLOCK_TOKENS, BLOCKS, HEAD_DIM, KV_HEADS, LAYERS
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
-from headrace_kvstore.checksum import payload_sums
-from headrace_kvstore.nvme.record import Save, Shape
-from headrace_kvstore.objects.object_catalog import Held
+from headrace_kvstore.blocks.checksum import payload_sums
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
+from headrace_kvstore.objects.object_catalog import StoredObject
 from headrace_kvstore.objects.object_client import StoreClient
 from headrace_kvstore.objects.object_format import ObjectName, pack
 from headrace_kvstore.objects.object_tier import REQUESTS, ObjectTier, Packed
@@ -41,7 +41,7 @@ PUT_AT_ONCE = 2
 """Blocks that are written together: 12 MB."""
 SIZES = (1, 4, 16)
 """MiB of single requests."""
-SHAPE = Shape(b"headrace-object!", LAYERS, KV_HEADS * BLOCK_TOKENS * 2 * HEAD_DIM * 4)
+SHAPE = BlockShape(b"headrace-object!", LAYERS, KV_HEADS * BLOCK_TOKENS * 2 * HEAD_DIM * 4)
 TIMEOUT_S, START_S = 60.0, 60.0
 
 
@@ -96,7 +96,7 @@ class Bench:
         hashes = [rng.bytes(32) for _ in range(BLOCKS)]
         sources = self._addresses(0)
         self._saves = [
-            Save(
+            WriteRequest(
                 *(name, int(row[0])),
                 payload_sums(SHAPE.digest, name, 0, row, SHAPE.layer_bytes),
             )
@@ -125,7 +125,7 @@ class Bench:
     def get(self) -> float:
         """Return the seconds of the same requests alone."""
 
-        def one(held: Held) -> None:
+        def one(held: StoredObject) -> None:
             self.client.get(held.text, 0, held.name.size_bytes)
 
         return seconds(lambda: list(self._pool.map(one, self._objects)))

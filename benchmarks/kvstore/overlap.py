@@ -30,7 +30,7 @@ import torch
 from benchmarks.kvstore.engines import engines, store
 from benchmarks.kvstore.stage import LAYERS, Stage
 from benchmarks.kvstore.timing import Figures, ratios, seconds, take_turns
-from headrace_engine.connector.pipeline import DEPTH, LayerPipeline
+from headrace_engine.connector.loading.layer_pipeline import DEPTH, LayerPipeline
 
 ROUNDS, QUICK_ROUNDS = 10, 3
 DEPTHS = (1, 2, 4, 8)

@@ -26,8 +26,9 @@ from benchmarks.kvstore.child import Child
 from benchmarks.kvstore.remote_owner import DIGEST, SECRET, hashes, raw_agent
 from benchmarks.kvstore.stage import BLOCK_TOKENS, BLOCKS, HEAD_DIM, KV_HEADS, LAYERS
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
+from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.settings.node_settings import NodeSettings
 
 ROUNDS, QUICK_ROUNDS = 24, 5
 LAYER_BYTES = KV_HEADS * BLOCK_TOKENS * 2 * HEAD_DIM * 4
@@ -95,8 +96,8 @@ class Pair:
             self.close()
             raise CannotRun("no NIXL UCX backend, or no room for an arena")
         self._arena = dram.arena
-        self._arena.prefault()
-        self._row = self._arena.namespace(DIGEST, self.block_bytes, LAYERS)
+        self._arena._file.memory.madvise(MADV_POPULATE_WRITE)
+        self._row = self._arena.register_namespace(DIGEST, self.block_bytes, LAYERS)
         there = self._owner.do("raw")
         self._addresses = np.array(there["addresses"], np.uint64)
         self._agent = raw_agent(self._arena.base_address, self._arena.geometry.size_bytes)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kvstore.child import serve
-from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
+from headrace_kvstore.blocks.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.peers.agent import LAST_PAUSE_S
+from headrace_kvstore.peers.nixl_agent import LAST_PAUSE_S
+from headrace_kvstore.settings.node_settings import NodeSettings
 
 SECRET = "of the two nodes of this benchmark"
 DIGEST = b"benchmark-remote"
@@ -46,7 +46,7 @@ class Owner:
         dram = self._node.tiers.dram
         assert dram is not None, "no arena"
         self._arena = arena = dram.arena
-        row = arena.namespace(DIGEST, block_bytes, args.layers)
+        row = arena.register_namespace(DIGEST, block_bytes, args.layers)
         self._hashes = hashes(args.blocks)
         slots = arena.reserve(row, self._hashes, [0] * args.blocks, list(range(args.blocks)))
         rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ class Owner:
 
     def where(self) -> dict[str, Any]:
         """Return the node's address for peers."""
-        neighbours = self._node.tiers.neighbours
+        neighbours = self._node.tiers.peer_service
         return {"address": None if neighbours is None else neighbours.address}
 
     def raw(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Owner:
         """No block has been lent before."""
         dram = self._node.tiers.dram
         assert dram is not None and dram.remote is not None
-        dram.remote.lender._tagged[0][:] = 0
+        dram.remote.lease_server._tagged[0][:] = 0
         return {}
 
     def stats(self) -> dict[str, Any]:

@@ -14,15 +14,16 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from headrace_engine.connector.cache import EngineCache
-from headrace_engine.connector.work import Load, Save, Work
-from headrace_engine.connector.worker import WorkerHalf
+from headrace_engine.connector.caches.engine_cache import EngineCache
+from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork
+from headrace_engine.connector.worker_connector import WorkerConnector
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.geometry import PAGE_BYTES
-from headrace_kvstore.checksum import block_seed, copy, layer_seeds
-from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.parts import Parts
-from headrace_kvstore.settings import StoreSettings
+from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.checksum import block_seed, copy, layer_seeds
+from headrace_kvstore.blocks.sharding import HeadSharding
+from headrace_kvstore.settings.store_settings import StoreSettings
 
 LAYERS, KV_HEADS, BLOCK_TOKENS, HEAD_DIM = 30, 3, 128, 64
 PIECES = LAYERS * KV_HEADS
@@ -51,7 +52,7 @@ class Stage:
         }
         for cache in self.caches.values():
             self._bytes_of(cache)[:] = rng.integers(0, 256, cache.nbytes, dtype=np.uint8)
-        held = Parts.of(KV_HEADS, 1, apart=True).held(0)
+        held = HeadSharding.of(KV_HEADS, 1, heads_contiguous=True).shard(0)
         self.layout = BlockLayout.of_tensors(self.caches, blocks, held)
         self.cache = EngineCache(self.layout, threads)
         self.size_bytes = self.layout.block_bytes * blocks
@@ -64,10 +65,10 @@ class Stage:
             block_bytes=self.layout.block_bytes,
             layers=PIECES,
         )
-        self.arena.prefault()
-        self.row = self.arena.namespace(self.digest, self.layout.block_bytes, PIECES)
+        self.arena._file.memory.madvise(MADV_POPULATE_WRITE)
+        self.row = self.arena.register_namespace(self.digest, self.layout.block_bytes, PIECES)
         settings = StoreSettings(copy_threads=threads)
-        self.worker = WorkerHalf(self.arena, self.row, self.cache, self.seeds, settings)
+        self.worker = WorkerConnector(self.arena, self.row, self.cache, self.seeds, settings)
 
     def __enter__(self) -> Stage:
         return self
@@ -90,8 +91,8 @@ class Stage:
         self.arena.lookup(self.row, self.hashes)
         parents = [b"", *self.hashes[:-1]]
         depths = list(range(len(self.hashes)))
-        save = Save(self.blocks.tolist(), self.hashes, parents, depths)
-        self.worker.begin(Work(saves={0: save}))
+        save = BlockSave(self.blocks.tolist(), self.hashes, parents, depths)
+        self.worker.begin(StoreWork(saves={0: save}))
         self.worker.end()
         while not self.worker.finished_jobs():
             time.sleep(_POLL_S)
@@ -104,7 +105,7 @@ class Stage:
         """
         self.arena.lookup(self.row, self.hashes)
         self.arena.lease(self.row, self.hashes, LEASE_S)
-        self.worker.begin(Work(load=Load(self.blocks.tolist(), self.hashes)))
+        self.worker.begin(StoreWork(load=BlockLoad(self.blocks.tolist(), self.hashes)))
         for name in self.cache.layer_names:
             self.worker.wait(name)
         self.worker.end()

@@ -40,7 +40,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("kvpress", "ours"), help="one side now, the other later")
     parser.add_argument("--ablated", type=int, default=len(KINDS), metavar="N", help="texts")
     parser.add_argument(
-        "--gate", type=Path, metavar="FILE", help="of `headrace lab calibrate bounded`: more arms"
+        "--predictor",
+        type=Path,
+        metavar="FILE",
+        help="of `headrace lab calibrate compression`: more arms",
     )
     parser.add_argument("--quick", action="store_true", help="two short texts, no ablations")
     options = parser.parse_args()
@@ -80,7 +83,7 @@ def measured(options: argparse.Namespace) -> dict[str, object]:
                 tasks[one] = f"kvpress {number}"
             if f"ours {number}" not in kept and options.only != "kvpress":
                 ablated = number < options.ablated
-                asked = folder, number, options.tokens, held_out, ablated, options.gate
+                asked = folder, number, options.tokens, held_out, ablated, options.predictor
                 one = pool.submit(ours, *asked)
                 tasks[one] = f"ours {number}"
         for task in as_completed(tasks):

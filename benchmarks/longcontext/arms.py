@@ -11,10 +11,10 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.quantised import quantised, ratio
-from headrace_decode.compression.gate import Gate, at_start
-from headrace_decode.compression.keeping import Always, keep, keep_units
-from headrace_decode.compression.refit import KEY_RIDGE, RIDGE, some
-from headrace_decode.compression.scores import as_later, pooled
+from headrace_decode.compression.importance_predictor import ImportancePredictor, to_position_zero
+from headrace_decode.compression.refit import KEY_RIDGE, RIDGE, sample_rows
+from headrace_decode.compression.scores import combined_scores, to_later_positions
+from headrace_decode.compression.selection import AlwaysKept, select_token_pages, select_tokens
 from headrace_lab.compression.entropy_budgets import by_entropy, entropies
 from headrace_lab.models.lm import LM
 
@@ -22,8 +22,8 @@ OURS = "ours"
 AS_ENGINES = f"{OURS}, as an engine keeps it"
 SHARES = 0.5, 0.25, 0.12
 MAIN_SHARE = 0.25
-UNIT_TOKENS = 32
-"""Tokens of a unit that an engine's heads keep."""
+PAGE_TOKENS = 32
+"""Tokens of a page that an engine's heads keep."""
 HEADS_FLOOR = 0.02
 """Minimum share of a head's tokens, under budgets from entropy."""
 Ridges = tuple[float | None, float | None]
@@ -36,13 +36,13 @@ Scores = Callable[[LM, Context], Tensor]
 def both(lm: LM, context: Context) -> Tensor:
     """Score by queries of the repeated context, and by the context's own as if they came later."""
     parts = zip(context.repeated, context.expected, strict=True)
-    return torch.stack([pooled(one) for one in parts])
+    return torch.stack([combined_scores(one) for one in parts])
 
 
 def latest(lm: LM, context: Context) -> Tensor:
     """Score like `both`, but of the context's own queries use those of its last rows."""
     parts = zip(context.repeated, context.latest, strict=True)
-    return torch.stack([pooled(one) for one in parts])
+    return torch.stack([combined_scores(one) for one in parts])
 
 
 def repeated(lm: LM, context: Context) -> Tensor:
@@ -82,15 +82,15 @@ def times_values(inner: Scores) -> Scores:
     return scores
 
 
-def gated(gate: Gate) -> Scores:
-    """Return a score like `latest` in which a gate replaces queries of the repeated context."""
+def has_predictor(predictor: ImportancePredictor) -> Scores:
+    """Return a score like `latest` in which a predictor replaces queries of the context."""
 
     def scores(lm: LM, context: Context) -> Tensor:
         found = []
         for layer, (keys, values) in enumerate(
             zip(context.kv.keys, context.kv.values, strict=True)
         ):
-            told = gate.scores(layer, at_start(lm.rope, keys), values.transpose(0, 1))
+            told = predictor.scores(layer, to_position_zero(lm.rope, keys), values.transpose(0, 1))
             found.append(torch.hypot(told, context.latest[layer].root_mean_square()))
         return torch.stack(found)
 
@@ -107,9 +107,9 @@ class Arm:
         budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
         queries: the queries that both fits use: of "sampled" repeating rows, of "earlier" ones, of
             "both", or of the "last" rows, as an engine does.
-        unit_tokens: heads keep whole units of this many tokens, and all tokens after the last full
-            unit.
-        codec: codec of the store in which the kept KV is stored, so that more of it fits; None:
+        page_tokens: heads keep whole pages of this many tokens, and all tokens after the
+            last full page.
+        codec: codec of the store in which the retained KV is stored, so that more of it fits; None:
             without a codec.
         main: whether it is measured at every share.
     """
@@ -118,9 +118,9 @@ class Arm:
     scores: Scores = both
     ridges: Ridges = VALUES
     budgets: str = "all"
-    always: Always = field(default_factory=Always)
+    always: AlwaysKept = field(default_factory=AlwaysKept)
     queries: str = "both"
-    unit_tokens: int = 1
+    page_tokens: int = 1
     codec: str | None = None
     main: bool = False
 
@@ -140,39 +140,41 @@ class Arm:
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape
-        if self.unit_tokens > 1:
-            return self._in_units(scores, total)
+        if self.page_tokens > 1:
+            return self._in_pages(scores, total)
         if self.budgets == "all":
-            return keep(scores, total, self.always)
+            return select_tokens(scores, total, self.always)
         if self.budgets == "layer":
-            each = [keep(one[None], total // layers, self.always) for one in scores]
+            each = [select_tokens(one[None], total // layers, self.always) for one in scores]
             return torch.cat(each)
         budgets = torch.full((layers, heads), total // (layers * heads))
         if self.budgets == "entropy":
             entropy = [_entropy(lm, context, layer) for layer in range(layers)]
             budgets = entropy_budgets(torch.stack(entropy), total, tokens, self.always)
-        return keep(scores, total, self.always, budgets)
+        return select_tokens(scores, total, self.always, budgets)
 
-    def _in_units(self, scores: Tensor, total: int) -> Tensor:
+    def _in_pages(self, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape
-        behind = tokens % self.unit_tokens
-        units = (total - layers * heads * behind) // self.unit_tokens
+        behind = tokens % self.page_tokens
+        pages = (total - layers * heads * behind) // self.page_tokens
         kept = torch.ones(scores.shape, dtype=torch.bool)
         full = slice(tokens - behind)
-        kept[..., full] = keep_units(scores[..., full], units, self.unit_tokens, self.always)
+        kept[..., full] = select_token_pages(
+            scores[..., full], pages, self.page_tokens, self.always
+        )
         return kept
 
     def _asked(self, lm: LM, context: Context) -> list[Tensor]:
         """Return the queries that both are fitted to, by layer."""
         if self.queries == "last":
-            return [some(as_later(one, lm.rope)) for one in context.last]
+            return [sample_rows(to_later_positions(one, lm.rope)) for one in context.last]
         kinds = {"sampled": context.sampled, "earlier": context.earlier}
         if self.queries != "both":
             return kinds[self.queries]
         return [torch.cat(pair) for pair in zip(*kinds.values(), strict=True)]
 
 
-def entropy_budgets(entropy: Tensor, total: int, tokens: int, always: Always) -> Tensor:
+def entropy_budgets(entropy: Tensor, total: int, tokens: int, always: AlwaysKept) -> Tensor:
     """Return budgets as `by_entropy` does, after the first layers, which stay whole."""
     layers, heads = entropy.shape
     floor = int(HEADS_FLOOR * tokens) + always.sinks + always.newest
@@ -196,11 +198,11 @@ ARMS = (
     Arm(f"{OURS}, keys moved", ridges=BOTH, main=True),
     Arm(f"{OURS}, keys moved, in fp8", ridges=BOTH, codec="fp8", main=True),
     Arm(f"{OURS}, keys moved, in int4", ridges=BOTH, codec="int4", main=True),
-    Arm(AS_ENGINES, latest, BOTH, queries="last", unit_tokens=UNIT_TOKENS, main=True),
+    Arm(AS_ENGINES, latest, BOTH, queries="last", page_tokens=PAGE_TOKENS, main=True),
     Arm(
         *(f"{AS_ENGINES}, keys and values as they were", latest),
         ridges=LEFT,
-        unit_tokens=UNIT_TOKENS,
+        page_tokens=PAGE_TOKENS,
         main=True,
     ),
     Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
@@ -211,13 +213,13 @@ ARMS = (
     Arm(f"{OURS}, times values", times_values(both)),
     Arm(f"{OURS}, a budget for each layer", budgets="layer"),
     Arm(f"{OURS}, a budget for each head", budgets="head"),
-    Arm(f"{OURS}, two layers whole", always=Always(whole_layers=2)),
+    Arm(f"{OURS}, two layers whole", always=AlwaysKept(whole_layers=2)),
     Arm(f"{OURS}, budgets by entropy", budgets="entropy"),
     Arm(
         *("entropy, two layers whole", window),
         ridges=LEFT,
         budgets="entropy",
-        always=Always(whole_layers=2),
+        always=AlwaysKept(whole_layers=2),
         main=True,
     ),
     Arm("entropy", window, ridges=LEFT, budgets="entropy"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.longcontext.judge import judged_rows
 from benchmarks.longcontext.texts import Case
-from headrace_decode.compression.scores import Received, as_later
+from headrace_decode.compression.scores import AttentionReceived, to_later_positions
 from headrace_lab.compression.reading import repeat
 from headrace_lab.models.lm import KV, LM
 
@@ -21,16 +21,16 @@ SAMPLED_ROWS = 512
 """Number of rows of each layer to whose queries values are fitted."""
 
 
-class Looked(Received):
+class Looked(AttentionReceived):
     """Received attention that also has the largest weight of each key, as in KVzip."""
 
     def __init__(self, heads: int, tokens: int, scale: float) -> None:
         super().__init__(heads, tokens, scale)
         self.largest = torch.zeros(heads, tokens)
 
-    def see(self, weights: Tensor) -> None:
+    def add_weights(self, weights: Tensor) -> None:
         torch.maximum(self.largest, weights.amax(1), out=self.largest)
-        super().see(weights)
+        super().add_weights(weights)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Context:
     sampled: list[Tensor]
     earlier: list[Tensor]
     repeated: list[Looked]
-    expected: list[Received]
-    latest: list[Received]
+    expected: list[AttentionReceived]
+    latest: list[AttentionReceived]
 
     @property
     def window(self) -> list[Tensor]:
@@ -85,17 +85,17 @@ def computed(lm: LM, case: Case) -> Context:
     keys = kv.keys[:, :n].transpose(1, 2)
     shape = lm.kv_heads, n, lm.dim**-0.5
     repeated = [Looked(*shape) for _ in range(lm.layers)]
-    expected, latest = ([Received(*shape) for _ in range(lm.layers)] for _ in range(2))
+    expected, latest = ([AttentionReceived(*shape) for _ in range(lm.layers)] for _ in range(2))
     for layer, own in enumerate(keys):
         expected[layer].add(earlier[layer], own)
-        latest[layer].add(as_later(last[layer], lm.rope), own)
+        latest[layer].add(to_later_positions(last[layer], lm.rope), own)
     sampled = repetition(lm, tokens[:n], kv.part(0, n), repeated, some)
     seen = repeated, expected, latest
     return Context(case, kv.part(0, n), exact[judged_rows(case)], last, sampled, earlier, *seen)
 
 
 def repetition(
-    lm: LM, tokens: Tensor, kv: KV, repeated: Sequence[Received], some: Tensor
+    lm: LM, tokens: Tensor, kv: KV, repeated: Sequence[AttentionReceived], some: Tensor
 ) -> list[Tensor]:
     """Compute the context a second time after itself; return the queries of `some` of the repeated
     rows, by layer."""

@@ -1,13 +1,13 @@
 """Four long contexts at once in an engine that drops three quarters of their KV.
 
-    python -m benchmarks.longcontext.dropping --json FILE [--gate FILE]
+    python -m benchmarks.longcontext.dropping --json FILE [--predictor FILE]
 
 SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 4,000 tokens
 and an answer of 2,000. One engine has room for all of them. The other has room for one whole
-context, for what reads it again, and for what is kept of the other three (docs/bounded.md). With a
-file of `headrace lab calibrate bounded` it does not read them again, and a third engine streams
-them: it has room for what is kept of all four, and a segment. Each engine is a process of its own;
-blocks are the scheduler's.
+context, for what reads it again, and for what is kept of the other three (docs/compression.md).
+With a file of `headrace lab calibrate compression` it does not read them again, and a third engine
+streams them: it has room for what is kept of all four, and a segment. Each engine is a process of
+its own; blocks are the scheduler's.
 
     cache_vs_contexts       blocks of the small engine's cache, over those of the four contexts in
                             full with their answers
@@ -35,9 +35,9 @@ from benchmarks.longcontext.pool import apart
 from benchmarks.sparse.serving import Engine, report
 from headrace.model import resolve
 from headrace.model.facts import describe
-from headrace.model.kvbudget import Asked, bounded_blocks, streamed_blocks
-from headrace_decode.compression.engine.settings import BoundedSettings
-from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace.model.kv_budget import KvBudgetRequest, compressed_blocks, incremental_blocks
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.compression.engine.settings import CompressionSettings
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 4000, 2000, 0.25
 BLOCK_TOKENS, BATCH_TOKENS = 128, 512
@@ -51,29 +51,29 @@ def blocks_of(tokens: int) -> int:
 
 
 WHOLE = blocks_of(PROMPT + ANSWER)
-ASKED = Asked(1, AT_ONCE, PROMPT + ANSWER, ANSWER)
-SMALL, STREAMED = bounded_blocks(ASKED, SHARE), streamed_blocks(ASKED, SHARE)
+ASKED = KvBudgetRequest(1, AT_ONCE, PROMPT + ANSWER, ANSWER)
+SMALL, STREAMED = compressed_blocks(ASKED, SHARE), incremental_blocks(ASKED, SHARE)
 
 
 def served(
-    cache_blocks: int, share: float | None, gate: str | None = None, stream: bool = False
+    cache_blocks: int, share: float | None, predictor: str | None = None, stream: bool = False
 ) -> dict[str, Any]:
     """All prompts at once in an engine with so many blocks: seconds of its steps."""
     engine = Engine(
         SparseSettings("off"),
-        BoundedSettings(calibration=gate, stream=stream),
+        CompressionSettings(calibration=predictor, stream=stream),
         num_gpu_blocks_override=cache_blocks + 1,  # vLLM's null block
         max_num_batched_tokens=BATCH_TOKENS,
         max_num_seqs=2 * AT_ONCE,
         async_scheduling=False,
-        scheduler_cls="headrace_decode.compression.engine.scheduler.BoundingTakingUp",
+        scheduler_cls="headrace_decode.compression.engine.scheduler.CompressionScheduler",
     )
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    pool, following = scheduler.kv_cache_manager.block_pool, engine.bound.following
+    pool, following = scheduler.kv_cache_manager.block_pool, engine.bound.compression
     if following is None:
         raise RuntimeError("this engine bounds no contexts; its log says why")
     prompts = engine.prompts(PROMPT, AT_ONCE)
-    names = [engine.add(prompt, ANSWER, share, technique="bounded") for prompt in prompts]
+    names = [engine.add(prompt, ANSWER, share, technique="compression") for prompt in prompts]
     lengths = dict.fromkeys(names, 0)
     dropped = 0 if share is None else AT_ONCE
     begun_s, pure, held, most = time.perf_counter(), list[float](), list[float](), 0
@@ -108,12 +108,12 @@ def read_bytes(blocks: float) -> float:
     return facts.params * facts.dtype_bytes + blocks * BLOCK_TOKENS * facts.kv_bytes_per_token
 
 
-def measured(gate: Path | None) -> Figures:
+def measured(predictor: Path | None) -> Figures:
     """Return the figures."""
-    file = None if gate is None else str(gate)
+    file = None if predictor is None else str(predictor)
     few = apart(served, SMALL, SHARE, file)
     many = apart(served, AT_ONCE * WHOLE, None)
-    runs = {"bounded": few, "exact": many}
+    runs = {"compression": few, "exact": many}
     found = compared(few, many, SMALL)
     if file is not None:
         runs["streamed"] = apart(served, STREAMED, SHARE, file, True)

@@ -17,10 +17,10 @@ from benchmarks.longcontext.arms import (
     LEFT,
     MAIN_SHARE,
     OURS,
+    PAGE_TOKENS,
     SHARES,
-    UNIT_TOKENS,
     Arm,
-    gated,
+    has_predictor,
 )
 from benchmarks.longcontext.context import Context, computed
 from benchmarks.longcontext.held import Held
@@ -29,9 +29,9 @@ from benchmarks.longcontext.peers import pressed
 from benchmarks.longcontext.streaming import ByEntropy, Gated, Streaming
 from benchmarks.longcontext.texts import Case, case
 from benchmarks.plain import model
-from headrace_decode.compression.engine.calibration import read_gate
-from headrace_decode.compression.gate import Gate
-from headrace_decode.sparse.calibration_file import Shape
+from headrace_decode.attention.calibration_file import ModelShape
+from headrace_decode.compression.engine.calibration import read_predictor
+from headrace_decode.compression.importance_predictor import ImportancePredictor
 from headrace_lab.models.lm import LM
 
 STREAMING: dict[str, Streaming | ByEntropy] = {
@@ -40,8 +40,8 @@ STREAMING: dict[str, Streaming | ByEntropy] = {
     "streamed in four blocks by entropy, two layers whole": ByEntropy(4),
 }
 STREAMED = {
-    "streamed with a gate": (),
-    "streamed with a gate, in two turns": (0.8,),
+    "streamed with a predictor": (),
+    "streamed with a predictor, in two turns": (0.8,),
 }
 """And the shares of the context that earlier prompts had."""
 
@@ -53,15 +53,20 @@ def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
 
 
 def ours(
-    folder: str, number: int, tokens: int, held_out: bool, ablated: bool, gate: Path | None = None
+    folder: str,
+    number: int,
+    tokens: int,
+    held_out: bool,
+    ablated: bool,
+    predictor: Path | None = None,
 ) -> list[Row]:
-    """Our arms on context `number`, a row of each; with a gate's file more."""
+    """Our arms on context `number`, a row of each; with a predictor's file more."""
     lm, encode = model(folder)
     begun = time.monotonic()
     found = computed(lm, case(number, encode, tokens, held_out=held_out))
     print(f"  {found.case.name}: computed after {time.monotonic() - begun:.0f} s", flush=True)
     rows = []
-    for arm, share in plan(ablated, () if gate is None else gated_arms(folder, gate)):
+    for arm, share in plan(ablated, () if predictor is None else predictor_arms(folder, predictor)):
         rows.append(measured(lm, found, arm, share))
         print(
             f"  {found.case.name}: {arm.name} at {share}: KL {rows[-1]['kl']:.4f} "
@@ -72,8 +77,8 @@ def ours(
         if one == Streaming(4, LEFT) and not ablated:
             continue
         rows += streamed(lm, found, name, one, MAIN_SHARE)
-    if gate is not None:
-        of_model = gate_of(folder, gate)
+    if predictor is not None:
+        of_model = gate_of(folder, predictor)
         for (name, turns), share in itertools.product(STREAMED.items(), SHARES):
             rows += streamed(lm, found, name, Gated(of_model, turns), share)
     return rows
@@ -94,16 +99,16 @@ def streamed(
     return [row]
 
 
-def gate_of(folder: str, file: Path) -> Gate:
-    """Return the gate in a file, for the model in a folder."""
-    shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
-    return read_gate(file, shape, UNIT_TOKENS)
+def gate_of(folder: str, file: Path) -> ImportancePredictor:
+    """Return the predictor in a file, for the model in a folder."""
+    shape = ModelShape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
+    return read_predictor(file, shape, PAGE_TOKENS)
 
 
-def gated_arms(folder: str, gate: Path) -> tuple[Arm, Arm]:
+def predictor_arms(folder: str, predictor: Path) -> tuple[Arm, Arm]:
     """Return the arm of an engine with this file, and the same arm without its fits."""
-    scores, name = gated(gate_of(folder, gate)), f"{OURS}, with a gate"
-    fits = Arm(name, scores, BOTH, queries="last", unit_tokens=UNIT_TOKENS, main=True)
+    scores, name = has_predictor(gate_of(folder, predictor)), f"{OURS}, with a predictor"
+    fits = Arm(name, scores, BOTH, queries="last", page_tokens=PAGE_TOKENS, main=True)
     return fits, replace(fits, name=f"{name}, keys and values as they were", ridges=LEFT)
 
 

@@ -4,7 +4,7 @@
 
 SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 7,900 tokens.
 One engine has KV memory for all of them. The other has a quarter for its cache, the summaries of
-all units, in the cache and in host memory, and the buffer in which KV is made contiguous. It
+all pages, in the cache and in host memory, and the buffer in which KV is made contiguous. It
 attends sparsely, and KV that a step does not attend to is in host memory (docs/sparse.md). All
 bytes are those of the tensors that the engines made. Each engine is a separate process.
 
@@ -28,7 +28,7 @@ import time
 from typing import Any
 
 from benchmarks.sparse.serving import Engine, report
-from headrace_decode.sparse.engine.settings import GIB, SparseSettings
+from headrace_decode.attention.settings import GIB, SparseSettings
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 7900, 176, 0.08
 BLOCK_TOKENS, BATCH_TOKENS = 128, 256
@@ -53,7 +53,7 @@ def engine_of(cache_blocks: int, host_gib: float) -> Engine:
         max_num_batched_tokens=BATCH_TOKENS,
         max_num_seqs=AT_ONCE,
         async_scheduling=False,
-        scheduler_cls="headrace_decode.sparse.engine.offload.scheduler.OffloadingTakingUp",
+        scheduler_cls="headrace_decode.attention.offload.scheduler.OffloadingScheduler",
     )
 
 
@@ -90,12 +90,12 @@ def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
     """Return the figures of the engine whose cache holds a part of the contexts."""
     engine = engine_of(cache_blocks, host_gib)
     memory = engine.bound.offloading
-    if memory is None or engine.bound.book is None:
+    if memory is None or engine.bound.summary_table is None:
         raise RuntimeError("this engine does not offload; its log says why")
     caches = [each.cache for each in memory.memory.layers]
     bytes_ = {
         "cache": sum(each.numel() * each.element_size() for each in caches),
-        "summaries": engine.bound.book.nbytes,
+        "summaries": engine.bound.summary_table.nbytes,
         "buffer": memory.memory.staging_bytes,
         "host": memory.memory.host.nbytes,
     }

@@ -159,7 +159,7 @@ ALL_ATTENTION_FUNCTIONS.register("tail", tail_attention)
 
 
 def tail(model: Any, tokens: Tensor, first: int, judged: Tensor, pressed: Pressed) -> Tensor:
-    """Return the log-probabilities after the judged rows, over the kept KV."""
+    """Return the log-probabilities after the judged rows, over the retained KV."""
     cache = DynamicCache(config=model.config)
     for number, (keys, values) in enumerate(zip(pressed.keys, pressed.values, strict=True)):
         cache.update(keys, values, number)

@@ -16,7 +16,7 @@ ENGINE_BYTES = 2
 
 
 def coder_of(codec: str, dim: int) -> Coder:
-    """Return the coder of a head's units."""
+    """Return the coder of a head's pages."""
     return CODECS[codec]().bind(LayerShape(1, TOKENS, dim, "float32", Order.VEC))
 
 
@@ -41,12 +41,12 @@ def _there_and_back(coder: Coder, keys: Tensor, values: Tensor) -> tuple[Tensor,
         return keys, values
     places = torch.arange(-(-count // TOKENS) * TOKENS).clamp(max=count - 1)
     k, v = (one[places].unflatten(0, (-1, TOKENS)) for one in (keys, values))
-    units = torch.cat([k.transpose(1, 2).flatten(1), v.flatten(1)], 1).numpy()
+    pages = torch.cat([k.transpose(1, 2).flatten(1), v.flatten(1)], 1).numpy()
     stored = np.zeros(coder.stored_bytes, np.uint8)
-    for unit in units:
-        coder.encode(unit.view(np.uint8), stored)
-        coder.decode(stored, unit.view(np.uint8))
-    found = torch.from_numpy(units).unflatten(1, (2, -1))
+    for page in pages:
+        coder.encode(page.view(np.uint8), stored)
+        coder.decode(stored, page.view(np.uint8))
+    found = torch.from_numpy(pages).unflatten(1, (2, -1))
     k = found[:, 0].unflatten(1, (dim, TOKENS)).transpose(1, 2)
     v = found[:, 1].unflatten(1, (TOKENS, dim))
     return k.flatten(0, 1)[:count], v.flatten(0, 1)[:count]

@@ -5,7 +5,8 @@
 Shapes of Llama 2 7B (32 layers, 32 heads of 128, fp16) with random keys and values. Of each line,
 what one layer keeps is made by the code that would make it, and weighed twice: bytes of its arrays,
 and what the process's resident memory grew by. All layers of a line are alike, so a line is that
-times the layers that keep KV. Weights are 13.5 GiB (6.74e9 parameters of 2 bytes, and buffers).
+times the layers that keep KV. Weights are 13.5 GiB (6.74e9 parameters of 2 bytes, and
+buffers).
 
     table.LINE.card_gib, .host_gib   of arrays; of KV on the card, and beside it
     table.LINE.resident_vs_arrays    resident bytes over those of the arrays, both memories
@@ -27,14 +28,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace_decode.compression.keeping import keep
-from headrace_decode.sparse.engine.counts import chosen_units
-from headrace_decode.sparse.offload.sizes import footprint
+from headrace_decode.attention.offload.footprint import footprint
+from headrace_decode.attention.page_counts import selected_page_count
+from headrace_decode.compression.selection import select_tokens
 from headrace_decode.sparse.summaries import Summaries
 from headrace_kvstore.codec import CODECS, LayerShape, Order
 
 LAYERS, HEADS, GROUPED, DIM = 32, 32, 8, 128
-BLOCK_TOKENS, UNIT_TOKENS, STEP_TOKENS = 128, 32, 512
+BLOCK_TOKENS, PAGE_TOKENS, STEP_TOKENS = 128, 32, 512
 WEIGHTS_BYTES, STEP_BYTES = int(13.5 * 2**30), 2**30
 KEPT, CHOSEN = 0.25, 0.1
 GIB = 2**30
@@ -97,7 +98,7 @@ def dropped(dtype: torch.dtype) -> Maker:
     """Return the `KEPT` best of all (head, token) pairs by random scores, packed by head."""
 
     def make(tokens: int, kv_heads: int) -> Made:
-        kept = keep(torch.rand(1, kv_heads, tokens), int(KEPT * kv_heads * tokens))[0]
+        kept = select_tokens(torch.rand(1, kv_heads, tokens), int(KEPT * kv_heads * tokens))[0]
         return Made([numbers(int(one.sum()), 2 * DIM, dtype=dtype) for one in kept])
 
     return make
@@ -105,13 +106,13 @@ def dropped(dtype: torch.dtype) -> Maker:
 
 def offloaded(tokens: int, kv_heads: int) -> Made:
     """Host memory has all. The card has slots for what a step attends to, the newest blocks,
-    summaries of all units, and once a buffer that a layer's KV is lined up in."""
-    chosen = chosen_units(tokens, UNIT_TOKENS, CHOSEN)
-    blocks = footprint(tokens, chosen, UNIT_TOKENS, BLOCK_TOKENS, STEP_TOKENS).blocks
-    per = BLOCK_TOKENS // UNIT_TOKENS
-    cache = numbers(blocks * per, kv_heads, UNIT_TOKENS, 2 * DIM)
-    host = numbers(-(-tokens // UNIT_TOKENS), kv_heads, UNIT_TOKENS, 2 * DIM)
-    summaries = Summaries(len(cache) + len(host), kv_heads, UNIT_TOKENS, DIM)
+    summaries of all pages, and once a buffer that a layer's KV is lined up in."""
+    chosen = selected_page_count(tokens, PAGE_TOKENS, CHOSEN)
+    blocks = footprint(tokens, chosen, PAGE_TOKENS, BLOCK_TOKENS, STEP_TOKENS).blocks
+    per = BLOCK_TOKENS // PAGE_TOKENS
+    cache = numbers(blocks * per, kv_heads, PAGE_TOKENS, 2 * DIM)
+    host = numbers(-(-tokens // PAGE_TOKENS), kv_heads, PAGE_TOKENS, 2 * DIM)
+    summaries = Summaries(len(cache) + len(host), kv_heads, PAGE_TOKENS, DIM)
     buffer_bytes = host.numel() * host.element_size()
     return Made([cache, summaries.codes, summaries.scales], [host], buffer_bytes)
 

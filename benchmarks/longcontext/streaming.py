@@ -1,13 +1,13 @@
 """A context that is never in memory as a whole: it is prefilled block by block under the budget.
 
-`Streaming`: each block is computed over the KV kept of the blocks before it. It is repeated once,
-so that its tokens and the older ones are ranked by the same attention. Tokens that do not fit are
-dropped, and the others are fitted. The kept KV never exceeds the budget and one block. Positions
-do not change.
+`IncrementalCompression`: each block is computed over the KV kept of the blocks before it. It is
+repeated once, so that its tokens and the older ones are ranked by the same attention. Tokens that
+do not fit are dropped, and the others are fitted. The retained KV never exceeds the budget and one
+block. Positions do not change.
 
 `ByEntropy`: the same by blocks, with tokens dropped by entropy.
 
-`Gated`: streaming with a gate, as in an engine.
+`Gated`: streaming with a predictor, as in an engine.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.longcontext.arms import LEFT, UNIT_TOKENS, VALUES, Ridges, entropy_budgets
+from benchmarks.longcontext.arms import LEFT, PAGE_TOKENS, VALUES, Ridges, entropy_budgets
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
-from headrace_decode.compression.gate import Gate
-from headrace_decode.compression.keeping import Always, keep
-from headrace_decode.compression.scores import LEAD_TOKENS, Received
+from headrace_decode.compression.importance_predictor import ImportancePredictor
+from headrace_decode.compression.scores import LEAD_TOKENS, AttentionReceived
+from headrace_decode.compression.selection import AlwaysKept, select_tokens
 from headrace_lab.compression.streaming import Streamed
 from headrace_lab.models.lm import LM
 
 ABSENT = -1.0
-SHALLOW_WHOLE = Always(whole_layers=2)
+SHALLOW_WHOLE = AlwaysKept(whole_layers=2)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Streaming:
                 for layer, queries in enumerate(own):
                     for head, one in enumerate(_mean_squares(held.keys[layer], queries)):
                         scores[layer, head, at[layer][head]] += one
-                kept = keep(scores, total, Always())
+                kept = select_tokens(scores, total, AlwaysKept())
                 both = [torch.cat(pair) for pair in zip(asked, own, strict=True)]
                 stays, at = of_these(at, kept)
                 held = held.kept(stays, both, *self.ridges)
@@ -110,7 +110,7 @@ class ByEntropy:
     blocks: int
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
-        """Return the same as `Streaming.held`."""
+        """Return the same as `IncrementalCompression.held`."""
         held, at, most = *nothing(lm), 0
         size = -(-len(tokens) // self.blocks)
         for begin in range(0, len(tokens), size):
@@ -134,7 +134,7 @@ class ByEntropy:
                     scores[layer, head, at[layer][head]] = weights.mean(0)
                     entropy[layer, head] = torch.special.entr(weights).sum(-1).mean()
             budgets = entropy_budgets(entropy, total, end, SHALLOW_WHOLE)
-            stays, at = of_these(at, keep(scores, total, SHALLOW_WHOLE, budgets))
+            stays, at = of_these(at, select_tokens(scores, total, SHALLOW_WHOLE, budgets))
             held = held.kept(stays, last, *LEFT)
         return held, most
 
@@ -144,7 +144,7 @@ Positions = list[list[Tensor]]
 
 
 def nothing(lm: LM) -> tuple[Held, Positions]:
-    """Return the kept KV and positions before the first block: none."""
+    """Return the retained KV and positions before the first block: none."""
     empty = [[torch.empty(0, lm.dim)] * lm.kv_heads for _ in range(lm.layers)]
     at = [[torch.empty(0, dtype=torch.int64)] * lm.kv_heads for _ in range(lm.layers)]
     return Held(empty, empty), at
@@ -172,19 +172,19 @@ def of_these(at: Positions, kept: Tensor) -> tuple[Positions, Positions]:
 class Gated:
     """
     Attributes:
-        gate: of the model.
+        predictor: of the model.
         turns: shares of the context that earlier prompts had.
     """
 
-    gate: Gate
+    predictor: ImportancePredictor
     turns: tuple[float, ...] = ()
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int] | None:
-        """Return the same as `Streaming.held`; None if the context is too short for an engine to
-        stream it."""
+        """Return the same as `IncrementalCompression.held`; None if the context is too short for an
+        engine to stream it."""
         share = total / (lm.layers * lm.kv_heads * len(tokens))
         turns = [int(part * len(tokens)) for part in self.turns]
-        found = Streamed.of(lm, lm.rope, tokens, self.gate, share, UNIT_TOKENS, turns)
+        found = Streamed.of(lm, lm.rope, tokens, self.predictor, share, PAGE_TOKENS, turns)
         if found is None:
             return None
         held = Held([], [])
@@ -201,7 +201,7 @@ def _mean_squares(keys: list[Tensor], queries: Tensor) -> list[Tensor]:
     keys."""
     found = []
     for one, asked in zip(keys, queries.unflatten(1, (len(keys), -1)).unbind(1), strict=True):
-        received = Received(1, len(one), one.shape[-1] ** -0.5)
+        received = AttentionReceived(1, len(one), one.shape[-1] ** -0.5)
         received.add(asked, one[None])
         found.append(received.root_mean_square()[0].square())
     return found

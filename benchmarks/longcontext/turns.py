@@ -1,12 +1,12 @@
 """A conversation's next turn, in an engine that streams contexts.
 
-    python -m benchmarks.longcontext.turns --json FILE --gate FILE
+    python -m benchmarks.longcontext.turns --json FILE --predictor FILE
 
-SmolLM2 in bfloat16 on one thread, with a file of `headrace lab calibrate bounded`. A prompt of
+SmolLM2 in bfloat16 on one thread, with a file of `headrace lab calibrate compression`. A prompt of
 4,000 tokens is answered with 100; a quarter of its KV is kept. The next prompt has all of these and
-200 more tokens. The same prompt under another salt finds none of the kept KV. Under a third salt,
-the engine has removed the kept KV, like an engine that never had it, and finds it in the node's
-store. The cache has room for the model's 8,192 tokens.
+200 more tokens. The same prompt under another salt finds none of the retained KV. Under a third
+salt, the engine has removed the retained KV, like an engine that never had it, and finds it in the
+node's store. The cache has room for the model's 8,192 tokens.
 
     first_token_vs_anew     seconds to the first token of the next turn, over those of the same
                             prompt under another salt; median of the conversations
@@ -26,26 +26,26 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.longcontext.dropping import BATCH_TOKENS, SHARE, blocks_of
 from benchmarks.sparse.serving import LONGEST, Engine, report, same_first
-from headrace_decode.compression.engine.settings import BoundedSettings
-from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.compression.engine.settings import CompressionSettings
 
 PROMPT, ANSWER, MORE, NEXT, CONVERSATIONS = 4000, 100, 200, 50, 5
 
 
-def measured(gate: Path | None) -> dict[str, float]:
+def measured(predictor: Path | None) -> dict[str, float]:
     """Return the figures."""
-    if gate is None:
+    if predictor is None:
         raise SystemExit(
-            "--gate FILE is needed: `headrace lab calibrate bounded --out FILE` makes one"
+            "--predictor FILE is needed: `headrace lab calibrate compression --out FILE` makes one"
         )
     memory = TemporaryDirectory(dir="/dev/shm")
     engine = Engine(
         SparseSettings("off"),
-        BoundedSettings(calibration=str(gate), stream=True),
+        CompressionSettings(calibration=str(predictor), stream=True),
         num_gpu_blocks_override=blocks_of(LONGEST) + 1,
         max_num_batched_tokens=BATCH_TOKENS,
         async_scheduling=False,
-        scheduler_cls="headrace_decode.compression.engine.scheduler.BoundingTakingUp",
+        scheduler_cls="headrace_decode.compression.engine.scheduler.CompressionScheduler",
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.store_connector",
@@ -62,7 +62,7 @@ def measured(gate: Path | None) -> dict[str, float]:
     def answer(prompt: list[int], count: int, salt: str) -> tuple[list[int], float]:
         """And seconds to its first token."""
         begun, first_s, tokens = time.perf_counter(), 0.0, list[int]()
-        engine.add(prompt, count, SHARE, salt, technique="bounded")
+        engine.add(prompt, count, SHARE, salt, technique="compression")
         for step in engine.steps():
             for each in step.outputs.values():
                 first_s = first_s or time.perf_counter() - begun

@@ -29,15 +29,15 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.simulate import catalog
-from headrace.simulate.best import capacity_rate
+from headrace.simulate import policy_catalog
+from headrace.simulate.best_case import capacity_rate
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import Outcome, Targets
-from headrace.simulate.run import Settings, simulate
-from headrace.simulate.trace import Trace, multiply, read_trace
+from headrace.simulate.outcome import GoodputTargets, SimulationOutcome
+from headrace.simulate.run import SimulationSettings, simulate
+from headrace.simulate.trace import Trace, read_trace, scale_trace
 
-TARGETS = Targets(ttft_s=2.0, ttft_token_s=1e-4, itl_s=0.05)
-OURS = "headrace"
+TARGETS = GoodputTargets(ttft_s=2.0, ttft_token_s=1e-4, itl_s=0.05)
+HEADRACE_POLICIES = "headrace"
 FIGURES = (
     *("goodput", "ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99", "tpot_mean", "tpot_p99"),
     *("itl_p99", "hit_rate", "reachable", "local_share", "prefill_use", "decode_use"),
@@ -64,7 +64,7 @@ QUICK = (Plan(16, 300.0, 0.5, (0.3, 0.7, 0.9), 2),)
 
 SHOWN = ("goodput", "ttft_mean", "ttft_p90", "ttft_p99")
 
-Results = dict[tuple[int, float, str], list[Outcome]]
+Results = dict[tuple[int, float, str], list[SimulationOutcome]]
 
 
 class Cell(NamedTuple):
@@ -102,15 +102,17 @@ def play(
     return found, time.perf_counter() - begun
 
 
-def play_cell(trace: Trace, hardware: Hardware, policies: list[str], cell: Cell) -> list[Outcome]:
+def play_cell(
+    trace: Trace, hardware: Hardware, policies: list[str], cell: Cell
+) -> list[SimulationOutcome]:
     """Return the outcome of each policy."""
     plan, load, rate, seed = cell
-    work = multiply(trace, load * rate, plan.seconds, seed)
-    settings = Settings(seed=seed, warm_share=plan.warm_share, targets=TARGETS)
+    work = scale_trace(trace, load * rate, plan.seconds, seed)
+    settings = SimulationSettings(seed=seed, warm_share=plan.warm_share, targets=TARGETS)
     outcomes = []
     for name in policies:
         started = time.perf_counter()
-        policy = catalog.policy_named(name)
+        policy = policy_catalog.find_policy(name)
         told = simulate(work, hardware, plan.engines, plan.engines, policy, settings).outcome
         print(
             f"{plan.engines} load {load} seed {seed} {name:19s} "
@@ -134,14 +136,16 @@ def figures_of(results: Results) -> dict[str, float]:
         for field in FIGURES:
             values = [getattr(outcome, field) for outcome in outcomes]
             figures[f"n{size}.load{load}.{name}.{field}"] = sum(values) / len(values)
-    rules = (name for name in catalog.names() if name not in catalog.OURS)
+    rules = (
+        name for name in policy_catalog.names() if name not in policy_catalog.HEADRACE_POLICIES
+    )
     peers = [name for name in rules if any(name == key[2] for key in results)]
     for load in sorted({load for _, load, _ in results}):
         slow, good = [], []
         for size in sizes:
-            if not peers or (size, load, OURS) not in results:
+            if not peers or (size, load, HEADRACE_POLICIES) not in results:
                 continue
-            ours = results[size, load, OURS]
+            ours = results[size, load, HEADRACE_POLICIES]
             others = [results[size, load, name] for name in peers]
             ratios = {
                 "ttft_p90_vs_best_peer": [
@@ -181,7 +185,7 @@ def table(figures: dict[str, float], size: int, loads: list[float], policies: li
 
 
 def main() -> None:
-    every = list(catalog.names())
+    every = list(policy_catalog.names())
     parser = argparse.ArgumentParser(description="Which router places best, simulated.")
     parser.add_argument(
         "--trace", type=Path, default=Path("../shared/traces/mooncake_conversation.jsonl")

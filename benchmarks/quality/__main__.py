@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--model", metavar="FOLDER", help="or a registry's name")
     parser.add_argument("--prompts", type=int, default=6, metavar="N", help="of documents")
     parser.add_argument("--tasks", type=int, default=8, metavar="N", help="of each kind")
-    parser.add_argument("--technique", nargs="+", default=["reuse", "store"])
+    parser.add_argument("--technique", nargs="+", default=["blending", "store"])
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--plots", type=Path, metavar="FOLDER")
     options = parser.parse_args()

@@ -58,8 +58,8 @@ def stored(codec: str, lm: LM, case: Case, budget: float) -> KV:
 
 
 ARMS: dict[str, dict[str, tuple[Arm, tuple[float, ...]]]] = {
-    "reuse": {
-        "reuse": (reused, (0.1, 0.15, 0.3)),
+    "blending": {
+        "blending": (reused, (0.1, 0.15, 0.3)),
         "reuse, uncorrected": (uncorrected, (0.0,)),
     },
     "store": {

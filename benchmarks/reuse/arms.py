@@ -11,8 +11,8 @@ count.
     article             drift of K and V at each layer among those that the layer before computed,
                         above a threshold, the share falling linearly to none (UCM's article)
     oracle              the tokens whose K and V really have the largest error, mean over layers
-    ours                `headrace_prefill.blending.rules`; "question-free" probes with a generic
-                        question
+    ours                `headrace_prefill.blending.token_selection`; "question-free" probes with a
+                        generic question
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headrace_lab.blending.correct import Case, Corrected, corrected, with_depths
 from headrace_lab.models.lm import LM
-from headrace_prefill.blending.rules import Rule
+from headrace_prefill.blending.token_selection import SelectionRule
 
 ARTICLE_THRESHOLD = 0.02
 DRIFT = 0.3
@@ -113,7 +113,7 @@ def article(lm: LM, case: Case, budget: float) -> Corrected | None:
         beside = outside[rows]
         if layer == 0:
             return torch.ones_like(rows).bool()
-        drift = _drift(case, layer, rows, k, v)
+        drift = _correction(case, layer, rows, k, v)
         count = min(int(most * (1 - layer / layers) * tokens), int((~beside).sum()))
         drift[~beside & (drift < ARTICLE_THRESHOLD)] = -1.0
         drift[beside] = torch.inf
@@ -126,7 +126,7 @@ def article(lm: LM, case: Case, budget: float) -> Corrected | None:
     return Corrected(kv, computed)
 
 
-def ours(rule: Rule = Rule()) -> Correct:
+def ours(rule: SelectionRule = SelectionRule()) -> Correct:
     """Our rule with a probe."""
     return lambda lm, case, budget: corrected(lm, case, budget, rule)
 
@@ -138,7 +138,7 @@ def question_free(lm: LM, case: Case, budget: float) -> Corrected | None:
 
 def no_probe(lm: LM, case: Case, budget: float) -> Corrected:
     """Correct by the prior only, without a probe."""
-    depths = Rule().depths(case.offsets, None, lm.layers, budget)
+    depths = SelectionRule().depths(case.offsets, None, lm.layers, budget)
     return with_depths(lm, case, depths, drifts=True)
 
 
@@ -159,7 +159,7 @@ def with_drift(lm: LM, case: Case, budget: float) -> Corrected | None:
     left = budget - probed.rows / len(case.chunk)
     if left <= 0:
         return None
-    rule, mass, tokens = Rule(), probed.mass, len(case.chunk)
+    rule, mass, tokens = SelectionRule(), probed.mass, len(case.chunk)
     counts = rule.counts(tokens, lm.layers, left)
     first = rule.depths(case.offsets, mass, lm.layers, left) > 0
     outside, computed = torch.from_numpy(case.offsets < 0), [int(counts[0])]
@@ -169,7 +169,7 @@ def with_drift(lm: LM, case: Case, budget: float) -> Corrected | None:
             return torch.ones_like(rows).bool()
         at, beside = rows.numpy(), outside[rows]
         score = torch.from_numpy(rule.scores(case.offsets[at], mass[:, at], layer + 1))
-        score = score * _drift(case, layer, rows, k, v).clamp(min=1e-6) ** DRIFT
+        score = score * _correction(case, layer, rows, k, v).clamp(min=1e-6) ** DRIFT
         score[beside] = torch.inf
         kept = _most(score, int(counts[layer + 1] + beside.sum()))
         computed.append(int((kept & ~beside).sum()))
@@ -201,10 +201,10 @@ QUESTION_FREE = "question-free"
 ABLATIONS: dict[str, Correct] = {
     "ours, no probe": no_probe,
     "ours, no draft": no_draft,
-    "ours, no prior": ours(Rule(prior=0.0)),
+    "ours, no prior": ours(SelectionRule(prior=0.0)),
     "ours, drift left": drift_left,
     "ours, drift left, but a factor": with_drift,
-    "ours, no decay": ours(Rule(decay=np.inf)),
+    "ours, no decay": ours(SelectionRule(decay=np.inf)),
     "ours, bottom-right mask": wrong_mask,
 }
 BOUNDS: dict[str, Correct] = {"random": random, "oracle": oracle, "article": article}
@@ -224,7 +224,7 @@ def _whole(lm: LM, case: Case, order: Int, budget: float) -> Corrected:
     return with_depths(lm, case, offsets_depths(case, depths, lm.layers))
 
 
-def _drift(case: Case, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _correction(case: Case, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _relative(k, case.placed.keys[layer, rows]) + _relative(
         v, case.placed.values[layer, rows]
     )

@@ -29,7 +29,7 @@ from benchmarks.reuse.arms import offsets_depths
 from headrace_lab.blending.correct import Case
 from headrace_lab.models.exact import Exact
 from headrace_lab.models.lm import KV, LM
-from headrace_prefill.blending.rules import LAST_TOKENS, Rule
+from headrace_prefill.blending.token_selection import LAST_TOKENS, SelectionRule
 
 TOKENS, ANSWER, SEED = (1900, 2800), 48, 7
 STARTS = 4
@@ -86,9 +86,9 @@ def choices(lm: LM, case: Case, budget: float) -> dict[str, Int]:
     for name, drafts in (("ours", None), ("ours, no draft", 0)):
         probed = case.probed(lm) if drafts is None else case.probed(lm, drafts=drafts)
         left = budget - probed.rows / tokens
-        found[name] = Rule().depths(case.offsets, probed.mass, layers, left)
+        found[name] = SelectionRule().depths(case.offsets, probed.mass, layers, left)
     left = budget - LAST_TOKENS / tokens
-    found["attention of the exact answer"] = Rule().depths(
+    found["attention of the exact answer"] = SelectionRule().depths(
         case.offsets, answers_mass(lm, case), layers, left
     )
     return {name: depths[case.chunk] for name, depths in found.items()}

@@ -2,9 +2,9 @@
 
     python -m benchmarks.reuse.ttft --json FILE [--tokens 6000] [--share 0.8] [--prompts 5]
 
-The laptop's app is started with `techniques.reuse.mode: request`. Three documents are stored, each
-as a prompt of its own. Then prompts hold new text and these documents in changing order. Each is
-asked for with reuse and, under another salt, without; one at a time, by turns. With `--policy
+The laptop's app is started with `techniques.blending.mode: request`. Three documents are stored,
+each as a prompt of its own. Then prompts hold new text and these documents in changing order. Each
+is asked for with reuse and, under another salt, without; one at a time, by turns. With `--policy
 local` the decode engine computes prompts, with `remote` the prefill engine.
 
     reuse.ttft_vs_full       median with reuse / median without (target 0.4 at 6,000 tokens, 80 %)
@@ -74,9 +74,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     try:
         headrace(
             *("up", "--detach", "--name", name, "--set", "gateway.port=0"),
-            *("--set", f"ray.temp_dir={folder}", "--set", "techniques.reuse.mode=request"),
+            *("--set", f"ray.temp_dir={folder}", "--set", "techniques.blending.mode=request"),
             *(f"--set={role}.kv_cache_gb=1.0" for role in ("prefill", "decode")),
-            *("--set", f"techniques.reuse.budget={options.budget}"),
+            *("--set", f"techniques.blending.recompute_ratio={options.budget}"),
         )
         instance = state.load(name)
         assert instance is not None
@@ -92,7 +92,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
                 parts += [stored[n][:size] for n in order] + [text(40)]
                 prompt = [token for part in parts for token in part]
                 with_s, one, header = asked(
-                    client, prompt, cache_salt=SALT, vllm_xargs={"reuse": "auto"}
+                    client, prompt, cache_salt=SALT, vllm_xargs={"blending": "auto"}
                 )
                 without_s, other, _ = asked(client, prompt, cache_salt=secrets.token_hex(8))
                 reuse.append(with_s)
@@ -101,7 +101,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
                 told.add(header)
                 print(f"prompt {number}: {with_s:.2f} s with reuse, {without_s:.2f} s without")
             status = client.get("/headrace/v1/status").raise_for_status().json()
-            counts = [r["reuse"] for r in status["replicas"] if r["role"] == "decode"]
+            counts = [r["blending"] for r in status["replicas"] if r["role"] == "decode"]
     finally:
         headrace("down", "--name", name, check=False)
         shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.index import chain_seed, hash_blocks
+from headrace.router.decode_replica.prefix_index import chain_seed, hash_blocks
 
 BLOCK_TOKENS = 128
 VOCABULARY = 49_152
@@ -30,7 +30,7 @@ def warm_router() -> Router:
         router.costs.prefill_step.observe(rng.randrange(1, 2000), 0, 0, 0, 0, 0.5)
         router.observe_transfer(rng.randrange(1, 20) * 2_949_120, 0.01)
     router.decode_index.insert([i.to_bytes(16, "big") for i in range(350)])
-    router.sides[""].index.insert([i.to_bytes(16, "big") for i in range(350)])
+    router.targets[""].index.insert([i.to_bytes(16, "big") for i in range(350)])
     for i in range(STREAMS):
         router.plan(PlanRequest(f"stream-{i}", [i]))
         router.first_token(f"stream-{i}", 0.1, 0)

@@ -2,7 +2,7 @@
 
 A step computes, as vLLM's does, one token of each request that decodes and, with what is left of
 its token budget, chunks of prompts in the order of their arrival. Its seconds are those of a
-calibrated model (`headrace_engine.steptime`). A request enters when there is room for its prompt
+calibrated model (`headrace_engine.step_time`). A request enters when there is room for its prompt
 and its longest answer, so none is ever preempted; answers are not cached.
 
 Pure: who drives it waits for the seconds that `begin` tells, then calls `end`.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.routers.cache import Key, PrefixCache
-from headrace_engine.steptime import StepTime, pairs_of
+from headrace_engine.step_time import StepTime, pairs_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ import uvloop
 
 from benchmarks.emptycluster import EmptyCluster
 from benchmarks.routers.replica import MODEL
-from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
-from headrace.gateway.placing.lines import LineInfo
-from headrace.gateway.placing.placer import Placer
+from headrace.config.gateway import GatewaySettings
+from headrace.gateway import ReplicaInfo, build_gateway_app, serve_gateway
+from headrace.gateway.placement.endpoint_info import EndpointInfo
+from headrace.gateway.placement.placer import Placer
 from headrace.router.plan import RouterSettings
 
 
@@ -48,16 +49,16 @@ class EmulatedCluster(EmptyCluster):
     async def replicas(self) -> list[ReplicaInfo]:
         return [ReplicaInfo.of(answer) for answer in await self._told()]
 
-    async def lines(self) -> dict[str, LineInfo]:
-        told = {one["replica_id"]: LineInfo.of(one["line"]) for one in await self._told()}
+    async def endpoints(self) -> dict[str, EndpointInfo]:
+        told = {one["replica_id"]: EndpointInfo.of(one["line"]) for one in await self._told()}
         return {name: line for name, line in told.items() if line is not None}
 
 
 async def run(admin: str, settings: RouterSettings) -> None:
     """Serve until the standard input ends."""
     cluster = EmulatedCluster(admin)
-    make_placer = partial(Placer, settings, cluster.lines)
-    app = build_gateway_app(GatewayOptions(), cluster, MODEL, make_placer=make_placer)
+    make_placer = partial(Placer, settings, cluster.endpoints)
+    app = build_gateway_app(GatewaySettings(), cluster, MODEL, make_placer=make_placer)
     server = await serve_gateway(app, "127.0.0.1", 0)
     print(json.dumps({"url": f"http://127.0.0.1:{server.port}"}))
     sys.stdout.flush()

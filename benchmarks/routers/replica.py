@@ -22,7 +22,7 @@ from benchmarks.routers.http import Exchange, chunk
 from benchmarks.routers.pacing import Pacer
 from benchmarks.routers.words import ANSWER, tokens_of
 from benchmarks.routers.work import ROOT
-from headrace_kvstore.prompt_hash import hash_prompt
+from headrace_kvstore.identity.prompt_hash import hash_prompt
 
 MODEL = "emu"
 KEYS_PATH = "/headrace/internal/keys"

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from benchmarks.routers.cache import Key
 from benchmarks.routers.engine import Engine
-from headrace_engine.reporting.ahead import HeardPlans
-from headrace_engine.reporting.line import Line
+from headrace_engine.reporting.prompt_backlog import ReceivedPlans
+from headrace_engine.reporting.replica_publisher import ReplicaPublisher
 from headrace_engine.reporting.report import Report
 from headrace_kvstore.protocol.events import BlockRemoved, BlockStored, Change, EventBatch
 
@@ -42,9 +42,9 @@ class OurLine:
     def __init__(self, name: str) -> None:
         self.name = name
         self._engine: Engine | None = None
-        self._heard = HeardPlans()
+        self._heard = ReceivedPlans()
         self._steps: dict[str, Any] = {}
-        self.line = Line(secrets.token_urlsafe(32), "127.0.0.1", self._contents)
+        self.line = ReplicaPublisher(secrets.token_urlsafe(32), "127.0.0.1", self._contents)
 
     def follow(self, engine: Engine) -> None:
         """Tell of this engine from now on."""

@@ -37,9 +37,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from headrace.router.blocks.feed import GPU, Feed, Kind
+from headrace.router.blocks.block_index import BlockIndex
 from headrace.router.blocks.hashing import PromptKeys
-from headrace.router.blocks.index import BlockIndex
+from headrace.router.blocks.kv_events import GPU, KvEventProcessor, SourceSchema
 
 BLOCK_TOKENS, TOKENS = 16, 100_000
 BLOCKS = TOKENS // BLOCK_TOKENS
@@ -112,14 +112,14 @@ def _events(numbers: bool, engines: int = 16, steps: int = 400) -> dict[str, flo
     removed.sort(key=lambda batch: batch[1])
 
     index = BlockIndex()
-    feed = Feed(index)
+    events = KvEventProcessor(index)
     for engine in range(engines):
-        feed.join(str(engine), "1", Kind(block_tokens=BLOCK_TOKENS), 0.0)
+        events.add_source(str(engine), "1", SourceSchema(block_tokens=BLOCK_TOKENS), 0.0)
     seconds = []
     for batches in (stored, removed):
         begin = time.thread_time()
         for source, seq, payload in batches:
-            feed.heard(source, "1", seq, payload, 0.0)
+            events.on_batch(source, "1", seq, payload, 0.0)
         seconds.append(time.thread_time() - begin)
         if batches is stored and index.blocks != blocks:
             raise RuntimeError(f"{index.blocks} blocks are known, not {blocks}")

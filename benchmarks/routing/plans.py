@@ -2,8 +2,8 @@
 
 - ``plan.p50_us``, ``plan.p99_us``: looking a prompt up in the index and placing it, over 500
   prefill and 500 decode engines on 125 nodes. Queues, batches and step times differ. Of each
-  prompt, 10 engines, 6 nodes and the objects hold the beginning, up to different blocks; answers
-  are 300 tokens. ``plan.match_us`` is the index's part.
+  prompt, 10 engines hold the beginning, up to different blocks, and the store of one node has
+  runs on four media. ``plan.match_us`` is the index's part.
 - ``plan_vs_dynamo``: the same over 100 engines, against Dynamo's placement as a library
   (``SelectionService.select``; it knows one kind of worker and no pairs, so here there are decode
   engines only). Both are given hashes and all cores, and are asked in turn.
@@ -28,10 +28,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.blocks.index import BlockIndex
-from headrace.router.place import PlaceRequest, place
-from headrace.router.view import View
-from headrace_engine.steptime import StepTime
+from headrace.router.blocks.block_index import BlockIndex
+from headrace.router.placement.cluster_view import ClusterView
+from headrace.router.placement.place import place
+from headrace.router.placement.request import PlacementRequest
+from headrace_engine.step_time import StepTime
+from headrace_kvstore.lookup.availability import AvailableRun
 
 BLOCK_TOKENS, TOKENS = 16, 100_000
 BLOCKS = TOKENS // BLOCK_TOKENS
@@ -41,6 +43,14 @@ SHARED_BLOCKS = BLOCKS // 10
 WORKERS = 100
 NOW_S = 100.0
 
+STORED = (
+    [
+        AvailableRun(medium, BLOCKS // 5 * BLOCK_TOKENS, wait_s)
+        for medium, wait_s in (("dram", 0.0), ("nvme", 0.0), ("remote", 0.1), ("object", 0.5))
+    ],
+)
+"""Runs that the store of the first node can supply."""
+
 Keys = NDArray[np.uint64]
 
 
@@ -49,14 +59,11 @@ class Cluster:
 
     def __init__(self, prefills: int, decodes: int, nodes: int, seed: int = 0) -> None:
         self.rng = rng = np.random.default_rng(seed)
-        self.index = BlockIndex(most_holders=prefills + decodes + 2 * nodes + 1)
+        self.index = BlockIndex(max_holders=prefills + decodes)
         self.engines = [self.index.open() for _ in range(prefills + decodes)]
-        self.nodes = [(self.index.open(), self.index.open()) for _ in range(nodes)]
-        self.objects = self.index.open()
-        self.view = View(BLOCK_TOKENS, TOKEN_BYTES, objects=self.objects)
-        for at, holders in enumerate(self.nodes):
-            self.view.set_load(self.view.node(str(at), *holders), "remote", 0.005, 1e-10)
-            self.view.set_load(at, "object", 0.05, 1e-9)
+        self.view = ClusterView(BLOCK_TOKENS, TOKEN_BYTES)
+        for at in range(nodes):
+            self.view.node(str(at))
         fits = [_steps(0.01 * slower) for slower in (1.0, 1.1, 1.2, 1.3)]
         for at, holder in enumerate(self.engines):
             decode = at >= prefills
@@ -75,23 +82,17 @@ class Cluster:
             self.view.set_queue(row, tokens, tokens * 1000, NOW_S - rng.uniform(0.0, 0.2))
 
     def fill(self, prompts: list[Keys]) -> None:
-        """Each prompt's beginning is held by a few engines, nodes and the objects, up to different
-        blocks."""
+        """Store each prompt's beginning on a few engines, up to different blocks."""
         rng = self.rng
         for keys in prompts:
             for holder in rng.choice(self.engines, 10, replace=False):
                 self.index.stored(int(holder), None, keys[: rng.integers(1, BLOCKS)])
-            for at in rng.choice(len(self.nodes), min(6, len(self.nodes)), replace=False):
-                dram, store = self.nodes[at]
-                depth = int(rng.integers(1, BLOCKS))
-                self.index.stored(store, None, keys[:depth])
-                self.index.stored(dram, None, keys[: rng.integers(1, depth + 1)])
-            self.index.stored(self.objects, None, keys[: rng.integers(1, BLOCKS)])
 
     def plan(self, keys: Keys) -> Any:
         held = self.index.match(keys)
-        request = PlaceRequest(
+        request = PlacementRequest(
             *("request", TOKENS, NOW_S, held),
+            available_runs=STORED,
             affinity=int(keys[0]),
         )
         return place(self.view, request)

@@ -106,7 +106,7 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
             deploy.Deletion(instance, {}).go(10.0)
     finally:
         driver.disconnect()
-        cluster.stop(node.belongings())
+        cluster.stop(node.matcher())
 
 
 def _application(kind: str, config: HeadraceConfig) -> Any:

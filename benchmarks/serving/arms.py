@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from headrace.cli import cluster
-from headrace.cli.reap import Belongings
+from headrace.cli.process_matcher import ProcessMatcher
 from headrace.config import HeadraceConfig, load_config
 from headrace.observability.shared_memory import TOKEN_VARIABLE, ProcessId, remove_shm, shm_names
 
@@ -93,7 +93,7 @@ class Arm:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = cluster.make_temp_dir("bench")
         self._log = Path(tempfile.mkdtemp(prefix="headrace-bench-")) / "arm.log"
-        self._belongings = Belongings(secrets.token_hex(8), self._folder)
+        self._matcher = ProcessMatcher(secrets.token_hex(8), self._folder)
 
     def start(self) -> None:
         """Start the process; returns at once."""
@@ -101,7 +101,7 @@ class Arm:
         command += ["--model", self._model, "--port", str(self.port)]
         command += ["--policy", self._policy, "--token-path", self.token_path]
         command += ["--folder", str(self._folder), "--decode", str(self._decodes)]
-        self._belongings.shm_before = shm_names()
+        self._matcher.shm_before = shm_names()
         self._began = time.monotonic()
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
@@ -109,10 +109,10 @@ class Arm:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {TOKEN_VARIABLE: self._belongings.token},
+                env=os.environ | {TOKEN_VARIABLE: self._matcher.token},
                 start_new_session=True,  # Ctrl-C must reach only us, who stop it in order
             )
-        self._belongings.pids = [ProcessId.of(psutil.Process(self._process.pid))]
+        self._matcher.pids = [ProcessId.of(psutil.Process(self._process.pid))]
 
     def wait(self, timeout_s: float = 420.0) -> None:
         """Until it answers.
@@ -136,15 +136,15 @@ class Arm:
         if self._process is not None:
             self.resume()
             processes = self.processes()
-            shm = self._belongings.shm_files(processes.values())
+            shm = self._matcher.shm_files(processes.values())
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_GRACE_S)
-            self._belongings.pids = [i for i in processes if i.process() is not None]
-            cluster.stop(self._belongings)
+            self._matcher.pids = [i for i in processes if i.process() is not None]
+            cluster.stop(self._matcher)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
-            remove_shm(shm, self._belongings.shm_before)
+            remove_shm(shm, self._matcher.shm_before)
             self._process = None
         for folder in (self._folder, self._log.parent):
             shutil.rmtree(folder, ignore_errors=True)
@@ -179,7 +179,7 @@ class Arm:
 
     def processes(self) -> dict[ProcessId, psutil.Process]:
         """All its processes."""
-        return self._belongings.processes()
+        return self._matcher.processes()
 
     def rss_bytes(self) -> int:
         """Return the resident memory of all its processes; shared pages count in each of them."""

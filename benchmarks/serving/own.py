@@ -3,9 +3,9 @@
     python -m benchmarks.serving.own [--quick] --json FILE
 
 Headrace runs with the laptop preset under the `short` workload, at 1 client and at 8. The times are
-read from its own metrics, `headrace_gateway_own_seconds` and `headrace_plan_own_seconds`. They are
-wall-clock times in the serving processes, so at 8 clients they include waits for a busy core. The
-sum of the two medians is the figure `own.added_ms_p50`. It does not include engine, network and
+read from its own metrics, `headrace_gateway_overhead_seconds` and `headrace_planning_seconds`. They
+are wall-clock times in the serving processes, so at 8 clients they include waits for a busy core.
+The sum of the two medians is the figure `own.added_ms_p50`. It does not include engine, network and
 Ray, nor the relaying of each chunk, which `python -m benchmarks.gateway` measures.
 """
 
@@ -27,8 +27,8 @@ from benchmarks.serving.prometheus import Histogram, histogram
 from benchmarks.serving.runner import say
 
 METRICS = {
-    "gateway": "ray_headrace_gateway_own_seconds",
-    "plan": "ray_headrace_plan_own_seconds",
+    "gateway": "ray_headrace_gateway_overhead_seconds",
+    "plan": "ray_headrace_planning_seconds",
 }
 EXPORT_TIMEOUT_S = 60.0  # Ray's processes report their metrics every 10 s
 

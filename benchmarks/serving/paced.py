@@ -17,7 +17,7 @@ from ray.serve.deployment import Application
 
 from benchmarks.serving.arms import MODEL_ID
 from headrace.config import HeadraceConfig
-from headrace.gateway.listen import Server, serve_gateway
+from headrace.gateway.ingress.http_server import Server, serve_gateway
 
 GAP_S = 0.02
 _JSON = [(b"content-type", b"application/json")]

@@ -29,10 +29,10 @@ from benchmarks.serving.environment import environment
 from benchmarks.serving.load import Sample
 from benchmarks.serving.runner import say, start_all
 from benchmarks.simulated import work
-from headrace.simulate.calibrate import calibrated
-from headrace.simulate.catalog import policy_named
+from headrace.simulate.calibration import calibrate_hardware
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.run import Run, Settings, simulate
+from headrace.simulate.policy_catalog import find_policy
+from headrace.simulate.run import SimulationRun, SimulationSettings, simulate
 from headrace.simulate.trace import read_trace
 
 WARM_REQUESTS, WARM_S = 12, 20.0
@@ -94,16 +94,16 @@ async def play(url: str, requests: work.Requests) -> list[Sample]:
         return await work.open_loop(session, MODEL_ID, requests)
 
 
-def simulated(requests: work.Requests, status: Any) -> Run:
+def simulated(requests: work.Requests, status: Any) -> SimulationRun:
     """Return the same requests on the engines that the status describes."""
-    hardware = calibrated(Hardware(), status)
-    settings = Settings(warm_share=0.0)
+    hardware = calibrate_hardware(Hardware(), status)
+    settings = SimulationSettings(warm_share=0.0)
     load = requests.workload(hardware.block_tokens)
-    return simulate(load, hardware, 1, 1, policy_named("headrace"), settings)
+    return simulate(load, hardware, 1, 1, find_policy("headrace"), settings)
 
 
 def compared(
-    requests: work.Requests, seen: list[Sample], plans: list[Any], run: Run
+    requests: work.Requests, seen: list[Sample], plans: list[Any], run: SimulationRun
 ) -> dict[str, Any]:
     """Compare measurements with the simulation, request by request and in the mean."""
     req = run.state.req

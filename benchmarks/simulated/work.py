@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from benchmarks.routers.work import ROOT, cut
 from benchmarks.serving.load import Sample, complete
 from headrace.simulate.trace import Trace, Workload
-from headrace_kvstore.prompt_hash import hash_prompt
+from headrace_kvstore.identity.prompt_hash import hash_prompt
 
 FIRST_TOKEN_ID = 1000
 """Above the special tokens of a tokenizer."""

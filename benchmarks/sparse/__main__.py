@@ -4,17 +4,17 @@
     python -m benchmarks.sparse --json FILE --part speed
 
 SmolLM2-135M in fp32 on texts of 4,500 to 8,192 tokens (`texts`). A text's prefix is computed
-exactly; in its last 64 positions each layer's attention sees chosen units of 16 tokens alone, 10 %
+exactly; in its last 64 positions each layer's attention sees chosen pages of 16 tokens alone, 10 %
 of them, one choice for each KV head. The first five texts, one of each kind, are measured with all
 that was ablated, too. Ours has bases that three of the texts for tuning taught.
 FILE keeps what is done, and FILE.npz the bases, so a run can go on later. `--tuning` takes the
 texts that constants were chosen on; figures come from the others.
 
     recall_gap_closed             (ours - mean) / (oracle - mean) of the share of the exact model's
-                                  attention that falls on chosen units (target 0.8)
+                                  attention that falls on chosen pages (target 0.8)
     kl_at_10pct_vs_best_baseline  KL of ours / of the best of mean, Quest, HATA, KVStar, sink +
                                   recent (target 0.5; of the worst text 0.8)
-    kl_vs_oracle                  KL of ours / of the units of highest true attention (target 2.5)
+    kl_vs_oracle                  KL of ours / of the pages of highest true attention (target 2.5)
     recall_tasks_vs_dense         share of the exact model's right answers that stay right (0.97)
     bytes_vs_k                    of what ours keeps / of keys in 16 bits (target 0.12)
 

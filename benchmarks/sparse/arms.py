@@ -16,7 +16,7 @@ from headrace_lab.sparse.reference import Coordinates, Form
 
 OURS, OWN, BEST = "ours", "own directions", "oracle"
 SHARE = 0.1
-UNIT_TOKENS, DIM = 16, 64
+PAGE_TOKENS, DIM = 16, 64
 SHARES = 0.05, 0.2
 TENTH = Share(SHARE)
 
@@ -33,7 +33,7 @@ class Arm:
     name: str
     score: Score
     budget: Budget = TENTH
-    unit_tokens: int = UNIT_TOKENS
+    page_tokens: int = PAGE_TOKENS
     bytes_vs_k: float = float("nan")
     main: bool = False
 
@@ -66,7 +66,7 @@ def kept(bases: Sequence[Basis] | None, rank: int = COORDINATES) -> Score:
 
 
 def weighed(inner: Score) -> Score:
-    """Scores times the root mean square of the unit's values."""
+    """Scores times the root mean square of the page's values."""
     return lambda layer: inner(layer) * layer.values.square().mean((2, 3)).sqrt()[:, None]
 
 
@@ -97,7 +97,7 @@ def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
     mean = baseline(BASELINES["mean"])
     basis = first(bases.ours[0], COORDINATES)
     sizes = (
-        Summaries(1, basis.into.shape[0], UNIT_TOKENS, basis.into.shape[1], basis=one).layout
+        Summaries(1, basis.into.shape[0], PAGE_TOKENS, basis.into.shape[1], basis=one).layout
         for one in (basis, None)
     )
     ours_bytes, own_bytes = (one.bytes_vs_k for one in sizes)
@@ -112,28 +112,28 @@ def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
         for name, score_ in ((OURS, ours), (OWN, own), (BEST, oracle), ("mean", mean)):
             yield Arm(f"{name}, {other:.0%}", score_, Share(other))
     for name, score_ in ((OURS, ours), (OWN, own), (BEST, oracle), ("mean", mean)):
-        yield Arm(f"{name}, units of 32", score_, unit_tokens=32)
+        yield Arm(f"{name}, pages of 32", score_, page_tokens=32)
     for name, budget in BUDGETS.items():
         yield Arm(f"{OURS}, {name}", ours, budget)
     yield Arm(f"{OURS}, times values", weighed(ours))
-    whole = 2 * UNIT_TOKENS * DIM
+    whole = 2 * PAGE_TOKENS * DIM
     for rank in (16, 24):
-        size = Coordinates(first(bases.ours[0], rank)).nbytes(UNIT_TOKENS, DIM) / whole
+        size = Coordinates(first(bases.ours[0], rank)).nbytes(PAGE_TOKENS, DIM) / whole
         name = f"{OURS}, {rank} coordinates"
         yield Arm(name, kept(bases.ours, rank), bytes_vs_k=size, main=True)
     for rank in (20, 24):
-        size = Coordinates(first(bases.ours[0], rank), own=0).nbytes(UNIT_TOKENS, DIM) / whole
+        size = Coordinates(first(bases.ours[0], rank), own=0).nbytes(PAGE_TOKENS, DIM) / whole
         score_ = of_coordinates(bases.ours, lambda basis: Coordinates(basis, own=0), rank)
         name = f"{OURS}, {rank} coordinates alone"
         yield Arm(name, score_, bytes_vs_k=size, main=True)
     for name, make in SHARED.items():
-        size = make(basis).nbytes(UNIT_TOKENS, DIM) / whole
+        size = make(basis).nbytes(PAGE_TOKENS, DIM) / whole
         score_ = of_coordinates(bases.ours, make)
         yield Arm(f"{OURS}, {name}", score_, bytes_vs_k=size, main=True)
     of_keys = kept(bases.of_keys)
     yield Arm(f"{OURS}, basis of keys alone", of_keys, bytes_vs_k=ours_bytes, main=True)
     for name, form in FORMS.items():
-        yield Arm(f"{OWN}, {name}", of_form(form), bytes_vs_k=form.nbytes(UNIT_TOKENS, DIM) / whole)
+        yield Arm(f"{OWN}, {name}", of_form(form), bytes_vs_k=form.nbytes(PAGE_TOKENS, DIM) / whole)
 
 
 SHARED: dict[str, Callable[[Basis], Coordinates]] = {

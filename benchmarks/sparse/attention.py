@@ -1,4 +1,4 @@
-"""The units that the last rows of a text attend to, by scores and budgets."""
+"""The pages that the last rows of a text attend to, by scores and budgets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.page_selection import select_pages
 from headrace_lab.sparse import attention as shared
 from headrace_lab.sparse.attention import attended
 
@@ -22,7 +22,7 @@ class Layer(shared.Layer):
     """A layer with the additional functions that other projects' rules need."""
 
     def visible(self) -> Tensor:
-        """Return which units precede each row's own: bool [r, n]."""
+        """Return which pages precede each row's own: bool [r, n]."""
         return torch.arange(self.keys.shape[1]) < self.counts[:, None] - 1
 
     def combined(self, logits: Tensor, softmax: bool = True) -> Tensor:
@@ -41,14 +41,14 @@ class Layer(shared.Layer):
 
 
 Score = Callable[[Layer], Tensor]
-"""Scores fp32 [H, r, n]; those of a row's own unit and later ones count for nothing."""
+"""Scores fp32 [H, r, n]; those of a row's own page and later ones count for nothing."""
 Budget = Callable[[Tensor, Layer], Tensor]
-"""(scores, layer) -> bool [H, r, n], the units that are chosen."""
+"""(scores, layer) -> bool [H, r, n], the pages that are chosen."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The same share of the units that a row sees, for every head."""
+    """The same share of the pages that a row sees, for every head."""
 
     share: float
 
@@ -56,18 +56,18 @@ class Share:
         chosen = torch.zeros(scores.shape, dtype=torch.bool)
         values, marks = scores.numpy(), chosen.numpy()
         for row, count in enumerate(layer.counts.tolist()):
-            found = choose(values[:, row, :count], round(self.share * count), SINKS, RECENT)
+            found = select_pages(values[:, row, :count], round(self.share * count), SINKS, RECENT)
             np.put_along_axis(marks[:, row], found, True, axis=-1)
         return chosen
 
 
 @dataclass(frozen=True)
 class Mass:
-    """Units until their estimated attention reaches a share of the whole, within bounds.
+    """Pages until their estimated attention reaches a share of the whole, within bounds.
 
     Attributes:
-        target: share of the attention to units before the row's own.
-        floor, cap: shares of the units that are chosen at least and at most.
+        target: share of the attention to pages before the row's own.
+        floor, cap: shares of the pages that are chosen at least and at most.
     """
 
     target: float

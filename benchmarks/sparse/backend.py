@@ -17,15 +17,16 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
 )
 
+from headrace_decode.attention.batch import BatchRow
+from headrace_decode.attention.cpu_cache import LayerCache
+from headrace_decode.attention_backend.cpu import SparseBackend, SparseImpl
+from headrace_decode.attention_backend.runtime import RUNTIME, AttentionRuntime
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.engine._vllm_compat import CommonAttentionMetadata
 from headrace_decode.sparse.engine.attention import SparseLayer
-from headrace_decode.sparse.engine.backend import SparseBackend, SparseImpl
-from headrace_decode.sparse.engine.book import Book
-from headrace_decode.sparse.engine.bound import BOUND, Bound
-from headrace_decode.sparse.engine.keys import LayerKeys
-from headrace_decode.sparse.engine.offload.rows import Offloading
-from headrace_decode.sparse.engine.rows import BatchRow, SparseRows
+from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
+from headrace_decode.sparse.engine.sparse_rows import SparseRows
+from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
+from headrace_engine.vllm.attention.layers import CommonAttentionMetadata
 
 SCHEDULER_TOKENS = 128
 """Tokens of the scheduler's block, which is allocated as a whole."""
@@ -54,7 +55,7 @@ class Request:
     Attributes:
         keys, values: [tokens, kv_heads, head_dim], those of the queries included.
         queries: [n, heads, head_dim], of its last n tokens.
-        share: of units; None for an exact request.
+        share: of pages; None for an exact request.
         prompt_tokens: of its prompt.
     """
 
@@ -80,7 +81,7 @@ class Rig:
         offloading: of requests that are offloaded; request `n` of a batch is named "n".
     """
 
-    offloading: Offloading | None = None
+    offloading: OffloadedRequests | None = None
 
     def __init__(
         self,
@@ -124,9 +125,9 @@ class Rig:
     def _bind(self, basis: Basis | None) -> None:
         """Bind the layer to its summaries, as the worker does."""
         assert isinstance(self.impl, SparseImpl)
-        keys = LayerKeys(self.cache)
-        self.book = Book([keys], None if basis is None else [basis])
-        self.impl.sparse = SparseLayer(keys, self.book.summaries[0])
+        keys = LayerCache(self.cache)
+        self.summary_table = PageSummaryTable([keys], None if basis is None else [basis])
+        self.impl.sparse = SparseLayer(keys, self.summary_table.summaries[0])
         self.rows = SparseRows(1, self.block_tokens)
 
     def write(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -171,18 +172,18 @@ class Rig:
         """Return the builder's metadata of a step, as in an engine's step."""
         if not self._sparse:
             return self.builder.build(0, common)
-        BOUND.bind(
+        RUNTIME.bind(
             self.rows,
             lambda: [BatchRow(str(n), s.share, s.prompt_tokens) for n, s in enumerate(batch)],
-            self.book,
+            self.summary_table,
         )
-        BOUND.unit_tokens, BOUND.offloading = self.block_tokens, self.offloading
-        BOUND.under_way = True
+        RUNTIME.page_tokens, RUNTIME.offloading = self.block_tokens, self.offloading
+        RUNTIME.in_step = True
         try:
             return self.builder.build(0, common)
         finally:
-            BOUND.under_way = False
-            BOUND.__dict__.update(Bound().__dict__)
+            RUNTIME.in_step = False
+            RUNTIME.__dict__.update(AttentionRuntime().__dict__)
 
     def forward(self, query: Tensor, metadata: CPUAttentionMetadata) -> Tensor:
         """One layer's attention."""

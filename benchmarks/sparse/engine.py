@@ -8,13 +8,13 @@ with ours. Keys are random walks: time does not depend on them.
 
     engine.attention_us_vs_dense.K       time of the layer's attention, scores and choice included,
                                          over vLLM's, at a KV of 8k and 32k (targets 0.6 and 0.35)
-    engine.attention_us_vs_dense_u16.K   the same with units of 16 tokens
+    engine.attention_us_vs_dense_u16.K   the same with pages of 16 tokens
     engine.attention_us_vs_dense_basis.K, _u16_basis.K   with a basis
     engine.dense_us.K                    vLLM's, in microseconds
     engine.even_at_tokens                the shortest KV at which ours takes no longer
     engine.metadata_us_vs_dense          of a step, once for all layers
     engine.exact_us_vs_dense             an exact row in our backend over vLLM's
-    engine.summary_us, .check_us         of one unit of 32 tokens in one layer: to make it, to find
+    engine.summary_us, .check_us         of one page of 32 tokens in one layer: to make it, to find
                                          it unchanged
     engine.summary_bytes_vs_keys         of summaries and sums
 """
@@ -55,10 +55,10 @@ def times_us(calls: list[Callable[[], object]], turns: int = TURNS) -> list[floa
 class Pair:
     """One request's KV in our backend and in vLLM's."""
 
-    def __init__(self, tokens: int, unit: int, basis: bool = False) -> None:
+    def __init__(self, tokens: int, page: int, basis: bool = False) -> None:
         self.request = random_sequence(SHAPE, tokens, share=SHARE)
-        learned = _basis(self.request, unit) if basis else None
-        self.ours = Rig(SHAPE, unit, True, tokens // unit + 16, basis=learned)
+        learned = _basis(self.request, page) if basis else None
+        self.ours = Rig(SHAPE, page, True, tokens // page + 16, basis=learned)
         self.vllms = Rig(SHAPE, 128, False, tokens // 128 + 8)
         keys, values = self.request.keys, self.request.values
         self.our_tables, self.tables = [
@@ -93,25 +93,25 @@ class Pair:
         )
 
 
-def _basis(request: Request, unit: int) -> Basis:
+def _basis(request: Request, page: int) -> Basis:
     moments = Moments(SHAPE.kv_heads, SHAPE.head_dim)
-    moments.add_units(request.keys.float().unflatten(0, (-1, unit)).transpose(1, 2).numpy())
+    moments.add_pages(request.keys.float().unflatten(0, (-1, page)).transpose(1, 2).numpy())
     moments.add_queries(torch.randn(SHAPE.kv_heads, 500, SHAPE.head_dim).numpy())
     return moments.basis()
 
 
 def upkeep_us() -> tuple[float, float, float]:
-    """To make a summary, and to find it unchanged, of a unit in one layer; bytes over the keys'."""
+    """To make a summary, and to find it unchanged, of a page in one layer; bytes over the keys'."""
     rig = Rig(SHAPE, 32, True, 1024)
-    units = np.arange(1, 1024)
+    pages = np.arange(1, 1024)
     begun = time.perf_counter()
-    rig.book.bring_up(units, 10**9)
+    rig.summary_table.refresh(pages, 10**9)
     made = time.perf_counter()
-    rig.book.bring_up(units, 10**9)
+    rig.summary_table.refresh(pages, 10**9)
     checked = time.perf_counter() - made
     key_bytes = rig.cache.nbytes / 2
-    per = 1e6 / len(units)
-    return (made - begun - checked) * per, checked * per, rig.book.nbytes / key_bytes
+    per = 1e6 / len(pages)
+    return (made - begun - checked) * per, checked * per, rig.summary_table.nbytes / key_bytes
 
 
 def main() -> None:
@@ -121,14 +121,14 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for name, tokens in SIZES.items():
-        for unit, suffix in ((32, ""), (16, "_u16")):
-            pair = Pair(tokens, unit)
+        for page, suffix in ((32, ""), (16, "_u16")):
+            pair = Pair(tokens, page)
             ours, dense = pair.attention_us()
             figures[f"engine.attention_us_vs_dense{suffix}.{name}"] = ours / dense
-            if unit == 32:
+            if page == 32:
                 figures[f"engine.dense_us.{name}"] = dense
                 figures[f"engine.steps_to_sparse_one_layer.{name}"] = pair.steps
-            ours, dense = Pair(tokens, unit, basis=True).attention_us()
+            ours, dense = Pair(tokens, page, basis=True).attention_us()
             figures[f"engine.attention_us_vs_dense{suffix}_basis.{name}"] = ours / dense
             exact, dense = pair.exact_us()
             figures[f"engine.exact_us_vs_dense{suffix}.{name}"] = exact / dense

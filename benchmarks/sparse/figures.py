@@ -75,7 +75,7 @@ def _tasks(rows: Any) -> float:
 
 
 def plots(found: dict[str, Any], folder: Path) -> None:
-    """KL by share of units."""
+    """KL by share of pages."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,7 +94,7 @@ def plots(found: dict[str, Any], folder: Path) -> None:
     for name in BASELINES:
         if name != "mean":
             axes.plot([SHARE], [found["arms"][name]["kl"]], "x", label=name)
-    axes.set(xlabel="share of units attended to", ylabel="KL, nats", yscale="log")
+    axes.set(xlabel="share of pages attended to", ylabel="KL, nats", yscale="log")
     axes.legend()
     figure.savefig(folder / "sparse_kl.png", dpi=120, bbox_inches="tight")
     pyplot.close(figure)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import statistics
 
 from benchmarks.sparse.serving import Engine, report, same_first
-from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_decode.attention.settings import SparseSettings
 
 PROMPT, ANSWER = 7900, 96
 SHARES = (0.05, 0.1, 0.2)

@@ -2,17 +2,18 @@
 
     python -m benchmarks.sparse.levels --json FILE [--texts N]
 
-With two levels, a cheap rule would score blocks first. Then, by their summaries, only the units of
-the best blocks would be scored: of as many blocks as hold three times the units that are chosen.
+With two levels, a cheap rule would score blocks first. Then, by their summaries, only the
+pages of the best blocks would be scored: of as many blocks as hold three times the pages that are
+chosen.
 
     levels.scores_share.K.U  share of the time of a layer's sparse attention in the engine's backend
-                             that scores all units
-    levels.ceiling.K.U       that time over the rest if three tenths of the units are scored and the
+                             that scores all pages
+    levels.ceiling.K.U       that time over the rest if three tenths of the pages are scored and the
                              coarse level costs nothing
-    levels.mass.RULE         share of the exact model's attention that falls on chosen units of 16,
+    levels.mass.RULE         share of the exact model's attention that falls on chosen pages of 16,
                              mean of the texts for tuning, heads and layers; `one level` beside
 
-K is the length of KV, U a unit with a basis. Calls are timed in turns, on one thread. Rules use
+K is the length of KV, U a page with a basis. Calls are timed in turns, on one thread. Rules use
 exact numbers; a real coarse level would round them.
 """
 
@@ -35,39 +36,39 @@ from benchmarks.sparse.attention import Layer
 from benchmarks.sparse.engine import SHAPE, Pair, times_us
 from benchmarks.sparse.measure import learned
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, text
-from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.page_scores import score_pages
 from headrace_lab.sparse.baselines import quest
 
-KV_TOKENS, UNITS, BLOCK_TOKENS = (8192, 32768, 131072), (16, 32), 128
+KV_TOKENS, PAGES, BLOCK_TOKENS = (8192, 32768, 131072), (16, 32), 128
 CANDIDATES = 3
 
 
 def times() -> dict[str, float]:
     found = {}
     for tokens in KV_TOKENS:
-        for unit in UNITS:
-            whole_us, all_us, part_us = _times_us(Pair(tokens, unit, basis=True), unit)
-            found[f"levels.scores_share.{tokens}.{unit}"] = all_us / whole_us
-            found[f"levels.ceiling.{tokens}.{unit}"] = whole_us / (whole_us - all_us + part_us)
+        for page in PAGES:
+            whole_us, all_us, part_us = _times_us(Pair(tokens, page, basis=True), page)
+            found[f"levels.scores_share.{tokens}.{page}"] = all_us / whole_us
+            found[f"levels.ceiling.{tokens}.{page}"] = whole_us / (whole_us - all_us + part_us)
     return found
 
 
-def _times_us(pair: Pair, unit: int) -> list[float]:
-    """A layer's sparse attention; the scores of all units; those of three tenths, by blocks."""
+def _times_us(pair: Pair, page: int) -> list[float]:
+    """A layer's sparse attention; the scores of all pages; those of three tenths, by blocks."""
     metadata: Any = pair.metadata()
     impl: Any = pair.ours.impl
     summaries, query = impl.sparse.summaries, pair.request.queries
     [row] = metadata.sparse.rows
     queries = query[0].float().view(SHAPE.kv_heads, -1, SHAPE.head_dim).numpy()
-    per = BLOCK_TOKENS // unit
-    blocks = row.units[: len(row.units) // per * per].reshape(-1, per)
+    per = BLOCK_TOKENS // page
+    blocks = row.pages[: len(row.pages) // per * per].reshape(-1, per)
     few = np.arange(0, len(blocks), 10)[:, None] + np.arange(CANDIDATES)
     part = np.ascontiguousarray(blocks[few[few < len(blocks)]].ravel())
     return times_us(
         [
             lambda: pair.ours.forward(query, metadata),
-            lambda: score(summaries, row.units, queries, SHAPE.scale),
-            lambda: score(summaries, part, queries, SHAPE.scale),
+            lambda: score_pages(summaries, row.pages, queries, SHAPE.scale),
+            lambda: score_pages(summaries, part, queries, SHAPE.scale),
         ]
     )
 
@@ -77,8 +78,8 @@ Coarse = Callable[[Layer], Tensor]
 
 
 def _blocks(layer: Layer) -> Tensor:
-    """Return the keys of blocks, padded in the last one: [H, blocks, units, T, D]."""
-    per = BLOCK_TOKENS // layer.unit_tokens
+    """Return the keys of blocks, padded in the last one: [H, blocks, pages, T, D]."""
+    per = BLOCK_TOKENS // layer.page_tokens
     lacking = -layer.keys.shape[1] % per
     last = layer.keys[:, -1:].expand(-1, lacking, -1, -1)
     return torch.cat([layer.keys, last], 1).unflatten(1, (-1, per))
@@ -96,7 +97,7 @@ def of_bounds(layer: Layer) -> Tensor:
     return quest(_blocks(layer).flatten(2, 3), _asked(layer))
 
 
-def of_unit_means(layer: Layer) -> Tensor:
+def of_page_means(layer: Layer) -> Tensor:
     means = _blocks(layer).mean(3)
     return torch.einsum("hqd,hbud->hqbu", _asked(layer), means).logsumexp(-1)
 
@@ -111,15 +112,15 @@ COARSE: dict[str, tuple[Coarse, int]] = {
     "block means": (of_block_means, CANDIDATES),
     BOUNDS: (of_bounds, CANDIDATES),
     f"{BOUNDS}, five times": (of_bounds, 5),
-    "unit means": (of_unit_means, CANDIDATES),
+    "page means": (of_page_means, CANDIDATES),
     "the attention itself": (of_attention, CANDIDATES),
 }
-"""Rules, and how many candidates, over the units that are chosen."""
+"""Rules, and how many candidates, over the pages that are chosen."""
 
 
 def two_levels(fine: Tensor, layer: Layer, coarse: Coarse, candidates: int) -> Tensor:
     """Scores, with those outside of the best blocks below all others."""
-    per = BLOCK_TOKENS // layer.unit_tokens
+    per = BLOCK_TOKENS // layer.page_tokens
     blocks = coarse(layer).unflatten(1, layer.queries.shape[1:3])
     at, last = torch.arange(blocks.shape[-1]), (layer.counts - 1) // per
     blocks = blocks.masked_fill(at > last[:, None, None], -torch.inf).softmax(-1).sum(2)

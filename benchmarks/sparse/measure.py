@@ -52,7 +52,7 @@ def learned(lm: LM, encode: Callable[[str], list[int]], file: Path) -> Bases:
             lm.compute(torch.tensor(one), kv, torch.arange(len(one)), watch=watch)
             for moments in both:
                 for layer, keys in zip(moments, kv.keys, strict=True):
-                    layer.add_units(keys.unflatten(0, (-1, 16)).transpose(1, 2).numpy())
+                    layer.add_pages(keys.unflatten(0, (-1, 16)).transpose(1, 2).numpy())
         for layer in both[1]:
             layer.add_queries(np.eye(lm.dim, dtype=np.float32)[None].repeat(lm.kv_heads, 0))
         arrays = {
@@ -119,11 +119,11 @@ def measured_text(lm: LM, one: Text, chosen: list[Arm]) -> list[Row]:
 
 
 def _sparse(lm: LM, tokens: Tensor, kv: KV, first: int, arm: Arm) -> tuple[Tensor, list[float]]:
-    """Return log-probabilities after each position of the tail, and each layer's share of units."""
+    """Return log-probabilities after each position of the tail, and each layer's share of pages."""
     shares = []
 
     def attend(layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        here = Layer.of(layer, q, rows, keys, values, arm.unit_tokens)
+        here = Layer.of(layer, q, rows, keys, values, arm.page_tokens)
         chosen = arm.budget(arm.score(here), here)
         shares.append(float((chosen.sum(-1) / here.counts).mean()))
         return attended(here, chosen)
@@ -134,14 +134,14 @@ def _sparse(lm: LM, tokens: Tensor, kv: KV, first: int, arm: Arm) -> tuple[Tenso
 
 
 def _recalls(asked: list[Tensor], kv: KV, rows: Tensor, chosen: list[Arm]) -> dict[str, float]:
-    """Return the share of the exact model's attention to the units that each arm chooses."""
+    """Return the share of the exact model's attention to the pages that each arm chooses."""
     found: dict[str, list[float]] = {arm.name: [] for arm in chosen}
     for layer, q in enumerate(asked):
-        for size in {arm.unit_tokens for arm in chosen}:
+        for size in {arm.page_tokens for arm in chosen}:
             here = Layer.of(layer, q, rows, kv.keys[layer], kv.values[layer], size)
             mass = here.attention().mean(2).unflatten(-1, (-1, size)).sum(-1)
             for arm in chosen:
-                if arm.unit_tokens == size:
+                if arm.page_tokens == size:
                     kept = arm.budget(arm.score(here), here)
                     found[arm.name].append(float((mass * kept).sum(-1).mean()))
     return {name: sum(each) / len(each) for name, each in found.items()}

@@ -3,13 +3,13 @@
     python -m benchmarks.sparse.offload --json FILE
 
 SmolLM2 in bfloat16 on one thread, one engine in this process whose cache holds two prompts of
-7,900 tokens; 10 % of the units. One request at a time, first in the cache, then with offload, over
+7,900 tokens; 10 % of the pages. One request at a time, first in the cache, then with offload, over
 the same prompts, whose KV is computed once and then cached. Steps in which summaries are made are
 left out. Then four whose KV comes as a whole, and eight whose contexts are four times the cache.
 
     itl_with_offload_vs_all_in_memory   medians
     itl.in_memory_ms                    of the latter
-    hit_rate                            chosen units that were in the cache already, of those whose
+    hit_rate                            chosen pages that were in the cache already, of those whose
                                         KV had left it, in all offloaded answers, one at a time;
                                         steps that find empty slots, the first ones, left out
     hit_rate.with_first_steps           the same of all steps
@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from benchmarks.sparse.itl import PROMPT
 from benchmarks.sparse.serving import Engine, report, same_first
-from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_decode.attention.settings import SparseSettings
 
 ANSWER, TURNS, SHARE = 64, 2, 0.1
 KL_PROMPTS, KL_ANSWER = 3, 48

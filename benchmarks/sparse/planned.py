@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headrace_decode.sparse.engine.offload.manager import OffloadManager
-from headrace_decode.sparse.engine.offload.scheduler import OffloadingTakingUp
+from headrace_decode.attention.offload.block_manager import OffloadBlockManager
+from headrace_decode.attention.offload.scheduler import OffloadingScheduler
 
 
-class PlannedScheduler(OffloadingTakingUp):
+class PlannedScheduler(OffloadingScheduler):
     """
     Attributes:
         offload: whether requests that wait are offloaded; None: as the scheduler decides.
@@ -14,7 +14,7 @@ class PlannedScheduler(OffloadingTakingUp):
 
     offload: bool | None = None
 
-    def _switch(self, manager: OffloadManager) -> dict[str, int]:
+    def _switch(self, manager: OffloadBlockManager) -> dict[str, int]:
         if self.offload is None:
             return super()._switch(manager)
         for request in self.waiting if self.offload else ():

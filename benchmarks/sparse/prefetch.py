@@ -1,21 +1,21 @@
-"""Share of chosen units that have a slot already when a step needs them, by rule and slots.
+"""Share of chosen pages that have a slot already when a step needs them, by rule and slots.
 
     python -m benchmarks.sparse.prefetch --json FILE [--texts N]
 
 SmolLM2-135M in fp32, with its own queries and keys over the texts that `benchmarks.sparse` holds
-out. Engines fetch on demand because of these figures. Units have 32 tokens, and 10 % of them are
-chosen by own directions; each of the last 128 positions is a decode step. Units of the newest 256
+out. Engines fetch on demand because of these figures. Pages have 32 tokens, and 10 % of them are
+chosen by own directions; each of the last 128 positions is a decode step. Pages of the newest 256
 tokens do not count: they are in the engine's memory anyway. FILE.npz keeps the scores.
 
-    hit_rate.RULE.SLOTS     of chosen units; SLOTS over the units that a step chooses
-    moved.RULE.SLOTS        units fetched in a step, on demand and ahead, over those chosen
-    slack.SLACK.left_out    share of misses that a unit with a slot replaces
+    hit_rate.RULE.SLOTS     of chosen pages; SLOTS over the pages that a step chooses
+    moved.RULE.SLOTS        pages fetched in a step, on demand and ahead, over those chosen
+    slack.SLACK.left_out    share of misses that a page with a slot replaces
     slack.SLACK.lost        lost share of the attention that the choice covers
 
-Rules: `lru` evicts the unit that was chosen longest ago and fetches on demand only; `demand` evicts
-the unit of least worth and fetches on demand only; `ahead` also fetches units of high worth before
+Rules: `lru` evicts the page that was chosen longest ago and fetches on demand only; `demand` evicts
+the page of least worth and fetches on demand only; `ahead` also fetches pages of high worth before
 the next step; `fading F` is `ahead` with another fading; `layer` is `ahead` with this step's scores
-of the layer before added to the unit's own worth.
+of the layer before added to the page's own worth.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
-from headrace_decode.sparse.offload import working
-from headrace_decode.sparse.offload.working import WorkingSet
+from headrace_decode.attention.page_counts import RECENT, SINKS, selected_page_count
+from headrace_decode.sparse.offload import working_set as working
+from headrace_decode.sparse.offload.working_set import WorkingSet
+from headrace_decode.sparse.page_selection import select_pages
 from headrace_lab.sparse.miss_substitution import stand_ins
 
-UNIT_TOKENS, STEPS, NEWEST_TOKENS = 32, 128, 256
+PAGE_TOKENS, STEPS, NEWEST_TOKENS = 32, 128, 256
 SHARE, RATIOS = 0.1, (1.25, 1.5, 2.0)
 SLACKS = (0.02, 0.1)
 FADINGS = (0.0, 0.5, 0.9)
 Scores = NDArray[np.float32]
-"""[layers, steps, kv_heads, units]; 0 of a step's newest unit and later ones."""
+"""[layers, steps, kv_heads, pages]; 0 of a step's newest page and later ones."""
 
 
 def scores_of(folder: str, number: int) -> tuple[Scores, int]:
@@ -72,50 +72,50 @@ def scores_of(folder: str, number: int) -> tuple[Scores, int]:
         lm.compute(tokens, kv, torch.arange(len(tokens)), keep, watch)
         rows = torch.arange(first, len(tokens))
         found = [
-            estimated(Layer.of(n, q, rows, kv.keys[n], kv.values[n], UNIT_TOKENS), None).numpy()
+            estimated(Layer.of(n, q, rows, kv.keys[n], kv.values[n], PAGE_TOKENS), None).numpy()
             for n, q in enumerate(asked)
         ]
     return np.stack(found).transpose(0, 2, 1, 3).copy(), len(tokens)
 
 
 def chosen_of(scores: Scores, tokens: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield for each step and layer: the number of units before the newest, and the chosen ones."""
+    """Yield for each step and layer: the number of pages before the newest, and the chosen ones."""
     layers, steps = scores.shape[:2]
     for step in range(steps):
         at = tokens - steps + step
-        count, n = chosen_units(at + 1, UNIT_TOKENS, SHARE), at // UNIT_TOKENS
+        count, n = selected_page_count(at + 1, PAGE_TOKENS, SHARE), at // PAGE_TOKENS
         assert count is not None
         for layer in range(layers):
-            yield n, choose(scores[layer, step, :, :n], count - 1, SINKS, RECENT - 1)
+            yield n, select_pages(scores[layer, step, :, :n], count - 1, SINKS, RECENT - 1)
 
 
 class Lru:
-    """Slots by when their unit was chosen last."""
+    """Slots by when their page was chosen last."""
 
-    def __init__(self, layers: int, kv_heads: int, slots: int, units: int) -> None:
-        self._set = WorkingSet(layers, kv_heads, slots, units)
+    def __init__(self, layers: int, kv_heads: int, slots: int, pages: int) -> None:
+        self._set = WorkingSet(layers, kv_heads, slots, pages)
         self._now = np.float32(0)
 
     def step(self, layer: int, cold: NDArray[np.int64]) -> tuple[int, int]:
-        """Hits, and units that moved."""
+        """Hits, and pages that moved."""
         hits = int((self._set.slots_of(layer, cold) >= 0).sum())
         self._now += np.float32(1)
         np.put_along_axis(self._set._worth[layer], cold, self._now, axis=1)
-        units = self._set._slot_of.shape[2]
-        return hits, len(self._set.demand(layer, cold, units).units)
+        pages = self._set._slot_of.shape[2]
+        return hits, len(self._set.demand(layer, cold, pages).pages)
 
 
 def replayed(scores: Scores, tokens: int, ratio: float, rule: str) -> list[int]:
-    """Return the numbers of hits, chosen and moved units of all steps after the first."""
-    layers, steps, heads, units = scores.shape
+    """Return the numbers of hits, chosen and moved pages of all steps after the first."""
+    layers, steps, heads, pages = scores.shape
     most = max(chosen.shape[1] for _, chosen in chosen_of(scores[:1], tokens))
     slots = int(ratio * most)
-    mine, lru = WorkingSet(layers, heads, slots, units, SINKS), Lru(layers, heads, slots, units)
+    mine, lru = WorkingSet(layers, heads, slots, pages, SINKS), Lru(layers, heads, slots, pages)
     total = [0, 0, 0]
     for number, (n, chosen) in enumerate(chosen_of(scores, tokens)):
         step, layer = divmod(number, layers)
-        newest = n - NEWEST_TOKENS // UNIT_TOKENS
-        # Every head has as many cold units as the one with fewest; the rest are like them.
+        newest = n - NEWEST_TOKENS // PAGE_TOKENS
+        # Every head has as many cold pages as the one with fewest; the rest are like them.
         count = int((chosen < newest).sum(1).min())
         cold, now = chosen[:, :count], scores[layer, step, :, :newest]
         if rule == "lru":
@@ -123,32 +123,32 @@ def replayed(scores: Scores, tokens: int, ratio: float, rule: str) -> list[int]:
         else:
             hits = int((mine.slots_of(layer, cold) >= 0).sum())
             mine.see(layer, now)
-            moved = len(mine.demand(layer, cold, n).units)
+            moved = len(mine.demand(layer, cold, n).pages)
             if rule == "layer":
                 before = mine._worth[layer].copy()
                 if step + 1 < steps:  # the layer before has its scores of the next step in time
                     nearby = scores[max(layer - 1, 0), step + 1, :, :newest]
                     mine._worth[layer, :, :newest] += nearby.mean(0)
-                moved += len(mine.ahead(layer, newest, slots).units)
+                moved += len(mine.ahead(layer, newest, slots).pages)
                 mine._worth[layer] = before
             elif rule != "demand":
-                moved += len(mine.ahead(layer, newest, slots).units)
+                moved += len(mine.ahead(layer, newest, slots).pages)
         if step:
             total = [a + b for a, b in zip(total, (hits, cold.size, moved), strict=True)]
     return total
 
 
 def left_out(scores: Scores, tokens: int, ratio: float, slack: float) -> list[float]:
-    """Misses, those that are left out, attention that is lost, and that chosen units cover."""
-    layers, _, heads, units = scores.shape
+    """Misses, those that are left out, attention that is lost, and that chosen pages cover."""
+    layers, _, heads, pages = scores.shape
     most = max(chosen.shape[1] for _, chosen in chosen_of(scores[:1], tokens))
-    mine = WorkingSet(layers, heads, int(ratio * most), units, SINKS)
+    mine = WorkingSet(layers, heads, int(ratio * most), pages, SINKS)
     total = np.zeros(4)
     for number, (n, chosen) in enumerate(chosen_of(scores, tokens)):
         step, layer = divmod(number, layers)
         now = scores[layer, step, :, :n]
         before = mine.slots_of(layer, np.tile(np.arange(n), (heads, 1)))
-        before[:, n - NEWEST_TOKENS // UNIT_TOKENS :] = 0
+        before[:, n - NEWEST_TOKENS // PAGE_TOKENS :] = 0
         taken = stand_ins(now, chosen, before, SINKS, RECENT - 1, slack)
         missed = (np.take_along_axis(before, chosen, 1) < 0).sum()
         fetched = (np.take_along_axis(before, taken, 1) < 0).sum()

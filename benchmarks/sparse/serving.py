@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_decode.compression.engine.settings import BoundedSettings
-from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.compression.engine.settings import CompressionSettings
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -75,11 +75,11 @@ class Engine:
         options: of vLLM's `LLM`, beside those that all benchmarks have.
     """
 
-    def __init__(self, *settings: SparseSettings | BoundedSettings, **options: Any) -> None:
+    def __init__(self, *settings: SparseSettings | CompressionSettings, **options: Any) -> None:
         from vllm import LLM
 
         from headrace.model import resolve
-        from headrace_decode.sparse.engine.bound import BOUND
+        from headrace_decode.attention_backend.runtime import RUNTIME
 
         self.llm: Any = LLM(
             str(resolve(None)),
@@ -87,10 +87,10 @@ class Engine:
             enforce_eager=True,
             max_model_len=LONGEST,
             additional_config=dict(ChainMap(*(each.additional_config() for each in settings))),
-            worker_cls="headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
+            worker_cls="headrace_decode.attention_backend.worker.SparseWorker",
             **options,
         )
-        self.bound, self._named = BOUND, 0
+        self.bound, self._named = RUNTIME, 0
 
     def prompts(self, tokens: int, count: int = 1) -> list[list[int]]:
         """Documents of installed packages, one after another."""
@@ -117,7 +117,7 @@ class Engine:
         """Add a request for a greedy answer of so many tokens; its name.
 
         Args:
-            share: of units, or of the context that is kept; None for an exact request.
+            share: of pages, or of the context that is kept; None for an exact request.
             salt: of its KV.
             technique: that the share is for.
             arrives: its KV is in the cache as a whole first, as if it came from another engine.
@@ -155,7 +155,7 @@ class Engine:
 
     def _sparse_rows(self) -> int:
         offloading = self.bound.offloading
-        return int(self.bound.found + (0 if offloading is None else offloading.sparse))
+        return int(self.bound.sparse_row_count + (0 if offloading is None else offloading.sparse))
 
 
 def same_first(a: list[int], b: list[int]) -> int:

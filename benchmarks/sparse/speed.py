@@ -1,13 +1,14 @@
-"""Cost of choosing units and attending to them, against dense attention, on one core.
+"""Cost of choosing pages and attending to them, against dense attention, on one core.
 
-    speed.LENGTH.UNIT.attention_us_vs_dense  (score + choose + gathered attention) / dense attention
-                                             of one query of a layer; the median of turns
-    speed.LENGTH.UNIT.score_us_per_head      and choose_us, gathered_us, dense_us of the layer
-    speed.UNIT.summarise_us                  of a unit and head
+    speed.LENGTH.PAGE.attention_us_vs_dense  (scores + selection + gathered attention)   /
+                                             dense attention of one query of a layer; the median of
+                                             turns
+    speed.LENGTH.PAGE.score_us_per_head      and choose_us, gathered_us, dense_us of the layer
+    speed.PAGE.summarise_us                  of a page and head
 
 Keys and values lie as an engine's CPU cache holds them, a KV head after the other, in fp32. Dense
-attention is torch's over all of them, gathered attention torch's over copies of chosen units. Both
-have 3 KV heads with 3 query heads each, of 64 dimensions, as SmolLM2-135M; 10 % of the units are
+attention is torch's over all of them, gathered attention torch's over copies of chosen pages. Both
+have 3 KV heads with 3 query heads each, of 64 dimensions, as SmolLM2-135M; 10 % of the pages are
 chosen.
 """
 
@@ -21,11 +22,11 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.page_scores import score_pages
+from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
 
-LENGTHS, UNITS = (8192, 32768), (16, 32)
+LENGTHS, PAGES = (8192, 32768), (16, 32)
 HEADS, GROUP, DIM, SHARE = 3, 3, 64, 0.1
 TURNS = 60
 
@@ -35,22 +36,22 @@ def measured() -> dict[str, object]:
     torch.manual_seed(0)
     found: dict[str, object] = {}
     for length in LENGTHS:
-        for unit in UNITS:
-            found |= _one(length, unit)
+        for page in PAGES:
+            found |= _one(length, page)
     return found
 
 
-def _one(length: int, unit: int) -> dict[str, object]:
-    count = length // unit
-    # Units around means of their own, as keys are.
-    keys = torch.randn(HEADS, count, unit, DIM) + 2 * torch.randn(HEADS, count, 1, DIM)
-    values, queries = torch.randn(HEADS, count, unit, DIM), torch.randn(HEADS, GROUP, DIM)
-    summaries, units = Summaries(count, HEADS, unit, DIM), np.arange(count)
-    by_unit = keys.transpose(0, 1).contiguous().numpy()
+def _one(length: int, page: int) -> dict[str, object]:
+    count = length // page
+    # Pages around means of their own, as keys are.
+    keys = torch.randn(HEADS, count, page, DIM) + 2 * torch.randn(HEADS, count, 1, DIM)
+    values, queries = torch.randn(HEADS, count, page, DIM), torch.randn(HEADS, GROUP, DIM)
+    summaries, pages = Summaries(count, HEADS, page, DIM), np.arange(count)
+    by_page = keys.transpose(0, 1).contiguous().numpy()
     asked, scale = queries.numpy(), DIM**-0.5
-    scores = score(summaries, units, asked, scale)
+    scores = score_pages(summaries, pages, asked, scale)
     wanted = round(SHARE * count)
-    chosen = torch.from_numpy(choose(scores, wanted, 1, 2))
+    chosen = torch.from_numpy(select_pages(scores, wanted, 1, 2))
     heads = torch.arange(HEADS)[:, None]
 
     def dense() -> None:
@@ -61,23 +62,23 @@ def _one(length: int, unit: int) -> dict[str, object]:
         scaled_dot_product_attention(queries, k, v)
 
     us = {
-        "summarise": _us(lambda: summaries.put(units, by_unit), 5),
+        "summarise": _us(lambda: summaries.put(pages, by_page), 5),
         **_by_turns(
             {
                 "dense": dense,
-                "score": lambda: score(summaries, units, asked, scale),
-                "choose": lambda: choose(scores, wanted, 1, 2),
+                "score_pages": lambda: score_pages(summaries, pages, asked, scale),
+                "select_pages": lambda: select_pages(scores, wanted, 1, 2),
                 "gathered": gathered,
             }
         ),
     }
-    sparse = us["score"] + us["choose"] + us["gathered"]
-    name = f"speed.{length}.{unit}"
+    sparse = us["score_pages"] + us["select_pages"] + us["gathered"]
+    name = f"speed.{length}.{page}"
     return {
         f"{name}.attention_us_vs_dense": sparse / us["dense"],
-        f"{name}.score_us_per_head": us["score"] / HEADS,
-        **{f"{name}.{each}_us": us[each] for each in ("dense", "choose", "gathered")},
-        f"speed.{unit}.summarise_us": us["summarise"] / count / HEADS,
+        f"{name}.score_us_per_head": us["score_pages"] / HEADS,
+        **{f"{name}.{each}_us": us[each] for each in ("dense", "select_pages", "gathered")},
+        f"speed.{page}.summarise_us": us["summarise"] / count / HEADS,
     }
 
 

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from benchmarks.speculation.arms import MODEL
 from benchmarks.speculation.engine_node import ANSWER_TOKENS, MODEL_TOKENS
 from benchmarks.speculation.workloads import DOCUMENTS, Workload
-from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Mode
-from headrace_decode.speculative.request import Facts
-from headrace_decode.speculative.retrieval.draft_memory import Memory
-from headrace_decode.speculative.session import Rows, Session
+from headrace_decode.speculative.planning.draft_planner import DraftMode, DraftPlanner
+from headrace_decode.speculative.request_info import RequestInfo
+from headrace_decode.speculative.retrieval.draft_memory import DraftMemory
+from headrace_decode.speculative.session import BatchRows, SpeculationSession
 
 Answers = dict[str, list[tuple[list[int], list[int]]]]
 """Workload -> prompt and answer of each request, as token ids."""
@@ -76,12 +76,12 @@ class Engine:
     """One arm: everything that drafts, new, and a clock."""
 
     def __init__(self, mode: str, *, even: bool = False, seed: int = 0) -> None:
-        self.planner, self.memory = DraftPlanner(seed=seed), Memory()
-        self.planner.mode = Mode.parse(mode)
+        self.planner, self.memory = DraftPlanner(seed=seed), DraftMemory()
+        self.planner.mode = DraftMode.parse(mode)
         if even:
-            self.memory.acceptance.known.weights[:, 0] = 0.0
-            self.memory.acceptance.learned()
-        self.session = Session(
+            self.memory.acceptance.parameters.weights[:, 0] = 0.0
+            self.memory.acceptance.update_votes()
+        self.session = SpeculationSession(
             self.memory,
             self.planner,
             draft_tokens=DRAFT_TOKENS,
@@ -96,7 +96,7 @@ class Engine:
     def answer(self, name: str, prompt: list[int], answer: list[int], temperature: float) -> int:
         """Answer one request; the steps that its decoding took."""
         whole: NDArray[np.int32] = np.array([prompt + answer], np.int32)
-        facts = Facts(len(prompt), "one", max_tokens=len(answer), temperature=temperature)
+        facts = RequestInfo(len(prompt), "one", max_tokens=len(answer), temperature=temperature)
         at, steps, draft = len(prompt), 0, list[int]()
         while True:
             tokens = 1 + len(draft) if steps else len(prompt)
@@ -110,7 +110,7 @@ class Engine:
             took_s = seconds(tokens, len(draft)) * float(self._noise.lognormal(0.0, NOISE))
             self._now_s += took_s
             self.decode_s += took_s * (steps > 0)
-            rows = Rows([name], [emitted], np.array([at]), whole)
+            rows = BatchRows([name], [emitted], np.array([at]), whole)
             [draft] = self.session.propose(rows, lambda _: facts)
             if at == whole.shape[1]:
                 self._ended = [name]

@@ -31,27 +31,27 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculative.draft import Source
+from headrace_decode.speculative.draft_batch import DraftSource
 from headrace_decode.speculative.jit import jit
 from headrace_decode.speculative.planning import draft_guard, draft_planner
-from headrace_decode.speculative.planning.budget import best_budget
+from headrace_decode.speculative.planning.draft_budget import best_draft_budget
 from headrace_decode.speculative.planning.draft_planner import (
+    DraftMode,
     DraftPlanner,
-    Limits,
-    Load,
-    Mode,
-    Step,
+    StepLimits,
+    StepLoad,
+    StepRecord,
 )
 from headrace_decode.speculative.retrieval.acceptance import (
     EFFECT,
     MATCH_BUCKET,
     POSITION_BUCKET,
     Acceptance,
-    cell_of,
-    chance,
+    acceptance_probability,
+    encode_features,
     learn,
 )
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 
 DRAFT_TOKENS = 16
 SEGMENTS = 144  # of ten minutes
@@ -116,7 +116,7 @@ def arrive(day: Day, hour: float, rng: np.random.Generator) -> Request:
         right = rng.uniform(0.0, 0.3)
     match = int(MATCH_BUCKET[LONG if draftable else SHORT])
     places = POSITION_BUCKET[:DRAFT_TOKENS].tolist()
-    cells = [cell_of(int(Source.PROMPT), match, 0, 0, place) for place in places]
+    cells = [encode_features(int(DraftSource.PROMPT), match, 0, 0, place) for place in places]
     return Request(float(right), np.array(cells, np.int32), np.zeros(EFFECT))
 
 
@@ -134,29 +134,29 @@ class Policy:
         promise: float | None = None,
     ) -> None:
         self.planner = DraftPlanner(controls=controls, padded_sizes=range(PAD, 513, PAD))
-        self.planner.mode = Mode.parse(mode)
+        self.planner.mode = DraftMode.parse(mode)
         self.acceptance = Acceptance()
         self._effects, self._learns, self._promise = effects, learns, promise
 
     def opened(self, request: Request) -> None:
-        request.effect = self.acceptance.effect()
+        request.effect = self.acceptance.initial_effect()
         if not self._effects:
             request.effect[:] = 0.0
 
     def closed(self, request: Request) -> None:
         if self._effects:
-            self.acceptance.ended(request.effect)
+            self.acceptance.on_request_end(request.effect)
 
     def choose(self, requests: list[Request], hour: float) -> NDArray[np.int32]:
-        load, none = Load(len(requests)), np.zeros(len(requests), np.int32)
-        if self.planner.looks(load, Limits(), DRAFT_TOKENS * len(requests)) != "verify":
+        load, none = StepLoad(len(requests)), np.zeros(len(requests), np.int32)
+        if self.planner.plan_lookup(load, StepLimits(), DRAFT_TOKENS * len(requests)) != "verify":
             return none
         cells = np.stack([request.cells for request in requests])
         effects = np.stack([request.effect for request in requests])
-        survival = _survival(self.acceptance.known, effects, cells)
+        survival = _survival(self.acceptance.parameters, effects, cells)
         if self._promise is not None:
             survival[:] = self._promise ** np.arange(1, DRAFT_TOKENS + 1)
-        return self.planner.choose(load, Limits(), survival, none + DRAFT_TOKENS)
+        return self.planner.choose(load, StepLimits(), survival, none + DRAFT_TOKENS)
 
     def came(
         self, requests: list[Request], take: NDArray[np.int32], right: NDArray[np.int64],
@@ -165,10 +165,18 @@ class Policy:
         for request, tested, good in zip(requests, take.tolist(), right.tolist(), strict=True):
             if tested:
                 tested = min(good + 1, tested)
-                _learn(self.acceptance.known, request.effect, request.cells, tested, good)
+                _learn(self.acceptance.parameters, request.effect, request.cells, tested, good)
         rows, drafted = len(requests), int(take.sum())
-        toss, self.planner.toss = self.planner.toss, None
-        step = Step(rows + drafted, drafted, rows, rows + int(right.sum()), 0, seconds, toss=toss)
+        control_draw, self.planner.control_draw = self.planner.control_draw, None
+        step = StepRecord(
+            rows + drafted,
+            drafted,
+            rows,
+            rows + int(right.sum()),
+            0,
+            seconds,
+            control_draw=control_draw,
+        )
         if self._learns:
             self.planner.observe(step)
         else:
@@ -189,7 +197,7 @@ class Oracle(Policy):
         chances = np.array([request.right for request in requests])
         survival = (chances[:, None] ** np.arange(1, DRAFT_TOKENS + 1)).astype(np.float32)
         seconds = self._day.seconds(rows, np.arange(DRAFT_TOKENS * rows + 1), hour)
-        return best_budget(survival, np.full(rows, DRAFT_TOKENS, np.int32), seconds).take
+        return best_draft_budget(survival, np.full(rows, DRAFT_TOKENS, np.int32), seconds).take
 
 
 @jit
@@ -198,7 +206,7 @@ def _survival(known: Any, effects: Any, cells: Any) -> Any:
     for row in range(len(cells)):
         survives = 1.0
         for place in range(cells.shape[1]):
-            survives *= chance(known, effects[row], cells[row, place])
+            survives *= acceptance_probability(known, effects[row], cells[row, place])
             survival[row, place] = survives
     return survival
 
@@ -247,12 +255,12 @@ ABLATIONS: Mapping[str, dict[str, Any]] = {
     "step_times": {"learns": False},
 }
 CONSTANTS: Mapping[str, tuple[Any, str, tuple[float, ...]]] = {
-    "LOOK_EVERY": (draft_planner, "LOOK_EVERY", (4, 64)),
+    "EXPLORE_EVERY": (draft_planner, "EXPLORE_EVERY", (4, 64)),
     "ALPHA": (draft_guard, "ALPHA", (0.01, 0.3)),
     "MIXTURE": (draft_guard, "MIXTURE", (0.1, 10.0)),
-    "MEMORY": (draft_guard, "MEMORY", (0.99, 0.9995)),
-    "UNDECIDED": (draft_guard, "UNDECIDED", (1 / 32, 1 / 3)),
-    "DECIDED": (draft_guard, "DECIDED", (1 / 16, 1 / 256)),
+    "DECAY": (draft_guard, "DECAY", (0.99, 0.9995)),
+    "CONTROL_WHILE_UNDECIDED": (draft_guard, "CONTROL_WHILE_UNDECIDED", (1 / 32, 1 / 3)),
+    "CONTROL_WHILE_DECIDED": (draft_guard, "CONTROL_WHILE_DECIDED", (1 / 16, 1 / 256)),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.kvstore.child import serve
 from benchmarks.speculation.workloads import Workload
-from headrace_decode.speculative.request import REQUEST_KEY
+from headrace_decode.speculative.request_info import REQUEST_KEY
 
 ANSWER_TOKENS = 64
 MODEL_TOKENS = 1024

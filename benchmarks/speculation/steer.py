@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 
 from headrace.gateway.backend import ReplicaInfo
-from headrace.gateway.pick import pick
-from headrace.router.tokens import TokenPrices
+from headrace.gateway.replica_selection import choose_replica
+from headrace.router.token_cost import TokenPrices
 
 CHANCE, DRAFT_TOKENS, REQUESTS, SEEDS = 0.7, 8, 1500, 3
 RATES = (0.3, 1.0, 3.0)
@@ -100,7 +100,7 @@ def simulate(
         request = Request(rng.random() < 0.5, rng.randint(20, 200), now_s)
         in_flight = {replica.name: len(replica.rows) for replica in replicas}
         draftable = request.left if steered and request.drafts else 0
-        chosen = pick(told, in_flight, (), rng.randbytes(4), draftable)
+        chosen = choose_replica(told, in_flight, (), rng.randbytes(4), draftable)
         assert chosen is not None
         replicas[int(chosen.replica_id)].rows.append(request)
         requests.append(request)

@@ -1,6 +1,6 @@
 """The decode replica, which answers clients over its own HTTP port and carries out their plans.
 
-It runs vLLM's own OpenAI application around an engine that plans (`_vllm_compat.PlannedLLM`), so
+It runs vLLM's own OpenAI application around an engine that plans (`llm.PlannedLLM`), so
 answers are byte for byte vLLM's. Requests arrive in three ways: over the gateway's byte relay to
 this replica's port, over Ray's direct streaming (HAProxy to Ray's port of the replica), and as
 Ray's classic actor calls. All of them reach the same engine.
@@ -19,7 +19,6 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
-    Mapping,
     Sequence,
 )
 from dataclasses import asdict, replace
@@ -31,58 +30,64 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
-from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning
-from headrace_decode.apis._vllm_compat import add_api_layer, add_middleware
-from headrace_decode.apis.names import engine_names
-from headrace_decode.calibrate import calibrate, warm_up
-from headrace_decode.corpora import CorpusLoader
-from headrace_decode.health import Health
-from headrace_decode.internal import InternalOnly
-from headrace_decode.orchestrate import Orchestrator
-from headrace_decode.rendering._vllm_compat import block_hasher, keys_route
-from headrace_decode.rendering.keys import KeysRoute
-from headrace_decode.resume.recorder import Recorded
-from headrace_decode.resume.resumed import Resumed
-from headrace_decode.reusing import Reusing
-from headrace_decode.routes import keep_public_routes, public_routes
-from headrace_decode.speculative.reports import DraftingReports
-from headrace_decode.warm import warm
+from headrace_decode.apis.api_layer import add_api_layer
+from headrace_decode.apis.engine_request_ids import engine_names
+from headrace_decode.http.engine_health import EngineHealth
+from headrace_decode.http.internal_port import InternalPort
+from headrace_decode.http.public_routes import keep_public_routes, public_routes
+from headrace_decode.http.vllm_environment import refuse_api_key, without_responses_store
+from headrace_decode.llm.planned_llm import Planning
+from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
+from headrace_decode.planning.blending_planner import BlendingPlanner
+from headrace_decode.planning.orchestrator import Orchestrator
+from headrace_decode.rendering.keys import BlockKeysRoute
+from headrace_decode.rendering.prompt_renderer import keys_route
+from headrace_decode.resume.recorder import RecordingMiddleware
+from headrace_decode.resume.resume_middleware import ResumeMiddleware
+from headrace_decode.speculative.corpus_loader import CorpusLoader
+from headrace_decode.speculative.report_poller import SpeculationReportPoller
+from headrace_decode.warmup.prefill_calibration import (
+    answer_warmup_requests,
+    measure_remote_prefill,
+)
+from headrace_decode.warmup.prompt_warmup import warm_prompts
 from headrace_decode.wiring import DecodeWiring, Listener
-from headrace_engine.exchange import KvKind
-from headrace_engine.handoff import PrefillRequest, PrefillResult
-from headrace_engine.kvkind import kv_kind
+from headrace_engine.kv_transfer.compatibility import KvKind
+from headrace_engine.kv_transfer.handoff import PrefillRequest, PrefillResult
+from headrace_engine.kv_transfer.kv_kind import kv_kind
+from headrace_engine.loop_stall import LoopStall
 from headrace_engine.meter import EngineMeter
 from headrace_engine.ray.serve import (
     max_ongoing_requests,
     ongoing_requests,
-    read_note,
+    read_cluster_value,
     shutdown_seconds,
-    write_note,
+    write_cluster_value,
 )
-from headrace_engine.reporting.replica import ReplicaLine
+from headrace_engine.reporting.replica_reporting import ReplicaReporting
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
-from headrace_engine.serving.orders import Notes, Obedience
-from headrace_engine.stall import LoopStall
+from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
+from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
-from headrace_engine.vllm.engine import cache_layout, compute_gate, engine_facts, engine_progress
-from headrace_kvstore.cluster.keeper import join_store
+from headrace_engine.vllm.engine import (
+    cache_layout,
+    engine_facts,
+    engine_progress,
+    make_prefill_admission,
+)
+from headrace_engine.vllm.kv_cache import block_hasher
+from headrace_engine.vllm.openai_app import add_middleware
 from headrace_kvstore.protocol.address import base_url
 
 logger = logging.getLogger("headrace.decode")
 
 SPECULATION_WAIT_S = 2.0
-RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
-"""vLLM's switch for keeping answers of `/v1/responses`. It is always off here: vLLM would keep all
-answers without a limit, readable by any client that knows an id, and only in the memory of one
-replica. Without it vLLM ignores `store` and refuses `background` and any `previous_response_id`."""
-API_KEY = "VLLM_API_KEY"
-"""vLLM's switch for its own API key, which requests from a gateway do not carry."""
 PROBE_INTERVAL_S = 1.0
 """Interval in seconds at which failed prefill replicas are probed."""
-ORDERS_INTERVAL_S = 5.0
-"""Interval in seconds at which a replica looks for orders that did not reach it."""
+OVERRIDES_INTERVAL_S = 5.0
+"""Interval in seconds at which a replica reads the overrides that did not reach it."""
 
 
 class DecodeServer(PDDecodeServer):
@@ -100,11 +105,14 @@ class DecodeServer(PDDecodeServer):
             wiring.setup("decode")
         self._wiring = wiring
         app_name = serve.get_replica_context().app_name
-        self._notes, self._obedience = Notes(app_name, read_note, write_note), Obedience()
+        self._overrides, self._applied_overrides = (
+            OverrideStore(app_name, read_cluster_value, write_cluster_value),
+            AppliedOverrides(),
+        )
         self._prefills = prefill_server
         self._listener: Listener | None = None
         self._port: InFlight | None = None
-        self._line: ReplicaLine | None = None
+        self._reporting: ReplicaReporting | None = None
         self._token = secrets.token_urlsafe(32)
         self._kind: KvKind | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -122,31 +130,31 @@ class DecodeServer(PDDecodeServer):
         self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
         if store is not None:
             self._start("join the KV store", partial(join_store, store))
-        self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
+        self._corpora = CorpusLoader(self.engine.llm.tokenize, self.engine.llm.corpus)
         make_metrics = wiring.drafting_metrics if self.engine.llm.speculates else None
-        self._drafting = DraftingReports(
+        self._drafting = SpeculationReportPoller(
             lambda: self.engine.llm.speculation({}), make_metrics and make_metrics()
         )
         self._app = app = await self.__serve_build_asgi_app__()
         self._routes = [asdict(route) for route in public_routes(app)]
-        await calibrate(self.engine.llm, self._planner)
-        await warm_up(app, self._llm_config.model_id)
+        await measure_remote_prefill(self.engine.llm, self._planner)
+        await answer_warmup_requests(app, self._llm_config.model_id)
         self.engine.llm.grammars.start()
         self._watch_members()
         self._start("probe prefill replicas", self._watch_prefill)
         if self.engine.llm.speculates:
-            self._start("ask the engine how drafting stands", self._drafting.run)
-        await self._obey_notes()
-        self._start("carry out the orders in force", self._keep_obeying)
+            self._start("poll the state of speculative decoding", self._drafting.run)
+        await self._apply_overrides()
+        self._start("apply settings overrides", self._poll_overrides)
         if wiring.listen is not None:
             engine = self.engine
             progress = partial(engine_progress, engine.vllm_config, engine.meter, engine.llm)
-            well = Health(Recorded(app), progress)
-            self._port = InFlight(well, max_ongoing_requests)
-            guarded = InternalOnly(self._with_keys(self._port), self._token)
-            watched = self._stall.over(guarded)
+            app_with_health = EngineHealth(RecordingMiddleware(app), progress)
+            self._port = InFlight(app_with_health, max_ongoing_requests)
+            guarded = InternalPort(self._with_keys(self._port), self._token)
+            watched = self._stall.wrap(guarded)
             self._listener = await wiring.listen(watched, get_node_ip_address(), 0)
-            self._line = self._open_line()
+            self._reporting = self._open_reporting()
         self._start("warm the system prompts", self._warm_system_prompts, restarts=False)
 
     def _start(
@@ -173,7 +181,7 @@ class DecodeServer(PDDecodeServer):
         add_api_layer(app, engine.parsers.why_no_tools, died)
         if self._wiring.listen is None:
             apis = {route.path: route.api for route in public_routes(app)}
-            add_middleware(app, Resumed, apis=apis, engine_died=died)
+            add_middleware(app, ResumeMiddleware, apis=apis, engine_died=died)
         return app
 
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
@@ -184,19 +192,19 @@ class DecodeServer(PDDecodeServer):
             orchestrator=self._orchestrator,
             prefill_call=self._prefill,
             meter=meter,
-            gate=compute_gate(vllm_config, meter),
+            gate=make_prefill_admission(vllm_config, meter),
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
-            reusing=self._reusing(vllm_config),
+            blending=self._blending_planner(vllm_config),
         )
 
-    def _reusing(self, vllm_config: Any) -> Reusing | None:
-        if self._wiring.reusing is None:
+    def _blending_planner(self, vllm_config: Any) -> BlendingPlanner | None:
+        if self._wiring.make_blending_planner is None:
             return None
         hasher = block_hasher(vllm_config)
-        reusing = self._wiring.reusing(hasher, vllm_config.cache_config.block_size)
-        reusing.held = self._planner.holds
-        return reusing
+        planner = self._wiring.make_blending_planner(hasher, vllm_config.cache_config.block_size)
+        planner.holds_blocks = self._planner.holds
+        return planner
 
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
         # The call runs without the context of a client's request: with it, Serve would give all
@@ -210,10 +218,10 @@ class DecodeServer(PDDecodeServer):
             response.cancel()  # otherwise the prefill engine would continue to compute
             raise
 
-    def _with_keys(self, port: InFlight) -> KeysRoute:
+    def _with_keys(self, port: InFlight) -> BlockKeysRoute:
         """Return the port's application with a route that returns a prompt's block hashes."""
         planner, config = self._planner, self.engine.llm.vllm_config
-        return keys_route(port, self._app, config, planner.supplies, planner.machine)
+        return keys_route(port, self._app, config, planner.available_runs, planner.machine)
 
     @property
     def _kv(self) -> str:
@@ -221,9 +229,9 @@ class DecodeServer(PDDecodeServer):
         kind = self._kind
         return "" if kind is None else str(kind.of_epoch(self.engine.meter.kv_epoch))
 
-    def _open_line(self) -> ReplicaLine:
-        """Open the line that reports this replica's state and its engine's blocks to gateways."""
-        line = ReplicaLine(
+    def _open_reporting(self) -> ReplicaReporting:
+        """Start to report this replica's state and its engine's blocks to gateways."""
+        reporting = ReplicaReporting(
             serve.get_replica_context().replica_id.unique_id,
             "decode",
             get_runtime_context().get_node_id(),
@@ -234,24 +242,24 @@ class DecodeServer(PDDecodeServer):
             facts=self._planner.report_fields,
             kv=lambda: self._kv,
         )
-        self._planner.on_change.append(line.changed)
-        return line
+        self._planner.on_change.append(reporting.changed)
+        return reporting
 
     def _watch_members(self) -> None:
         """Keep the planner informed about which prefill replicas run."""
         loop = asyncio.get_running_loop()
 
-        def tell(replicas: frozenset[str]) -> None:
+        def update(replicas: frozenset[str]) -> None:
             loop.call_soon_threadsafe(self._orchestrator.prefill_members, replicas)
 
-        MEMBERS.watch("prefill", tell)
+        MEMBERS.watch("prefill", update)
 
     async def _watch_prefill(self) -> None:
-        """Probe the prefill replicas that are in doubt, at an interval."""
+        """Probe the failing prefill replicas, at an interval."""
         await self._probe("")  # with the first call the handle learns which replicas exist
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
-            for replica in self._planner.prefills_in_doubt():
+            for replica in self._planner.failing_prefill_replicas():
                 why = await self._probe(replica)
                 if why is None:
                     self._planner.prefill_up(replica)
@@ -269,31 +277,31 @@ class DecodeServer(PDDecodeServer):
         except Exception as error:
             with contextlib.suppress(Exception):
                 probe.cancel()
-            return f"a probe found it gone ({type(error).__name__})"
-        return None if replica in ("", answered) else "a probe found it gone"
+            return f"a probe found it not running ({type(error).__name__})"
+        return None if replica in ("", answered) else "a probe found it not running"
 
-    async def _keep_obeying(self) -> None:
+    async def _poll_overrides(self) -> None:
         while True:
-            await asyncio.sleep(ORDERS_INTERVAL_S)
-            await self._obey_notes()
+            await asyncio.sleep(OVERRIDES_INTERVAL_S)
+            await self._apply_overrides()
 
-    async def _obey_notes(self) -> None:
-        """Apply the orders that are in force and have not reached this replica."""
+    async def _apply_overrides(self) -> None:
+        """Apply the overrides that are in force and have not reached this replica."""
         try:
-            noted = await asyncio.to_thread(self._notes.all)
-            for order in self._obedience.news(noted, time.time()):
-                if "policy" in order:
-                    self._planner.policy = order["policy"]
+            stored = await asyncio.to_thread(self._overrides.all)
+            for override in self._applied_overrides.pending(stored, time.time()):
+                if "policy" in override:
+                    self._planner.policy = override["policy"]
                 else:
-                    await self.engine.llm.speculation(order)
+                    await self.engine.llm.speculation(override)
         except Exception as error:
-            logger.warning("cannot read the orders in force: %r", error)
+            logger.warning("cannot read the settings overrides: %r", error)
 
     async def __del__(self) -> None:
         """Finish the requests of this replica's port, then shut down (see `serving.draining`)."""
-        line = getattr(self, "_line", None)
-        if line is not None:
-            line.drains()
+        reporting = getattr(self, "_reporting", None)
+        if reporting is not None:
+            reporting.drains()
         listener = getattr(self, "_listener", None)
         if listener is not None:
             # Requests of a dead engine end on their own, and its replacement needs the resources.
@@ -302,8 +310,8 @@ class DecodeServer(PDDecodeServer):
                 await listener.stop(grace)
         for task in getattr(self, "_tasks", ()):
             task.cancel()
-        if line is not None:
-            await line.close()
+        if reporting is not None:
+            await reporting.close()
         await super().__del__()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -318,11 +326,11 @@ class DecodeServer(PDDecodeServer):
     async def headrace_replica(self) -> dict[str, Any]:
         """Return the facts by which gateways choose and call this replica.
 
-        These are its load, its report line, its routes, its techniques and its port's token.
+        These are its load, its report stream, its routes, its techniques and its port's token.
         """
-        line = {} if self._line is None else self._line.info()
+        endpoint = {} if self._reporting is None else self._reporting.info()
         own = {"routes": self._routes, "token": self._token, "techniques": self.engine.llm.offered}
-        return {**self._load(), **line, **own}
+        return {**self._load(), **endpoint, **own}
 
     def _load(self) -> dict[str, Any]:
         """Return the URL at which this replica listens, and its load.
@@ -359,7 +367,7 @@ class DecodeServer(PDDecodeServer):
             **self.engine.meter.snapshot(),
             "router": self._planner.snapshot(),
             "speculation": await self._speculation(),
-            "reuse": self.engine.llm.reuse_counts(),
+            "blending": self.engine.llm.blending_counts(),
             "planning": {
                 "requests": orchestrator.requests_total,
                 "seconds": round(orchestrator.own_seconds_total, 6),
@@ -369,9 +377,9 @@ class DecodeServer(PDDecodeServer):
     async def headrace_warm(
         self, bodies: Sequence[dict[str, Any]], salt: str, pin: bool
     ) -> list[dict[str, Any]]:
-        """Compute and store prompts' KV (`warm.warm`); pin it in the store if `pin` is set."""
+        """Compute and store prompts' KV (`prompt_warmup`); pin it in the store if `pin` is set."""
         planner = self._planner
-        done = await warm(
+        done = await warm_prompts(
             self._app,
             self._llm_config.model_id,
             bodies,
@@ -387,7 +395,7 @@ class DecodeServer(PDDecodeServer):
         return done
 
     async def _speculation(self) -> dict[str, Any] | None:
-        """Return the state of drafting for the status; None if a busy or dead engine gives none."""
+        """Return the state of speculative decoding; None if a busy or dead engine gives none."""
         try:
             return await asyncio.wait_for(self.engine.llm.speculation({}), SPECULATION_WAIT_S)
         except Exception:
@@ -405,7 +413,7 @@ class DecodeServer(PDDecodeServer):
         """Change the engine's drafting and return its state; None if the engine does not draft."""
         return await self.engine.llm.speculation(command)
 
-    async def headrace_memory(self, command: dict[str, Any]) -> dict[str, Any] | None:
+    async def headrace_corpus(self, command: dict[str, Any]) -> dict[str, Any] | None:
         """Run a command of `CorpusLoader` at this replica's drafting memory.
 
         Return the answer; None without a memory.
@@ -426,26 +434,6 @@ class DecodeServer(PDDecodeServer):
 
 class DPDecodeServer(DecodeServer, DPServer):
     """A `DecodeServer` whose engine is one rank of a data-parallel group."""
-
-
-def without_responses_store() -> None:
-    """Switch vLLM's store of answers off for this process."""
-    if os.environ.get(RESPONSES_STORE, "0") != "0":
-        logger.warning("%s is ignored: answers are not kept", RESPONSES_STORE)
-    os.environ[RESPONSES_STORE] = "0"
-
-
-def refuse_api_key(environment: Mapping[str, str]) -> None:
-    """Refuse an environment in which vLLM asks for a key that gateways do not pass on.
-
-    Raises:
-        ValueError: such a key is set.
-    """
-    if environment.get(API_KEY):
-        raise ValueError(
-            f"{API_KEY} has no effect with headrace.token_path: relay, where the gateway checks "
-            "keys; unset it and set headrace.gateway.api_keys or api_keys_file"
-        )
 
 
 async def _answer(response: Any) -> Any:

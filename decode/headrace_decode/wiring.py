@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace_decode.orchestrate import Planner
-from headrace_decode.reusing import Reusing
-from headrace_decode.tenants import ALL_ALIKE, Tenants
+from headrace_decode.planning.blending_planner import BlendingPlanner
+from headrace_decode.planning.orchestrator import Planner
+from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
 from headrace_engine.meter import EngineMeter
-from headrace_kvstore.supply import Supply
+from headrace_kvstore.lookup.availability import AvailableRun
 
 
 class Listener(Protocol):
@@ -38,9 +38,11 @@ class PrefillAwarePlanner(Planner, Protocol):
     def prefill_members(self, replicas: Collection[str]) -> None: ...
     def prefill_up(self, replica: str) -> None: ...
     def prefill_down(self, why: str, replica: str) -> None: ...
-    def prefills_in_doubt(self) -> list[str]: ...
+    def failing_prefill_replicas(self) -> list[str]: ...
     def explain(self, request_id: str) -> dict[str, Any] | None: ...
-    async def supplies(self, token_ids: Sequence[int], salt: str) -> Sequence[Supply]: ...
+    async def available_runs(
+        self, token_ids: Sequence[int], salt: str
+    ) -> Sequence[AvailableRun]: ...
     def report_fields(self) -> dict[str, Any]: ...
     def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
     def holds(self, blocks: Sequence[bytes]) -> Sequence[bool]: ...
@@ -67,6 +69,8 @@ class DecodeWiring:
     """Drafting policies of the tenants."""
     drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
     """Factory of a function that receives every report on drafting."""
-    reusing: Callable[[Callable[[Sequence[int], str], list[bytes]], int], Reusing] | None = None
-    """(hash function for a prompt's blocks, tokens of a block) -> chooser of stored KV to reuse at
-    other positions; None without reuse."""
+    make_blending_planner: (
+        Callable[[Callable[[Sequence[int], str], list[bytes]], int], BlendingPlanner] | None
+    ) = None
+    """(hash function for a prompt's blocks, tokens of a block) -> planner of stored KV to blend at
+    other positions; None without KV blending."""

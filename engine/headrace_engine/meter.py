@@ -4,7 +4,7 @@ An engine reports, at each step, the tokens that it computed and the time that t
 moved KV or the store supplied some, it reports bytes and seconds. `EngineMeter` keeps the present
 load, totals since the start, and the fit of the engine's step times. It also keeps a short backlog
 of loads from the store, as samples for the models that are fitted to them. It imports neither Ray
-nor vLLM; `_vllm_compat` feeds it.
+nor vLLM; `headrace_engine.vllm.engine` feeds it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 
 BACKLOG_SAMPLES = 256
 """Samples kept for a reader that comes later; older ones are dropped, since models forget them

@@ -19,6 +19,8 @@ Rows and prompt tokens share a curve, and prompts alone do not show the cost of 
 gives 4 and 16 answers at once, each to a prompt of one token. The number of tokens that rows attend
 to is known here. The meter's estimate counts whole blocks: 16 rows of four tokens seemed to attend
 to 2,000 tokens, so context seemed expensive and rows free.
+
+The steps are kept for the next start of the same engine (`rehearsal_cache`).
 """
 
 from __future__ import annotations
@@ -26,18 +28,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from headrace_engine.meter import EngineMeter, Step
-from headrace_kvstore.salts import marked
+from headrace_kvstore.identity.salts import isolated_salt
 
 PROMPT_TOKENS = (16, 96, 384, 1536, 1920)
 """Lengths that spread the step-time model's features; cut to what the model and engine take."""
 ANSWER_TOKENS = 4
 ROWS = (4, 16)
 TIMES = 3
+WARM_TOKENS = 96
+"""An engine that knows its step times computes prompts up to this length before it serves, so that
+no client waits for its kernels and imports."""
 SHORT_TOKENS, SHORT_S = 384, 0.4
 """If the prompts of at most `SHORT_TOKENS` together take longer than `SHORT_S` in the second round,
 only they are repeated. The first round does not count: a GPU's kernels are made in it, which takes
@@ -60,13 +65,21 @@ async def rehearse(
     prompts: list[list[int]],
     most_rows: int,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
+    known: Sequence[Step] = (),
+) -> list[Step]:
     """Compute each prompt, and answers at once, up to `TIMES` times; `meter` learns the fastest of
     each step.
 
     Args:
         most_rows: maximum number of requests that the engine answers at once.
+        known: steps of an earlier rehearsal. `meter` learns these instead, and the engine only
+            warms up: it computes the prompts of at most `WARM_TOKENS` once, and a few answers.
+
+    Returns:
+        The steps that `meter` learned.
     """
+    times, row_counts = (1, ROWS[:1]) if known else (TIMES, ROWS)
+    prompts = [ids for ids in prompts if not known or len(ids) <= WARM_TOKENS]
     start = uuid.uuid4().hex  # new for each start: the engine may have the last one's KV
     fastest: dict[tuple[int, int], Step] = {}
 
@@ -84,9 +97,11 @@ async def rehearse(
     see = steps.append
     meter.learns = False
     meter.on_step.append(see)
-    for number in range(TIMES):
+    for number in range(times):
         name, began_s = f"rehearsal-{start}-{number}", clock()
-        salt = marked(name, "rehearsal")  # no client asks for these prompts, so they are not stored
+        salt = isolated_salt(
+            name, "rehearsal"
+        )  # no client asks for these prompts, so they are not stored
         for ids in prompts:
             if number and len(ids) > SHORT_TOKENS and clock() - began_s > SHORT_S:
                 break
@@ -96,7 +111,7 @@ async def rehearse(
             for at, step in enumerate(steps):
                 answered += step.rows
                 keep((len(ids), at), step, len(ids) + answered)
-        for asked in ROWS:
+        for asked in row_counts:
             rows = min(asked, most_rows)
             steps.clear()
             answers = (answer(prompts[0][:1], f"{name}-{rows}-{n}", salt) for n in range(rows))
@@ -105,6 +120,8 @@ async def rehearse(
                 if step.rows == rows:  # all have begun, and none has ended
                     keep((0, asked), step, rows * ANSWER_TOKENS / 2)
     meter.on_step.remove(see)
-    for step in fastest.values():
+    learned = list(known) or list(fastest.values())
+    for step in learned:
         meter.step_time.observe(*step)
     meter.learns = True
+    return learned

@@ -1,12 +1,5 @@
-"""`HeadraceConnector`: the KV store in an engine, its loads priced by the engine's step times."""
+"""The path at which vLLM finds the KV store's connector (`kv_connector_module_path`)."""
 
-from __future__ import annotations
+from headrace_engine.connector.connector import HeadraceConnector
 
-from headrace_engine.connector.connector import StoreConnector
-from headrace_engine.steptime import StepTime
-
-
-class HeadraceConnector(StoreConnector):
-    """The node's KV store as a connector. KV in a slow tier is computed if that is faster."""
-
-    make_step_time = StepTime
+__all__ = ["HeadraceConnector"]

@@ -28,11 +28,11 @@ import zmq
 
 from headrace_kvstore.node.administration import ACTIONS, parse_hex
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import NodeAway, call
-from headrace_kvstore.protocol.server import NodeRunning
-from headrace_kvstore.settings import SettingsError
+from headrace_kvstore.protocol.client import NodeUnavailable, call
+from headrace_kvstore.protocol.server import NodeAlreadyRunning
+from headrace_kvstore.settings.node_settings import NodeSettings
+from headrace_kvstore.settings.store_settings import SettingsError
 
 ANSWER_S = 30.0
 """Longest wait for the node: clearing a disk takes a while."""
@@ -84,7 +84,7 @@ def _run(settings: NodeSettings) -> int:
         signal.signal(number, lambda *_: ended.set())
     try:
         node = StoreNode(settings).start()
-    except (NodeRunning, OSError, ValueError, zmq.ZMQError) as error:
+    except (NodeAlreadyRunning, OSError, ValueError, zmq.ZMQError) as error:
         print(error, file=sys.stderr)
         return 1
     print("ready", flush=True)
@@ -98,7 +98,7 @@ def _run(settings: NodeSettings) -> int:
 def _ask(settings: NodeSettings, request: wire.Request) -> int:
     try:
         reply = call(settings.name, request, ANSWER_S, settings.socket_folder)
-    except NodeAway as error:
+    except NodeUnavailable as error:
         print(error, file=sys.stderr)
         return 1
     if not isinstance(reply, wire.Stats):

@@ -20,21 +20,21 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 
 from headrace.config import AppSection, to_app_args
 from headrace.config.integrity import IntegritySection
-from headrace.config.kvbudget import planned
+from headrace.config.kv_budget import apply_kv_budget
 from headrace.config.load import validate
-from headrace.dropin import refusals
+from headrace.deploy.blending import add_blending
+from headrace.deploy.drop_in import refusals
+from headrace.deploy.sparse_attention import add_sparse_attention
+from headrace.deploy.speculative_decoding import add_speculative_decoding, tenants_of
+from headrace.deploy.store import add_store
 from headrace.observability import ProcessSetup
-from headrace.observability.drafting import RayDraftingMetrics
-from headrace.planning import RouterPlanner
-from headrace.reuse import add_reuse
-from headrace.sparse import add_sparse
-from headrace.speculation import add_speculation, tenants_of
-from headrace.standby import StandIn
-from headrace.store import add_store
-from headrace_decode._vllm_compat import PlannedVLLMEngine
+from headrace.observability.speculation import RaySpeculationMetrics
+from headrace.replica.planner import RouterPlanner
+from headrace.replica.prefill_fallback import PrefillFallback
+from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DPDecodeServer
 from headrace_decode.wiring import DecodeWiring
-from headrace_engine.exchange import CHECKS_KEY
+from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
 from headrace_engine.ray.llm import (
     PDServingArgs,
     build_direct_streaming_deployment,
@@ -46,7 +46,7 @@ from headrace_engine.ray.llm import (
 from headrace_engine.serving.draining import drain_options
 from headrace_engine.serving.parsers import shared
 from headrace_engine.serving.request_router import routed_as
-from headrace_prefill.server import DPPrefillServer, PrefillServer, Standby
+from headrace_prefill.server import DPPrefillServer, FallbackServing, PrefillServer
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def build_app(args: dict[str, Any]) -> Application:
     if section.techniques.kv_budget is not None:
         raise ValueError(
             "techniques.kv_budget: it is planned for a configuration file (`headrace up`, "
-            "`headrace.app:build_configured`); here set techniques.bounded or techniques.sparse"
+            "`headrace.app:build_configured`); here set techniques.compression or techniques.sparse"
         )
     if "port" not in section.gateway.model_fields_set:
         # Under a Serve config, Serve's proxy is in front; a port of our own must be asked for.
@@ -91,15 +91,15 @@ def build_app(args: dict[str, Any]) -> Application:
         _use_own_nixl(engine, section.integrity)
     saves = section.speculation.enabled and section.speculation.save
     store = add_store(section.store, engines, setup, save_board=saves)
-    add_speculation(section.speculation, pd.decode_config.engine_kwargs)
-    reusing = add_reuse(section.techniques.reuse, engines)
-    add_sparse(section.techniques, engines, engines[1:])
+    add_speculative_decoding(section.speculation, pd.decode_config.engine_kwargs)
+    reusing = add_blending(section.techniques.blending, engines)
+    add_sparse_attention(section.techniques, engines, engines[1:])
     prefill = _deployment(
         pd.prefill_config,
         "prefill",
         PrefillServer,
         DPPrefillServer,
-        {"setup": setup, "store": store, "standby": _standby(pd, section.token_path)},
+        {"setup": setup, "store": store, "fallback": _prefill_fallback(pd, section.token_path)},
         section.drain_s,
     )
     wiring = DecodeWiring(
@@ -107,8 +107,8 @@ def build_app(args: dict[str, Any]) -> Application:
         listen=_listen if section.token_path == "relay" else None,
         setup=setup,
         tenants=tenants_of(section.speculation),
-        drafting_metrics=RayDraftingMetrics,
-        reusing=reusing,
+        drafting_metrics=RaySpeculationMetrics,
+        make_blending_planner=reusing,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
     )
     bind = {"prefill_server": prefill, "wiring": wiring, "store": store}
@@ -131,17 +131,17 @@ def build_configured(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError: the configuration cannot be used; with a line for each problem.
     """
-    config, plan = planned(validate(args, files_here=False))
+    config, plan = apply_kv_budget(validate(args, files_here=False))
     if plan is not None:
         logger.info("techniques.kv_budget: %s", plan.chosen)
     return build_app(to_app_args(config))
 
 
-def _standby(pd: PDServingArgs, token_path: str) -> Standby | None:
+def _prefill_fallback(pd: PDServingArgs, token_path: str) -> FallbackServing | None:
     """Return how prefill replicas answer in place of decode replicas; None where they cannot."""
     if token_path != "relay" or _is_grouped(pd.prefill_config):
         return None
-    return Standby(PlannedVLLMEngine, StandIn)
+    return FallbackServing(PlannedVLLMEngine, PrefillFallback)
 
 
 def _use_own_nixl(engine: dict[str, Any], integrity: IntegritySection) -> None:
@@ -169,7 +169,7 @@ def _trace_engine(config: Any, otlp_endpoint: str) -> None:
 
 
 async def _listen(app: Any, host: str, port: int) -> Any:
-    from headrace.gateway.listen import GATEWAY_READS_S, serve_gateway
+    from headrace.gateway.ingress.http_server import GATEWAY_READS_S, serve_gateway
 
     return await serve_gateway(app, host, port, send_timeout_s=GATEWAY_READS_S)
 

@@ -25,8 +25,8 @@ from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from headrace_engine.exchange import refusal
-from headrace_engine.handoff import (
+from headrace_engine.kv_transfer.compatibility import refusal
+from headrace_engine.kv_transfer.handoff import (
     PARAMS_KEY,
     REUSED_KEY,
     PrefillError,
@@ -34,20 +34,20 @@ from headrace_engine.handoff import (
     PrefillResult,
     produce_params,
 )
-from headrace_engine.kvkind import kv_kind
+from headrace_engine.kv_transfer.kv_kind import kv_kind
 from headrace_engine.meter import Step
 from headrace_engine.ray.engine import MeteredVLLMEngine
-from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
-from headrace_engine.reporting.replica import ReplicaLine
+from headrace_engine.reporting.prompt_backlog import PromptBacklog, ReceivedPlans
+from headrace_engine.reporting.replica_reporting import ReplicaReporting
 from headrace_engine.serving.techniques import unsupported
+from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
-from headrace_engine.vllm.engine import cache_layout, compute_gate, engine_facts
-from headrace_kvstore.cluster.keeper import join_store
+from headrace_engine.vllm.engine import cache_layout, engine_facts, make_prefill_admission
 
 logger = logging.getLogger("headrace.prefill")
 
 
-class StandIn(Protocol):
+class PrefillFallback(Protocol):
     """A server that answers clients with a prefill replica's engine while no decode replica can."""
 
     async def start(self) -> None: ...
@@ -56,11 +56,11 @@ class StandIn(Protocol):
 
 
 @dataclass(frozen=True)
-class Standby:
+class FallbackServing:
     """Engine class and server of a prefill replica that can answer clients, importable by name."""
 
     engine_cls: type[MeteredVLLMEngine]
-    stand_in: Callable[[Callable[[], Awaitable[Any]], Any], StandIn]
+    make_server: Callable[[Callable[[], Awaitable[Any]], Any], PrefillFallback]
     """Called with (maker of vLLM's ASGI application, the engine); returns the server."""
 
 
@@ -80,27 +80,27 @@ class PrefillServer(PDPrefillServer):
         *,
         setup: Callable[[str], None] | None = None,
         store: DeploymentHandle | None = None,
-        standby: Standby | None = None,
+        fallback: FallbackServing | None = None,
     ):
         if setup is not None:
             setup("prefill")
-        engine_cls = MeteredVLLMEngine if standby is None else standby.engine_cls
+        engine_cls = MeteredVLLMEngine if fallback is None else fallback.engine_cls
         await super().__init__(llm_config, engine_cls=engine_cls)
         self.engine: MeteredVLLMEngine
-        self._stand_in: StandIn | None = None
+        self._fallback: PrefillFallback | None = None
         self._reuses: bool | None = None
-        if standby is not None:
+        if fallback is not None:
             make_app = partial(LLMServer.__serve_build_asgi_app__, self)
-            self._stand_in = standby.stand_in(make_app, self.engine)
-            await self._stand_in.start()
-        self._gate = compute_gate(self.engine.vllm_config, self.engine.meter)
+            self._fallback = fallback.make_server(make_app, self.engine)
+            await self._fallback.start()
+        self._gate = make_prefill_admission(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
         self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
-        self._ahead, self._heard = PromptsAhead(), HeardPlans()
+        self._ahead, self._heard = PromptBacklog(), ReceivedPlans()
         self.engine.meter.on_step.append(self._on_step)
-        self._line = ReplicaLine(
+        self._line = ReplicaReporting(
             self._replica_id,
             "prefill",
             self._machine,
@@ -192,7 +192,7 @@ class PrefillServer(PDPrefillServer):
         """Return the stored runs of a request; None if this engine cannot make KV from them."""
         if request.reuse and self._reuses is None:
             try:
-                self._reuses = "reuse" not in await unsupported(self.engine.llm)
+                self._reuses = "blending" not in await unsupported(self.engine.llm)
             except Exception:
                 logger.exception("no KV is reused: the engine does not tell whether it can")
                 self._reuses = False
@@ -220,9 +220,9 @@ class PrefillServer(PDPrefillServer):
         line = getattr(self, "_line", None)
         if line is not None:
             line.drains()
-        stand_in = getattr(self, "_stand_in", None)
-        if stand_in is not None:
-            await stand_in.stop()
+        prefill_fallback = getattr(self, "_stand_in", None)
+        if prefill_fallback is not None:
+            await prefill_fallback.stop()
         if line is not None:
             await line.close()
         joining = getattr(self, "_joining", None)
@@ -244,9 +244,9 @@ class PrefillServer(PDPrefillServer):
 
     async def headrace_replica(self) -> dict[str, Any]:
         """Return the facts with which gateways follow this replica's reports and blocks, and those
-        with which they send it clients' requests if it has a `Standby`."""
-        stands_in = {} if self._stand_in is None else self._stand_in.info()
-        return {"replica_id": self._replica_id, **stands_in, **self._line.info()}
+        with which they send it clients' requests if it has a `FallbackServing`."""
+        is_fallback = {} if self._fallback is None else self._fallback.info()
+        return {"replica_id": self._replica_id, **is_fallback, **self._line.info()}
 
     async def headrace_status(self) -> dict[str, Any]:
         """Return the state of this replica, JSON-able."""

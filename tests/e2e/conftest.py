@@ -30,7 +30,7 @@ ORDER = (
     "test_rest_face",
     "test_schema",
     "test_store",
-    "test_reuse",
+    "test_blending",
     "test_faults",
     "test_soak",
     "test_down",
@@ -102,7 +102,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
         "tls_key_file": str(key),
         "admission": {"classes": {"quick": {"ttft_target_s": 60}}},
     }
-    args["techniques"] = {"sparse": {"mode": "request"}, "bounded": {"mode": "request"}}
+    args["techniques"] = {"sparse": {"mode": "request"}, "compression": {"mode": "request"}}
     with ServedApp(args) as app, pytest.MonkeyPatch.context() as environment:
         environment.setenv("SSL_CERT_FILE", str(authority.file))
         yield app

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.test_reuse import FIRST, SECOND, answer, ask, reused, store_documents
+from tests.e2e.test_blending import FIRST, SECOND, answer, ask, reused, store_documents
 from tests.support.app import App, until
 from tests.support.faults import (
     ANSWER_TOKENS,
@@ -56,7 +56,7 @@ def test_prefill_dies_under_load(remote: App, victim: str) -> None:
         until(lambda: len(load.answers) >= CLIENTS, 120, "the load runs", app.status)
         before, reused_before = app.plans(), reused(app)
         prompts = [[f"Reader {n}.", SECOND, FIRST] for n in range(2)]
-        reusing = [pool.submit(ask, app, texts, salt, reuse="auto") for texts in prompts]
+        reusing = [pool.submit(ask, app, texts, salt, blending="auto") for texts in prompts]
         until(lambda: reused(app) > reused_before, 120, "requests reuse KV", app.status)
         if victim == "replica":
             orphans = kill(pid)

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from headrace.config.keyfile import hash_of, new_key
+from headrace.config.key_file import hash_of, new_key
 from tests.support.app import App, until
 from tests.support.browser import Browser
 from tests.support.exact import answer_by
@@ -84,7 +84,7 @@ def test_greedy_answers_are_those_of_a_plain_engine(app: App, way: str) -> None:
 def test_what_needs_drafting_says_what_to_set(app: App) -> None:
     for method, path in (("GET", ""), ("PUT", "/c"), ("DELETE", "/c")):
         body = {"texts": ["x"]} if method == "PUT" else None
-        answer = app.client.request(method, "/headrace/v1/memory" + path, json=body)
+        answer = app.client.request(method, "/headrace/v1/corpora" + path, json=body)
         assert answer.status_code == 409
         assert "set speculation.enabled: true" in answer.json()["error"]["message"]
 
@@ -162,7 +162,7 @@ def test_only_an_admin_key_administers(app: App, served: ServedApp) -> None:
     for method, path, body in (
         ("GET", "/headrace/v1/status", None),
         ("PUT", "/headrace/v1/router", {"policy": "local"}),
-        ("GET", "/headrace/v1/memory", None),
+        ("GET", "/headrace/v1/corpora", None),
     ):
         answer = app.client.request(method, path, json=body, headers=served.bearer("shop"))
         assert answer.status_code == 403, path

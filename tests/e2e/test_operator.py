@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace.advice import MIN_REQUESTS
+from headrace.disaggregation import MIN_REQUESTS
 from tests.support.app import DRAFT_TOKENS, MODEL, App, until
 from tests.support.prompts import noise
 from tests.support.promql import MADE_HERE, Asked, asked, exported
@@ -164,9 +164,9 @@ def test_metrics_have_one_prefix_each(app: App) -> None:
 EVENTFUL = {
     "ray_headrace_gateway_replica_losses_total": "a replica dies under a request",
     "ray_headrace_remote_prefill_failures_total": "a remote prefill is given up",
-    "ray_headrace_plans_remade_total": "a gateway's plan is stale; takes two decode replicas",
+    "ray_headrace_plans_replaced_total": "a gateway's plan is stale; takes two decode replicas",
     "ray_headrace_plan_regret_seconds_total": "a choice was worse than the next best",
-    "ray_headrace_kv_survey_failures_total": "the store node does not answer a planner",
+    "ray_headrace_kv_lookup_failures_total": "the store node does not answer a planner",
     "ray_headrace_speculation_failures_total": "the drafter fails",
     "ray_vllm_nixl_num_failed_transfers_total": "a transfer fails",
     "ray_vllm_nixl_num_failed_notifications_total": "a notification fails",

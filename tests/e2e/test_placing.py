@@ -21,7 +21,7 @@ import openai
 import psutil
 import pytest
 
-from headrace.resume import Resuming
+from headrace.client import ResumingTransport
 from tests.support.app import until
 from tests.support.faults import engine_core
 from tests.support.served import MODEL, ServedApp
@@ -321,7 +321,7 @@ class Stream(threading.Thread):
     def __init__(self, served: ServedApp, seed: int, *, resumes: bool) -> None:
         super().__init__()
         self._url, self._random = served.url, random.Random(seed)
-        self._transport = Resuming() if resumes else httpx.HTTPTransport()
+        self._transport = ResumingTransport() if resumes else httpx.HTTPTransport()
         self.tokens: list[int] = []
         self.replica, self.longest_s, self.error = "", 0.0, ""
         self.answers, self.done = threading.Event(), False

@@ -15,8 +15,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from headrace.config.gateway import GatewaySettings
 from headrace.gateway.admin import headrace_version
-from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.openapi import openapi_document
 from tests.support.app import App
 
@@ -30,7 +30,7 @@ MAX_TOKENS = 4
 ANSWER_LIMIT_S = 60.0
 SETTINGS = settings(derandomize=True, suppress_health_check=list(HealthCheck), max_examples=12)
 
-OWN = openapi_document(headrace_version(), GatewayOptions(), keys_on=False)
+OWN = openapi_document(headrace_version(), GatewaySettings(), keys_on=False)
 own = schemathesis.openapi.from_dict(OWN).exclude(method="PUT")
 """Without PUT, which would change the app that the other tests use."""
 

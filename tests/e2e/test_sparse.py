@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from headrace_decode.sparse.engine.counts import MIN_TOKENS
+from headrace_decode.attention.page_counts import MIN_TOKENS
 from tests.support.prompts import noise
 from tests.support.served import MODEL, ServedApp
 
@@ -72,8 +72,12 @@ def test_a_small_share_is_another_answer_behind_its_first_token(
 
 
 def test_a_bounded_answer_is_exact_until_its_context_is_dropped(client: openai.OpenAI) -> None:
-    exact, bounded, whole = (ask(client, LONG, bounded=share) for share in ("off", 0.2, 1))
-    assert [found[0] for found in (exact, bounded, whole)] == ["exact", "bounded", "bounded"]
+    exact, bounded, whole = (ask(client, LONG, compression=share) for share in ("off", 0.2, 1))
+    assert [found[0] for found in (exact, bounded, whole)] == [
+        "exact",
+        "compression",
+        "compression",
+    ]
     assert bounded[1][:MANY] == exact[1][:MANY]
     assert bounded[2][:MANY] == pytest.approx(exact[2][:MANY], abs=1e-3)
     assert bounded[2] != pytest.approx(exact[2], abs=1e-3)

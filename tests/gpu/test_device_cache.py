@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from headrace_kvstore.parts import WHOLE, Held
+from headrace_kvstore.blocks.sharding import WHOLE_LAYER, Shard
 
 pytestmark = pytest.mark.gpu
 
@@ -15,11 +15,13 @@ BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 6, 4, 16, 256, 3
 ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "heads first": (1, 0, 2, 3)}
 
 
-@pytest.mark.parametrize("held", [WHOLE, Held(8, 4, 4)], ids=["whole layers", "a rank's heads"])
+@pytest.mark.parametrize(
+    "held", [WHOLE_LAYER, Shard(8, 4, 4)], ids=["whole layers", "a rank's heads"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_blocks_cross_the_bus_unchanged(
-    order: tuple[int, ...], dtype: torch.dtype, held: Held
+    order: tuple[int, ...], dtype: torch.dtype, held: Shard
 ) -> None:
     from tests.support.devicecache import check_against_host
 

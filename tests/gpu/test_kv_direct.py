@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("nixl")
 
-from headrace_engine.connector.files import DIRECT_BACKEND
-from headrace_kvstore.nvme.nixl_mover import NixlMover
+from headrace_engine.connector.loading.file_loader import DIRECT_BACKEND
+from headrace_kvstore.nvme.nixl_file_io import NixlFileIo
 from headrace_kvstore.nvme.segment import Location
 from tests.support.direct_reads import Direct
 from tests.unit.test_kv_connector_files import BLOCKS, Engine, engines, places
@@ -39,18 +39,18 @@ def test_direct_reads_have_the_bytes_of_the_files(
     places: dict[bytes, Location],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from headrace_engine.connector.ways import DirectWay, Trial
+    from headrace_engine.connector.loading.read_paths import GdsPath, PathBenchmark
 
     try:
-        NixlMover(DIRECT_BACKEND, "VRAM").close()
+        NixlFileIo(DIRECT_BACKEND, "VRAM").close()
     except RuntimeError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(Trial, "choice", lambda trial: ("direct", trial.failed))
+    monkeypatch.setattr(PathBenchmark, "choice", lambda trial: ("direct", trial.failed))
     reads = Direct(DIRECT_BACKEND, "cuda")
     reads.load(places, [0])
     reads.tried()
     source = reads.load(places, list(range(BLOCKS)))
-    assert isinstance(source.way, DirectWay)
+    assert isinstance(source.way, GdsPath)
     assert not source.bad.any()
     assert [reads.content(n) for n in range(BLOCKS)] == [
         engines[0].content(n) for n in range(BLOCKS)

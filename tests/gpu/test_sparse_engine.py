@@ -1,4 +1,4 @@
-"""Sparse attention in engines on a GPU; `unit/test_sparse_device.py` has the backend in Triton's
+"""Sparse attention in engines on a GPU; `page/test_sparse_device.py` has the backend in Triton's
 interpreter.
 
 One engine for each of vLLM's model runners. Its basis knows nothing of the model: what is tested is
@@ -20,16 +20,16 @@ from benchmarks.gpu.noise import noise_calibration
 
 pytestmark = pytest.mark.gpu
 
-UNIT, TOKENS, ANSWER = 32, 3000, 24
-WORKER = "headrace_decode.sparse.engine.worker.SparseTakingUpWorker"
+PAGE, TOKENS, ANSWER = 32, 3000, 24
+WORKER = "headrace_decode.attention_backend.worker.SparseWorker"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["HND", "NHD"])
 def test_the_backend_holds(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace_decode.sparse.engine import counts
+    from headrace_decode.attention import page_counts
     from tests.support import sparse_device as device
 
-    monkeypatch.setattr(counts, "MIN_TOKENS", device.LEAST)
+    monkeypatch.setattr(page_counts, "MIN_TOKENS", device.LEAST)
     within = 5e-3  # the kernel multiplies in tf32
     device.check_mixed("cuda", order, within, prompts=True)
     device.check_mixed("cuda", order, within, prompts=False)
@@ -39,11 +39,11 @@ def test_the_backend_holds(order: tuple[int, ...], monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["first runner", "second runner"])
 def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from headrace_decode.sparse.engine.settings import SparseSettings
+    from headrace_decode.attention.settings import SparseSettings
 
     folder = tmp_path_factory.mktemp("sparse")
-    file = noise_calibration(folder / "noise.safetensors", model_config(), UNIT)
-    settings = SparseSettings(unit_tokens=UNIT, calibration=str(file))
+    file = noise_calibration(folder / "noise.safetensors", model_config(), PAGE)
+    settings = SparseSettings(page_tokens=PAGE, calibration=str(file))
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
     made = make_llm(
@@ -61,9 +61,9 @@ def answers(llm: Any, *shares: float | None) -> tuple[list[list[int]], int]:
     """To one prompt for each share, and how many rows were sparse."""
     from vllm import SamplingParams
 
-    from headrace_decode.sparse.engine.bound import BOUND
+    from headrace_decode.attention_backend.runtime import RUNTIME
 
-    before = BOUND.found
+    before = RUNTIME.sparse_row_count
     prompts = [[20 + (i * 7 + n) % 4000 for i in range(TOKENS)] for n in range(len(shares))]
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     sampling = [
@@ -76,12 +76,12 @@ def answers(llm: Any, *shares: float | None) -> tuple[list[list[int]], int]:
         for share in shares
     ]
     found = llm.generate(given, sampling, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in found], BOUND.found - before
+    return [list(one.outputs[0].token_ids) for one in found], RUNTIME.sparse_row_count - before
 
 
-def test_the_schedulers_block_is_the_unit_and_graphs_are_piecewise(llm: Any) -> None:
+def test_the_schedulers_block_is_the_page_and_graphs_are_piecewise(llm: Any) -> None:
     config = llm.llm_engine.vllm_config
-    assert config.cache_config.block_size == UNIT
+    assert config.cache_config.block_size == PAGE
     assert not config.compilation_config.cudagraph_mode.has_full_cudagraphs()
     assert config.use_v2_model_runner == (os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1")
 
@@ -90,7 +90,7 @@ def test_rows_that_ask_are_sparse_and_their_first_token_is_the_models(llm: Any) 
     [exact], none = answers(llm, None)
     [sparse], rows = answers(llm, 0.1)
     assert none == 0
-    assert ANSWER // 2 < rows < ANSWER, "dense until the units are summarised"
+    assert ANSWER // 2 < rows < ANSWER, "dense until the pages are summarised"
     assert sparse[0] == exact[0] and len(sparse) == ANSWER
 
 

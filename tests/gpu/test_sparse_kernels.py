@@ -1,4 +1,4 @@
-"""Sparse attention's kernels on a GPU equal the reference; `unit/test_sparse_kernels.py` says the
+"""Sparse attention's kernels on a GPU equal the reference; `page/test_sparse_kernels.py` says the
 same in the interpreter."""
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def test_summaries_scores_and_tables_are_the_references(
 ) -> None:
     from tests.support import sparse_kernels as kernels
 
-    for unit_tokens, dim in ((16, 64), (32, 128)):
-        one = kernels.case("cuda", dtype, unit_tokens, dim, order)
+    for page_tokens, dim in ((16, 64), (32, 128)):
+        one = kernels.case("cuda", dtype, page_tokens, dim, order)
         kernels.check_summaries(one, "cuda")
         kernels.check_scores(one, "cuda", within)
         kernels.check_tables(one, "cuda")
         kernels.check_unchanged_keys_are_not_summarised_again(one, "cuda")
 
 
-def test_of_equal_units_the_earlier_ones_are_taken() -> None:
+def test_of_equal_pages_the_earlier_ones_are_taken() -> None:
     from tests.support import sparse_kernels as kernels
 
     kernels.check_ties("cuda")
@@ -37,9 +37,9 @@ def test_of_equal_units_the_earlier_ones_are_taken() -> None:
 
 @pytest.mark.parametrize("name", ["triton_attention", "flash_attention"])
 @pytest.mark.parametrize("order", [HND, NHD], ids=["HND", "NHD"])
-def test_vllms_kernels_attend_to_the_chosen_units(name: str, order: tuple[int, ...]) -> None:
-    from headrace_decode.sparse.kernels import _vllm_compat
+def test_vllms_kernels_attend_to_the_chosen_pages(name: str, order: tuple[int, ...]) -> None:
+    from headrace_engine.vllm.attention import paged_kernels as attention_kernels
     from tests.support import sparse_kernels as kernels
 
     one = kernels.case("cuda", torch.bfloat16, 16, 64, order)
-    kernels.check_attention(one, "cuda", getattr(_vllm_compat, name), 3e-2)
+    kernels.check_attention(one, "cuda", getattr(attention_kernels, name), 3e-2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
-from headrace_decode.resume.llm import SCHEDULERS
+from headrace_decode.llm.engine_classes import SCHEDULERS
 from tests.support.tiny import tiny_llama
 
 pytestmark = pytest.mark.timeout(300)

@@ -19,7 +19,7 @@ from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S, Arena
 from headrace_kvstore.arena.locking import FileLock
 from headrace_kvstore.arena.shared_file import SharedFile
-from headrace_kvstore.table import WRITING
+from headrace_kvstore.blocks.slot_record import WRITING
 from tests.support.kvcheck import broken
 
 BLOCK, LAYERS, BLOCKS, KEYS = 16_000, 4, 60, 200
@@ -84,7 +84,7 @@ def work(folder: Path, seed: int) -> None:
     """Store and load at random for ever."""
     draw = random.Random(seed)
     arena = attach(folder)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     while True:
         numbers = draw.sample(range(KEYS), 6)
         arena.lookup(row, [HASHES[n] for n in numbers])
@@ -124,7 +124,7 @@ def end(child: int) -> int:
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Arena]:
     with attach(tmp_path) as arena:
-        arena.namespace(DIGEST, BLOCK, LAYERS)
+        arena.register_namespace(DIGEST, BLOCK, LAYERS)
         yield arena
 
 
@@ -210,7 +210,7 @@ def test_a_lost_writers_slot_is_free_again_when_its_time_is_over(tmp_path: Path)
     with Arena.create_or_attach(
         "arena", 60_000, folder=tmp_path, block_bytes=BLOCK, layers=LAYERS, clock=lambda: now_s
     ) as arena:
-        arena.namespace(DIGEST, BLOCK, LAYERS)
+        arena.register_namespace(DIGEST, BLOCK, LAYERS)
         assert end(fork(lambda: assert_(len(write(arena, 0, [1])) == 1))) == 0
         assert arena.stats()["writing"] == 1
         assert (write(arena, 0, [1]) == -1).all()
@@ -254,8 +254,8 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_parents_lock(arena: 
 def test_many_create_the_same_arena_at_once(tmp_path: Path) -> None:
     def one(digest: bytes) -> None:
         with attach(tmp_path) as arena:
-            row = arena.namespace(digest, BLOCK, LAYERS)
-            assert arena.namespace(digest, BLOCK, LAYERS) == row
+            row = arena.register_namespace(digest, BLOCK, LAYERS)
+            assert arena.register_namespace(digest, BLOCK, LAYERS) == row
 
     children = [fork(lambda seed=seed: one(bytes([seed % 4] * 16))) for seed in range(12)]
     assert [end(child) for child in children] == [0] * 12
@@ -281,7 +281,7 @@ def test_an_unrelated_process_finds_what_another_stored(arena: Arena, tmp_path: 
 from headrace_kvstore.arena.arena import Arena
 with Arena.create_or_attach("arena", {BLOCKS * 20_000}, folder={str(tmp_path)!r},
                             block_bytes={BLOCK}, layers={LAYERS}) as arena:
-    row = arena.namespace({DIGEST!r}, {BLOCK}, {LAYERS})
+    row = arena.register_namespace({DIGEST!r}, {BLOCK}, {LAYERS})
     slot = arena.lease(row, [{HASHES[7]!r}], 1.0)[0]
     print(arena.view(slot).min(), arena.view(slot).max())
 """
@@ -325,7 +325,7 @@ def test_a_process_killed_inside_the_policy_leaves_it_of_use(tmp_path: Path) -> 
         )
 
     arena = open_()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
 
     def die() -> None:
         with open_().policy as policy:
@@ -336,7 +336,7 @@ def test_a_process_killed_inside_the_policy_leaves_it_of_use(tmp_path: Path) -> 
     child = fork(die)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     for first in range(0, KEYS, 20):
-        assert arena.prompted(row, HASHES[first : first + 20])
+        assert arena.record_prompt(row, HASHES[first : first + 20])
         slots = write(arena, row, list(range(first, first + 20)))
         assert (slots >= 0).all()
     chosen = arena.policy.policy.choose(arena.table, time.monotonic(), 20)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.ports import free_port_block
+from headrace_engine.kv_transfer.ports import free_port_block
 from tests.support.kvobjects import BUCKET, Line, s3_options, s3_server
 from tests.support.machine import BLOCK, Machine, assert_same, full_tokens, until
 from tests.support.prompts import noise

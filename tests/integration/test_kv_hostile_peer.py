@@ -15,23 +15,23 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace_kvstore.checksum import payload_sums
+from headrace_kvstore.blocks.checksum import payload_sums
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.peers.agent import Agent
+from headrace_kvstore.peers.block_tags import TAG_BYTES
 from headrace_kvstore.peers.messages import (
     GetTags,
-    Hello,
+    HandshakeRequest,
+    HandshakeResponse,
     Lease,
     Leased,
-    Look,
-    News,
+    PollRequest,
+    PollResponse,
     Release,
-    Welcome,
     decode_reply,
 )
-from headrace_kvstore.peers.tags import TAG_BYTES
+from headrace_kvstore.peers.nixl_agent import NixlAgent
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import Client, NodeAway
+from headrace_kvstore.protocol.client import Client, NodeUnavailable
 from headrace_kvstore.protocol.membership import Membership
 from headrace_kvstore.protocol.server import SLOW_AT_ONCE
 from tests.support.kvnode import DIGEST, SECRET, SHAPE, Engine, keys, settings, until
@@ -53,8 +53,8 @@ def owner(tmp_path: Path) -> Iterator[StoreNode]:
 
 
 def address(node: StoreNode) -> str:
-    assert node.tiers.neighbours is not None and node.tiers.neighbours.address is not None
-    return node.tiers.neighbours.address
+    assert node.tiers.peer_service is not None and node.tiers.peer_service.address is not None
+    return node.tiers.peer_service.address
 
 
 def client(node: StoreNode, secret: str = SECRET, timeout_s: float = PATIENT_S) -> Client:
@@ -80,11 +80,11 @@ def test_a_peer_with_another_secret_gets_no_answer_and_a_member_does(
     owner: StoreNode, member: Client
 ) -> None:
     stranger = client(owner, "another app's secret", 1.0)
-    for request in (Hello(), Look("", 0, 0, 1000), lease("g", 0)):
-        with pytest.raises(NodeAway):
+    for request in (HandshakeRequest(), PollRequest("", 0, 0, 1000), lease("g", 0)):
+        with pytest.raises(NodeUnavailable):
             stranger.ask(request).result(PATIENT_S)
     stranger.close()
-    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+    assert isinstance(member.ask(HandshakeRequest()).result(PATIENT_S), HandshakeResponse)
 
 
 @pytest.mark.parametrize("curve", ["none", "own keys", "the members' server key only"])
@@ -101,8 +101,8 @@ def test_a_peer_without_the_secret_gets_not_a_byte_of_an_answer(
         socket.setsockopt(zmq.CURVE_SECRETKEY, private)
     socket.connect(f"tcp://{address(owner)}")
     for _ in range(5):
-        socket.send(wire.encode(1, Hello()))
-    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+        socket.send(wire.encode(1, HandshakeRequest()))
+    assert isinstance(member.ask(HandshakeRequest()).result(PATIENT_S), HandshakeResponse)
     assert not socket.poll(500)
     context.destroy(0)
 
@@ -126,7 +126,7 @@ def test_a_node_follows_no_owner_that_does_not_know_the_secret(
 def test_a_node_without_a_secret_lends_to_nobody(tmp_path: Path) -> None:
     node = StoreNode(settings(tmp_path, nvme_folder=None, secret=None)).start()
     with pytest.raises(ValueError, match="secret"):
-        node.lend("127.0.0.1:0")
+        node.serve_peers("127.0.0.1:0")
     assert node.close()
 
 
@@ -150,7 +150,7 @@ def test_frames_that_say_nothing_are_answered_and_the_node_goes_on(
         socket.send(bytes(frame))
         if number % 10 == 0:
             socket.send_multipart([b"more", b"than", b"one"])
-    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+    assert isinstance(member.ask(HandshakeRequest()).result(PATIENT_S), HandshakeResponse)
     context.destroy(0)
 
 
@@ -161,7 +161,7 @@ def test_a_message_that_is_too_long_ends_its_line_only(owner: StoreNode, member:
     socket.connect(f"tcp://{address(owner)}")
     socket.send(bytes(wire.MAX_REQUEST_BYTES + 1))
     assert not socket.poll(300)
-    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+    assert isinstance(member.ask(HandshakeRequest()).result(PATIENT_S), HandshakeResponse)
     context.destroy(0)
 
 
@@ -172,16 +172,16 @@ def test_as_many_slow_requests_as_may_wait_make_no_greeting_wait(
     assert dram is not None and dram.remote is not None
     stuck: list[Future[Leased]] = []
 
-    def lend(_: Lease) -> Future[Leased]:
+    def serve_peers(_: Lease) -> Future[Leased]:
         stuck.append(Future())
         return stuck[-1]
 
-    dram.remote.lender.lease = lend  # type: ignore[method-assign,assignment]
+    dram.remote.lease_server.lease = serve_peers  # type: ignore[method-assign,assignment]
     asked = [member.ask(lease("g", 0)) for _ in range(SLOW_AT_ONCE + 5)]
     until(lambda: sum(each.done() for each in asked) == 5)
     assert {each.result().reason for each in asked if each.done()} == {"the node is busy"}
-    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
-    assert isinstance(member.ask(Look("", 0, 0, 1000)).result(PATIENT_S), News)
+    assert isinstance(member.ask(HandshakeRequest()).result(PATIENT_S), HandshakeResponse)
+    assert isinstance(member.ask(PollRequest("", 0, 0, 1000)).result(PATIENT_S), PollResponse)
     for each in stuck:
         each.set_result(Leased())
 
@@ -195,7 +195,7 @@ def test_a_state_larger_than_a_message_comes_in_pages(owner: StoreNode, member: 
     first = publisher.log.next_seq - 20
     at, pages = first, 0
     while True:
-        news = member.ask(Look("", 0, at, 3500)).result(PATIENT_S)
+        news = member.ask(PollRequest("", 0, at, 3500)).result(PATIENT_S)
         assert news.first == at and len(news.batches) <= 3
         at, pages = at + len(news.batches), pages + 1
         if at == news.next:
@@ -239,13 +239,13 @@ def test_a_peer_that_writes_reaches_no_table_and_a_block_that_it_spoilt_is_a_mis
     """Everything that NIXL lets a member do with the metadata that it is given."""
     dram = owner.tiers.dram
     assert dram is not None
-    welcome = member.ask(Hello()).result(PATIENT_S)
-    leased = member.ask(lease(welcome.generation, *range(4))).result(PATIENT_S)
+    handshake = member.ask(HandshakeRequest()).result(PATIENT_S)
+    leased = member.ask(lease(handshake.generation, *range(4))).result(PATIENT_S)
     assert len(leased.rows) == 4
 
     memory = np.full(2 * SHAPE.payload_bytes, 0xEE, np.uint8)
-    agent = Agent(int(memory.ctypes.data), memory.size)
-    name = agent.meet(welcome.agent).result(PATIENT_S)
+    agent = NixlAgent(int(memory.ctypes.data), memory.size)
+    name = agent.connect(handshake.agent).result(PATIENT_S)
     arena = dram.arena
     tables = arena._bytes[: arena.geometry.data_offset].copy()
     for offset in (0, 512, 4096, arena.geometry.data_offset - 4096):
@@ -265,7 +265,7 @@ def test_a_peer_that_writes_reaches_no_table_and_a_block_that_it_spoilt_is_a_mis
         assert engine.has(*range(4)) == [True, False, True, True]
         engine.close()
     until(lambda: owner.operations.stats()["remote"]["lend"].get("corrupt_here") == 1)
-    member.tell(Release(leased.lease))
+    member.send(Release(leased.lease))
     assert agent.close(PATIENT_S)
 
 
@@ -276,18 +276,18 @@ def test_a_block_whose_sum_was_kept_while_its_bytes_were_changed_is_a_miss(
     dram = owner.tiers.dram
     assert dram is not None
     arena = dram.arena
-    welcome = member.ask(Hello()).result(PATIENT_S)
-    leased = member.ask(lease(welcome.generation, *range(4))).result(PATIENT_S)
+    handshake = member.ask(HandshakeRequest()).result(PATIENT_S)
+    leased = member.ask(lease(handshake.generation, *range(4))).result(PATIENT_S)
     tags = member.ask(GetTags(leased.lease)).result(PATIENT_S)
     assert len(tags.tags) == 4 * TAG_BYTES
 
     spoilt = leased.rows[1].address
     at = spoilt - arena.base_address
     memory = arena._bytes[at : at + SHAPE.payload_bytes].copy()
-    row, slots = arena.row_of(DIGEST), arena.lookup(0, keys(1))
+    row, slots = arena.find_namespace(DIGEST), arena.lookup(0, keys(1))
     forge(memory)
-    agent = Agent(int(memory.ctypes.data), memory.size)
-    name = agent.meet(welcome.agent).result(PATIENT_S)
+    agent = NixlAgent(int(memory.ctypes.data), memory.size)
+    name = agent.connect(handshake.agent).result(PATIENT_S)
     _write(agent, name, memory, spoilt, memory.size)
     until(lambda: bool((arena._bytes[at : at + len(memory)] == memory).all()), PATIENT_S)
     layers = spoilt + np.arange(SHAPE.layers) * SHAPE.layer_bytes
@@ -305,7 +305,7 @@ def test_a_block_whose_sum_was_kept_while_its_bytes_were_changed_is_a_miss(
     assert agent.close(PATIENT_S)
 
 
-def _write(agent: Agent, peer: str, memory: np.ndarray, to: int, length: int) -> None:
+def _write(agent: NixlAgent, peer: str, memory: np.ndarray, to: int, length: int) -> None:
     """Write into a peer's memory with NIXL alone."""
     nixl: Any = agent._agent
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import ray
 
-from headrace_kvstore.cluster.keeper import StoreNodeActor
-from headrace_kvstore.cluster.peering import Peering
+from headrace_engine.store_nodes.manager import StoreNodeActor
+from headrace_engine.store_nodes.peer_discovery import PeerDiscovery
 from headrace_kvstore.protocol.client import NodeClient
 from tests.support.kvnode import Engine, answers, locate, settings, until
 
@@ -77,10 +77,10 @@ def test_machines_pull_from_each_other_also_after_a_restart(
     owner, reader = nodes["owner"], nodes["reader"]
     assert all(stats(node)["remote"]["address"] is None for node in nodes.values())
     engines = [Engine(settings(tmp_path / name)) for name in nodes]
-    peering = Peering(ask)
+    peering = PeerDiscovery(ask)
 
     def known() -> int:
-        asyncio.run(peering.turn(nodes))
+        asyncio.run(peering.update(nodes))
         [peer] = stats(reader)["remote"]["peers"].values()
         return int(peer["blocks"]["DRAM"])
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace_kvstore.arena.arena import Arena
-from tests.support.fusing import VOCABULARY, FusingEngines
+from tests.support.cross_layer_models import VOCABULARY, FusingEngines
 from tests.support.layouts import LAYOUTS, WINDOWS, Layout
 from tests.support.machine import LOGPROB_TOLERANCE, until
 from tests.support.storenode import StoreNodeProcess
@@ -110,7 +110,7 @@ def assert_kept(machine: Machine, model: Path, layout: Layout) -> None:
     assert [answer["cached"] for answer in cold] == [0] * len(BLOCKS)
     until(lambda: machine.on_disk() >= before + sum(BLOCKS))
     with machine.arena() as arena:
-        assert arena.spaces()[-1].block_bytes == layout.block_bytes
+        assert arena.namespaces()[-1].block_bytes == layout.block_bytes
 
     machine.open(model, layout)
     assert_found(machine.ask(layout), cold, layout)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeClient
 from tests.support.kvcheck import broken
@@ -49,15 +49,15 @@ def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
     begin: Callable[..., Node], client: NodeClient
 ) -> None:
     node = begin(keep_arena=True)
-    mover = Mover()
-    engine, reader = Engine(node.settings), Reader(mover)
+    file_io = FileIo()
+    engine, reader = Engine(node.settings), Reader(file_io)
     until(lambda: answers(client))
     engine.put(*range(12))
     until(lambda: len(locate(client, *range(12))) == 12)
 
     node.kill()
     assert locate(client, 0) == []
-    assert not client.tell(wire.ReportBad(DIGEST, [wire.BadBlock(keys(0)[0], "/nowhere", 0)]))
+    assert not client.send(wire.ReportBad(DIGEST, [wire.BadBlock(keys(0)[0], "/nowhere", 0)]))
     engine.put(20)
     assert engine.has(0, 20) == [True, True]
 
@@ -76,7 +76,7 @@ def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
     assert node.end() == 0
     assert set(os.listdir(node.folder)) == {"nvme", "arena"}
     reader.close()
-    mover.close()
+    file_io.close()
     engine.close()
 
 
@@ -139,7 +139,7 @@ def test_a_second_node_is_refused_and_sigterm_leaves_nothing_but_files(
     second.process.communicate(timeout=30)
     said = second.said()
     assert second.process.returncode == 1 and "another store node" in said
-    assert isinstance(first.call(wire.Ping()), wire.Done)
+    assert isinstance(first.call(wire.GetStats()), wire.Stats)
     assert {"arena", "headrace-kv-arena.sock", "nvme"} < set(os.listdir(folder))
     assert first.end() == 0
     assert set(os.listdir(folder)) == {"nvme"}

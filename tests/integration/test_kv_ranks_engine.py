@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S
-from headrace_kvstore.table import READY, WRITING
+from headrace_kvstore.blocks.slot_record import READY, WRITING
 from tests.support.kvcheck import broken
 from tests.support.machine import BLOCK, Machine, assert_same, full_tokens, until
 from tests.support.prompts import noise
@@ -78,7 +78,7 @@ def test_a_block_of_both_ranks_is_one_block_with_a_part_a_head(
     computed: object, machine: Machine
 ) -> None:
     with machine.arena() as arena:
-        [space] = arena.spaces()
+        [space] = arena.namespaces()
         assert space.layers == LAYERS * KV_HEADS
         assert arena.stats()["writing"] == 0
 

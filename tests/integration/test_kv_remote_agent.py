@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from headrace_kvstore.peers.agent import Agent, PullError
+from headrace_kvstore.peers.nixl_agent import NixlAgent, PullError
 
 SIZE = 2**20
 LIMIT_S, PATIENT_S = 60.0, 120.0
@@ -20,7 +20,7 @@ class Side:
         self.memory[:] = fill
         self.address = int(self.memory.ctypes.data)
         self.serves = False
-        self.agent = Agent(self.address, SIZE, lambda: self.serves)
+        self.agent = NixlAgent(self.address, SIZE, lambda: self.serves)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 def test_pieces_go_where_they_belong_and_nowhere_else(sides: tuple[Side, Side]) -> None:
     owner, reader = sides
     owner.memory[:] = np.arange(SIZE) // 4096 % 251
-    name = reader.agent.meet(owner.agent.metadata).result(PATIENT_S)
+    name = reader.agent.connect(owner.agent.metadata).result(PATIENT_S)
     at = np.array([0, 8192, 65536], np.uint64)
     pull = reader.agent.read(
         name,
@@ -54,7 +54,7 @@ def test_pieces_go_where_they_belong_and_nowhere_else(sides: tuple[Side, Side]) 
 
 def test_memory_that_was_not_registered_is_refused(sides: tuple[Side, Side]) -> None:
     owner, reader = sides
-    name = reader.agent.meet(owner.agent.metadata).result(PATIENT_S)
+    name = reader.agent.connect(owner.agent.metadata).result(PATIENT_S)
     beyond = np.array([owner.address + SIZE])
     pull = reader.agent.read(name, np.array([reader.address]), beyond, np.array([4096]), LIMIT_S)
     with pytest.raises(PullError, match="refused"):
@@ -72,26 +72,26 @@ def test_an_unknown_or_forgotten_peer_is_lost_and_can_be_met_again(
 
     with pytest.raises(PullError, match="lost"):
         read("nobody")
-    name = reader.agent.meet(owner.agent.metadata).result(PATIENT_S)
+    name = reader.agent.connect(owner.agent.metadata).result(PATIENT_S)
     read(name)
-    reader.agent.forget(name)
+    reader.agent.disconnect(name)
     with pytest.raises(PullError, match="lost"):
         read(name)
-    read(reader.agent.meet(owner.agent.metadata).result(PATIENT_S))
+    read(reader.agent.connect(owner.agent.metadata).result(PATIENT_S))
 
 
 def test_metadata_that_is_none_is_refused(sides: tuple[Side, Side]) -> None:
     _, reader = sides
     for metadata in (b"", b"nonsense" * 50):
         with pytest.raises(PullError):
-            reader.agent.meet(metadata).result(PATIENT_S)
+            reader.agent.connect(metadata).result(PATIENT_S)
 
 
 def test_what_waits_too_long_is_slow_and_a_closed_agent_reads_nothing(
     sides: tuple[Side, Side],
 ) -> None:
     owner, reader = sides
-    name = reader.agent.meet(owner.agent.metadata).result(PATIENT_S)
+    name = reader.agent.connect(owner.agent.metadata).result(PATIENT_S)
     columns = (np.array([reader.address]), np.array([owner.address]), np.array([4096]))
     with pytest.raises(PullError, match="slow"):
         reader.agent.read(name, *columns, -1.0).result(PATIENT_S)
@@ -99,4 +99,4 @@ def test_what_waits_too_long_is_slow_and_a_closed_agent_reads_nothing(
     with pytest.raises(PullError, match="off"):
         reader.agent.read(name, *columns, LIMIT_S).result(PATIENT_S)
     with pytest.raises(PullError, match="off"):
-        reader.agent.meet(owner.agent.metadata).result(PATIENT_S)
+        reader.agent.connect(owner.agent.metadata).result(PATIENT_S)

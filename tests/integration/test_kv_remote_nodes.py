@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.board import Note
 from headrace_kvstore.protocol.client import NodeClient
+from headrace_kvstore.protocol.gossip_log import GossipEntry
 from tests.support.kvnode import DIGEST, SHAPE, Engine, answers, keys, locate, until
 from tests.support.kvprocess import Node
 
@@ -114,14 +114,16 @@ def test_notes_on_one_node_s_board_come_to_the_other_s_and_no_further(begin: Beg
     here = f"127.0.0.1:{free_port()}"
     owner = begin("owner", listen="127.0.0.1:0", peers=(here,))
     reader = begin("reader", listen=here, peers=(remote(owner)["address"],))
-    place = owner.call(wire.ReadNotes("", 0, 2**20)).generation
+    place = owner.call(wire.ReadEntries("", 0, 2**20)).generation
     for last in (1, 2):
-        owner.call(wire.PostNote(place, Note(b"writer", b"stream", last, b"note")))
-    owner.call(wire.PostNote("another", Note(b"writer", b"stream", 3, b"for another board")))
+        owner.call(wire.AppendEntry(place, GossipEntry(b"writer", b"stream", last, b"note")))
+    owner.call(
+        wire.AppendEntry("another", GossipEntry(b"writer", b"stream", 3, b"for another board"))
+    )
     until(lambda: reader.stats()["board"]["notes"] == 2, PATIENT_S)
-    page = reader.call(wire.ReadNotes("", 0, 2**20))
-    assert [(note.last, note.data) for note in page.notes] == [(1, b"note"), (2, b"note")]
-    reader.call(wire.PostNote(page.generation, Note(b"other", b"stream", 1, b"back")))
+    page = reader.call(wire.ReadEntries("", 0, 2**20))
+    assert [(note.last, note.data) for note in page.entries] == [(1, b"note"), (2, b"note")]
+    reader.call(wire.AppendEntry(page.generation, GossipEntry(b"other", b"stream", 1, b"back")))
     until(lambda: owner.stats()["board"]["notes"] == 3, PATIENT_S)
     assert peer(owner)["notes"] == 1, "its own are not sent back"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S, Arena
-from headrace_kvstore.table import READY, WRITING
+from headrace_kvstore.blocks.slot_record import READY, WRITING
 from tests.support.kvcheck import broken
 from tests.support.machine import (
     BLOCK,

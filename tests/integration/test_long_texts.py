@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile.attacks import MEGABYTE, TROUBLE
-from headrace_decode.longtext import LONG_CHARS
+from headrace_decode.rendering.long_texts import LONG_CHARS
 from tests.support.tiny import POSITIONS, tiny_llama
 
 Renderers = tuple[Any, Any]
@@ -21,7 +21,7 @@ def renderers() -> Iterator[Renderers]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import renderer_from_config
 
-    from headrace_decode.renderer import LongTextRenderer
+    from headrace_decode.rendering.long_text_renderer import LongTextRenderer
 
     config = EngineArgs(model=str(tiny_llama()), dtype="float32").create_engine_config()
     plain = renderer_from_config(config)

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from headrace_engine.quiet_nixl import event_driven
+from headrace_engine.kv_transfer.nixl_cpu_usage import event_driven
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

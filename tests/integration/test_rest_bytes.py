@@ -18,7 +18,7 @@ import pytest
 
 from headrace.model import resolve
 from headrace.router.blocks.hashing import PromptKeys
-from headrace_kvstore.salts import salt_of
+from headrace_kvstore.identity.salts import tenant_salt
 from tests.support.rest_requests import (
     ANSWERS,
     CALL,
@@ -376,7 +376,7 @@ def test_a_response_has_the_keys_of_its_prompt(servers: Servers) -> None:
 def test_keys_are_a_tenants_own(servers: Servers) -> None:
     body = {"model": NAME, "prompt": list(range(300)), "cache_salt": "own"}
     hashed = PromptKeys(BLOCK_TOKENS)
-    for tenant, salt in ((None, "own"), ("acme", salt_of("acme", "own"))):
+    for tenant, salt in ((None, "own"), ("acme", tenant_salt("acme", "own"))):
         told = servers.keys("/v1/completions", body, tenant)
         assert keys_in(told) == hashed.keys(range(300), salt).tolist()
 
@@ -493,4 +493,4 @@ def test_a_stream_of_several_prompts_ends_with_an_error_that_says_why(servers: S
     answer = servers.gateway.post(COMPLETION_PATH, json=body, headers={"x-cut-after": "4"})
     error = json.loads(answer.content.split(b"data: ")[-1])["error"]
     assert error["code"] == "replica_lost"
-    assert "one request asks the engine several times" in error["message"]
+    assert "one request has several prompts" in error["message"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headrace_decode.attention.page_counts import MIN_TOKENS
 from headrace_decode.sparse.basis import COORDINATES
-from headrace_decode.sparse.engine.counts import MIN_TOKENS
 from tests.support.prompts import noise
 from tests.support.sparse_engine import SparseEngine
 from tests.support.tiny import LAYERS, tiny_llama
@@ -69,8 +69,8 @@ def test_sparse_rows_begin_behind_the_prompt_and_soon(
     assert MANY - 3 <= found["sparse_rows"] < MANY
     assert found["tokens"][0][0] == exact[1][0], "the prompt's last row attends to all"
     assert found["tokens"][0] != exact[1]
-    units = (len(PROMPTS[1]) + MANY) // 32
-    assert abs(found["made"] - LAYERS * units) <= LAYERS
+    pages = (len(PROMPTS[1]) + MANY) // 32
+    assert abs(found["made"] - LAYERS * pages) <= LAYERS
 
 
 def test_summaries_of_a_cached_prefix_are_not_made_again(engine: SparseEngine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.sparse.engine.counts import MIN_TOKENS
+from headrace_decode.attention.page_counts import MIN_TOKENS
 from tests.support.prompts import noise
 from tests.support.sparse_engine import SparseEngine
 from tests.support.tiny import tiny_llama

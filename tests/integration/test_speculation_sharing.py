@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.drafting.corpora import Exchange
-from benchmarks.drafting.processes import Child, Node, Replica
+from benchmarks.draft_memory.corpora import Exchange
+from benchmarks.draft_memory.processes import Child, Node, Replica
 from tests.support.kvnode import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -60,7 +60,7 @@ def test_a_new_replica_starts_with_what_the_others_know(begin: Begin) -> None:
     a = begin(Replica)
     asked = answers(1)
     a.call("answer", asked)
-    until(lambda: a.call("stats")["untold"] == 0 and a.call("stats")["posted"] > 0, PATIENT_S)
+    until(lambda: a.call("stats")["pending"] == 0 and a.call("stats")["posted"] > 0, PATIENT_S)
     a.kill()
     new = begin(Replica)
     assert new.call("wait", len(asked), PATIENT_S)

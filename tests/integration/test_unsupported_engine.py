@@ -14,11 +14,11 @@ from tests.support.unsupported_models import BLOCK, MODELS, TOKENS
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 WHY = {
-    "ernie": {"reuse": "turns channels 2j", "bounded": "turns channels 2j"},
-    "yarn": {"reuse": "rope_type 'yarn'", "bounded": "rope_type 'yarn'"},
-    "longrope": {"reuse": "rope_type 'longrope'", "bounded": "rope_type 'longrope'"},
-    "mixtral": {"reuse": "rows of MixtralForCausalLM"},
-    "qwen3_moe": {"reuse": "rows of Qwen3MoeForCausalLM"},
+    "ernie": {"blending": "turns channels 2j", "compression": "turns channels 2j"},
+    "yarn": {"blending": "rope_type 'yarn'", "compression": "rope_type 'yarn'"},
+    "longrope": {"blending": "rope_type 'longrope'", "compression": "rope_type 'longrope'"},
+    "mixtral": {"blending": "rows of MixtralForCausalLM"},
+    "qwen3_moe": {"blending": "rows of Qwen3MoeForCausalLM"},
 }
 
 
@@ -40,7 +40,7 @@ def test_it_starts_and_tells_which_techniques_it_cannot_do(
     assert all(wanted[technique] in why[technique] for technique in why)
     said = "\n".join(found[name]["said"])
     assert said.count("nothing is reused in this engine") == 1
-    assert said.count("requests keep all KV") == ("bounded" in wanted)
+    assert said.count("requests keep all KV") == ("compression" in wanted)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

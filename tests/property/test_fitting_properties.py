@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.fitting import LinearTime, RecursiveLeastSquares
+from headrace_kvstore.least_squares import LinearTime, RecursiveLeastSquares
 
 COEFFICIENT = st.floats(-5, 5)
 

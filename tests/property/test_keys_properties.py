@@ -15,13 +15,13 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from headrace_decode.rendering.keys import KeysRoute, Prompt
+from headrace_decode.rendering.keys import BlockKeysRoute, RenderedPrompt
 from headrace_engine.vllm.kv_cache import BlockHasher
-from headrace_kvstore.salts import salt_of
+from headrace_kvstore.identity.salts import tenant_salt
 
 ALGORITHM = "sha256_cbor"
 SALTS = st.text(max_size=30) | st.builds(
-    salt_of, st.text(st.characters(exclude_characters=":"), min_size=1), st.text(max_size=9)
+    tenant_salt, st.text(st.characters(exclude_characters=":"), min_size=1), st.text(max_size=9)
 )
 
 
@@ -42,12 +42,12 @@ def test_keys_are_the_engines(token_ids: list[int], salt: str, block: int) -> No
         block_hasher=kv_cache_utils.get_request_block_hasher(block, hash_function),
     )
 
-    async def render(target: str, body: dict[str, Any]) -> Prompt:
-        return Prompt(token_ids, salt, 1)
+    async def render(target: str, body: dict[str, Any]) -> RenderedPrompt:
+        return RenderedPrompt(token_ids, salt, 1)
 
     async def nothing(scope: Any, receive: Any, send: Any) -> None: ...
 
-    route = KeysRoute(nothing, render, BlockHasher(ALGORITHM, block))
+    route = BlockKeysRoute(nothing, render, BlockHasher(ALGORITHM, block))
     told = asyncio.run(route.answer(json.dumps({"target": "/", "body": {}}).encode()))
     keys = np.frombuffer(base64.b64decode(told["keys"]), "<u8")
     assert keys.tolist() == [

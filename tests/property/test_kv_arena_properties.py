@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.geometry import SECTION
-from headrace_kvstore.table import FREE, STORED
+from headrace_kvstore.blocks.slot_record import FREE, STORED
 from tests.support.kvcheck import broken
 
 SIZES = ((4000, 3), (9000, 1), (2000, 2))  # block bytes, layers of three namespaces
@@ -56,11 +56,12 @@ class ArenaMachine(RuleBasedStateMachine):
         for row, (block_bytes, layers) in enumerate(SIZES):
             try:
                 assert (
-                    self.handles[row % 2].namespace(bytes([row] * 16), block_bytes, layers) == row
+                    self.handles[row % 2].register_namespace(bytes([row] * 16), block_bytes, layers)
+                    == row
                 )
             except ValueError:
                 assert block_bytes == 9000  # larger than a segment of the smallest arenas
-                self.handles[0].namespace(bytes([row] * 16), 100, layers)
+                self.handles[0].register_namespace(bytes([row] * 16), 100, layers)
 
     def attach(self) -> Arena:
         return Arena.create_or_attach(

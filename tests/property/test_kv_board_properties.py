@@ -8,30 +8,30 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace_kvstore.protocol.board import NOTE_COST_BYTES, Board, Note
-from headrace_kvstore.protocol.board import Kept as Saved
+from headrace_kvstore.protocol.gossip_log import ENTRY_COST_BYTES, GossipEntry, GossipLog
+from headrace_kvstore.protocol.gossip_log import SavedEntry as Saved
 
-CAPACITY_BYTES = 8 * NOTE_COST_BYTES
+CAPACITY_BYTES = 8 * ENTRY_COST_BYTES
 NAMES = st.sampled_from([b"a", b"b", b"c"])
 
 
 @dataclass
-class Kept:
+class SavedEntry:
     number: int
-    note: Note
+    note: GossipEntry
     own: bool
     restored: bool
 
     @property
     def size_bytes(self) -> int:
-        return len(self.note.data) + NOTE_COST_BYTES
+        return len(self.note.data) + ENTRY_COST_BYTES
 
 
 class Boards(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.board = Board(CAPACITY_BYTES, "g")
-        self.kept: list[Kept] = []
+        self.board = GossipLog(CAPACITY_BYTES, "g")
+        self.kept: list[SavedEntry] = []
         self.head = 0
         self.place = 0
 
@@ -53,21 +53,21 @@ class Boards(RuleBasedStateMachine):
     def put(
         self, writer: bytes, stream: bytes, last: int, size: int, own: bool, *, restored: bool
     ) -> bool:
-        note = Note(writer, stream, last, bytes(size))
+        note = GossipEntry(writer, stream, last, bytes(size))
         theirs = [k.note.last for k in self.kept if (k.note.writer, k.note.stream) == note_of(note)]
-        new = all(last > other for other in theirs) and size + NOTE_COST_BYTES <= CAPACITY_BYTES
+        new = all(last > other for other in theirs) and size + ENTRY_COST_BYTES <= CAPACITY_BYTES
         if restored:
             assert self.board.restore([Saved(note, own)]) == new
         else:
-            assert self.board.post(note, own=own) == new
+            assert self.board.append(note, own=own) == new
         if new:
             self.head += 1
-            self.kept.append(Kept(self.head, note, own, restored))
+            self.kept.append(SavedEntry(self.head, note, own, restored))
             while sum(kept.size_bytes for kept in self.kept) > CAPACITY_BYTES:
                 self.kept.remove(self.first_of_largest())
         return new
 
-    def first_of_largest(self) -> Kept:
+    def first_of_largest(self) -> SavedEntry:
         sizes = {
             kept.note.stream: sum(
                 k.size_bytes for k in self.kept if k.note.stream == kept.note.stream
@@ -77,24 +77,36 @@ class Boards(RuleBasedStateMachine):
         largest = max(sizes, key=lambda stream: (sizes[stream], -self.oldest(stream).number))
         return self.oldest(largest)
 
-    def oldest(self, stream: bytes) -> Kept:
+    def oldest(self, stream: bytes) -> SavedEntry:
         return next(kept for kept in self.kept if kept.note.stream == stream)
 
-    @rule(most_bytes=st.integers(0, CAPACITY_BYTES), but=NAMES | st.just(b""), own=st.booleans())
-    def read_on(self, most_bytes: int, but: bytes, own: bool) -> None:
-        page = self.board.read(self.place, most_bytes, generation="g", but=but, own=own)
+    @rule(
+        most_bytes=st.integers(0, CAPACITY_BYTES),
+        except_writer=NAMES | st.just(b""),
+        own=st.booleans(),
+    )
+    def read_on(self, most_bytes: int, except_writer: bytes, own: bool) -> None:
+        page = self.board.read(
+            self.place, most_bytes, generation="g", except_writer=except_writer, own=own
+        )
         wanted, size = [], 0
         for kept in self.kept:
-            if kept.number <= self.place or kept.note.writer == but or (own and not kept.own):
+            if (
+                kept.number <= self.place
+                or kept.note.writer == except_writer
+                or (own and not kept.own)
+            ):
                 continue
             size += len(kept.note.data)
             if wanted and size > most_bytes:
                 break
             wanted.append(kept)
-        assert page.notes == [kept.note for kept in wanted]
+        assert page.entries == [kept.note for kept in wanted]
         assert self.place <= page.after <= page.head == self.head
         skipped = [k for k in self.kept if self.place < k.number <= page.after and k not in wanted]
-        assert all(k.note.writer == but or not k.own for k in skipped), "nothing else is skipped"
+        assert all(k.note.writer == except_writer or not k.own for k in skipped), (
+            "nothing else is skipped"
+        )
         self.place = page.after
 
     @rule()
@@ -108,7 +120,7 @@ class Boards(RuleBasedStateMachine):
         assert stats["notes"] == len(self.kept)
 
 
-def note_of(note: Note) -> tuple[bytes, bytes]:
+def note_of(note: GossipEntry) -> tuple[bytes, bytes]:
     return note.writer, note.stream
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore import checksum as sums
-from headrace_kvstore.layout import LayoutError, layer_layout
+from headrace_kvstore.blocks import checksum as sums
+from headrace_kvstore.blocks.block_layout import LayoutError, layer_layout
 from tests.support.kvsums import Memory, model_sum
 
 SEEDS = st.integers(0, 2**64 - 1)

@@ -15,7 +15,7 @@ E4M3 = np.array(
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to the format."""
 DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])
-ORDERS = st.sampled_from([order for order in Order if order is not Order.LATENT])
+ORDERS = st.sampled_from(Order)
 QUICK = settings(max_examples=40)
 
 

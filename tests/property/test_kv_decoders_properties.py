@@ -12,41 +12,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.node import board_backup
-from headrace_kvstore.nvme.record import Shape, unpack_header, unpack_segment
+from headrace_kvstore.node import gossip_backup as board_backup
+from headrace_kvstore.nvme.record import BlockShape, unpack_header, unpack_segment
 from headrace_kvstore.peers import messages
-from headrace_kvstore.peers.directory import MEDIA, Directory
-from headrace_kvstore.peers.messages import Leased, Row
-from headrace_kvstore.peers.peer_source import PullLimits, RemoteOffer
-from headrace_kvstore.peers.pull_price import Run
-from headrace_kvstore.peers.tags import BlockTags
+from headrace_kvstore.peers.block_directory import MEDIA, BlockDirectory
+from headrace_kvstore.peers.block_tags import BlockTags
+from headrace_kvstore.peers.messages import Leased, LeasedBlock
+from headrace_kvstore.peers.peer_source import PeerLease, PullLimits
+from headrace_kvstore.peers.pull_cost import PeerRun
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.board import Note, Page
 from headrace_kvstore.protocol.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
 )
+from headrace_kvstore.protocol.gossip_log import EntryPage, GossipEntry
 from tests.support.kvnode import DIGEST, SECRET, SHAPE, keys
 
-NOTES = Page("g", 1, 2, [Note(b"w", b"s", 1, b"data")])
+NOTES = EntryPage("g", 1, 2, [GossipEntry(b"w", b"s", 1, b"data")])
 FRAMES = [
     wire.encode(3, body)
     for body in (
-        messages.Hello(),
-        messages.Look("g", 1, 2, 3),
+        messages.HandshakeRequest(),
+        messages.PollRequest("g", 1, 2, 3),
         messages.Lease("g", DIGEST, 4, 64, keys(0, 1), 3.0),
         messages.Release(1, [0, 1]),
         messages.GetTags(1),
         messages.Tags(b"tags"),
-        messages.Welcome("g", b"metadata"),
-        messages.News("g", NOTES, 3, [b"batch"], 4),
-        Leased(1, [Row(0, 2**47, 1, 2, 3, 0.5)], bytes(32)),
+        messages.HandshakeResponse("g", b"metadata"),
+        messages.PollResponse("g", NOTES, 3, [b"batch"], 4),
+        Leased(1, [LeasedBlock(0, 2**47, 1, 2, 3, 0.5)], bytes(32)),
         wire.Locate("r", DIGEST, keys(0), 1.0, 0.5),
-        wire.PostNote("g", NOTES.notes[0]),
+        wire.AppendEntry("g", NOTES.entries[0]),
         wire.Located(4, 64, [wire.Place("/a", 1, 0, bytes(32))]),
-        wire.Surveyed([("dram", 1, 0.0)]),
+        wire.LookupReply([("dram", 1, 0.0)]),
     )
 ]
 DECODERS = {
@@ -90,7 +90,7 @@ def test_a_frame_is_a_message_or_refused(name: str, frame: bytes) -> None:
 
 @settings(max_examples=300)
 @given(
-    body=st.binary(max_size=100) | values | damaged() | plain.map(lambda v: [[NOTES.notes[0], v]])
+    body=st.binary(max_size=100) | values | damaged() | plain.map(lambda v: [[NOTES.entries[0], v]])
 )
 def test_a_backup_is_notes_or_refused(body: Any) -> None:
     data = board_backup.pack(body if isinstance(body, list) else [])
@@ -126,7 +126,7 @@ events = st.one_of(
 def test_a_directory_takes_any_events_and_stays_within_its_bound(
     told: list[tuple[int, list[Any]]],
 ) -> None:
-    directory = Directory(most_blocks=10)
+    directory = BlockDirectory(most_blocks=10)
     for seq, batch in told:
         sent = msgspec.msgpack.encode(EventBatch(0.0, batch))
         with contextlib.suppress(ValueError, RecursionError):
@@ -139,7 +139,7 @@ def test_a_directory_takes_any_events_and_stays_within_its_bound(
 words = st.integers(0, 2**64 - 1)
 rows = st.lists(
     st.builds(
-        Row,
+        LeasedBlock,
         *(st.integers(0, 8) | st.integers(0, 2**32 - 1), words, words),
         *(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
         st.floats(0, 1e9),
@@ -155,13 +155,13 @@ class Source:
 @settings(max_examples=300)
 @given(rows, st.binary(max_size=200) | st.integers(0, 5).map(lambda n: bytes(8 * SHAPE.layers * n)))
 def test_a_lease_names_blocks_that_were_asked_for_or_is_refused(
-    leased: list[Row], sums: bytes
+    leased: list[LeasedBlock], sums: bytes
 ) -> None:
     asked = keys(*range(4))
     source: Any = Source()
     try:
-        offer = RemoteOffer(
-            *(source, Run("p", ()), "n", SHAPE, asked, Leased(1, leased, sums)),
+        offer = PeerLease(
+            *(source, PeerRun("p", ()), "n", SHAPE, asked, Leased(1, leased, sums)),
             *(BlockTags(SECRET, "g"), 0.0),
         )
     except (ValueError, IndexError, OverflowError):
@@ -196,5 +196,5 @@ def test_locations_have_sense_or_are_refused(
 def test_any_bytes_of_a_file_are_a_header_or_none(
     data: bytes, layers: int, layer_bytes: int
 ) -> None:
-    assert unpack_header(Shape(DIGEST, layers, layer_bytes), data) is None
+    assert unpack_header(BlockShape(DIGEST, layers, layer_bytes), data) is None
     assert unpack_segment(data) is None or np.frombuffer(data, np.uint8).any()

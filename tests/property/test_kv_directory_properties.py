@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.peers.directory import Directory, Event
+from headrace_kvstore.peers.block_directory import BlockDirectory, Event
 from headrace_kvstore.protocol.events import (
     DRAM,
     NVME,
@@ -68,7 +68,7 @@ steps = st.lists(
 )
 
 
-def sync(directory: Directory, node: Publisher, first: int, keep: int) -> None:
+def sync(directory: BlockDirectory, node: Publisher, first: int, keep: int) -> None:
     """Deliver batches from `first` on; on a gap, replay: the batches if they are kept, else the
     whole state under the latest number."""
     for seq in range(first, len(node.batches)):
@@ -89,7 +89,7 @@ def sync(directory: Directory, node: Publisher, first: int, keep: int) -> None:
 def test_whatever_was_lost_replayed_or_restarted_it_ends_with_what_the_node_holds(
     script: list[tuple[str, list[tuple[bool, Block]] | None]],
 ) -> None:
-    directory, node = Directory(), Publisher()
+    directory, node = BlockDirectory(), Publisher()
     sent = keep = 0
     for step, made in script:
         if step == "change" and made is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore.keys import KvIdentity, Namespace
+from headrace_kvstore.identity.namespace import KvIdentity, Namespace
 
 TEXT = st.text(st.sampled_from('ab",:{}\\ é\n'), min_size=1, max_size=6)
 SIZE = st.integers(1, 3)

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import (
     PAGE_BYTES,
-    Block,
-    Shape,
+    BlockShape,
+    RecordHeader,
     TierEvent,
     pack_header,
     unpack_header,
@@ -27,7 +27,7 @@ from tests.support.kvfiles import SHAPE, Bench, key
 SEGMENT_BYTES = PAGE_BYTES + 3 * SHAPE.record_bytes
 SEGMENTS = 3
 NUMBERS = st.lists(st.integers(0, 14), min_size=1, max_size=5, unique=True)
-MOVER: list[Mover] = []
+MOVER: list[FileIo] = []
 
 
 @given(data=st.data(), blocks=st.integers(0, 4), layers=st.integers(1, 6))
@@ -71,9 +71,9 @@ def test_a_header_gives_back_what_went_in_and_bears_no_flipped_bit(
     seed: int,
     flip: int,
 ) -> None:
-    shape = Shape(b"d" * 16, layers, layer_bytes)
+    shape = BlockShape(b"d" * 16, layers, layer_bytes)
     sums = np.random.default_rng(seed).integers(0, 2**64, layers, dtype=np.uint64)
-    block = Block(block_hash, depth=depth, sequence=sequence, sums=sums)
+    block = RecordHeader(block_hash, depth=depth, sequence=sequence, sums=sums)
     header = pack_header(shape, block)
     again = unpack_header(shape, header)
     assert again == block and (again.sums == sums).all()
@@ -89,7 +89,7 @@ class TierMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         if not MOVER:
-            MOVER.append(Mover())
+            MOVER.append(FileIo())
         self.folder = Path(tempfile.mkdtemp())
         self.bench = Bench(MOVER[0], blocks=8)
         self.told: set[bytes] = set()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.circuit_breaker import CircuitBreaker
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
 from headrace_kvstore.objects.object_format import ObjectName, object_bytes
 from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import SHAPE, key
@@ -34,9 +34,8 @@ class Sharing(RuleBasedStateMachine):
         self.flipped: set[str] = set()
 
     def made(self, writer: str) -> ObjectTier:
-        tier = ObjectTier(
-            self.store, writer, ROOM[writer], timeout_s=20.0, breaker=lambda: Breaker(10**9)
-        )
+        tier = ObjectTier(self.store, writer, ROOM[writer], timeout_s=20.0)
+        tier._reads, tier._writes = CircuitBreaker(10**9), CircuitBreaker(10**9)
         tier.refresh()
         return tier
 
@@ -148,7 +147,7 @@ def test_a_name_is_refused_or_says_what_it_is_made_of(text: str) -> None:
     tenant=st.integers(0, 2**32 - 1),
     compute_s=st.floats(0, 1e9, width=32),
     shape=st.builds(
-        Shape, st.binary(min_size=16, max_size=16), st.integers(1, 500), st.integers(1, 2**40)
+        BlockShape, st.binary(min_size=16, max_size=16), st.integers(1, 500), st.integers(1, 2**40)
     ),
 )
 def test_every_block_has_a_name_that_is_read_back(
@@ -158,9 +157,9 @@ def test_every_block_has_a_name_that_is_read_back(
     depth: int,
     tenant: int,
     compute_s: float,
-    shape: Shape,
+    shape: BlockShape,
 ) -> None:
-    save = Save(block_hash, 0, np.zeros(1), parent, depth, tenant, compute_s)
+    save = WriteRequest(block_hash, 0, np.zeros(1), parent, depth, tenant, compute_s)
     name = ObjectName.of(shape, writer, save)
     assert ObjectName.parse(str(name)) == name
     assert len(str(name)) < 255 + 33

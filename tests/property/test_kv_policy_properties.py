@@ -15,12 +15,12 @@ from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload, from_chains
+from headrace_kvstore.blocks.slot_record import FREE, READY, SLOT, WRITING
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.hazard import AGES, best_rate, fit
 from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.tree import Forest
-from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 
 MAKERS = {
     "lru": lambda n: LRU(),

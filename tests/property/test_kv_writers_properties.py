@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace_kvstore.arena.arena import TAKEN, WRITER_TIMEOUT_S, Arena
+from headrace_kvstore.arena.arena import EXISTS, WRITER_TIMEOUT_S, Arena
 from headrace_kvstore.arena.geometry import SECTION
-from headrace_kvstore.arena.writers import Writer
+from headrace_kvstore.arena.writer_group import Writer
 from tests.support.kvcheck import broken
 
 BLOCK, LAYERS, LAST = 4000, 6, 11
@@ -71,7 +71,7 @@ class WritersMachine(RuleBasedStateMachine):
             )
             for _ in range(2)
         ]
-        assert self.handles[0].namespace(b"n" * 16, BLOCK, LAYERS) == 0
+        assert self.handles[0].register_namespace(b"n" * 16, BLOCK, LAYERS) == 0
 
     def teardown(self) -> None:
         for handle in self.handles:
@@ -99,7 +99,7 @@ class WritersMachine(RuleBasedStateMachine):
                 assert slot == begun.slot, "the slot that another writer has begun"
                 self.copying[member].add(number)
             else:
-                assert slot == TAKEN
+                assert slot == EXISTS
 
     def may_join(self, begun: Filled, member: Member) -> bool:
         together = ENGINES[member[0]][1] > 1

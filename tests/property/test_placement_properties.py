@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.router.engines import full_s, prefill_s, step_s
-from headrace.router.place import PlaceRequest, place
+from headrace.router.placement.cluster_view import ClusterView
+from headrace.router.placement.place import place
+from headrace.router.placement.pricing import full_step_s, prefill_s, step_s
+from headrace.router.placement.request import PlacementRequest
 from headrace.router.plan import Plan, RouterSettings
-from headrace.router.view import View
-from headrace.router.wire import MAX_BYTES, decode, encode
-from headrace_engine.steptime import StepTime
+from headrace.router.plan_codec import MAX_BYTES, decode, encode
+from headrace_engine.step_time import StepTime
+from headrace_kvstore.lookup.availability import MEDIA, AvailableRun
 from tests.support.naive_placement import Cluster, Engine, Naive, Node
 
 FEW = settings(max_examples=150)
@@ -37,6 +39,16 @@ fixed_s, seconds = st.sampled_from([0.0, 0.001, 0.02, 0.5]), st.floats(0.0, 2.0)
 byte_s = st.sampled_from([0.0, 1e-9, 1e-7, 1e-6])
 fits = st.tuples(fixed_s, byte_s)
 blocks = st.integers(0, 40)
+waits = st.sampled_from([0.0, 0.01, 0.3])
+runs = st.lists(
+    st.builds(
+        lambda medium, number, wait_s: AvailableRun(medium, 16 * number, wait_s),
+        st.sampled_from(MEDIA),
+        st.integers(1, 20),
+        waits,
+    ),
+    max_size=4,
+)
 
 
 @st.composite
@@ -71,16 +83,15 @@ def clusters(draw: st.DrawFn, targets: bool = True) -> Cluster:
     optional = st.one_of(st.none(), fits)
     made = []
     for _ in range(nodes):
-        loads = {m: draw(optional) for m in ("dram", "nvme", "remote", "object")}
+        loads = {m: draw(optional) for m in ("dram", "nvme")}
         known = {medium: fit for medium, fit in loads.items() if fit is not None}
-        held = sorted((draw(blocks), draw(blocks)))
-        made.append(Node(held[0], held[1], known))
+        made.append(Node(draw(runs), known))
     target = st.sampled_from([None, 0.05, 0.5, 5.0]) if targets else st.none()
     return Cluster(
         engines,
         made,
-        links=[[draw(fits) for _ in range(nodes)] for _ in range(nodes)],
-        objects=draw(blocks),
+        elsewhere=draw(fits),
+        within=draw(fits),
         settings=RouterSettings(
             itl_target_s=draw(target),
             ttft_target_s=draw(target),
@@ -93,8 +104,9 @@ tokens = st.integers(0, 700)
 
 def placed(cluster: Cluster, number: int, **more: object) -> Plan:
     held = np.array(cluster.held(), np.int32)
-    request = PlaceRequest(
+    request = PlacementRequest(
         *("a", number, cluster.now_s, held),
+        available_runs=[node.runs for node in cluster.nodes],
         **more,  # type: ignore[arg-type]
     )
     return place(cluster.view(), request)
@@ -133,11 +145,7 @@ def test_one_replica_more_never_makes_an_answer_slower(
     """It stands on a node of its own and has nothing to do."""
     model = cluster.engines[like % len(cluster.engines)]
     more = Engine("new", role, len(cluster.nodes), model.step, model.step_tokens, held=model.held)
-    links = [[*row, (0.01, 1e-8)] for row in cluster.links]
-    links.append([(0.01, 1e-8)] * (len(cluster.nodes) + 1))
-    grown = replace(
-        cluster, engines=[*cluster.engines, more], nodes=[*cluster.nodes, Node()], links=links
-    )
+    grown = replace(cluster, engines=[*cluster.engines, more], nodes=[*cluster.nodes, Node()])
     before, after = placed(cluster, number), placed(grown, number)
     if bool(before.broken) == bool(after.broken):
         assert total(after) <= total(before) * (1 + 1e-9)
@@ -201,14 +209,14 @@ def test_engines_are_priced_exactly_as_their_step_times_say(
 ) -> None:
     prompt, rows, context = shape
     fit = steps(number)
-    view = View(16, 1000.0)
+    view = ClusterView(16, 1000.0)
     row = view.add("a", "decode", view.node("n"), step_tokens=budget)
     view.set_steps(row, fit)
     engine = view.engines[row], view.curves, view.padded, row
     told = step_s(*engine, float(prompt), float(rows), float(context), pairs)
     assert told == fit.seconds(prompt, rows, 0, context, pairs)
     view.engines[row]["running"], view.engines[row]["context"] = rows, context
-    told = prefill_s(*engine, prompt, pairs, full_s(*engine, prompt))
+    told = prefill_s(*engine, prompt, pairs, full_step_s(*engine, prompt))
     assert told == fit.prefill_s(prompt, pairs, step_tokens=budget, rows=rows, context=context)
 
 
@@ -220,6 +228,6 @@ def test_bytes_that_are_no_plan_are_refused(data: bytes) -> None:
 
 
 def test_every_number_of_a_plan_is_finite() -> None:
-    cluster = Cluster([Engine("d", "decode", 0, steps(0))], [Node()], [[(0.0, 0.0)]])
+    cluster = Cluster([Engine("d", "decode", 0, steps(0))], [Node()])
     for number in (0, 1, 1 << 20):
         assert all(math.isfinite(s) for s in placed(cluster, number).predicted.values())

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
-from headrace.router.sides import PrefillSide
+from headrace.router.decode_replica.prefill_targets import PrefillTarget
+from headrace.router.decode_replica.prefix_index import PrefixIndex, chain_seed, hash_blocks
 from tests.support.plans import TOKENS, gateway_plan
 
 BLOCK = 2
@@ -95,7 +95,7 @@ class BookkeepingMachine(RuleBasedStateMachine):
             random.Random(1),
         )
         self.alive: set[str] = set()
-        self.known: set[PrefillSide] = set()
+        self.known: set[PrefillTarget] = set()
 
     @rule(request_id=IDS, tokens=st.integers(0, 3000), first=st.integers(0, 3))
     def plan(self, request_id: str, tokens: int, first: int) -> None:
@@ -110,7 +110,7 @@ class BookkeepingMachine(RuleBasedStateMachine):
         replica = replica if kind == "remote" else ""
         given = gateway_plan(kind, decode="this replica", replica=replica)
         request = PlanRequest(request_id, range(TOKENS))
-        if self.router.why_stale(given, request) is None:
+        if self.router.stale_reason(given, request) is None:
             plan = self.router.adopt(given, request)
             self.alive.add(request_id)
             assert (plan.kind, plan.plan_id) == (kind, "g-1")
@@ -157,16 +157,16 @@ class BookkeepingMachine(RuleBasedStateMachine):
 
     @rule(replicas=st.sets(REPLICAS))
     def members(self, replicas: set[str]) -> None:
-        self.known |= set(self.router.sides.values())
+        self.known |= set(self.router.targets.values())
         self.router.prefill_members(replicas)
-        assert set(self.router.sides) == replicas
+        assert set(self.router.targets) == replicas
 
     @invariant()
     def loads_belong_to_living_requests(self) -> None:
         decode = self.router.decode_load
         assert decode.waiting_requests + decode.running <= len(self.alive)
         assert decode.waiting_tokens >= 0
-        self.known |= set(self.router.sides.values())
+        self.known |= set(self.router.targets.values())
         assert sum(side.load.waiting_requests for side in self.known) <= len(self.alive)
         assert all(side.load.waiting_tokens >= 0 for side in self.known)
 

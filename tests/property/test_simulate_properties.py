@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.simulate import known, loop
-from headrace.simulate.catalog import names, policy_named
+from headrace.simulate import event_loop, known_blocks
+from headrace.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
 from headrace.simulate.hardware import Engine, Hardware, prefill_s
-from headrace.simulate.run import Failure, Run, Settings, simulate
-from headrace.simulate.sight import Ask, Choice, Sight
+from headrace.simulate.policy_catalog import find_policy, names
+from headrace.simulate.run import Failure, SimulationRun, SimulationSettings, simulate
 from headrace.simulate.state import DONE
 from headrace.simulate.trace import BLOCK_TOKENS, Trace, Workload
 from tests.support.plain_engine import Request, play
@@ -65,14 +65,14 @@ def hardware(
     )
 
 
-def anywhere(sight: Sight, ask: Ask, rng: Random) -> Choice:
+def anywhere(cluster: ClusterState, request: PromptRequest, rng: Random) -> EnginePair:
     """A policy that does what it likes."""
-    p = rng.randrange(sight.prefills + 1) if sight.prefills else 0
-    d = rng.randrange(sight.prefills, len(sight.node))
-    return Choice(None if p == sight.prefills else p, d)
+    p = rng.randrange(cluster.prefills + 1) if cluster.prefills else 0
+    d = rng.randrange(cluster.prefills, len(cluster.node))
+    return EnginePair(None if p == cluster.prefills else p, d)
 
 
-def check(run: Run) -> None:
+def check(run: SimulationRun) -> None:
     s, req = run.state, run.state.req
     assert (req["phase"] == DONE).all()
     assert (req["emitted"] == req["output"]).all()
@@ -104,7 +104,7 @@ def test_every_request_ends_once_and_all_is_given_back(
 ) -> None:
     work = workload(seed, 40, 2.0)
     machines = hardware(blocks, step_tokens, store, mixed=mixed)
-    run = simulate(work, machines, *engines, anywhere, Settings(seed=seed))
+    run = simulate(work, machines, *engines, anywhere, SimulationSettings(seed=seed))
     check(run)
     req = run.state.req
     calm = req["preempted"] == 0
@@ -126,7 +126,7 @@ def test_every_request_ends_once_and_all_is_given_back(
 def test_failures_cost_time_and_no_request(seed: int, count: int) -> None:
     rng = Random(seed)
     failures = [Failure(rng.uniform(0.0, 3.0), rng.randrange(4), 1.0) for _ in range(count)]
-    settings_ = Settings(seed=seed, failures=failures, detect_s=0.1)
+    settings_ = SimulationSettings(seed=seed, failures=failures, detect_s=0.1)
     check(simulate(workload(seed, 30, 2.0), hardware(30, 512, 50), 2, 2, anywhere, settings_))
 
 
@@ -165,7 +165,8 @@ def test_one_engine_does_as_one_that_is_played_step_by_step(
 def test_a_policy_serves_everything_and_the_same_seed_gives_the_same_run(name: str) -> None:
     work, machines = workload(3, 60, 3.0), hardware(40, 512, 200)
     first, second = (
-        simulate(work, machines, 2, 3, policy_named(name), Settings(seed=5)) for _ in range(2)
+        simulate(work, machines, 2, 3, find_policy(name), SimulationSettings(seed=5))
+        for _ in range(2)
     )
     check(first)
     assert first.outcome == second.outcome
@@ -173,22 +174,22 @@ def test_a_policy_serves_everything_and_the_same_seed_gives_the_same_run(name: s
 
 def test_what_the_router_knows_is_what_the_engines_hold() -> None:
     work, machines = workload(7, 80, 4.0), hardware(20, 512, 30)
-    seen: dict[str, known.Known] = {}
+    seen: dict[str, known_blocks.KnownBlocks] = {}
 
-    def keep(sight: Sight, ask: Ask, rng: Random) -> Choice:
-        return anywhere(sight, ask, rng)
+    def keep(cluster: ClusterState, request: PromptRequest, rng: Random) -> EnginePair:
+        return anywhere(cluster, request, rng)
 
-    original = known.new_known
+    original = known_blocks.new_known_blocks
 
-    def new_known(capacities: list[int], *, ahead: int) -> known.Known:
+    def new_known_blocks(capacities: list[int], *, ahead: int) -> known_blocks.KnownBlocks:
         seen["known"] = original(capacities, ahead=ahead)
         return seen["known"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known, "new_known", new_known)
+        patch.setattr(known_blocks, "new_known_blocks", new_known_blocks)
         run = simulate(work, machines, 2, 2, keep)
     s, told = run.state, seen["known"]
-    known.catch_up(told, s.ev, float("inf"))
+    known_blocks.apply_changes(told, s.ev, float("inf"))
     slots = told.rows.slot
     for holder in range(told.holders):
         first, last = s.kv.of["first"][holder : holder + 2]
@@ -206,17 +207,22 @@ def test_an_engine_that_is_dead_takes_nothing() -> None:
     work = workload(1, 20, 2.0)
     failures = [Failure(0.0, 0, 100.0)]
     run = simulate(
-        work, hardware(40, 512), 2, 2, policy_named("round-robin"), Settings(failures=failures)
+        work,
+        hardware(40, 512),
+        2,
+        2,
+        find_policy("round-robin"),
+        SimulationSettings(failures=failures),
     )
     check(run)
     assert run.state.eng["prompt_tokens"][0] == 0
-    assert loop.GONE not in run.state.req["d"]
+    assert event_loop.GONE not in run.state.req["d"]
 
 
 def test_more_engines_serve_faster() -> None:
     work = workload(2, 60, 0.5)
     few, many = (
-        simulate(work, hardware(40, 512), n, n, policy_named("headrace")).outcome for n in (1, 4)
+        simulate(work, hardware(40, 512), n, n, find_policy("headrace")).outcome for n in (1, 4)
     )
     assert many.ttft_mean < few.ttft_mean
     assert replace(many, ttft_mean=0.0) != replace(few, ttft_mean=0.0)

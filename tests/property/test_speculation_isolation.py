@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculative.retrieval.draft_memory import Settings
+from benchmarks.draft_memory.one_row import OneRowMemory
+from headrace_decode.speculative.retrieval.draft_memory import MemorySettings
 
 SHARED = st.integers(0, 5)
 SECRET = st.lists(st.integers(100, 140), min_size=12, max_size=40, unique=True)
@@ -17,26 +17,26 @@ TEXTS = st.lists(st.lists(SHARED, min_size=2, max_size=40), max_size=5)
 Drafted = tuple[list[int], list[float], int, int]
 
 
-def memory_of_one_mib() -> Memory:
+def memory_of_one_mib() -> OneRowMemory:
     """It learns no chances: how often drafts of a kind were accepted is what tenants share."""
-    return Memory(Settings(capacity_bytes=1 << 20, learns=False, floor=0.0, replica=1))
+    return OneRowMemory(MemorySettings(capacity_bytes=1 << 20, floor=0.0, replica=1), learns=False)
 
 
-def plant(memory: Memory, secret: list[int], corpus: list[int], accepted: int) -> None:
+def plant(memory: OneRowMemory, secret: list[int], corpus: list[int], accepted: int) -> None:
     """Tenant "a" stores a secret and a corpus, is drafted for, and tells how that went."""
     for text in (secret, secret[::-1], corpus):
         past = memory.open_request("", np.array(text[:1], np.int32), "a")
         memory.extend(past, text[1:])
         memory.close_request(past)
     memory.add_to_corpus("c", 1, [np.array(corpus, np.int32)], tenant="a")
-    memory.flip("c", 1, tenant="a")
+    memory.activate_corpus("c", 1, tenant="a")
     now = memory.open_request("", np.array(secret[:4], np.int32), "a")
     for _ in range(8):
         draft = memory.draft(now, 4)
         memory.feedback(draft, len(draft), accepted)
 
 
-def drafts_of_b(memory: Memory, kept: list[list[int]], prompt: list[int]) -> list[Drafted]:
+def drafts_of_b(memory: OneRowMemory, kept: list[list[int]], prompt: list[int]) -> list[Drafted]:
     """What "b" is drafted along its prompt, token by token."""
     for text in kept:
         past = memory.open_request("", np.array(text[:1], np.int32), "b")

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculative.retrieval.draft_memory import Settings, tenant_key
-from headrace_decode.speculative.retrieval.pool import Arena
-from headrace_decode.speculative.retrieval.segments import CONTEXT
+from benchmarks.draft_memory.one_row import OneRowMemory
+from headrace_decode.speculative.retrieval.arena import Arena
+from headrace_decode.speculative.retrieval.draft_memory import MemorySettings, tenant_key
+from headrace_decode.speculative.retrieval.layout import CONTEXT
 
 TOKEN = st.integers(0, 3)
 TEXT = st.lists(TOKEN, min_size=1, max_size=60)
@@ -43,7 +43,7 @@ def check(draft: list[int], match: int, texts: list[list[int]], context: list[in
 def test_own_text_is_searched_as_a_naive_search_would(
     prompt: list[int], parts: list[list[int]]
 ) -> None:
-    memory = Memory(Settings(capacity_bytes=1 << 20, floor=0.0))
+    memory = OneRowMemory(MemorySettings(capacity_bytes=1 << 20, floor=0.0))
     handle, text = memory.open_request("", np.array(prompt, np.int32)), list(prompt)
     for part in parts:
         memory.extend(handle, part)
@@ -62,7 +62,7 @@ def test_own_text_is_searched_as_a_naive_search_would(
 def test_kept_text_is_searched_in_its_tenants_partition_alone(
     kept: list[tuple[str, list[int]]], tenant: str, context: list[int], tail: list[int]
 ) -> None:
-    memory = Memory(Settings(capacity_bytes=1 << 20, floor=0.0, lead_tokens=0))
+    memory = OneRowMemory(MemorySettings(capacity_bytes=1 << 20, floor=0.0, lead_tokens=0))
     for owner, text in kept:
         past = memory.open_request("", np.zeros(0, np.int32), owner)
         memory.extend(past, text)
@@ -78,7 +78,7 @@ def test_kept_text_is_searched_in_its_tenants_partition_alone(
 def test_a_partition_holds_the_newest_segments_whole(
     lengths: list[int], data: st.DataObject
 ) -> None:
-    memory = Memory(Settings(capacity_bytes=100_000, lead_tokens=0))
+    memory = OneRowMemory(MemorySettings(capacity_bytes=100_000, lead_tokens=0))
     written = []
     for number, length in enumerate(lengths):
         written.append([number * 1000 + n for n in range(length)])
@@ -113,17 +113,17 @@ def test_runs_of_the_arena_never_overlap_and_come_back(
     arena, taken = Arena(200), []
     for take, words, pick in steps:
         if take:
-            offset = arena.take(words)
+            offset = arena.allocate(words)
             if offset is not None:
                 assert all(offset + words <= o or o + w <= offset for o, w in taken)
                 assert offset >= 0 and offset + words <= 200
                 taken.append((offset, words))
         elif taken:
-            arena.give(*taken.pop(pick % len(taken)))
+            arena.free(*taken.pop(pick % len(taken)))
         assert arena.free_words == 200 - sum(words for _, words in taken)
     for run in taken:
-        arena.give(*run)
-    assert arena.take(200) == 0
+        arena.free(*run)
+    assert arena.allocate(200) == 0
 
 
 @settings(max_examples=40)
@@ -134,7 +134,7 @@ def test_runs_of_the_arena_never_overlap_and_come_back(
 def test_survival_is_a_probability_that_never_rises(
     texts: list[list[int]], outcomes: list[tuple[int, int]]
 ) -> None:
-    memory = Memory(Settings(capacity_bytes=1 << 20))
+    memory = OneRowMemory(MemorySettings(capacity_bytes=1 << 20))
     for text in texts:
         past = memory.open_request("", np.array([1], np.int32))
         memory.extend(past, text)

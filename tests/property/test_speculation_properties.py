@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace_decode.speculative.planning.budget import best_budget
-from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Limits, Load
-from headrace_decode.speculative.session import kv_room
-from headrace_engine.steptime import pairs_of
+from headrace_decode.speculative.planning.draft_budget import best_draft_budget
+from headrace_decode.speculative.planning.draft_planner import DraftPlanner, StepLimits, StepLoad
+from headrace_decode.speculative.session import kv_headroom
+from headrace_engine.step_time import pairs_of
 
 PLACES = 3
 Batch = tuple[NDArray[np.float32], NDArray[np.int32]]
@@ -57,7 +57,7 @@ def test_the_budget_is_the_best_of_all_choices(
     batch: Batch, seconds: NDArray[np.float64], room: int
 ) -> None:
     survival, lengths = batch
-    budget = best_budget(survival, lengths, seconds[: room + 1])
+    budget = best_draft_budget(survival, lengths, seconds[: room + 1])
     best = max(
         tokens_per_second(survival, take, seconds)
         for take in every_choice(lengths)
@@ -76,8 +76,8 @@ def test_no_draft_pays_where_the_bound_says_so(batch: Batch, seconds: NDArray[np
     survival, lengths = batch
     room = len(seconds) - 1
     bound = np.full((1, room), survival.max(), np.float32)
-    if best_budget(bound, np.array([room], np.int32), seconds, len(lengths)).take[0] == 0:
-        assert int(best_budget(survival, lengths, seconds).take.sum()) == 0
+    if best_draft_budget(bound, np.array([room], np.int32), seconds, len(lengths)).take[0] == 0:
+        assert int(best_draft_budget(survival, lengths, seconds).take.sum()) == 0
 
 
 @settings(max_examples=100)
@@ -93,8 +93,8 @@ def test_a_budget_keeps_to_every_limit(
 ) -> None:
     survival, lengths = batch
     rows = len(lengths)
-    load = Load(rows, prefill_tokens=prefill)
-    limits = Limits(step_tokens=rows + prefill + spare, itl_s=itl_s, draft_tokens=cap)
+    load = StepLoad(rows, prefill_tokens=prefill)
+    limits = StepLimits(step_tokens=rows + prefill + spare, itl_s=itl_s, draft_tokens=cap)
     planner = DraftPlanner(controls=False)
     taken = int(planner.choose(load, limits, survival, lengths).sum())
     assert taken <= spare
@@ -115,7 +115,7 @@ def test_drafts_never_ask_for_more_kv_blocks_than_are_free(
     block = 16
     num_tokens = np.array([n for n, _ in rows])
     blocks = -(-num_tokens // block) + np.array([spare for _, spare in rows])
-    room = kv_room(num_tokens, blocks, block, free, draft_tokens)
+    room = kv_headroom(num_tokens, blocks, block, free, draft_tokens)
     take = np.full(len(rows), draft_tokens) if room is None else np.minimum(room, draft_tokens)
     needed = np.maximum(-(-(num_tokens + take) // block) - blocks, 0)
     assert int(needed.sum()) <= free

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 
 COUNT = st.integers(0, 100_000)
 ANYTHING = st.floats(allow_nan=True, allow_infinity=True)

@@ -269,7 +269,7 @@ class Session:
             },
             **{f"speculation.{k}": v for k, v in SPECULATION.items()},
             "integrity.check": "all",
-            "techniques.reuse.mode": "request",
+            "techniques.blending.mode": "request",
             **settings,
             **dict(pair.split("=", 1) for pair in os.environ.get(SETTINGS, "").split()),
         }

@@ -24,17 +24,17 @@ def take_for_card() -> None:
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from headrace_decode.sparse.engine import counts, worker
-    from headrace_decode.sparse.engine.device import _vllm_compat as compat
-    from headrace_decode.sparse.engine.device import card
-    from headrace_decode.sparse.kernels import _vllm_compat as kernels
+    from headrace_decode.attention import page_counts
+    from headrace_decode.attention_backend import cuda_runtime, worker
+    from headrace_engine.vllm.attention import cuda as attention_cuda
+    from headrace_engine.vllm.attention import paged_kernels as kernels
 
     def use_backend(config: Any, path: str) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
-    compat.current_platform = SimpleNamespace(has_device_capability=lambda least: True)
+    attention_cuda.current_platform = SimpleNamespace(has_device_capability=lambda least: True)
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     worker.runs_on_cuda = lambda: True
-    card.use_backend = use_backend
-    counts.MIN_TOKENS = MIN_TOKENS
+    cuda_runtime.register_cuda_backend = use_backend
+    page_counts.MIN_TOKENS = MIN_TOKENS
     kernels.SEGMENTS = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS = 2

@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_engine.connector.device_cache import DeviceCache
-from headrace_kvstore.checksum import checksum
-from headrace_kvstore.codec import CODECS, LayerShape, Order, Unfit
-from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.parts import WHOLE, Held
+from headrace_engine.connector.caches.device_cache import DeviceCache
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.checksum import checksum
+from headrace_kvstore.blocks.sharding import WHOLE_LAYER, Shard
+from headrace_kvstore.codec import CODECS, LayerShape, Order, QuantizationRangeError
 from tests.support.device_kernels import layers
 
 BLOCKS, LAYERS = 5, 2
 
 
-def check_coded_against_host(device: str, name: str, shape: LayerShape, held: Held = WHOLE) -> None:
+def check_coded_against_host(
+    device: str, name: str, shape: LayerShape, held: Shard = WHOLE_LAYER
+) -> None:
     """Save under a codec, a block at a time, load into other blocks, and compare with the CPU's
     coder. `held`: which part of each stored layer that is."""
     h, n, d = shape.kv_heads, shape.block_tokens, shape.head_dim
@@ -59,6 +61,6 @@ def check_coded_against_host(device: str, name: str, shape: LayerShape, held: He
         assert (now[into] == back[:, layer]).all()
 
     there[1].view(BLOCKS, -1)[2, 0] = float("nan")
-    with pytest.raises(Unfit):
+    with pytest.raises(QuantizationRangeError):
         cache.save(np.array([2]), payloads[:1], seeds[:1])
     cache.close()

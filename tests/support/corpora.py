@@ -34,8 +34,8 @@ async def _main(model: str) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs import TokensPrompt
 
-    from headrace_decode._vllm_compat import PlannedLLM
-    from headrace_decode.corpora import CorpusLoader
+    from headrace_decode.llm.planned_llm import PlannedLLM
+    from headrace_decode.speculative.corpus_loader import CorpusLoader
     from headrace_decode.speculative.settings import engine_arguments
 
     arguments = AsyncEngineArgs(
@@ -47,8 +47,8 @@ async def _main(model: str) -> dict[str, Any]:
         **engine_arguments(8, mode="static:8", corpora=True),
     )
     llm = PlannedLLM.from_engine_args(arguments)
-    loader = CorpusLoader(llm.tokenized, llm.memory)
-    prompt = llm.tokenized([PROMPT])[0]
+    loader = CorpusLoader(llm.tokenize, llm.corpus)
+    prompt = llm.tokenize([PROMPT])[0]
     serial = iter(range(100))
 
     async def answer(tenant: str, **extra: Any) -> list[int]:

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace_kvstore import checksum
-from headrace_kvstore.codec import CODECS, LayerShape, Order, Unfit
+from headrace_kvstore.blocks import checksum
+from headrace_kvstore.codec import CODECS, LayerShape, Order, QuantizationRangeError
+from headrace_kvstore.device.checksum_kernels import copy_sum
 from headrace_kvstore.device.codec_kernels import DeviceCoder, LayerStrides
-from headrace_kvstore.device.kernels import copy_sum
-from headrace_kvstore.device.numbers import EXACT, float_of, narrow
+from headrace_kvstore.device.number_formats import EXACT, float_of, narrow
 
 GAP_BYTES = 64
 """Between pieces of memory that must stay as they are."""
@@ -139,7 +139,7 @@ def check_unfit(device: str, name: str, shape: LayerShape, value: float) -> None
         try:
             coder.encode(layer, stored)
             refused.append(0)
-        except Unfit:
+        except QuantizationRangeError:
             refused.append(1)
     there = given.to(device)
     starts = np.arange(3, dtype=np.uint64) * np.uint64(shape.layer_bytes)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace_engine.connector.cache import EngineCache
-from headrace_engine.connector.device_cache import DeviceCache
-from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.parts import WHOLE, Held
+from headrace_engine.connector.caches.device_cache import DeviceCache
+from headrace_engine.connector.caches.engine_cache import EngineCache
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.sharding import WHOLE_LAYER, Shard
 
 
 def check_against_host(
-    caches: dict[str, torch.Tensor], blocks: int, device: str, held: Held = WHOLE
+    caches: dict[str, torch.Tensor], blocks: int, device: str, held: Shard = WHOLE_LAYER
 ) -> None:
     """Save from and load to `device`, some blocks at a time, and compare with the same on the host.
 

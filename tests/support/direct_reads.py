@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace_engine.connector.files import FileSource, FileTier
-from headrace_engine.connector.pipeline import LayerPipeline, ThisThread
-from headrace_kvstore.layout import BlockLayout
+from headrace_engine.connector.loading.file_loader import FileLayerSource, FileLoader
+from headrace_engine.connector.loading.layer_pipeline import InlineExecutor, LayerPipeline
+from headrace_kvstore.blocks.block_layout import BlockLayout
 from headrace_kvstore.nvme.segment import Location
 from tests.unit.test_kv_connector_files import (
     BLOCKS,
@@ -30,7 +30,7 @@ class Direct:
     """
 
     def __init__(self, backend: str, device: str = "cpu") -> None:
-        from headrace_engine.connector.device_cache import DeviceCache  # needs Triton
+        from headrace_engine.connector.caches.device_cache import DeviceCache  # needs Triton
 
         self.tensors = {
             name: torch.zeros((BLOCKS, LAYER_BYTES), dtype=torch.uint8, device=device)
@@ -38,15 +38,15 @@ class Direct:
         }
         layout = BlockLayout.of_tensors(self.tensors, BLOCKS)
         self.cache = DeviceCache(self.tensors, layout, staging_bytes=4 * LAYER_BYTES, saves=False)
-        self.tier = FileTier(self.cache, STAGING_BYTES, backend)
+        self.tier = FileLoader(self.cache, STAGING_BYTES, backend)
 
-    def load(self, places: dict[bytes, Location], blocks: list[int]) -> FileSource:
+    def load(self, places: dict[bytes, Location], blocks: list[int]) -> FileLayerSource:
         names = [HASHES[block] for block in blocks]
         source = self.tier.source(
             [places[name] for name in names], np.array(blocks), seeds(names), depth=2
         )
         try:
-            LayerPipeline([source], LAYERS, ThisThread(), source.depth).finish()
+            LayerPipeline([source], LAYERS, InlineExecutor(), source.depth).finish()
         finally:
             self.tier.settle(source)
         return source

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.geometry import PAGE_BYTES, Geometry
-from headrace_kvstore.table import hash_word
+from headrace_kvstore.blocks.slot_record import hash_word
 from tests.support.clock import Clock
 
 BLOCK, LAYERS = 4000, 3
@@ -79,7 +79,7 @@ def store(arena: Arena, row: int, *numbers: int, **how: object) -> np.ndarray:
     parents = [0, *(hash_word(block_hash(number)) for number in numbers)][: len(numbers)]
     slots = arena.reserve(row, hashes(*numbers), parents, range(len(numbers)), **how)
     there = slots >= 0
-    sums = sums_of(numbers, arena.spaces()[row].layers)
+    sums = sums_of(numbers, arena.namespaces()[row].layers)
     assert arena.publish(slots[there], sums[there]).all()
     return slots
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.geometry import NAMESPACE_COUNT, NONE, Tables
-from headrace_kvstore.table import FREE, READY, WRITING
+from headrace_kvstore.blocks.slot_record import FREE, READY, WRITING
 
 
 def broken(arena: Arena) -> list[str]:
@@ -55,7 +55,7 @@ def _broken(t: Tables, per_segment: int) -> list[str]:
             continue
         if np.any(t.table["namespace"][its] != segment["namespace"]):
             wrong.append(f"segment {number} holds blocks of another namespace")
-        slot_bytes = int(t.spaces["slot_bytes"][segment["namespace"]])
+        slot_bytes = int(t.namespaces["slot_bytes"][segment["namespace"]])
         capacity = min(per_segment, int(segment["bytes"]) // slot_bytes)
         if len(its) and its.max() >= first + capacity:
             wrong.append(f"segment {number} holds a slot beyond its end")

@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
-from headrace_kvstore.nvme.record import PAGE_BYTES, Save, Shape
+from headrace_kvstore.nvme.record import PAGE_BYTES, BlockShape, WriteRequest
 from headrace_kvstore.nvme.segment import page_memory
 
-SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
+SHAPE = BlockShape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
 
 
 def sums_at(
@@ -55,8 +55,8 @@ def no_descriptors_left(folder: Path) -> Iterator[None]:
 class Bench:
     """Memory with room for some blocks of one shape: filled, saved, loaded, compared."""
 
-    def __init__(self, mover: Mover, shape: Shape = SHAPE, blocks: int = 64) -> None:
-        self.mover, self.shape, self.blocks = mover, shape, blocks
+    def __init__(self, file_io: FileIo, shape: BlockShape = SHAPE, blocks: int = 64) -> None:
+        self.file_io, self.shape, self.blocks = file_io, shape, blocks
         self._stride = -(-shape.payload_bytes // PAGE_BYTES) * PAGE_BYTES
         self.memory, self.address = page_memory(2 * blocks * self._stride)
 
@@ -65,7 +65,7 @@ class Bench:
         size = (self.shape.layers, self.shape.layer_bytes)
         return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
 
-    def save(self, number: int, room: int) -> Save:
+    def save(self, number: int, room: int) -> WriteRequest:
         """Block `number`, put into memory at position `room`."""
         begin = room * self._stride
         self.memory[begin : begin + self.shape.payload_bytes] = self.content(number).reshape(-1)
@@ -73,7 +73,7 @@ class Bench:
         layers = address + np.arange(self.shape.layers) * self.shape.layer_bytes
         sums = sums_at(self.shape.digest, key(number), 0, layers, self.shape.layer_bytes)
         parent = key(number - 1) if number else b""
-        return Save(key(number), address, sums, parent=parent, depth=number)
+        return WriteRequest(key(number), address, sums, parent=parent, depth=number)
 
     def write(self, tier: NvmeTier, *numbers: int) -> list[bool]:
         """Save blocks and wait."""

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.checksum import block_seed, checksum, layer_seeds, payload_sums
+from headrace_kvstore.blocks.checksum import block_seed, checksum, layer_seeds, payload_sums
+from headrace_kvstore.blocks.slot_record import hash_word
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Move, Mover
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.file_io import FileIo, IoBatch
+from headrace_kvstore.nvme.record import PAGE_BYTES, BlockShape
 from headrace_kvstore.nvme.segment import BlockReader, Location, page_memory
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import NodeAway, NodeClient
-from headrace_kvstore.table import hash_word
+from headrace_kvstore.protocol.client import NodeClient, NodeUnavailable
+from headrace_kvstore.settings.node_settings import NodeSettings
 
-SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
+SHAPE = BlockShape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
 DIGEST = SHAPE.digest
 SECRET = "what the nodes of these tests share"
 
@@ -73,7 +73,7 @@ class Engine:
             block_bytes=given.block_bytes,
             layers=given.layers,
         )
-        self.row = self.arena.namespace(DIGEST, SHAPE.payload_bytes, SHAPE.layers)
+        self.row = self.arena.register_namespace(DIGEST, SHAPE.payload_bytes, SHAPE.layers)
 
     def put(self, *numbers: int, tenant: int = 0, compute_s: float = 0.0) -> list[bool]:
         """Store blocks; which were taken."""
@@ -114,8 +114,8 @@ class Engine:
 class Reader:
     """Reads located blocks as an engine's worker does, in memory of its own."""
 
-    def __init__(self, mover: Mover, blocks: int = 64) -> None:
-        self._reader = BlockReader(mover)
+    def __init__(self, file_io: FileIo, blocks: int = 64) -> None:
+        self._reader = BlockReader(file_io)
         self._memory, self._address = page_memory(blocks * SHAPE.payload_bytes)
 
     def read(self, places: Sequence[Location], numbers: Sequence[int]) -> list[bool]:
@@ -139,7 +139,7 @@ def locate(client: NodeClient, *numbers: int, compute_s: float = 0.0) -> list[Lo
     names = keys(*numbers)
     try:
         reply = client.ask(wire.Locate("r", DIGEST, names, 30.0, compute_s)).result()
-    except NodeAway:
+    except NodeUnavailable:
         return []
     assert isinstance(reply, wire.Located), reply
     return wire.unpack_locations(reply, DIGEST, names)
@@ -148,8 +148,8 @@ def locate(client: NodeClient, *numbers: int, compute_s: float = 0.0) -> list[Lo
 def answers(client: NodeClient) -> bool:
     """Whether the node does."""
     try:
-        return isinstance(client.ask(wire.Ping()).result(), wire.Done)
-    except NodeAway:
+        return isinstance(client.ask(wire.GetStats()).result(), wire.Stats)
+    except NodeUnavailable:
         return False
 
 
@@ -167,15 +167,15 @@ def until_arena(stats: Callable[[], dict[str, Any]]) -> None:
     until(lambda: stats()["tiers"]["dram"]["reason"] != "opening", 120.0)
 
 
-class HangingMover(Mover):
+class HangingMover(FileIo):
     """A disk that starts no write, or no read, until it is let go."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hangs: str | None = None
-        self.held: list[Move] = []
+        self.held: list[IoBatch] = []
 
-    def _start(self, move: Move) -> Move:
+    def _start(self, move: IoBatch) -> IoBatch:
         if move.operation != self.hangs:
             return super()._start(move)
         self.held.append(move)
@@ -193,7 +193,7 @@ class HangingMover(Mover):
             self._start(move)
 
 
-class SlowMover(Mover):
+class SlowMover(FileIo):
     """A disk that reads no faster than `bytes_per_s`, one move after the other; None: as it can."""
 
     bytes_per_s: float | None = None
@@ -202,7 +202,7 @@ class SlowMover(Mover):
         super().__init__()
         self._free_at_s = 0.0
 
-    def _start(self, move: Move) -> Move:
+    def _start(self, move: IoBatch) -> IoBatch:
         if self.bytes_per_s is None or move.operation != "READ":
             return super()._start(move)
         now_s = time.monotonic()
@@ -218,7 +218,7 @@ def settled(node: StoreNode, timeout_s: float) -> bool:
     """Wait until everything stored so far is published, and written or dropped."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        dram, keeper = node.tiers.dram, node.tiers.keeper
+        dram, keeper = node.tiers.dram, node.tiers.nvme_manager
         if dram is not None and dram.idle and (keeper is None or keeper.ready):
             return True
         time.sleep(0.005)

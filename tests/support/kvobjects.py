@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.circuit_breaker import CircuitBreaker
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
@@ -79,7 +79,7 @@ class FakeStore(StoreClient):
 class Blocks:
     """Memory with room for some blocks: saved, loaded, compared."""
 
-    def __init__(self, shape: Shape = SHAPE, room: int = 64) -> None:
+    def __init__(self, shape: BlockShape = SHAPE, room: int = 64) -> None:
         self.shape = shape
         self.memory = np.zeros((2, room, shape.payload_bytes), np.uint8)
         self._layers = np.arange(shape.layers, dtype=np.uint64) * np.uint64(shape.layer_bytes)
@@ -93,14 +93,14 @@ class Blocks:
         """Room for the sums of so many blocks."""
         return list(np.zeros((count, self.shape.layers), np.uint64))
 
-    def saves(self, *numbers: int) -> list[Save]:
+    def saves(self, *numbers: int) -> list[WriteRequest]:
         """These blocks, in memory."""
         made = []
         for row, number in zip(self._addresses(0, len(numbers)), numbers, strict=True):
             self.memory[0, len(made)] = content(number)
             sums = payload_sums(DIGEST, key(number), 0, row, self.shape.layer_bytes)
             parent = key(number - 1) if number else b""
-            made.append(Save(key(number), int(row[0]), sums, parent, number, compute_s=0.5))
+            made.append(WriteRequest(key(number), int(row[0]), sums, parent, number, compute_s=0.5))
         return made
 
     def write(self, tier: ObjectTier, *numbers: int) -> int:
@@ -132,10 +132,12 @@ def tiers(client: Any) -> Iterator[Callable[..., ObjectTier]]:
 
     def begin(writer: str = "w", size_bytes: int = 2**24, **more: Any) -> ObjectTier:
         usual: dict[str, Any] = {"refresh_s": 0.05, "timeout_s": 2.0, "client": client}
-        usual["breaker"] = lambda: Breaker(3, 0.05, 0.2)
         given = usual | more
         wait = given.pop("wait", True)
-        tier = ObjectTier(given.pop("client"), writer, size_bytes, **given).start()
+        breakers = given.pop("breakers", (3, 0.05, 0.2))
+        tier = ObjectTier(given.pop("client"), writer, size_bytes, **given)
+        tier._reads, tier._writes = CircuitBreaker(*breakers), CircuitBreaker(*breakers)
+        tier.start()
         made.append(tier)
         if wait:
             until(tier.refreshed.is_set)

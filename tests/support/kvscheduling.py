@@ -1,4 +1,4 @@
-"""A scheduler half of the store's connector without vLLM, and what it asks."""
+"""The scheduler side of the store's connector without vLLM, and what it asks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from headrace_engine.connector.scheduler import SchedulerHalf
-from headrace_engine.connector.work import Work
+from headrace_engine.connector.scheduler_connector import SchedulerConnector
+from headrace_engine.connector.store_work import StoreWork
 
 B = 16
 
@@ -97,20 +97,20 @@ class Engine:
     """One request's way through vLLM's scheduler, as far as the connector sees it."""
 
     def __init__(self, store: Store, req: SimpleNamespace, **options: Any) -> None:
-        self.half = SchedulerHalf(store, B, **options)
+        self.scheduler = SchedulerConnector(store, B, **options)
         self.pool = Pool()
-        self.half.bind(self.pool)
+        self.scheduler.bind(self.pool)
         self.request = req
         self.blocks = [10 + i for i in range(req.num_tokens // B + 1)]
-        self.half.added(req)
+        self.scheduler.added(req)
 
     def admit(self, local: int = 0) -> int:
-        external = self.half.matched(self.request, local)
-        self.half.allocated(self.request, self.blocks, external)
+        external = self.scheduler.matched(self.request, local)
+        self.scheduler.allocated(self.request, self.blocks, external)
         self.request.num_computed_tokens = local + external
         return external
 
-    def step(self, tokens: int, *, new: bool = False, resumed: bool = False) -> Work:
+    def step(self, tokens: int, *, new: bool = False, resumed: bool = False) -> StoreWork:
         cached = SimpleNamespace(
             req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
         )
@@ -124,7 +124,7 @@ class Engine:
             cached.num_computed_tokens = [computed]
             cached.req_ids, cached.new_block_ids = ["r"], [(self.blocks,) if resumed else None]
             cached.resumed_req_ids = {"r"} if resumed else set()
-        work = self.half.step(
+        work = self.scheduler.step(
             SimpleNamespace(
                 scheduled_new_reqs=news,
                 scheduled_cached_reqs=cached,
@@ -139,11 +139,11 @@ class Engine:
     def comes_back(self, tokens: int) -> None:
         self.request.num_in_flight_tokens -= tokens
 
-    def idle(self) -> Work:
+    def idle(self) -> StoreWork:
         none = SimpleNamespace(
             req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
         )
-        return self.half.step(
+        return self.scheduler.step(
             SimpleNamespace(
                 scheduled_new_reqs=[], scheduled_cached_reqs=none, num_scheduled_tokens={}
             )

@@ -1,6 +1,6 @@
 """The block checksum and raw memory, written for reading: the model that tests hold the kernels to.
 
-Follows the formula in `headrace_kvstore.checksum` word by word in Python's own integers.
+Follows the formula in `headrace_kvstore.blocks.checksum` word by word in Python's own integers.
 """
 
 from __future__ import annotations

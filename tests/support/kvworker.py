@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace_engine.connector.cache import EngineCache
-from headrace_engine.connector.work import Save, Work
-from headrace_engine.connector.worker import WorkerHalf
+from headrace_engine.connector.caches.engine_cache import EngineCache
+from headrace_engine.connector.store_work import BlockSave, StoreWork
+from headrace_engine.connector.worker_connector import WorkerConnector
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.parts import Held
-from headrace_kvstore.settings import StoreSettings
+from headrace_kvstore.blocks.sharding import Shard
+from headrace_kvstore.settings.store_settings import StoreSettings
 
 LAYERS, LAYER_BYTES, BLOCKS = 4, 256, 8
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
@@ -26,7 +26,7 @@ class PlainCache(EngineCache):
     """An engine's cache in plain memory; its checksum is a seeded CRC."""
 
     layer_names: Sequence[str] = NAMES
-    held = Held()
+    held = Shard()
 
     def __init__(self, fill: int) -> None:
         rng = np.random.default_rng(fill)
@@ -65,23 +65,23 @@ class Node:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.workers: list[WorkerHalf] = []
+        self.workers: list[WorkerConnector] = []
 
-    def engine(self, fill: int) -> tuple[WorkerHalf, PlainCache, Arena]:
+    def engine(self, fill: int) -> tuple[WorkerConnector, PlainCache, Arena]:
         arena = Arena.create_or_attach(
             "a", 4 << 20, folder=self.folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
         )
-        row = arena.namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
+        row = arena.register_namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
         cache = PlainCache(fill)
-        worker = WorkerHalf(arena, row, cache, seeds, StoreSettings())
+        worker = WorkerConnector(arena, row, cache, seeds, StoreSettings())
         self.workers.append(worker)
         return worker, cache, arena
 
 
-def save(worker: WorkerHalf, blocks: list[int], job: int = 1, tenant: str = "") -> None:
+def save(worker: WorkerConnector, blocks: list[int], job: int = 1, tenant: str = "") -> None:
     names = [HASHES[b] for b in blocks]
     parents = [HASHES[b - 1] if b else b"" for b in blocks]
-    worker.begin(Work(saves={job: Save(blocks, names, parents, blocks, tenant)}))
+    worker.begin(StoreWork(saves={job: BlockSave(blocks, names, parents, blocks, tenant)}))
     worker.end()
     limit = time.monotonic() + 5
     while job not in worker.finished_jobs():

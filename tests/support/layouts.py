@@ -1,6 +1,6 @@
 """Small random models, one for each way in which a model's layers and heads share KV.
 
-`tests.support.fusing`'s engines serve them.
+`tests.support.cross_layer_models`'s engines serve them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.support import fusing
-from tests.support.fusing import BLOCK, config, write_model
+from tests.support import cross_layer_models
+from tests.support.cross_layer_models import BLOCK, config, write_model
 
 FLOAT32_BYTES = 4
 LATENT, ROTATED, MLA_BLOCK = 512, 64, 16
@@ -24,7 +24,7 @@ YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 2.0,
-    "original_max_position_embeddings": fusing.POSITIONS // 2,
+    "original_max_position_embeddings": cross_layer_models.POSITIONS // 2,
     "beta_fast": 32,
     "beta_slow": 1,
     "mscale": 1.0,
@@ -78,9 +78,9 @@ def write_mla(folder: Path, seed: int = 0) -> Path:
     described = DeepseekV2Config(
         architectures=["DeepseekV2ForCausalLM"],
         dtype="float32",
-        vocab_size=fusing.VOCABULARY,
-        hidden_size=fusing.HIDDEN,
-        intermediate_size=2 * fusing.HIDDEN,
+        vocab_size=cross_layer_models.VOCABULARY,
+        hidden_size=cross_layer_models.HIDDEN,
+        intermediate_size=2 * cross_layer_models.HIDDEN,
         num_hidden_layers=MLA_LAYERS,
         first_k_dense_replace=MLA_LAYERS,
         num_attention_heads=MLA_HEADS,
@@ -90,7 +90,7 @@ def write_mla(folder: Path, seed: int = 0) -> Path:
         qk_rope_head_dim=ROTATED,
         qk_nope_head_dim=MLA_HEAD_DIM,
         v_head_dim=MLA_HEAD_DIM,
-        max_position_embeddings=fusing.POSITIONS,
+        max_position_embeddings=cross_layer_models.POSITIONS,
         rope_parameters=YARN,
         bos_token_id=0,
         eos_token_id=0,
@@ -104,15 +104,19 @@ def write_mla(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-HEAD_BYTES = 2 * fusing.HEAD_DIM * FLOAT32_BYTES
+HEAD_BYTES = 2 * cross_layer_models.HEAD_DIM * FLOAT32_BYTES
 """A key and a value."""
-GQA_BYTES = fusing.KV_HEADS * HEAD_BYTES
+GQA_BYTES = cross_layer_models.KV_HEADS * HEAD_BYTES
 
 LAYOUTS = {
-    "GQA": Layout(partial(write_llama, kv_heads=fusing.KV_HEADS), fusing.LAYERS, GQA_BYTES),
-    "MQA": Layout(partial(write_llama, kv_heads=1), fusing.LAYERS, HEAD_BYTES),
-    "YOCO": Layout(partial(write_fused, kind="yoco"), fusing.LAYERS // 2, GQA_BYTES),
-    "CLA": Layout(partial(write_fused, kind="cla"), fusing.LAYERS // 2, GQA_BYTES),
+    "GQA": Layout(
+        partial(write_llama, kv_heads=cross_layer_models.KV_HEADS),
+        cross_layer_models.LAYERS,
+        GQA_BYTES,
+    ),
+    "MQA": Layout(partial(write_llama, kv_heads=1), cross_layer_models.LAYERS, HEAD_BYTES),
+    "YOCO": Layout(partial(write_fused, kind="yoco"), cross_layer_models.LAYERS // 2, GQA_BYTES),
+    "CLA": Layout(partial(write_fused, kind="cla"), cross_layer_models.LAYERS // 2, GQA_BYTES),
     "MLA": Layout(
         write_mla,
         MLA_LAYERS,
@@ -124,11 +128,11 @@ LAYOUTS = {
 WINDOWS = Layout(
     partial(
         write_llama,
-        kv_heads=fusing.KV_HEADS,
+        kv_heads=cross_layer_models.KV_HEADS,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * (fusing.LAYERS // 2),
+        layer_types=["sliding_attention", "full_attention"] * (cross_layer_models.LAYERS // 2),
     ),
-    fusing.LAYERS,
+    cross_layer_models.LAYERS,
     GQA_BYTES,
 )
 """Every second layer sees the last `WINDOW` tokens alone: two cache groups, if vLLM makes them."""

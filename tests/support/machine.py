@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.table import READY
+from headrace_kvstore.blocks.slot_record import READY
 from tests.support.stored import Stored, StoredEngine
 from tests.support.storenode import StoreNodeProcess
 from tests.support.tiny import KV_BYTES_PER_TOKEN, LAYERS, tiny_llama

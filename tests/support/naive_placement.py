@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from headrace.router.placement.cluster_view import ClusterView
+from headrace.router.placement.pair_search import ELSEWHERE, WITHIN
 from headrace.router.plan import RouterSettings
-from headrace.router.view import View
-from headrace_engine.steptime import StepTime, pairs_of
-from headrace_kvstore.supply import MEDIA
+from headrace_engine.step_time import StepTime, pairs_of
+from headrace_kvstore.lookup.availability import MEDIA, AvailableRun
 
 
 @dataclass
@@ -37,10 +38,9 @@ class Engine:
 
 @dataclass
 class Node:
-    """One node: leading blocks in its DRAM and in any of its tiers; (fixed_s, byte_s) by medium."""
+    """A node: runs that its store can supply; (fixed_s, byte_s) by medium."""
 
-    dram: int = 0
-    store: int = 0
+    runs: list[AvailableRun] = field(default_factory=list)
     loads: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -48,25 +48,22 @@ class Node:
 class Cluster:
     engines: list[Engine]
     nodes: list[Node]
-    links: list[list[tuple[float, float]]]
-    objects: int = 0
+    elsewhere: tuple[float, float] = (0.005, 1e-9)
+    within: tuple[float, float] = (0.005, 1e-9)
     block_tokens: int = 16
     token_bytes: float = 1000.0
     settings: RouterSettings = field(default_factory=RouterSettings)
     now_s: float = 100.0
 
-    def view(self) -> View:
-        """Holders: HBM of the engines, then DRAM and store of each node, then the objects."""
-        engines = len(self.engines)
-        objects = engines + 2 * len(self.nodes)
-        view = View(self.block_tokens, self.token_bytes, self.settings, objects=objects)
+    def view(self) -> ClusterView:
+        """Return the view; holder `i` is the cache of engine `i`."""
+        view = ClusterView(self.block_tokens, self.token_bytes, self.settings)
         for at, node in enumerate(self.nodes):
-            view.node(str(at), engines + 2 * at, engines + 2 * at + 1)
+            view.node(str(at))
             for medium, fit in node.loads.items():
                 view.set_load(at, medium, *fit)
-        for a in range(len(self.nodes)):
-            for b in range(len(self.nodes)):
-                view.set_link(a, b, view.add_link(*self.links[a][b], 0.1, across=a != b))
+        view.set_fit(ELSEWHERE, *self.elsewhere, 0.1)
+        view.set_fit(WITHIN, *self.within, 0.1)
         for at, e in enumerate(self.engines):
             row = view.add(e.name, e.role, e.node, hbm=at, step_tokens=e.step_tokens)  # type: ignore[arg-type]
             view.set_steps(row, e.step)
@@ -80,10 +77,7 @@ class Cluster:
         return view
 
     def held(self) -> list[int]:
-        held = [engine.held for engine in self.engines]
-        for node in self.nodes:
-            held += [node.dram, node.store]
-        return [*held, self.objects]
+        return [engine.held for engine in self.engines]
 
 
 @dataclass(frozen=True)
@@ -120,28 +114,11 @@ class Naive:
     def cached(self, e: Engine) -> int:
         return min(e.held, max(0, self.n - 1) // self.c.block_tokens) * self.c.block_tokens
 
-    def supplies(self, e: Engine) -> list[tuple[str, int, float]]:
-        node, block = self.c.nodes[e.node], self.c.block_tokens
-        reaches = (
-            node.dram, node.store, max(other.store for other in self.c.nodes), self.c.objects
-        )  # fmt: skip
-        runs, end = [], 0
-        for medium, reach in zip(MEDIA, reaches, strict=True):
-            fixed, byte = node.loads.get(medium, (math.inf, math.inf))
-            if medium in MEDIA[:2] and medium not in node.loads:
-                fixed, byte = 0.005, 1e-9
-            if reach > end and byte < math.inf:
-                length = (reach - end) * block
-                wait = fixed + byte * length * self.c.token_bytes if medium in MEDIA[2:] else 0.0
-                runs.append((medium, length, wait))
-                end = reach
-        return runs
-
     def work(self, e: Engine) -> tuple[int, float, float, float]:
         """(tokens, computing, loading, waiting for what is pulled)"""
         loads = {m: (0.005, 1e-9) for m in MEDIA[:2]} | self.c.nodes[e.node].loads
         block, cached = self.c.block_tokens, self.cached(e)
-        runs = self.supplies(e)
+        runs = self.c.nodes[e.node].runs
         useful = min(sum(r[1] for r in runs), max(0, self.n - 1)) // block * block
         options: list[tuple[dict[str, int], float]] = [({}, 0.0)]
         taken: dict[str, int] = {}
@@ -211,7 +188,7 @@ class Naive:
                 _, compute, load, pull = self.work(p)
                 own = max(compute, load)
                 behind = p.prompts * max(0.0, own - p.step.seconds(0, p.running, 0, p.context))
-                fixed, byte = c.links[p.node][d.node]
+                fixed, byte = c.within if p.node == d.node else c.elsewhere
                 size = (
                     math.ceil(self.n / c.block_tokens) * c.block_tokens - cached
                 ) * c.token_bytes

@@ -80,7 +80,8 @@ def gateway(folder: Path) -> None:
     import aiohttp
 
     from headrace.cli.cluster import port_is_free
-    from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
+    from headrace.config.gateway import GatewaySettings
+    from headrace.gateway import ReplicaInfo, build_gateway_app, serve_gateway
     from headrace_kvstore.protocol.address import base_url
     from tests.unit import gateway_fakes as fakes
 
@@ -92,7 +93,7 @@ def gateway(folder: Path) -> None:
 
     async def run(host: str) -> None:
         replica = await Replica(fakes.answer).start(host=HOST)
-        app = build_gateway_app(GatewayOptions(), fakes.FakeCluster([replica]), fakes.MODEL)
+        app = build_gateway_app(GatewaySettings(), fakes.FakeCluster([replica]), fakes.MODEL)
         server = await serve_gateway(app, host, 0)
         assert not port_is_free(HOST, server.port)
         async with (
@@ -110,17 +111,17 @@ def gateway(folder: Path) -> None:
 
 def line(folder: Path) -> None:
     """A gateway follows a replica's blocks and reports."""
-    from tests.support import lines
+    from tests.support import event_publishers
 
     async def run() -> None:
-        lines.HOST = HOST
-        replica, gateway = lines.Replica(), lines.Gateway()
+        event_publishers.HOST = HOST
+        replica, gateway = event_publishers.Replica(), event_publishers.Gateway()
         replica.change(True, 1, 2)
-        gateway.follow(replica)
-        await lines.until(lambda: gateway.has("a", 1, 2))
+        gateway.set_peers(replica)
+        await event_publishers.until(lambda: gateway.has("a", 1, 2))
         replica.change(True, 3)
-        await lines.until(lambda: gateway.has("a", 1, 2, 3))
-        gateway.lines.close()
+        await event_publishers.until(lambda: gateway.has("a", 1, 2, 3))
+        gateway.subscriber.close()
         replica.line.close()
 
     asyncio.run(run())
@@ -150,8 +151,8 @@ def events(folder: Path) -> None:
 
 def handshake(folder: Path) -> None:
     """An engine's side of a pull: its ports, and the answer to a handshake."""
-    from headrace_engine.ports import reserve_ports
-    from tests.unit import test_integrity_halves as halves
+    from headrace_engine.kv_transfer.ports import reserve_ports
+    from tests.unit import test_pull_proof_connectors as halves
 
     with reserve_ports(2, HOST) as block:
         assert halves.handshake(HOST, block.first) == b"agent"

@@ -13,10 +13,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_decode.orchestrate import Orchestrator, Plan, Work
-from headrace_engine.gate import ComputeGate
-from headrace_engine.handoff import PrefillResult
+from headrace_decode.planning.orchestrator import Orchestrator, Plan, Work
+from headrace_engine.kv_transfer.handoff import PrefillResult
 from headrace_engine.meter import EngineMeter, Step
+from headrace_engine.prefill_admission import PrefillAdmission
 
 PULL = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 RESULT = PrefillResult(PULL, queue_s=0.0, compute_s=0.1, cached_tokens=0, computed_tokens=5)
@@ -26,12 +26,12 @@ NEVER_S = 30.0
 """A time-out that no test reaches."""
 
 
-def gate_for_one() -> ComputeGate:
+def gate_for_one() -> PrefillAdmission:
     """A gate for one prompt at a time: a step of this engine costs nothing beside its tokens."""
     meter = EngineMeter()
     for tokens in (1, 2, 4, 8, 16, 64) * 10:
         meter.step(Step(tokens, 0, 0, 0, 0, 0.01 * tokens))
-    return ComputeGate(meter)
+    return PrefillAdmission(meter)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Prefill:
 
     def __init__(self, *, heeds_cancel: bool = True) -> None:
         self.calls = 0
-        self.called_off = 0
+        self.aborted = 0
         self.heeds_cancel = heeds_cancel
         self.answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self.released: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ class Prefill:
         try:
             return await asyncio.shield(self.answer)
         except asyncio.CancelledError:
-            self.called_off += 1
+            self.aborted += 1
             if self.heeds_cancel:
                 raise
         return await self.answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from headrace_engine.steptime import StepTime, pairs_of
+from headrace_engine.step_time import StepTime, pairs_of
 
 BLOCK = 512
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.router.pairs import LOCAL_PARTS, REMOTE_PARTS
+from headrace.router.placement.pair_search import LOCAL_PARTS, REMOTE_PARTS
 from headrace.router.plan import Plan, Run
 
 TOKENS = 100

@@ -1,8 +1,8 @@
 """Engines of several ranks without a model: vLLM's caches, filled by hand, under real connectors.
 
-The scheduler half and one worker half a rank are `StoreConnector`s in one process. What a model
-would compute is one array [layers, blocks, KV heads, tokens, content]; each rank's caches hold its
-heads of it, as vLLM shares them out.
+The scheduler's side and one worker side a rank are `HeadraceConnector`s in one process. What a
+model would compute is one array [layers, blocks, KV heads, tokens, content]; each rank's caches
+hold its heads of it, as vLLM shares them out.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from headrace_engine.connector.connector import StepMetadata
-from headrace_engine.connector.work import Load, Save, Work
+from headrace_engine.connector.messages import StepMetadata
+from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork
 from headrace_engine.store_connector import HeadraceConnector
 from tests.support.engineconfig import engine_config
 
@@ -161,9 +161,9 @@ class RankedEngine:
         """Save blocks; `ranks` says which workers do, in which order."""
         self._job += 1
         parents = [HASHES[block - 1] if block else b"" for block in blocks]
-        save = Save(list(blocks), [HASHES[block] for block in blocks], parents, list(blocks))
+        save = BlockSave(list(blocks), [HASHES[block] for block in blocks], parents, list(blocks))
         for rank in range(self._ranks) if ranks is None else ranks:
-            self._step(rank, Work(saves={self._job: save}))
+            self._step(rank, StoreWork(saves={self._job: save}))
             deadline = time.monotonic() + 20
             while not self.workers[rank].build_connector_worker_meta():
                 assert time.monotonic() < deadline, "the save did not end"
@@ -171,29 +171,29 @@ class RankedEngine:
 
     def load(self, blocks: Sequence[int], places: dict[bytes, Any] | None = None) -> set[int]:
         """Load blocks; which of them any worker could not load."""
-        load = Load(list(blocks), [HASHES[block] for block in blocks], places or {})
+        load = BlockLoad(list(blocks), [HASHES[block] for block in blocks], places or {})
         failed: list[set[int]] = []
         for rank, worker in enumerate(self.workers):
-            self._step(rank, Work(load=load))
+            self._step(rank, StoreWork(load=load))
             failed.append(worker.get_block_ids_with_load_errors())
         return reduce(set.union, failed)
 
     def load_ahead(self, blocks: Sequence[int]) -> set[int]:
         """As `load`, ahead of the step that needs them."""
-        load = Load(list(blocks), [HASHES[block] for block in blocks])
+        load = BlockLoad(list(blocks), [HASHES[block] for block in blocks])
         failed: set[int] = set()
         for rank, worker in enumerate(self.workers):
-            received = self._step(rank, Work(ahead={"waits": load}))
+            received = self._step(rank, StoreWork(ahead={"waits": load}))
             deadline = time.monotonic() + 20
             while received is None:
                 assert time.monotonic() < deadline, "the load did not end"
                 time.sleep(0.001)
-                received = self._step(rank, Work())
+                received = self._step(rank, StoreWork())
             assert received == {"waits"}
             failed |= worker.get_block_ids_with_load_errors()
         return failed
 
-    def _step(self, rank: int, work: Work) -> set[str] | None:
+    def _step(self, rank: int, work: StoreWork) -> set[str] | None:
         """Returns the requests whose load ahead has ended."""
         worker = self.workers[rank]
         worker.bind_connector_metadata(StepMetadata(work))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace_engine.reporting.report import Report
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 
 
 def report(replica: str = "a", **changes: Any) -> Report:

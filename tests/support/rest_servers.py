@@ -102,13 +102,14 @@ async def _main(model: str) -> None:
     from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
-    from headrace_decode._vllm_compat import PlannedLLM
-    from headrace_decode.apis._vllm_compat import add_api_layer
-    from headrace_decode.internal import InternalOnly
-    from headrace_decode.rendering._vllm_compat import keys_route
-    from headrace_decode.resume.recorder import Recorded
-    from headrace_decode.routes import keep_public_routes, public_routes
+    from headrace.config.gateway import GatewaySettings
+    from headrace.gateway import ReplicaInfo, build_gateway_app, serve_gateway
+    from headrace_decode.apis.api_layer import add_api_layer
+    from headrace_decode.http.internal_port import InternalPort
+    from headrace_decode.http.public_routes import keep_public_routes, public_routes
+    from headrace_decode.llm.planned_llm import PlannedLLM
+    from headrace_decode.rendering.prompt_renderer import keys_route
+    from headrace_decode.resume.recorder import RecordingMiddleware
 
     line = ["--model", model, "--served-model-name", NAME, "--dtype", "float32"]
     line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
@@ -159,9 +160,9 @@ async def _main(model: str) -> None:
         keep_public_routes(app)
         add_api_layer(app)
         port = await serve(
-            InternalOnly(Cutting(Recorded(keys_route(app, app, llm.vllm_config))), TOKEN)
+            InternalPort(Cutting(RecordingMiddleware(keys_route(app, app, llm.vllm_config))), TOKEN)
         )
-        options = GatewayOptions(allowed_origins=("*",))
+        options = GatewaySettings(allowed_origins=("*",))
         return await serve(build_gateway_app(options, OneReplica(app, port), NAME)), port
 
     plain, (gateway, replica) = await serve(await application()), await behind_gateway()

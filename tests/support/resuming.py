@@ -24,14 +24,14 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import PrefillStats
 
-from headrace_decode._vllm_compat import PlannedLLM, Planning
-from headrace_decode.orchestrate import Orchestrator
-from headrace_decode.resume.recorder import Recorded
-from headrace_decode.resume.scheduler import said_by
-from headrace_decode.turns import Turns
-from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
+from headrace_decode.llm.planned_llm import PlannedLLM, Planning
+from headrace_decode.planning.fanout_limiter import FanoutLimiter
+from headrace_decode.planning.orchestrator import Orchestrator
+from headrace_decode.resume.recorder import RecordingMiddleware
+from headrace_decode.resume.scheduler import resume_tokens_of
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 from tests.support.orchestrated import NEVER_S, PULL, RESULT, Planner, gate_for_one
 
 VOCABULARY = 1000
@@ -82,7 +82,7 @@ class Core:
         if request.request_id in self.running:
             self.die()
             return
-        self.running[request.request_id] = request, len(said_by(request.sampling_params))
+        self.running[request.request_id] = request, len(resume_tokens_of(request.sampling_params))
 
     async def abort_requests_async(self, names: list[str]) -> None:
         for name in names:
@@ -204,11 +204,11 @@ class Frontend(PlannedLLM):
         self.output_handler = None
         self.logger_manager = None
         self.log_stats = self.log_requests = False
-        self._cannot = self._drafter = None
+        self._why_not_resumable = self._drafter = None
         self.cached_tokens: list[int] = []
-        self._draws_again = True
-        self.turns, self.lossy = Turns(StepTime()), ""
-        self._apart, self._stream = {}, False
+        self._redraws_seeded = True
+        self.fanout, self.lossy_store = FanoutLimiter(StepTime()), ""
+        self._lossy_modes, self._compresses_prompts = {}, False
         self.meter = EngineMeter()
         self.planning = None
         if planner is not None:
@@ -253,9 +253,9 @@ class Completions:
         self._numbers = itertools.count()
         self.well = True
 
-    def app(self) -> Recorded:
+    def app(self) -> RecordingMiddleware:
         """With the lines between the events."""
-        return Recorded(self)
+        return RecordingMiddleware(self)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""

@@ -29,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from headrace_engine.store_connector import HeadraceConnector
 from tests.support.tiny import tiny_llama
 
-BLOCKS, BLOCK, UNIT, LAYERS = 40, 128, 32, 2
+BLOCKS, BLOCK, PAGE, LAYERS = 40, 128, 32, 2
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
 NAMES = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
 STEP = SimpleNamespace(attn_metadata="a step", cudagraph_runtime_mode=CUDAGraphMode.NONE)
@@ -97,8 +97,8 @@ class Scheduled:
         self.scheduler: Any = scheduler(config, cache, manager, block_size=BLOCK)
         self.connector: Any = self.scheduler.connector
         self.worker: Any = HeadraceConnector(config, KVConnectorRole.WORKER, cache)
-        units = torch.randn(LAYERS, blocks * BLOCK // UNIT, 2, UNIT, 128)
-        self.caches = dict(zip(NAMES, units, strict=True))
+        pages = torch.randn(LAYERS, blocks * BLOCK // PAGE, 2, PAGE, 128)
+        self.caches = dict(zip(NAMES, pages, strict=True))
         self.worker.register_kv_caches(self.caches)
         self.steps: list[dict[str, int]] = []
 
@@ -168,7 +168,7 @@ class Scheduled:
         held = [
             self.blocks(each)[blocks[: tokens // BLOCK]].clone() for each in self.caches.values()
         ]
-        self.until(lambda: not self.scheduler.requests and not self.connector.half.busy)
+        self.until(lambda: not self.scheduler.requests and not self.connector.scheduler.busy)
         assert self.scheduler.reset_prefix_cache()
         for each in self.caches.values():
             each.zero_()
@@ -177,7 +177,7 @@ class Scheduled:
     @staticmethod
     def blocks(cache: torch.Tensor) -> torch.Tensor:
         """A layer's by block of the scheduler."""
-        return cache.unflatten(0, (-1, BLOCK // UNIT))
+        return cache.unflatten(0, (-1, BLOCK // PAGE))
 
     def close(self) -> None:
         self.worker.shutdown()

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
+from headrace.config.key_file import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from tests.support import run
 from tests.support.app import until
 from tests.support.chart import merged, pods, preset, ray_service, serve_config

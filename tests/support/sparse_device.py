@@ -14,21 +14,22 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from benchmarks.sparse.backend import Request, Shape, random_sequence
+from headrace_decode.attention.batch import BatchRow
+from headrace_decode.attention.page_counts import RECENT, SINKS, selected_page_count
+from headrace_decode.attention_backend.cuda import SparseBackend
+from headrace_decode.attention_backend.runtime import RUNTIME, AttentionRuntime
 from headrace_decode.sparse.basis import Basis, Moments
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.bound import BOUND, Bound
-from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
-from headrace_decode.sparse.engine.device.backend import SparseBackend
-from headrace_decode.sparse.engine.device.step import DeviceLayer
-from headrace_decode.sparse.engine.rows import BatchRow, SparseRows
+from headrace_decode.sparse.engine.cuda_step import CudaLayer
+from headrace_decode.sparse.engine.sparse_rows import SparseRows
 from headrace_decode.sparse.kernels.cache import HeadCache
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
-from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.page_scores import score_pages
+from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
 
 SHAPE = Shape(4, 2, 32, torch.float32)
-UNIT, LEAST, LONG = 16, 100, 170
-"""Tokens: of a unit, of KV from which rows are sparse here, of a long row. The interpreter is
+PAGE, LEAST, LONG = 16, 100, 170
+"""Tokens: of a page, of KV from which rows are sparse here, of a long row. The interpreter is
 slow."""
 HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
 LAYER: Any = SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1), _q_scale=torch.ones(1))
@@ -39,7 +40,7 @@ def a_basis(shape: Shape = SHAPE, rank: int = 12) -> Basis:
     rng = torch.Generator().manual_seed(9)
     moments.add_queries(torch.randn(shape.kv_heads, 300, shape.head_dim, generator=rng).numpy())
     keys = random_sequence(shape, 640, seed=9).keys.float()
-    moments.add_units(keys.unflatten(0, (-1, UNIT)).transpose(1, 2).contiguous().numpy())
+    moments.add_pages(keys.unflatten(0, (-1, PAGE)).transpose(1, 2).contiguous().numpy())
     return moments.basis(rank)
 
 
@@ -49,7 +50,7 @@ class Rig:
     Args:
         sparse: ours; vLLM's own otherwise.
         order: of the cache's axes in memory.
-        step_units: that a step may summarise.
+        step_pages: that a step may summarise.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Rig:
         shape: Shape = SHAPE,
         blocks: int = 80,
         order: tuple[int, ...] = NHD,
-        step_units: int = 10_000,
+        step_pages: int = 10_000,
     ) -> None:
         self.shape, self.sparse, self.device = shape, sparse, device
-        BOUND.unit_tokens = UNIT
+        RUNTIME.page_tokens = PAGE
         backend: Any = SparseBackend if sparse else TritonAttentionBackend
-        spec: Any = SimpleNamespace(block_size=UNIT)
+        spec: Any = SimpleNamespace(block_size=PAGE)
         model = SimpleNamespace(
             get_num_attention_heads=lambda parallel: shape.heads,
             get_num_kv_heads=lambda parallel: shape.kv_heads,
@@ -80,26 +81,26 @@ class Rig:
         given = (shape.heads, shape.head_dim, shape.scale, shape.kv_heads)
         self.impl = backend.get_impl_cls()(*given, None, None, "auto")
         rng = torch.Generator().manual_seed(5)
-        size = (blocks, shape.kv_heads, UNIT, 2 * shape.head_dim)
+        size = (blocks, shape.kv_heads, PAGE, 2 * shape.head_dim)
         left = (3 * torch.randn(size, generator=rng)).permute(order).contiguous()
         back = [order.index(axis) for axis in range(4)]
         self.cache = left.to(device, shape.dtype).permute(back)  # as others left it
         self._free = (1 + torch.randperm(blocks - 1, generator=rng)).tolist()
         self.basis = a_basis(shape)
-        self.rows = SparseRows(1, UNIT, step_units)
+        self.rows = SparseRows(1, PAGE, step_pages)
         if sparse:
-            summaries = DeviceSummaries(blocks, UNIT, self.basis, device)
-            self.impl.sparse = DeviceLayer(summaries, HeadCache.of(self.cache))
+            summaries = DeviceSummaries(blocks, PAGE, self.basis, device)
+            self.impl.sparse = CudaLayer(summaries, HeadCache.of(self.cache))
 
     def write(self, one: Request) -> list[int]:
         """Put a request's KV into fresh blocks; its table."""
-        table = [self._free.pop() for _ in range(-(-len(one.keys) // UNIT))]
+        table = [self._free.pop() for _ in range(-(-len(one.keys) // PAGE))]
         self.overwrite(table, one)
         return table
 
     def overwrite(self, table: Sequence[int], one: Request) -> None:
-        for unit, block in enumerate(table):
-            mine = slice(unit * UNIT, (unit + 1) * UNIT)
+        for page, block in enumerate(table):
+            mine = slice(page * PAGE, (page + 1) * PAGE)
             both = torch.cat([one.keys[mine], one.values[mine]], -1).transpose(0, 1)
             self.cache[block, :, : both.shape[1]] = both.to(self.device)
 
@@ -124,15 +125,15 @@ class Rig:
             slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
         )
         given = common.block_table_tensor.clone(), common.seq_lens.clone()
-        BOUND.bind(
+        RUNTIME.bind(
             self.rows,
             lambda: [BatchRow(str(n), s.share, s.prompt_tokens) for n, s in enumerate(batch)],
         )
-        BOUND.unit_tokens, BOUND.under_way = UNIT, True
+        RUNTIME.page_tokens, RUNTIME.in_step = PAGE, True
         try:
             made = self.builder.build(0, common)
         finally:
-            BOUND.__dict__.update(Bound().__dict__)
+            RUNTIME.__dict__.update(AttentionRuntime().__dict__)
         assert torch.equal(given[0], common.block_table_tensor), "vLLM's tables are not ours"
         assert torch.equal(given[1], common.seq_lens), "nor are its lengths"
         return made
@@ -158,23 +159,23 @@ def sequence(
 
 
 def reference(one: Request, basis: Basis, shape: Shape = SHAPE) -> Tensor:
-    """Exact attention of the last token to the units that the CPU's code chooses, in float64."""
+    """Exact attention of the last token to the pages that the CPU's code chooses, in float64."""
     n, group = len(one.keys), shape.heads // shape.kv_heads
-    full = (n - 1) // UNIT
+    full = (n - 1) // PAGE
     assert one.share is not None
-    chosen = chosen_units(n, UNIT, one.share)
+    chosen = selected_page_count(n, PAGE, one.share)
     assert chosen is not None
-    summaries = Summaries(full, shape.kv_heads, UNIT, shape.head_dim, basis=basis)
-    by_unit = one.keys[: full * UNIT].unflatten(0, (full, UNIT)).transpose(1, 2)
-    summaries.put(np.arange(full), by_unit.contiguous())
+    summaries = Summaries(full, shape.kv_heads, PAGE, shape.head_dim, basis=basis)
+    by_page = one.keys[: full * PAGE].unflatten(0, (full, PAGE)).transpose(1, 2)
+    summaries.put(np.arange(full), by_page.contiguous())
     query = one.queries[-1].view(shape.kv_heads, group, shape.head_dim)
-    scores = score(summaries, np.arange(full), query.float().numpy(), shape.scale)
-    taken = torch.from_numpy(choose(scores, chosen - 1, SINKS, RECENT - 1))
+    scores = score_pages(summaries, np.arange(full), query.float().numpy(), shape.scale)
+    taken = torch.from_numpy(select_pages(scores, chosen - 1, SINKS, RECENT - 1))
     found = torch.empty(shape.heads, shape.head_dim, dtype=torch.float64)
     for head in range(shape.heads):
         kv = head // group
         at = (
-            torch.cat([taken[kv], torch.tensor([full])])[:, None] * UNIT + torch.arange(UNIT)
+            torch.cat([taken[kv], torch.tensor([full])])[:, None] * PAGE + torch.arange(PAGE)
         ).flatten()
         at = at[at < n]
         keys, values = one.keys[at, kv].double(), one.values[at, kv].double()
@@ -190,7 +191,7 @@ def mixed() -> list[Request]:
         sequence(120, None, seed=2),
         sequence(130, 0.2, queries=19, seed=3),  # of a prompt, or with a draft
         sequence(LEAST - 1, 0.2, seed=4),
-        sequence(144, 0.5, seed=5),  # a whole number of units
+        sequence(144, 0.5, seed=5),  # a whole number of pages
     ]
 
 
@@ -198,7 +199,7 @@ SPARSE = (0, 4)
 
 
 def check_mixed(device: str, order: tuple[int, ...], within: float, prompts: bool) -> None:
-    """Exact rows are vLLM's to the bit; sparse ones attend exactly to the units that the CPU's code
+    """Exact rows are vLLM's to the bit; sparse ones attend exactly to the pages that the CPU's code
     chooses. Blocks are not edited.
 
     Args:
@@ -249,10 +250,10 @@ def check_overwritten_blocks(device: str, within: float) -> None:
     rig = Rig(True, device)
     table = rig.write(first)
     rig.step([first], [table])
-    rig.rows.step_begins({"0"})
+    rig.rows.begin_step({"0"})
     rig.overwrite(table, second)
     dense = rig.step([second], [table])
-    rig.rows.step_begins(set())
+    rig.rows.begin_step(set())
     found = rig.step([second], [table])
     wanted = reference(second, rig.basis)
     torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=within)

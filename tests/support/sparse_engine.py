@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_decode.compression.engine import calibration as gates
-from headrace_decode.compression.engine.settings import BoundedSettings
-from headrace_decode.compression.gate import Gate
-from headrace_decode.resume.llm import BOUNDING_SCHEDULERS, OFFLOADING_SCHEDULERS
-from headrace_decode.sparse.calibration_file import Measured, Shape
+from headrace_decode.attention.calibration_file import CalibrationResult, ModelShape
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.compression.engine import calibration as predictors
+from headrace_decode.compression.engine.settings import CompressionSettings
+from headrace_decode.compression.importance_predictor import ImportancePredictor
+from headrace_decode.llm.engine_classes import COMPRESSION_SCHEDULERS, OFFLOADING_SCHEDULERS
 from headrace_decode.sparse.engine.calibration import Calibration, write
-from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_lab.models.lm import LM
 from headrace_lab.sparse.calibrate import Learning
 from tests.support import run
@@ -32,7 +32,7 @@ from tests.support.tiny import HEAD_DIM, KV_HEADS
 
 BLOCKS = 57
 """Three prompts of 18 blocks, one block of vLLM's own, and too few for all three to grow."""
-SHARES = "sparse", "bounded"
+SHARES = "sparse", "compression"
 NEAR = 2e-3
 """Logits closer than this may change places between this engine and plain torch."""
 
@@ -44,7 +44,7 @@ class SparseEngine:
         calibrated: on these tokens; None for an engine without a basis.
         offload_gib: of host memory. blocks, longest, batch: as of `Engine`.
         runner: as on a card (`as_card`), with this model runner of vLLM's; None: as on a CPU.
-        bounded: whether requests may drop KV of their contexts. gated: with a gate, of chance.
+        bounded: whether requests may drop KV. has_predictor: with a random predictor.
         store: where its KV store's memory is; None: it has none.
     """
 
@@ -59,7 +59,7 @@ class SparseEngine:
         batch: int = 1024,
         runner: str | None = None,
         bounded: bool = False,
-        gated: bool = False,
+        has_predictor: bool = False,
         store: Path | None = None,
     ) -> None:
         self._folder = TemporaryDirectory()
@@ -73,15 +73,15 @@ class SparseEngine:
         run.engine_started()
         options: dict[str, Any] = {"model": model, "sparse": int(sparse), "blocks": blocks}
         options |= {"offload": offload_gib, "longest": longest, "batch": batch}
-        options |= {"bounded": 1} if bounded else {}
+        options |= {"compression": 1} if bounded else {}
         options |= {"store": store} if store is not None else {}
         if runner is not None:
-            options["block"] = SparseSettings.unit_tokens
+            options["block"] = SparseSettings.page_tokens
         if calibrated is not None:
             options["calibration"] = calibration
-        if gated:
-            options["gate"] = Path(self._folder.name) / "gate"
-            write_gate(model, options["gate"])
+        if has_predictor:
+            options["predictor"] = Path(self._folder.name) / "predictor"
+            write_predictor(model, options["predictor"])
         module = "sparse_engine" if runner is None else "card_engine"
         begin = Forked if runner is None else None  # Triton reads its variable when it is imported
         self._child = Child(module, options, environment, self.log, "tests.support.", begin)
@@ -99,27 +99,27 @@ class SparseEngine:
 
 def calibrate(model: Path, tokens: list[int], file: Path) -> None:
     """Write a calibration of what these tokens teach."""
-    learning = Learning(LM(str(model)), SparseSettings.unit_tokens)
+    learning = Learning(LM(str(model)), SparseSettings.page_tokens)
     with torch.no_grad():
         learning.add(tokens)
-    shape = Shape.of(json.loads((model / "config.json").read_text()))
-    found = Calibration("tiny", shape, SparseSettings.unit_tokens, {0.1: 0.01}, 0.02, 0.1)
+    shape = ModelShape.of(json.loads((model / "config.json").read_text()))
+    found = Calibration("tiny", shape, SparseSettings.page_tokens, {0.1: 0.01}, 0.02, 0.1)
     write(file, found, learning.bases())
 
 
-def write_gate(model: Path, file: Path) -> None:
-    """Write a gate for a model, of chance."""
-    shape = Shape.of(json.loads((model / "config.json").read_text()))
-    told = Measured("tiny", shape, SparseSettings.unit_tokens, {0.25: 0.1})
-    gates.write(file, told, gate_of_chance(shape))
+def write_predictor(model: Path, file: Path) -> None:
+    """Write a predictor for a model, of chance."""
+    shape = ModelShape.of(json.loads((model / "config.json").read_text()))
+    told = CalibrationResult("tiny", shape, SparseSettings.page_tokens, {0.25: 0.1})
+    predictors.write(file, told, random_predictor(shape))
 
 
-def gate_of_chance(shape: Shape) -> Gate:
+def random_predictor(shape: ModelShape) -> ImportancePredictor:
     """Of such a model."""
     heads, size, width = (shape.layers, shape.kv_heads), 2 * shape.head_dim, 4
     shapes = (*heads, size, width), (*heads, width), (*heads, width), (*heads, size), heads
     rng = torch.Generator().manual_seed(0)
-    return Gate(*(0.1 * torch.randn(each, generator=rng) for each in shapes))
+    return ImportancePredictor(*(0.1 * torch.randn(each, generator=rng) for each in shapes))
 
 
 class Engine:
@@ -142,25 +142,27 @@ class Engine:
         batch: int,
         block: int,
         bounded: int,
-        gate: str | None,
+        predictor: str | None,
         store: str | None,
     ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        from headrace_decode.sparse.engine.bound import BOUND
+        from headrace_decode.attention_backend.runtime import RUNTIME
 
         self._plain = PlainLlama(Path(model))
         settings = SparseSettings(calibration=calibration, offload_gib=offload_gib)
         told: dict[str, Any] = {
             "additional_config": settings.additional_config(),
-            "worker_cls": "headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
+            "worker_cls": "headrace_decode.attention_backend.worker.SparseWorker",
         }
         if offload_gib:
             told["scheduler_cls"] = OFFLOADING_SCHEDULERS[True]
         if bounded:
-            told["scheduler_cls"] = BOUNDING_SCHEDULERS[True]
-            told["additional_config"] |= BoundedSettings(calibration=gate).additional_config()
+            told["scheduler_cls"] = COMPRESSION_SCHEDULERS[True]
+            told["additional_config"] |= CompressionSettings(
+                calibration=predictor
+            ).additional_config()
         if store:
             told["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="HeadraceConnector",
@@ -180,7 +182,7 @@ class Engine:
             disable_log_stats=False,
             **(told if sparse else {}),
         )
-        self._bound = BOUND
+        self._bound = RUNTIME
         self._choices = list[tuple[int, Any, Any]]()
 
     def answers(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class Engine:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        rows, made, preempted = self._bound.found, self._made(), self._preemptions()
+        rows, made, preempted = self._bound.sparse_row_count, self._made(), self._preemptions()
         prompts, params = [], []
         for each in requests:
             extra = asked_of(each)
@@ -214,7 +216,7 @@ class Engine:
         return {
             "tokens": [list(result.outputs[0].token_ids) for result in results],
             "cached": [result.num_cached_tokens for result in results],
-            "sparse_rows": self._bound.found - rows,
+            "sparse_rows": self._bound.sparse_row_count - rows,
             "made": self._made() - made,
             "preemptions": self._preemptions() - preempted,
         }
@@ -237,12 +239,12 @@ class Engine:
 
     def bounded(self) -> dict[str, Any]:
         """What is followed, read and dropped, and blocks of the cache that are taken."""
-        following: Any = self._bound.following
+        following: Any = self._bound.compression
         scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
         pool = scheduler._offloads.block_pool
         return {
             "followed": bool(following),
-            "courses": len(scheduler._courses) + len(scheduler._streams or ()),
+            "courses": len(scheduler._jobs) + len(scheduler._incremental or ()),
             "read": following.read,
             "dropped": following.dropped,
             "taken": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
@@ -250,7 +252,7 @@ class Engine:
 
     def _watch(self) -> dict[str, Any]:
         """What `offload` and `bounded` say, where there are such requests."""
-        found = {} if self._bound.following is None else self.bounded()
+        found = {} if self._bound.compression is None else self.bounded()
         return found if self._bound.offloading is None else found | self.offload()
 
     def bounded_answer(self, tokens: list[int], share: float, count: int) -> dict[str, Any]:
@@ -263,22 +265,24 @@ class Engine:
             kept: share of the context's pairs that is held.
             before, after: blocks that are taken, at most and at last.
         """
-        following: Any = self._bound.following
-        of_step, rows = following.of_step, []
+        following: Any = self._bound.compression
+        select_rows, rows = following.select_rows, []
 
         def watched(*step: Any) -> Any:
-            found = of_step(*step)
+            found = select_rows(*step)
             rows.extend(found[0])
             return found
 
-        following.of_step = watched
+        following.select_rows = watched
         answer, taken, _ = self._bounded_steps(tokens, share, count)
-        following.of_step = of_step
+        following.select_rows = select_rows
         held, first = rows[0].held, rows[0].kv_tokens - 1
         whole, layers, n = [*tokens, *answer], self._plain.layers, len(tokens)
         nothing = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
         exact = self._plain.compute(whole, [layers] * len(whole), nothing, nothing)
-        there = [following.cells.read_cells(layer.astype("int64")) for layer in held.cells]
+        there = [
+            following.head_pages.read_head_pages(layer.astype("int64")) for layer in held.head_pages
+        ]
         gone, keys, values = self._absent(there, held, exact.keys, exact.values)
         depths = [0] * first + [layers] * (len(whole) - first)
         over = self._plain.compute(whole, depths, keys, values, gone=gone)
@@ -301,7 +305,7 @@ class Engine:
         engine, taken, answer, cached = self._llm.llm_engine, [0], list[int](), 0
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"technique:bounded-{share:g}:"}
         params = SamplingParams(
-            max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"bounded": share}
+            max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"compression": share}
         )
         engine.add_request("watched", prompt, params)
         while engine.has_unfinished_requests():
@@ -321,22 +325,22 @@ class Engine:
             cached: tokens of the prompt that were not computed.
             most, after: blocks that are taken, at most and at last.
         """
-        following: Any = self._bound.following
-        of_step, choices = following.of_step, list[tuple[int, Any, Any]]()
+        following: Any = self._bound.compression
+        select_rows, choices = following.select_rows, list[tuple[int, Any, Any]]()
 
         def watched(*step: Any) -> Any:
-            found = of_step(*step)
+            found = select_rows(*step)
             for row in found[0]:
                 if not choices or choices[-1][1] is not row.held:
-                    at = row.held.cells.astype("int64")
-                    there = [following.cells.read_cells(layer) for layer in at]
+                    at = row.held.head_pages.astype("int64")
+                    there = [following.head_pages.read_head_pages(layer) for layer in at]
                     first = row.kv_tokens - (row.tokens.stop - row.tokens.start)
                     choices.append((first, row.held, there))
             return found
 
-        following.of_step = watched
+        following.select_rows = watched
         answer, taken, cached = self._bounded_steps(tokens, share, count)
-        following.of_step = of_step
+        following.select_rows = select_rows
         for number, (_, held, _) in enumerate(self._choices):
             if same(held, choices[0][1]):
                 choices = self._choices[:number] + choices
@@ -366,15 +370,15 @@ class Engine:
     def _absent(
         self, there: list[Any], held: Any, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Which of a prompt's keys [layers, n, kv_heads, dim] are in no cell, of which `there` are
-        K and V, [kv_heads, places, dim] of each layer: bool [layers, kv_heads, n]. And the prompt's
-        keys and values, those of the cells among them."""
+        """Which of a prompt's keys [layers, n, kv_heads, dim] are in no head page, of which `there`
+        are K and V, [kv_heads, places, dim] of each layer: bool [layers, kv_heads, n]. And the
+        prompt's keys and values, those of the head pages among them."""
         gone = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
         gone[..., : held.tokens], keys, values = True, keys.clone(), values.clone()
         for layer, counts in enumerate(held.counts):
             for head, count in enumerate(counts):
                 moved, fitted = (
-                    one[head, : count * SparseSettings.unit_tokens] for one in there[layer]
+                    one[head, : count * SparseSettings.page_tokens] for one in there[layer]
                 )
                 at = positions_of(moved, keys[layer, : held.tokens, head])
                 gone[layer, head, at] = False
@@ -406,8 +410,8 @@ class Engine:
 
     def bases(self) -> list[int]:
         """Coordinates of each layer's basis; none without bases."""
-        assert self._bound.book is not None
-        layouts = [each.layout for each in self._bound.book.summaries]
+        assert self._bound.summary_table is not None
+        layouts = [each.layout for each in self._bound.summary_table.summaries]
         return [one.coordinates for one in layouts if one.coordinates]
 
     def forget(self) -> None:
@@ -427,8 +431,8 @@ class Engine:
         return bool((mine >= best - NEAR).all())
 
     def _made(self) -> int:
-        book = self._bound.book
-        return 0 if book is None else book.made
+        summary_table = self._bound.summary_table
+        return 0 if summary_table is None else summary_table.made
 
     def _preemptions(self) -> int:
         metrics = self._llm.get_metrics()
@@ -454,14 +458,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--sparse", type=int, default=1)
     parser.add_argument("--calibration")
-    parser.add_argument("--gate")
+    parser.add_argument("--predictor")
     parser.add_argument("--store")
     parser.add_argument("--offload", type=float, default=0)
-    sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128, "bounded": 0}
+    sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128, "compression": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    told = [*(getattr(args, name) for name in sizes), args.gate, args.store]
+    told = [*(getattr(args, name) for name in sizes), args.predictor, args.store]
     serve(lambda: Engine(args.model, bool(args.sparse), args.calibration, args.offload, *told))
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_decode.attention.page_counts import RECENT, SINKS
 from headrace_decode.sparse.basis import Basis, Moments
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.counts import RECENT, SINKS
 from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
 from headrace_decode.sparse.kernels.cache import HeadCache
-from headrace_decode.sparse.kernels.choosing import scores, tables
+from headrace_decode.sparse.kernels.page_selection import scores, tables
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
 from tests.support import sparse_summaries as stored
 
@@ -28,7 +28,7 @@ class Case:
     """Rows over a paged cache whose blocks lie in no order.
 
     Attributes:
-        cache: [blocks, kv_heads, unit_tokens, 2 dim].
+        cache: [blocks, kv_heads, page_tokens, 2 dim].
         query: [rows, heads, dim].
         blocks: of each row, in order.
     """
@@ -39,33 +39,33 @@ class Case:
     basis: Basis
 
     @property
-    def unit_tokens(self) -> int:
+    def page_tokens(self) -> int:
         return self.cache.shape[2]
 
     @property
     def keys(self) -> Tensor:
-        """[blocks, kv_heads, unit_tokens, dim]."""
+        """[blocks, kv_heads, page_tokens, dim]."""
         return self.cache[..., : self.query.shape[-1]]
 
     def rows(self, chosen: int) -> DecodeRows:
-        full = [(length - 1) // self.unit_tokens for length in LENGTHS]
-        units = torch.zeros((len(full), max(full)), dtype=torch.int32)
+        full = [(length - 1) // self.page_tokens for length in LENGTHS]
+        pages = torch.zeros((len(full), max(full)), dtype=torch.int32)
         for row, (blocks, count) in enumerate(zip(self.blocks, full, strict=True)):
-            units[row, :count] = torch.tensor(blocks[:count])
-        fill = [length - n * self.unit_tokens for length, n in zip(LENGTHS, full, strict=True)]
+            pages[row, :count] = torch.tensor(blocks[:count])
+        fill = [length - n * self.page_tokens for length, n in zip(LENGTHS, full, strict=True)]
         newest = [blocks[n] for blocks, n in zip(self.blocks, full, strict=True)]
         device, taken = self.cache.device, [min(chosen, n + 1) for n in full]
         counts, wanted, last, tokens = (
             torch.tensor(each, dtype=torch.int32, device=device)
             for each in (full, taken, newest, fill)
         )
-        return DecodeRows(units.to(device), counts, wanted, last, tokens, chosen)
+        return DecodeRows(pages.to(device), counts, wanted, last, tokens, chosen)
 
 
 def case(
     device: str,
     dtype: torch.dtype,
-    unit_tokens: int = 16,
+    page_tokens: int = 16,
     dim: int = 32,
     order: tuple[int, ...] = (0, 1, 2, 3),
     kv_heads: int = 2,
@@ -76,9 +76,9 @@ def case(
         order: of the cache's axes in memory.
     """
     draw = torch.Generator().manual_seed(7)
-    counts = [-(-length // unit_tokens) for length in LENGTHS]
+    counts = [-(-length // page_tokens) for length in LENGTHS]
     total = sum(counts) + 1
-    shape = (total, kv_heads, unit_tokens, 2 * dim)
+    shape = (total, kv_heads, page_tokens, 2 * dim)
     one = torch.randn(shape, generator=draw)
     one[..., :dim] += 2 * torch.randn(total, kv_heads, 1, dim, generator=draw)
     one[4, 1, 5, :dim] *= 9  # beyond the codes
@@ -89,24 +89,24 @@ def case(
     ends = np.cumsum(counts)
     blocks = [places[end - count : end] for count, end in zip(counts, ends, strict=True)]
     moments = Moments(kv_heads, dim)
-    moments.add_units(one[..., :dim].numpy())
+    moments.add_pages(one[..., :dim].numpy())
     moments.add_queries(torch.randn(kv_heads, 300, dim, generator=draw).numpy())
     return Case(cache, query.to(device, dtype), blocks, moments.basis(RANK))
 
 
 def summarised(one: Case, device: str) -> DeviceSummaries:
-    found = DeviceSummaries(len(one.cache), one.unit_tokens, one.basis, device)
+    found = DeviceSummaries(len(one.cache), one.page_tokens, one.basis, device)
     everything = torch.arange(len(one.cache), device=device)
-    found.bring_up(HeadCache.of(one.cache), everything)
+    found.refresh(HeadCache.of(one.cache), everything)
     return found
 
 
 def check_summaries(one: Case, device: str) -> None:
     """Equal the CPU's but where a number lies between two codes."""
     found = summarised(one, device)
-    heads, units = found.codes.shape[:2]
-    wanted = Summaries(units, heads, one.unit_tokens, one.query.shape[-1], basis=one.basis)
-    wanted.put(np.arange(units), one.keys)
+    heads, pages = found.codes.shape[:2]
+    wanted = Summaries(pages, heads, one.page_tokens, one.query.shape[-1], basis=one.basis)
+    wanted.put(np.arange(pages), one.keys)
     assert found.layout == wanted.layout
     torch.testing.assert_close(found.scales.cpu(), torch.from_numpy(wanted.scales))
     ours, theirs = found.codes.cpu().int(), torch.from_numpy(wanted.codes).int()
@@ -117,13 +117,13 @@ def check_summaries(one: Case, device: str) -> None:
 
 def check_unchanged_keys_are_not_summarised_again(one: Case, device: str) -> None:
     found, cache = summarised(one, device), HeadCache.of(one.cache)
-    units = torch.tensor([0, 5, -1, 2], device=device)
+    pages = torch.tensor([0, 5, -1, 2], device=device)
     found.codes.fill_(0)
-    found.bring_up(cache, units)
+    found.refresh(cache, pages)
     assert not found.codes.any()
     one.cache[5, 1, 3, 9] += 1  # one number of one key of one head
     one.cache[2, 0, 1, one.query.shape[-1] + 1] += 1  # a value is no key
-    found.bring_up(cache, units)
+    found.refresh(cache, pages)
     assert found.codes.flatten(2).any(-1).nonzero().tolist() == [[1, 5]]
 
 
@@ -131,10 +131,10 @@ def check_scores(one: Case, device: str, within: float) -> None:
     """Are what the bytes of summaries say."""
     dim = one.query.shape[-1]
     rows, found = one.rows(6), summarised(one, device)
-    logits = scores(found, one.query, rows.units, rows.counts, dim**-0.5).cpu() * np.log(2)
+    logits = scores(found, one.query, rows.pages, rows.counts, dim**-0.5).cpu() * np.log(2)
     for row, count in enumerate(rows.counts.tolist()):
-        units = rows.units[row, :count].long()
-        kept = [part[:, units].cpu().numpy() for part in (found.codes, found.scales)]
+        pages = rows.pages[row, :count].long()
+        kept = [part[:, pages].cpu().numpy() for part in (found.codes, found.scales)]
         queries = one.query[row].float().cpu().view(len(kept[0]), -1, dim) * dim**-0.5
         for head, (codes, scales, query) in enumerate(zip(*kept, queries, strict=True)):
             wanted = stored.logits(found.layout, one.basis, codes, scales, head, query).float()
@@ -142,20 +142,20 @@ def check_scores(one: Case, device: str, within: float) -> None:
 
 
 def check_tables(one: Case, device: str) -> None:
-    """Hold what `choose` finds by the same scores, as places of the cache, and the newest unit."""
+    """Hold what `select_pages` finds by the same scores, as places in the cache."""
     found, cache = summarised(one, device), HeadCache.of(one.cache)
     scale = one.query.shape[-1] ** -0.5
     for chosen in (3, 5, 30):
         rows = one.rows(chosen)
-        logits = scores(found, one.query, rows.units, rows.counts, scale).cpu() * np.log(2)
-        given = (rows.units, rows.counts, rows.chosen, rows.newest)
+        logits = scores(found, one.query, rows.pages, rows.counts, scale).cpu() * np.log(2)
+        given = (rows.pages, rows.counts, rows.chosen, rows.newest)
         table = tables(found, one.query, *given, cache.heads_apart, scale, chosen).cpu()
         for row, (count, wanted) in enumerate(
             zip(rows.counts.tolist(), rows.chosen.tolist(), strict=True)
         ):
             mass = logits[row, :, :, :count].softmax(-1).sum(1)
-            here = choose(mass.numpy(), wanted - 1, SINKS, RECENT - 1)
-            blocks = rows.units[row].cpu().numpy()[here]
+            here = select_pages(mass.numpy(), wanted - 1, SINKS, RECENT - 1)
+            blocks = rows.pages[row].cpu().numpy()[here]
             newest = np.full((len(here), 1), int(rows.newest[row]))
             heads = np.arange(len(here))[:, None]
             places = np.concatenate([blocks, newest], 1) * cache.heads_apart + heads
@@ -163,27 +163,27 @@ def check_tables(one: Case, device: str) -> None:
 
 
 def check_ties(device: str) -> None:
-    """Units alike are chosen in their order."""
+    """Pages alike are chosen in their order."""
     one = case(device, torch.float32)
     one.cache[:] = one.cache[:1]
     rows, cache = one.rows(5), HeadCache.of(one.cache)
-    given = (rows.units, rows.counts, rows.chosen, rows.newest)
+    given = (rows.pages, rows.counts, rows.chosen, rows.newest)
     table = tables(summarised(one, device), one.query, *given, cache.heads_apart, 0.2, 5)
     for row, count in enumerate(rows.counts.tolist()):
         wanted = int(rows.chosen[row]) - 1
-        first = rows.units[row, [*range(wanted - 1), count - 1]]
+        first = rows.pages[row, [*range(wanted - 1), count - 1]]
         assert (table[row, 0, :wanted] == first * cache.heads_apart).all()
 
 
 def check_attention(one: Case, device: str, kernel: Kernel, within: float) -> None:
-    """Equals exact attention to the tokens of the chosen units."""
+    """Equals exact attention to the tokens of the chosen pages."""
     dim, chosen = one.query.shape[-1], 5
     rows, cache, found = one.rows(chosen), HeadCache.of(one.cache), summarised(one, device)
     scale = dim**-0.5
     output = attend(found, cache, one.query, rows, scale, kernel).float().cpu()
-    given = (rows.units, rows.counts, rows.chosen, rows.newest)
+    given = (rows.pages, rows.counts, rows.chosen, rows.newest)
     table = tables(found, one.query, *given, cache.heads_apart, scale, chosen)
-    lengths = (rows.chosen - 1) * one.unit_tokens + rows.fill
+    lengths = (rows.chosen - 1) * one.page_tokens + rows.fill
     for row, length in enumerate(lengths.tolist()):
         group = one.query.shape[1] // cache.kv_heads
         for head in range(cache.kv_heads):

@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.layout import Layout
+from headrace_decode.sparse.summary_layout import SummaryLayout
 
 Rows = NDArray[np.float32]
 
 
 def unpacked(
-    layout: Layout, basis: Basis, codes: NDArray[np.uint8], scales: Rows, head: int
+    layout: SummaryLayout, basis: Basis, codes: NDArray[np.uint8], scales: Rows, head: int
 ) -> tuple[Tensor, Tensor]:
-    """Mean [dim], less the basis's origin, and what the unit's keys add to it [tokens, dim].
+    """Mean [dim], less the basis's origin, and what the page's keys add to it [tokens, dim].
 
     Args:
-        codes: [layout.code_bytes], of one unit of `head`.
+        codes: [layout.code_bytes], of one page of `head`.
         scales: [layout.scales].
     """
     mean, coordinates, own = parts(layout, codes, scales)
@@ -27,14 +27,16 @@ def unpacked(
     return mean.float(), (shared + own).float()
 
 
-def parts(layout: Layout, codes: NDArray[np.uint8], scales: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def parts(
+    layout: SummaryLayout, codes: NDArray[np.uint8], scales: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [dim], coordinates [tokens, coordinates], and what own directions add [tokens, dim],
     in float64.
 
     Args:
         codes, scales: as of `unpacked`.
     """
-    tokens, dim = layout.unit_tokens, layout.head_dim
+    tokens, dim = layout.page_tokens, layout.head_dim
 
     def row(first_byte: int, length: int) -> NDArray[np.float64]:
         part = codes[first_byte : first_byte + length // 2]
@@ -54,17 +56,17 @@ def parts(layout: Layout, codes: NDArray[np.uint8], scales: Rows) -> tuple[Tenso
 
 
 def logits(
-    layout: Layout,
+    layout: SummaryLayout,
     basis: Basis,
     codes: NDArray[np.uint8],
     scales: Rows,
     head: int,
     queries: Tensor,
 ) -> Tensor:
-    """Logarithm of the attention to units, but for the softmax's sum, in float64 [m, n].
+    """Logarithm of the attention to pages, but for the softmax's sum, in float64 [m, n].
 
     Args:
-        codes: [n, layout.code_bytes], of units of `head`.
+        codes: [n, layout.code_bytes], of pages of `head`.
         scales: [n, layout.scales].
         queries: [m, dim], times the scale of logits.
     """

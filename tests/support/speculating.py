@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculative.draft import DraftBatch
-from headrace_decode.speculative.retrieval.draft_memory import Memory
+from headrace_decode.speculative.draft_batch import DraftBatch
+from headrace_decode.speculative.retrieval.draft_memory import DraftMemory
 from tests.support import run
 from tests.support.program import IN_ONE_PROCESS, say, told
 
@@ -41,7 +41,7 @@ class Run:
     preemptions: int
 
 
-class KindsOfDrafts(Memory):
+class KindsOfDrafts(DraftMemory):
     """Drafts of a kind that may be changed while the engine runs.
 
     "memory": what the memory finds. "junk": random ids, some of them no tokens, all said to be as
@@ -52,7 +52,7 @@ class KindsOfDrafts(Memory):
     truth: dict[tuple[int, ...], list[int]] = {}
 
     def __init__(self, *_: Any) -> None:
-        """Takes the place of `proposer.load_memory`."""
+        """Takes the place of `proposer.create_memory`."""
         super().__init__()
         self._texts: dict[int, tuple[tuple[int, ...], int]] = {}
         self._rng = random.Random(5)
@@ -149,7 +149,7 @@ def _engine(model: str, draft_tokens: int, blocks: int | None) -> Any:
     run.engine_started()
     speculation = {}
     if draft_tokens:
-        proposer.load_memory = KindsOfDrafts
+        proposer.create_memory = KindsOfDrafts
         speculation = engine_arguments(draft_tokens)
     return LLM(
         model,

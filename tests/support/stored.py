@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_engine.connector import files
-from headrace_engine.exchange import CHECKS_KEY
-from headrace_engine.handoff import PARAMS_KEY, produce_params
-from headrace_engine.ports import free_port_block
+from headrace_engine.connector.loading import file_loader as files
+from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params
+from headrace_engine.kv_transfer.ports import free_port_block
 from tests.support import run
 from tests.support.forked import Forked
 from tests.support.kvnode import SlowMover
@@ -205,7 +205,7 @@ class Engine:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-        files.Mover = SlowMover  # type: ignore[misc]
+        files.FileIo = SlowMover  # type: ignore[misc]
         transfer = None
         self._stores = store is not None
         if store is not None:

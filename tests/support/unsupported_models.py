@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import Ernie4_5Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
-from headrace_engine.handoff import REUSE_KEY
+from headrace_engine.kv_transfer.handoff import REUSE_KEY
 from tests.support.program import say
 from tests.support.stored import connector_of, store_connector
 
@@ -92,15 +92,17 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.inputs import TokensPrompt
 
-    from headrace_decode.compression.engine.settings import BoundedSettings
-    from headrace_decode.resume.llm import BOUNDING_SCHEDULERS
-    from headrace_decode.sparse.engine.settings import SparseSettings
+    from headrace_decode.attention.settings import SparseSettings
+    from headrace_decode.compression.engine.settings import CompressionSettings
+    from headrace_decode.llm.engine_classes import COMPRESSION_SCHEDULERS
 
     MODELS[name]().save_pretrained(folder / name)
     store = {"name": f"store-{name}", "folder": str(folder), "dram_bytes": 32 << 20, "node": False}
     connectors = [
         store_connector(store),
-        connector_of("StoredReuseConnector", "headrace_prefill.blending.engine.stored", store),
+        connector_of(
+            "StoredBlendingConnector", "headrace_prefill.blending.engine.stored_connector", store
+        ),
     ]
     composite = connector_of(
         "HeadracePDConnector",
@@ -119,11 +121,11 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
         max_num_seqs=4,
         num_gpu_blocks_override=BLOCKS,
         disable_hybrid_kv_cache_manager=True,
-        worker_cls="headrace.reuse_workers.SparseReusingTakingUpWorker",
-        scheduler_cls=BOUNDING_SCHEDULERS[True],
+        worker_cls="headrace.deploy.worker_classes.SparseBlendingWorker",
+        scheduler_cls=COMPRESSION_SCHEDULERS[True],
         additional_config={
             **SparseSettings().additional_config(),
-            **BoundedSettings().additional_config(),
+            **CompressionSettings().additional_config(),
         },
         kv_transfer_config=KVTransferConfig(**composite),
     )
@@ -133,7 +135,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     for extra in (
         None,
         {"sparse": 0.1},
-        {"bounded": 0.25},
+        {"compression": 0.25},
         {"kv_transfer_params": {REUSE_KEY: {"runs": [[5, 9, 200, 9, b"x" * 64]]}}},
     ):
         params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra)

@@ -14,10 +14,10 @@ import aiohttp
 from aiohttp import web
 
 from headrace.config import GatewaySettings
-from headrace.config.tlsfiles import TlsFiles
-from headrace.gateway import GatewayOptions, ReplicaInfo, Server, build_gateway_app, serve_gateway
+from headrace.config.tls_files import TlsFiles
+from headrace.gateway import ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace.gateway.app import GatewayApp
-from headrace_decode.routes import Route
+from headrace_decode.http.public_routes import Route
 
 TOKEN = "internal-secret"
 MODEL = "smollm2-135m-instruct"
@@ -139,7 +139,7 @@ class FakeCluster:
         self.told.append(command)
         return [{"replica_id": member.replica_id} for member in self.members]
 
-    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+    async def send_corpus_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         self.told.append(command)
         return [{"replica_id": each.replica_id, **self.memories} for each in self.members]
 
@@ -189,10 +189,11 @@ async def gateway_over(
     cluster = FakeCluster()
     for number, handler in enumerate(handlers, 1):
         cluster.members.append(await FakeReplica(handler, f"decode-{number}").start())
+    settings = GatewaySettings.model_construct(**options)  # also with limits that are too low
     app = build_gateway_app(
-        *(GatewayOptions(**options), backend or cluster, MODEL, metrics), make_placer=make_placer
+        *(settings, backend or cluster, MODEL, metrics), make_placer=make_placer
     )
-    limit = app.options.max_body_bytes
+    limit = settings.max_body_bytes
     gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls, max_body_bytes=limit)
     url = f"{'https' if tls else 'http'}://127.0.0.1:{gateway.port}"
     connector = aiohttp.TCPConnector(ssl=client_tls) if client_tls else None
@@ -223,7 +224,7 @@ async def asked_from_elsewhere(
     cluster: FakeCluster, method: str, path: str, body: bytes
 ) -> dict[str, Any]:
     """How a gateway begins its answer to a JSON body from another machine, as ASGI says it."""
-    app = build_gateway_app(GatewayOptions(), cluster, MODEL)
+    app = build_gateway_app(GatewaySettings(), cluster, MODEL)
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -275,7 +276,7 @@ async def stall(replica: FakeReplica, request: web.Request) -> web.StreamRespons
     raise AssertionError
 
 
-async def hang_up(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+async def abort_connection(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
     """Break the connection off without a word."""
     cut(request)
     return web.Response()

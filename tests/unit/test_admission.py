@@ -10,27 +10,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.admission.admission import LATE, MAX_DOUBT, Admission, Refused, Ticket
-from headrace.gateway.admission.classes import DEFAULT, AdmissionOptions, ClassError, SloClass
-from headrace.gateway.admission.costs import Cost, Costs
-from headrace.gateway.admission.rates import MEMORY_S, Rates
-from headrace.gateway.admission.room import MIN_LEAD_S, Room, room_of
-from headrace.router.view import View
-from headrace_engine.steptime import StepTime
+from headrace.gateway.admission.admission_controller import (
+    LATE,
+    MAX_WAIT_FACTOR,
+    AdmissionController,
+    Refusal,
+    Ticket,
+)
+from headrace.gateway.admission.capacity import MIN_LEAD_S, Capacity, compute_capacity
+from headrace.gateway.admission.queue_rates import DECAY_S, QueueRates
+from headrace.gateway.admission.request_costs import Cost, RequestCosts
+from headrace.gateway.admission.slo_classes import (
+    DEFAULT,
+    SloClass,
+    SloClassError,
+    SloClasses,
+)
+from headrace.router.placement.cluster_view import ClusterView
+from headrace_engine.step_time import StepTime
 
 QUICK = SloClass("quick", ttft_target_s=2.0)
 URGENT = SloClass("urgent", ttft_target_s=2.0, priority=1)
 BATCH = SloClass("batch", background=True, max_wait_s=100.0)
 
 
-def room(streams: int = 1000, wait_s: float = 0.0, *, idle: bool = False) -> Room:
-    return Room([wait_s], streams=streams, engines=1, idle=idle)
+def capacity(streams: int = 1000, wait_s: float = 0.0, *, is_idle: bool = False) -> Capacity:
+    return Capacity([wait_s], streams=streams, engines=1, is_idle=is_idle)
 
 
-CLOSED = Room()
+CLOSED = Capacity()
 
 
-def sent(verdict: Ticket | Refused) -> Ticket:
+def sent(verdict: Ticket | Refusal) -> Ticket:
     assert isinstance(verdict, Ticket)
     return verdict
 
@@ -39,134 +50,134 @@ def sent(verdict: Ticket | Refused) -> Ticket:
 
 
 def test_while_there_is_room_requests_go_as_they_come() -> None:
-    core = Admission()
-    ticket = sent(core.arrive("a", QUICK, 10, 0.0, room()))
-    assert (ticket.waits, ticket.sent_s, len(core)) == (False, 0.0, 0)
+    core = AdmissionController()
+    ticket = sent(core.arrive("a", QUICK, 10, 0.0, capacity()))
+    assert (ticket.is_waiting, ticket.sent_s, len(core)) == (False, 0.0, 0)
 
 
 def test_without_room_a_request_waits_and_goes_when_there_is() -> None:
-    core = Admission(one_tenant=True)
+    core = AdmissionController(one_tenant=True)
     ticket = sent(core.arrive("a", QUICK, 10, 0.0, CLOSED))
-    assert ticket.waits and core.next(0.1, CLOSED) is None
-    assert core.next(0.2, room()) is ticket
-    assert (ticket.waits, ticket.sent_s, len(core)) == (False, 0.2, 0)
-    assert core.next(0.3, room()) is None
+    assert ticket.is_waiting and core.next(0.1, CLOSED) is None
+    assert core.next(0.2, capacity()) is ticket
+    assert (ticket.is_waiting, ticket.sent_s, len(core)) == (False, 0.2, 0)
+    assert core.next(0.3, capacity()) is None
 
 
 def test_nobody_passes_those_that_wait_for_room_that_has_just_come() -> None:
-    core = Admission(one_tenant=True)
+    core = AdmissionController(one_tenant=True)
     first = sent(core.arrive("a", DEFAULT, 10, 0.0, CLOSED))
-    second = sent(core.arrive("a", DEFAULT, 10, 0.1, room()))
-    assert second.waits and core.next(0.1, room()) is first
+    second = sent(core.arrive("a", DEFAULT, 10, 0.1, capacity()))
+    assert second.is_waiting and core.next(0.1, capacity()) is first
 
 
 def test_a_request_is_sent_only_as_far_as_engines_and_streams_go() -> None:
-    core = Admission()
-    there = room(streams=2)
+    core = AdmissionController()
+    there = capacity(streams=2)
     tickets = [core.arrive("a", DEFAULT, 1, 0.0, there) for _ in range(3)]
-    assert [sent(each).waits for each in tickets] == [False, False, True]
-    assert not room(wait_s=MIN_LEAD_S).open and room(wait_s=MIN_LEAD_S * 0.99).open
+    assert [sent(each).is_waiting for each in tickets] == [False, False, True]
+    assert not capacity(wait_s=MIN_LEAD_S).has_room and capacity(wait_s=MIN_LEAD_S * 0.99).has_room
 
 
 # ---- who is refused -------------------------------------------------------------------------
 
 
 def test_a_request_is_refused_once_its_tenant_s_queue_takes_longer_than_its_target() -> None:
-    core = Admission(one_tenant=True)
-    core.price(known=False, engines=2)  # one request a second costs 1: two a second
+    core = AdmissionController(one_tenant=True)
+    core.set_engines(priced=False, engines=2)  # one request a second costs 1: two a second
     verdicts = [core.arrive("a", QUICK, 1, 0.0, CLOSED) for _ in range(7)]
-    assert [isinstance(each, Refused) for each in verdicts] == [False] * 5 + [True] * 2
+    assert [isinstance(each, Refusal) for each in verdicts] == [False] * 5 + [True] * 2
     assert len(core) == 5
 
 
 def test_retry_after_is_how_much_too_late_it_would_have_been() -> None:
-    core = Admission(one_tenant=True)
-    core.price(known=False, engines=1)
+    core = AdmissionController(one_tenant=True)
+    core.set_engines(priced=False, engines=1)
     for _ in range(3):
         sent(core.arrive("a", QUICK, 1, 0.0, CLOSED))
     refused = core.arrive("a", QUICK, 1, 0.0, CLOSED)
-    assert refused == Refused("late", wait_s=3.0, retry_after_s=1.0)
+    assert refused == Refusal("late", wait_s=3.0, retry_after_s=1.0)
 
 
 def test_the_queue_holds_only_so_many() -> None:
-    core = Admission(max_waiting=2)
+    core = AdmissionController(max_waiting=2)
     verdicts = [core.arrive("a", DEFAULT, 1, 0.0, CLOSED) for _ in range(3)]
-    assert isinstance(verdicts[2], Refused) and verdicts[2].why == "full"
+    assert isinstance(verdicts[2], Refusal) and verdicts[2].why == "full"
 
 
 def test_nobody_is_refused_for_a_prompt_that_is_too_long_while_nobody_waits() -> None:
-    core = Admission()
-    core.price(known=True, engines=1)
+    core = AdmissionController()
+    core.set_engines(priced=True, engines=1)
     for _ in range(100):
-        core.costs.prefilled("a", 1, 1.0)
-    ticket = sent(core.arrive("a", QUICK, 100, 0.0, room()))
-    assert ticket.cost.prefill_s > QUICK.patience_s and not ticket.waits
-    assert isinstance(core.arrive("a", QUICK, 100, 0.0, CLOSED), Refused)
+        core.costs.record_prefill("a", 1, 1.0)
+    ticket = sent(core.arrive("a", QUICK, 100, 0.0, capacity()))
+    assert ticket.cost.prefill_s > QUICK.patience_s and not ticket.is_waiting
+    assert isinstance(core.arrive("a", QUICK, 100, 0.0, CLOSED), Refusal)
 
 
 def test_a_request_of_higher_priority_passes_its_tenant_s_others_as_far_as_they_stay_in_time() -> (
     None
 ):
-    core = Admission(one_tenant=True)
-    core.price(known=False, engines=2)
+    core = AdmissionController(one_tenant=True)
+    core.set_engines(priced=False, engines=2)
     low = [sent(core.arrive("a", QUICK, 1, 0.0, CLOSED)) for _ in range(3)]
     urgent = sent(core.arrive("a", URGENT, 1, 0.0, CLOSED))
     sent(core.arrive("a", URGENT, 1, 0.0, CLOSED))
     # A third one would have the last of the others come after its target.
-    assert isinstance(core.arrive("a", URGENT, 1, 0.0, CLOSED), Refused)
-    assert core.next(0.1, room()) is urgent
-    core.next(0.1, room())
-    assert core.next(0.1, room()) is low[0]
+    assert isinstance(core.arrive("a", URGENT, 1, 0.0, CLOSED), Refusal)
+    assert core.next(0.1, capacity()) is urgent
+    core.next(0.1, capacity())
+    assert core.next(0.1, capacity()) is low[0]
 
 
 def test_a_tenant_s_queue_does_not_make_another_s_request_late() -> None:
-    core = Admission()
-    core.price(known=False, engines=4)
+    core = AdmissionController()
+    core.set_engines(priced=False, engines=4)
     verdicts = [core.arrive("heavy", QUICK, 1, 0.0, CLOSED) for _ in range(20)]
-    assert isinstance(verdicts[-1], Refused)
+    assert isinstance(verdicts[-1], Refusal)
     light = sent(core.arrive("light", QUICK, 1, 0.0, CLOSED))
-    core.next(0.1, room())
-    assert core.next(0.1, room()) is light
+    core.next(0.1, capacity())
+    assert core.next(0.1, capacity()) is light
 
 
 def test_what_waits_in_vain_is_given_up_at_its_target_and_a_tenth() -> None:
-    core = Admission()
+    core = AdmissionController()
     ticket = sent(core.arrive("a", QUICK, 1, 0.0, CLOSED))
-    assert core.expired(QUICK.patience_s * (LATE - 0.01)) is None
-    assert core.expired(QUICK.patience_s * (LATE + 0.01)) is ticket
-    assert (len(core), core.counts.expired, ticket.waits) == (0, 1, False)
+    assert core.pop_expired(QUICK.patience_s * (LATE - 0.01)) is None
+    assert core.pop_expired(QUICK.patience_s * (LATE + 0.01)) is ticket
+    assert (len(core), core.counts.expired, ticket.is_waiting) == (0, 1, False)
 
 
 def test_doubt_grows_with_broken_promises_and_makes_refusals_earlier() -> None:
-    core = Admission(one_tenant=True)
+    core = AdmissionController(one_tenant=True)
     for number in range(100):
         core.arrive("a", QUICK, 1, 3.0 * number, CLOSED)
-        assert core.expired(3.0 * number + 2.5) is not None
-    assert core.doubt == MAX_DOUBT
+        assert core.pop_expired(3.0 * number + 2.5) is not None
+    assert core.wait_safety_factor == MAX_WAIT_FACTOR
     for number in range(1000):
         core.arrive("a", QUICK, 1, 1000.0 + number, CLOSED)
-        core.next(1000.0 + number, room())
-    assert core.doubt == 1.0
+        core.next(1000.0 + number, capacity())
+    assert core.wait_safety_factor == 1.0
 
 
 def test_engines_that_take_longer_than_predicted_get_less_and_are_promised_less() -> None:
-    core = Admission(one_tenant=True)
-    core.price(known=True, engines=1)
+    core = AdmissionController(one_tenant=True)
+    core.set_engines(priced=True, engines=1)
 
     def sends(first_s: float) -> Ticket:
-        ticket = sent(core.arrive("a", QUICK, 1, 0.0, room()))
-        core.planned(ticket, 0.5)
-        core.began(ticket, first_s)
-        core.ended(ticket, 0.0, 1.0)
+        ticket = sent(core.arrive("a", QUICK, 1, 0.0, capacity()))
+        core.record_plan(ticket, 0.5)
+        core.record_first_token(ticket, first_s)
+        core.record_end(ticket, 0.0, 1.0)
         return ticket
 
     for _ in range(100):
         sends(0.5)
-    assert core.stretch == 1.0
+    assert core.prefill_safety_factor == 1.0
     for _ in range(100):
         sends(0.5 * 6)
-    assert core.stretch == pytest.approx(6.0, abs=0.5), "95 % of promises are kept"
-    place = room()
+    assert core.prefill_safety_factor == pytest.approx(6.0, abs=0.5), "95 % of promises are kept"
+    place = capacity()
     sent(core.arrive("a", QUICK, 1, 0.0, place))
     assert place.waits_s[0] >= 0.5 * 5, "the engine is taken for so much longer"
 
@@ -175,23 +186,23 @@ def test_engines_that_take_longer_than_predicted_get_less_and_are_promised_less(
 
 
 def test_a_background_request_goes_only_while_nobody_waits_and_engines_are_idle() -> None:
-    core = Admission()
-    batch = sent(core.arrive("a", BATCH, 1, 0.0, room()))
-    assert batch.waits
+    core = AdmissionController()
+    batch = sent(core.arrive("a", BATCH, 1, 0.0, capacity()))
+    assert batch.is_waiting
     other = sent(core.arrive("b", QUICK, 1, 0.0, CLOSED))
-    assert core.next(0.1, room(idle=True)) is other
-    assert core.next(0.1, room()) is None
-    assert core.next(0.1, room(idle=True)) is batch
+    assert core.next(0.1, capacity(is_idle=True)) is other
+    assert core.next(0.1, capacity()) is None
+    assert core.next(0.1, capacity(is_idle=True)) is batch
 
 
 def test_a_background_request_takes_nothing_of_its_tenant_s_share() -> None:
-    core = Admission()
+    core = AdmissionController()
     for _ in range(50):
-        sent(core.arrive("a", BATCH, 1, 0.0, room(idle=True)))
-        assert core.next(0.0, room(idle=True)) is None
+        sent(core.arrive("a", BATCH, 1, 0.0, capacity(is_idle=True)))
+        assert core.next(0.0, capacity(is_idle=True)) is None
     for tenant in "aabb":
         core.arrive(tenant, DEFAULT, 1, 0.0, CLOSED)
-    order = [sent(core.next(0.1, room()) or CLOSED).tenant for _ in range(4)]  # type: ignore[arg-type]
+    order = [sent(core.next(0.1, capacity()) or CLOSED).tenant for _ in range(4)]  # type: ignore[arg-type]
     assert order == ["a", "b", "a", "b"]
 
 
@@ -199,53 +210,53 @@ def test_a_background_request_takes_nothing_of_its_tenant_s_share() -> None:
 
 
 def test_the_rate_is_what_was_sent_while_somebody_waited() -> None:
-    rates, now_s = Rates(one=True), 0.0
-    rates.waits(now_s, somebody=True)
+    rates, now_s = QueueRates(one_tenant=True), 0.0
+    rates.set_waiting(now_s, waiting=True)
     for _ in range(400):
         now_s += 0.05
-        rates.sent("", 0.2, now_s)
-        rates.waits(now_s, somebody=True)
-    assert rates.rate == pytest.approx((4.0 * MEMORY_S + 1.0) / (MEMORY_S + 1.0), rel=0.05)
+        rates.record_sent("", 0.2, now_s)
+        rates.set_waiting(now_s, waiting=True)
+    assert rates.rate == pytest.approx((4.0 * DECAY_S + 1.0) / (DECAY_S + 1.0), rel=0.05)
     before = rates.rate
-    rates.waits(now_s, somebody=False)
-    rates.waits(now_s + 60.0, somebody=True)
+    rates.set_waiting(now_s, waiting=False)
+    rates.set_waiting(now_s + 60.0, waiting=True)
     assert rates.rate == before
 
 
-def taking(turns: int = 400, **rates_of: float) -> tuple[Rates, float]:
+def taking(turns: int = 400, **rates_of: float) -> tuple[QueueRates, float]:
     """Rates after tenants have taken so much a second, while somebody waited."""
-    rates, now_s = Rates(), 0.0
-    rates.waits(now_s, somebody=True)
+    rates, now_s = QueueRates(), 0.0
+    rates.set_waiting(now_s, waiting=True)
     for _ in range(turns):
         now_s += 0.05
         for tenant, each in rates_of.items():
-            rates.sent(tenant, 0.05 * each, now_s)
-        rates.waits(now_s, somebody=True)
+            rates.record_sent(tenant, 0.05 * each, now_s)
+        rates.set_waiting(now_s, waiting=True)
     return rates, now_s
 
 
 def test_a_tenant_can_count_on_its_fair_part_less_one_for_the_next_to_come() -> None:
     rates, now_s = taking(a=1.0, b=1.0)
-    assert rates.of("a", now_s) == pytest.approx(rates.rate / 3, rel=0.1)
-    assert rates.of("new", now_s) == pytest.approx(rates.rate / 4, rel=0.1)
+    assert rates.rate_of("a", now_s) == pytest.approx(rates.rate / 3, rel=0.1)
+    assert rates.rate_of("new", now_s) == pytest.approx(rates.rate / 4, rel=0.1)
 
 
 def test_a_tenant_can_count_on_what_others_leave() -> None:
     rates, now_s = taking(a=3.0, b=0.2)
-    assert rates.of("a", now_s) == pytest.approx((rates.rate - 0.2) * 2 / 3, rel=0.1)
+    assert rates.rate_of("a", now_s) == pytest.approx((rates.rate - 0.2) * 2 / 3, rel=0.1)
     alone, now_s = taking(a=3.0)
-    assert alone.of("a", now_s) == pytest.approx(alone.rate / 2, rel=0.1)
+    assert alone.rate_of("a", now_s) == pytest.approx(alone.rate / 2, rel=0.1)
 
 
 def test_tenants_that_have_just_begun_count_in_full() -> None:
     rates, now_s = taking(10, a=1.0, b=1.0, c=1.0)
-    assert rates.of("a", now_s) <= 1.1 * rates.rate / 3
+    assert rates.rate_of("a", now_s) <= 1.1 * rates.rate / 3
 
 
 def test_one_tenant_can_count_on_all() -> None:
-    rates = Rates(one=True)
+    rates = QueueRates(one_tenant=True)
     rates.prior = 4.0
-    assert rates.of("", 0.0) == rates.rate == 4.0
+    assert rates.rate_of("", 0.0) == rates.rate == 4.0
 
 
 @settings(max_examples=100)
@@ -256,53 +267,55 @@ def test_promised_parts_never_exceed_the_rate_and_nobody_has_less_than_an_equal_
     rates, now_s = taking(400, **{f"t{at}": each for at, each in enumerate(taken)})
     count = len(taken)
     for at in range(count):
-        part = rates.of(f"t{at}", now_s)
+        part = rates.rate_of(f"t{at}", now_s)
         assert rates.rate / (count + 2) * 0.9 <= part <= rates.rate
 
 
 def test_what_a_byte_takes_is_learned_for_each_size() -> None:
-    costs = Costs()
+    costs = RequestCosts()
     for _ in range(100):
-        costs.prefilled("one", 1000, 0.01)
-        costs.prefilled("one", 50_000, 2.0)
-    assert costs.expect("one", 900, 1.0).prefill_s == pytest.approx(0.009, rel=0.01)
-    assert costs.expect("one", 60_000, 1.0).prefill_s == pytest.approx(2.4, rel=0.01)
+        costs.record_prefill("one", 1000, 0.01)
+        costs.record_prefill("one", 50_000, 2.0)
+    assert costs.predict("one", 900, 1.0).prefill_s == pytest.approx(0.009, rel=0.01)
+    assert costs.predict("one", 60_000, 1.0).prefill_s == pytest.approx(2.4, rel=0.01)
     # A size that was not seen yet: as the next smaller one.
-    assert costs.expect("one", 10_000, 1.0).prefill_s == pytest.approx(0.1, rel=0.01)
-    assert costs.expect("one", 200_000, 1.0).prefill_s == pytest.approx(8.0, rel=0.01)
+    assert costs.predict("one", 10_000, 1.0).prefill_s == pytest.approx(0.1, rel=0.01)
+    assert costs.predict("one", 200_000, 1.0).prefill_s == pytest.approx(8.0, rel=0.01)
 
 
 def test_costs_follow_each_tenant_s_own_requests() -> None:
-    costs = Costs()
+    costs = RequestCosts()
     for _ in range(100):
-        costs.prefilled("long", 1000, 2.0)
-        costs.answered("long", 8.0)
-        costs.prefilled("short", 1000, 0.1)
-        costs.answered("short", 1.0)
-    assert costs.expect("long", 1000, 4.0) == pytest.approx(Cost(2.0, 2.0), rel=0.05)
-    assert costs.expect("short", 500, 4.0) == pytest.approx(Cost(0.05, 0.25), rel=0.05)
-    new = costs.expect("new", 1000, 1.0)
+        costs.record_prefill("long", 1000, 2.0)
+        costs.record_answer("long", 8.0)
+        costs.record_prefill("short", 1000, 0.1)
+        costs.record_answer("short", 1.0)
+    assert costs.predict("long", 1000, 4.0) == pytest.approx(Cost(2.0, 2.0), rel=0.05)
+    assert costs.predict("short", 500, 4.0) == pytest.approx(Cost(0.05, 0.25), rel=0.05)
+    new = costs.predict("new", 1000, 1.0)
     assert 0.1 < new.prefill_s < 2.0
 
 
 def test_what_a_request_took_is_charged_once_it_is_known() -> None:
-    core = Admission()
-    core.price(known=True, engines=1)
-    first = sent(core.arrive("a", DEFAULT, 1000, 0.0, room()))
-    core.planned(first, 5.0)
-    core.ended(first, 20.0, 4.0)
-    assert core.had["a"] == pytest.approx(first.cost_s) and first.cost_s == pytest.approx(10.0)
+    core = AdmissionController()
+    core.set_engines(priced=True, engines=1)
+    first = sent(core.arrive("a", DEFAULT, 1000, 0.0, capacity()))
+    core.record_plan(first, 5.0)
+    core.record_end(first, 20.0, 4.0)
+    assert core.charged_s["a"] == pytest.approx(first.cost_s) and first.cost_s == pytest.approx(
+        10.0
+    )
     for tenant in "aabb":
         core.arrive(tenant, DEFAULT, 1, 0.0, CLOSED)
-    assert (core.next(0.1, room()) or first).tenant == "b"
+    assert (core.next(0.1, capacity()) or first).tenant == "b"
 
 
 def test_what_a_tenant_has_from_another_gateway_counts_here() -> None:
-    core = Admission()
+    core = AdmissionController()
     for tenant in "aaabbb":
         core.arrive(tenant, DEFAULT, 1, 0.0, CLOSED)
-    core.had_elsewhere("a", 2.5)
-    order = "".join((core.next(0.1, room()) or Ticket("?", 1.0)).tenant for _ in range(5))
+    core.record_peer_usage("a", 2.5)
+    order = "".join((core.next(0.1, capacity()) or Ticket("?", 1.0)).tenant for _ in range(5))
     assert order == "bbbaa" or order == "bbaba"
 
 
@@ -315,8 +328,8 @@ class Server:
 
     free_s: float = 0.0
 
-    def room(self, now_s: float) -> Room:
-        return Room([max(0.0, self.free_s - now_s)], lead_s=0.1, streams=9999, engines=1)
+    def capacity(self, now_s: float) -> Capacity:
+        return Capacity([max(0.0, self.free_s - now_s)], lead_s=0.1, streams=9999, engines=1)
 
 
 @settings(max_examples=60)
@@ -331,8 +344,8 @@ def test_who_is_admitted_goes_in_time_whoever_comes_later(
     arrivals: list[tuple[float, str, SloClass]],
 ) -> None:
     """An engine that needs 0.1 s a request, up to three tenants, loads up to and above all."""
-    core, server, now_s, at_s = Admission(), Server(), 0.0, 0.0
-    core.price(known=False, engines=10)
+    core, server, now_s, at_s = AdmissionController(), Server(), 0.0, 0.0
+    core.set_engines(priced=False, engines=10)
     waits: dict[Ticket, float] = {}
     coming = []
     for gap_s, tenant, slo in arrivals:
@@ -341,7 +354,7 @@ def test_who_is_admitted_goes_in_time_whoever_comes_later(
     heapq.heapify(events := [(at, n) for n, (at, _, _) in enumerate(coming)])
 
     def turn() -> None:
-        while (ticket := core.next(now_s, there := server.room(now_s))) is not None:
+        while (ticket := core.next(now_s, there := server.capacity(now_s))) is not None:
             server.free_s = max(server.free_s, now_s) + 0.1
             waits[ticket] = now_s - ticket.arrived_s
             assert there.streams == 9998
@@ -356,9 +369,9 @@ def test_who_is_admitted_goes_in_time_whoever_comes_later(
             continue
         _, number = heapq.heappop(events)
         _, tenant, slo = coming[number]
-        there = server.room(now_s)
+        there = server.capacity(now_s)
         verdict = core.arrive(tenant, slo, 1, now_s, there)
-        if isinstance(verdict, Ticket) and not verdict.waits:
+        if isinstance(verdict, Ticket) and not verdict.is_waiting:
             server.free_s = max(server.free_s, now_s) + 0.1
         turn()
     for ticket, waited_s in waits.items():
@@ -369,8 +382,8 @@ def test_who_is_admitted_goes_in_time_whoever_comes_later(
 # ---- the room -------------------------------------------------------------------------------
 
 
-def view(prefills: int = 1, decodes: int = 1) -> View:
-    made = View(16, 1e5)
+def view(prefills: int = 1, decodes: int = 1) -> ClusterView:
+    made = ClusterView(16, 1e5)
     node = made.node("n")
     for role, count in (("prefill", prefills), ("decode", decodes)):
         for number in range(count):
@@ -379,58 +392,58 @@ def view(prefills: int = 1, decodes: int = 1) -> View:
 
 
 def test_idle_engines_have_room() -> None:
-    there = room_of(view(), 0.0, prompt_tokens=100)
-    assert there.open and there.idle and (there.engines, there.rows) == (2, 1.0)
+    there = compute_capacity(view(), 0.0, prompt_tokens=100)
+    assert there.has_room and there.is_idle and (there.engines, there.rows) == (2, 1.0)
 
 
 def test_a_prompt_ahead_on_every_engine_leaves_none_until_it_is_nearly_done() -> None:
     seen = view()
     for row in range(2):
         seen.reserve(row, 100_000, 1.0, 0.0)
-    there = room_of(seen, 0.0, prompt_tokens=100)
-    assert not there.open and not there.idle
+    there = compute_capacity(seen, 0.0, prompt_tokens=100)
+    assert not there.has_room and not there.is_idle
     done_s = float(seen.engines["queue_s"].max())
-    assert room_of(seen, done_s, prompt_tokens=100).open
+    assert compute_capacity(seen, done_s, prompt_tokens=100).has_room
 
 
 def test_without_kv_blocks_there_is_no_room() -> None:
     seen = view()
     seen.engines["free_blocks"] = 6
-    assert room_of(seen, 0.0, prompt_tokens=100).streams == 0
+    assert compute_capacity(seen, 0.0, prompt_tokens=100).streams == 0
     seen.engines["free_blocks"] = 14
-    assert room_of(seen, 0.0, prompt_tokens=100).streams == 2
+    assert compute_capacity(seen, 0.0, prompt_tokens=100).streams == 2
 
 
 def test_streams_beyond_an_itl_target_find_no_room_but_an_idle_engine_takes_one() -> None:
     seen = view()
     idle_s = StepTime().seconds(rows=1)
-    assert room_of(seen, 0.0, prompt_tokens=100, itl_s=idle_s / 2).streams == 1
+    assert compute_capacity(seen, 0.0, prompt_tokens=100, itl_s=idle_s / 2).streams == 1
     seen.engines["running"][1] = 5
-    assert room_of(seen, 0.0, prompt_tokens=100, itl_s=idle_s / 2).streams == 0
-    assert room_of(seen, 0.0, prompt_tokens=100, itl_s=100 * idle_s).streams > 100
+    assert compute_capacity(seen, 0.0, prompt_tokens=100, itl_s=idle_s / 2).streams == 0
+    assert compute_capacity(seen, 0.0, prompt_tokens=100, itl_s=100 * idle_s).streams > 100
 
 
 def test_what_no_report_shows_yet_is_taken_off() -> None:
-    open_ = room_of(view(), 0.0, prompt_tokens=2000)
-    assert not room_of(view(), 0.0, prompt_tokens=2000, sent=8).open and open_.open
+    open_ = compute_capacity(view(), 0.0, prompt_tokens=2000)
+    assert not compute_capacity(view(), 0.0, prompt_tokens=2000, sent=8).has_room and open_.has_room
 
 
 def test_a_view_without_a_decode_engine_has_no_engine_at_all() -> None:
-    assert room_of(view(decodes=0), 0.0, prompt_tokens=1).engines == 0
+    assert compute_capacity(view(decodes=0), 0.0, prompt_tokens=1).engines == 0
 
 
 # ---- classes --------------------------------------------------------------------------------
 
-OPTIONS = AdmissionOptions({"quick": QUICK, "batch": BATCH}, default_class="quick")
+CLASSES = SloClasses({"quick": QUICK, "batch": BATCH}, default="quick")
 
 
 def test_the_header_wins_then_the_body_then_the_key_then_the_default() -> None:
     body = {"vllm_xargs": {"slo": "batch"}}
-    assert OPTIONS.choose(b"quick", body).name == "quick"
-    assert OPTIONS.choose(None, body, "quick").name == "batch"
-    assert OPTIONS.choose(None, {}, "batch").name == "batch"
-    assert OPTIONS.choose(None, {}) is QUICK
-    assert AdmissionOptions().choose(None, {}) is DEFAULT
+    assert CLASSES.choose(b"quick", body).name == "quick"
+    assert CLASSES.choose(None, body, "quick").name == "batch"
+    assert CLASSES.choose(None, {}, "batch").name == "batch"
+    assert CLASSES.choose(None, {}) is QUICK
+    assert SloClasses().choose(None, {}) is DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -440,10 +453,10 @@ def test_the_header_wins_then_the_body_then_the_key_then_the_default() -> None:
 def test_a_class_that_there_is_not_is_an_error(
     header: bytes | None, body: dict[str, object]
 ) -> None:
-    with pytest.raises(ClassError):
-        OPTIONS.choose(header, body)
+    with pytest.raises(SloClassError):
+        CLASSES.choose(header, body)
 
 
 def test_a_key_may_be_held_to_classes() -> None:
-    with pytest.raises(ClassError, match="This key may name: batch"):
-        OPTIONS.choose(b"quick", {}, "batch", {"batch"})
+    with pytest.raises(SloClassError, match="This key may name: batch"):
+        CLASSES.choose(b"quick", {}, "batch", {"batch"})

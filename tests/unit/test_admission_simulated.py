@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.gateway.admission.admission import LATE
-from headrace.gateway.admission.classes import SloClass
+from headrace.gateway.admission.admission_controller import LATE
+from headrace.gateway.admission.slo_classes import SloClass
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.ours import Headrace
-from headrace.simulate.run import Run, Settings
+from headrace.simulate.headrace_policy import HeadracePolicy
+from headrace.simulate.run import SimulationRun, SimulationSettings
 from headrace.simulate.state import DONE
-from headrace.simulate.trace import Trace, multiply
+from headrace.simulate.trace import Trace, scale_trace
 from headrace_lab.simulate.admission import Admitted, Tenancy, simulate_admitted
 
 QUICK = SloClass("quick", ttft_target_s=2.0, itl_target_s=0.05)
@@ -50,11 +50,11 @@ def play(
     tenants: Callable[[int], NDArray[np.int64]] = alone,
     slo: Sequence[SloClass] = (QUICK,),
     gateways: int = 1,
-) -> tuple[NDArray[np.int64], Run, Admitted]:
-    work = multiply(trace(), rate, 40.0, 1)
+) -> tuple[NDArray[np.int64], SimulationRun, Admitted]:
+    work = scale_trace(trace(), rate, 40.0, 1)
     tenancy = Tenancy(tenants(len(work)), slo, gateways)
-    settings = Settings(drain_s=60.0)
-    run, told = simulate_admitted(work, Hardware(), 1, 1, Headrace(), tenancy, settings)
+    settings = SimulationSettings(drain_s=60.0)
+    run, told = simulate_admitted(work, Hardware(), 1, 1, HeadracePolicy(), tenancy, settings)
     return tenancy.tenant, run, told
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.apis.checks import Abilities
 from headrace_decode.apis.middleware import ApiMiddleware
+from headrace_decode.apis.request_checks import EngineAbilities
 from headrace_decode.apis.usage import USAGE, CachedTokens, RequestUsage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -38,7 +38,7 @@ class Application:
         usage = USAGE.get()
         for number in range(self.prompts if usage is not None else 0):
             assert usage is not None
-            usage.tell(usage.begin(), 100 * (number + 1))
+            usage.record(usage.begin(), 100 * (number + 1))
         headers = [(b"content-type", self.kind.encode()), (b"content-length", b"7")]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         for number, part in enumerate(self.parts):
@@ -50,7 +50,7 @@ async def ask(
     app: Any, path: str, body: Any, *, died: bool = False
 ) -> tuple[int, dict[bytes, bytes], bytes]:
     """Status, headers and body of an answer through the layer."""
-    layer = ApiMiddleware(app, Abilities(), lambda: died)
+    layer = ApiMiddleware(app, EngineAbilities(), lambda: died)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -288,7 +288,9 @@ async def test_a_stream_begins_with_the_engines_first_output() -> None:
 
     found: list[Any] = []
     layer = ApiMiddleware(
-        Watched(200, "text/event-stream", *stream("completed"), ""), Abilities(), lambda: False
+        Watched(200, "text/event-stream", *stream("completed"), ""),
+        EngineAbilities(),
+        lambda: False,
     )
 
     async def receive() -> Any:
@@ -363,7 +365,7 @@ async def test_one_prompts_usage_is_vllms(prompt: Any) -> None:
 def test_what_another_engine_computed_is_not_cached() -> None:
     usage = RequestUsage()
     cached, output = CachedTokens(usage), Output(1847)
-    cached.at_most(512)
+    cached.limit(512)
     cached.correct(output)
     assert output.num_cached_tokens == usage.cached_tokens == 512
     CachedTokens(usage).correct(Output(1847))

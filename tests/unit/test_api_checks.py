@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.apis.checks import (
+from headrace_decode.apis.request_checks import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
     RESPONSES,
-    Abilities,
+    EngineAbilities,
     Refusal,
-    check,
     fields_of,
+    find_refusal,
 )
 
 TOOL = {"type": "function", "name": "f", "function": {"name": "f"}}
 SAID = {"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
-NO_PARSER = Abilities(why_no_tools="its chat template does not show tools")
+NO_PARSER = EngineAbilities(why_no_tools="its chat template does not show tools")
 
 
-def refused(path: str, body: Any, can: Abilities = Abilities()) -> Refusal | None:
+def refused(path: str, body: Any, can: EngineAbilities = EngineAbilities()) -> Refusal | None:
     fields = fields_of(json.dumps(body).encode())
     assert fields is not None
-    return check(path, fields, can)
+    return find_refusal(path, fields, can)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,10 @@ def test_a_strict_tool_whose_schema_cannot_be_enforced_is_named(path: str, tool:
 
 
 def test_what_the_engine_can_do_passes() -> None:
-    assert refused(CHAT, {"priority": 5}, Abilities(priorities=True)) is None
-    assert refused(RESPONSES, {"tools": [{"type": "mcp"}]}, Abilities(tool_server=True)) is None
+    assert refused(CHAT, {"priority": 5}, EngineAbilities(priorities=True)) is None
+    assert (
+        refused(RESPONSES, {"tools": [{"type": "mcp"}]}, EngineAbilities(tool_server=True)) is None
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"tools": ' + b"[" * 100_000])

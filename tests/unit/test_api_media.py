@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from headrace_decode.apis.checks import Abilities
-from headrace_decode.apis.media import scoped
+from headrace_decode.apis.media import with_scoped_media
 from headrace_decode.apis.middleware import ApiMiddleware
-from headrace_decode.internal import TENANT
+from headrace_decode.apis.request_checks import EngineAbilities
+from headrace_decode.http.internal_port import TENANT
 
 PART = {"type": "image_url", "image_url": None, "uuid": "logo"}
 
@@ -41,14 +41,14 @@ def names(body: bytes) -> list[str]:
 )
 def test_a_name_is_anothers_for_another_tenant(request_: Any) -> None:
     body = json.dumps(request_).encode()
-    [ours], [theirs] = names(scoped(body, "a")), names(scoped(body, "b"))
+    [ours], [theirs] = names(with_scoped_media(body, "a")), names(with_scoped_media(body, "b"))
     assert ours != theirs != "logo"
-    assert ours.endswith("-logo") and names(scoped(body, "a")) == [ours]
+    assert ours.endswith("-logo") and names(with_scoped_media(body, "a")) == [ours]
 
 
 def test_however_the_key_is_written_it_is_found() -> None:
     body = json.dumps({"messages": [{"content": [PART]}]}).replace("uuid", "uu\\u0069d")
-    assert names(scoped(body.encode(), "a"))[0] != "logo"
+    assert names(with_scoped_media(body.encode(), "a"))[0] != "logo"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_however_the_key_is_written_it_is_found() -> None:
     ],
 )
 def test_what_names_no_media_stays_byte_for_byte(body: bytes) -> None:
-    assert scoped(body, "a") == body
+    assert with_scoped_media(body, "a") == body
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
@@ -89,7 +89,7 @@ async def test_every_route_gets_scoped_names_where_there_are_tenants(
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
     before = TENANT.set(tenant)
     try:
-        await ApiMiddleware(app, Abilities(), lambda: False)(scope, receive, send)
+        await ApiMiddleware(app, EngineAbilities(), lambda: False)(scope, receive, send)
     finally:
         TENANT.reset(before)
     length, seen = got

@@ -85,9 +85,9 @@ def test_every_product_comes_before_one_comes_again() -> None:
 PULL = """
 import sys, types
 sys.path.insert(0, sys.argv[1])
-import headrace_engine.pull_proof.halves as halves
+import headrace_engine.pull_proof.worker_connector as worker_connector
 
-class Worker(halves.ProvenWorker):
+class Worker(worker_connector.ProvenWorker):
     def __init__(self): self.refused = []
     def _refuse(self, name, why): self.refused.append(name)
 
@@ -100,11 +100,11 @@ print(len(worker.refused))
 
 def test_an_engine_does_with_pulls_what_the_file_says(tmp_path: Path) -> None:
     """In a process of its own, since Python reads its path at its start."""
-    package = tmp_path / "headrace_engine" / "integrity"
+    package = tmp_path / "headrace_engine" / "pull_proof"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
-    (package / "halves.py").write_text(
+    (package / "worker_connector.py").write_text(
         "class Unproved(Exception): ...\n"
         "class ProvenWorker:\n"
         "    def _read_blocks_for_req(self, name, meta): ...\n"

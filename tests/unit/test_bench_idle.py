@@ -17,7 +17,7 @@ DECODE = "ray::ServeReplica:headrace:decode.handle_request"
         ("VLLM::EngineCore", [], "engine, unknown"),
         (DECODE, ["raylet"], "replica, decode"),
         ("ray::ServeReplica:headrace-two:gateway", [], "replica, gateway"),
-        ("python -m headrace.cli keep default", [], "headrace up's keeper"),
+        ("python -m headrace.cli keep default", [], "headrace up's supervisor"),
         ("ray::ServeController.listen", [], "Ray"),
         ("gcs_server --log_dir=x", [], "Ray"),
     ],

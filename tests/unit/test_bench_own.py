@@ -9,20 +9,20 @@ from benchmarks.serving.prometheus import histogram
 from benchmarks.serving.report import Repeat
 
 PAGE = """\
-# HELP ray_headrace_plan_own_seconds Seconds to make a plan.
-# TYPE ray_headrace_plan_own_seconds histogram
-ray_headrace_plan_own_seconds_bucket{Component="a",le="0.001"} 2.0
-ray_headrace_plan_own_seconds_bucket{Component="a",le="0.002"} 6.0
-ray_headrace_plan_own_seconds_bucket{Component="a",le="+Inf"} 8.0
-ray_headrace_plan_own_seconds_sum{Component="a"} 0.02
-ray_headrace_plan_own_seconds_count{Component="a"} 8.0
-ray_headrace_plan_own_seconds_bucket{le="0.001",Component="b"} 2.0
-ray_headrace_plan_own_seconds_bucket{le="0.002",Component="b"} 2.0
-ray_headrace_plan_own_seconds_bucket{le="+Inf",Component="b"} 2.0
-ray_headrace_plan_own_seconds_sum{Component="b"} 0.001
-ray_headrace_plan_own_seconds_other_bucket{le="+Inf"} 99.0
+# HELP ray_headrace_planning_seconds Seconds to make a plan.
+# TYPE ray_headrace_planning_seconds histogram
+ray_headrace_planning_seconds_bucket{Component="a",le="0.001"} 2.0
+ray_headrace_planning_seconds_bucket{Component="a",le="0.002"} 6.0
+ray_headrace_planning_seconds_bucket{Component="a",le="+Inf"} 8.0
+ray_headrace_planning_seconds_sum{Component="a"} 0.02
+ray_headrace_planning_seconds_count{Component="a"} 8.0
+ray_headrace_planning_seconds_bucket{le="0.001",Component="b"} 2.0
+ray_headrace_planning_seconds_bucket{le="0.002",Component="b"} 2.0
+ray_headrace_planning_seconds_bucket{le="+Inf",Component="b"} 2.0
+ray_headrace_planning_seconds_sum{Component="b"} 0.001
+ray_headrace_planning_seconds_other_bucket{le="+Inf"} 99.0
 """
-NAME = "ray_headrace_plan_own_seconds"
+NAME = "ray_headrace_planning_seconds"
 
 
 def test_a_histogram_is_summed_over_its_label_sets() -> None:

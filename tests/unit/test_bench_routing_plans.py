@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("headrace.router.blocks.index")
+pytest.importorskip("headrace.router.blocks.block_index")
 
 from benchmarks.routing.plans import BLOCKS, SHARED_BLOCKS, TOKENS, Cluster, prompts, seconds
 

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 from headrace.cli.console import CliError
 from headrace.cli.main import app
+from headrace_decode.attention.calibration_file import ModelShape
 from headrace_decode.compression.engine import calibration as gates
 from headrace_decode.sparse.basis import COORDINATES
-from headrace_decode.sparse.calibration_file import Shape
 from headrace_decode.sparse.engine.calibration import read, read_bases
-from headrace_lab.cli.calibrate.bounded import bounded
+from headrace_lab.cli.calibrate.blending import frame, reuse
+from headrace_lab.cli.calibrate.compression import bounded
 from headrace_lab.cli.calibrate.model import model
-from headrace_lab.cli.calibrate.reuse import frame, reuse
 from headrace_lab.cli.calibrate.sparse import sparse
 from headrace_lab.cli.calibrate.texts import long_texts
 from tests.support.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_llama
@@ -47,7 +47,7 @@ def test_it_prints_the_curve_and_the_budget(
 ) -> None:
     texts(tmp_path, 9)
     run(tmp_path, 100, tmp_path / "found.json")
-    assert re.search(r"techniques\.reuse\.budget: 0\.\d\d", capsys.readouterr().out)
+    assert re.search(r"techniques\.blending\.recompute_ratio: 0\.\d\d", capsys.readouterr().out)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["budget"] == min(float(budget) for budget in found["scores"])
     assert all(len(scores) == 1 for scores in found["scores"].values())
@@ -91,7 +91,7 @@ def run_sparse(folder: Path, target_kl: float, output: Path, tokens: int = 2500)
         learn=1,
         measure=1,
         tokens=tokens,
-        unit_tokens=32,
+        page_tokens=32,
         target_kl=target_kl,
         output=output,
     )
@@ -106,11 +106,11 @@ def test_it_writes_the_file_that_an_engine_of_the_model_takes(
     printed = capsys.readouterr()
     assert "share: 0.05" in printed.out and "text 2 of 2 measured" in printed.err
     found = read(file)
-    assert found.share == 0.05 and found.unit_tokens == 32
+    assert found.share == 0.05 and found.page_tokens == 32
     kls = [found.kl[share] for share in sorted(found.kl)]
     assert kls[0] > kls[-1] >= 0
     config = AutoConfig.from_pretrained(tiny_llama()).to_dict()
-    bases = read_bases(file, Shape.of(config), 32)
+    bases = read_bases(file, ModelShape.of(config), 32)
     assert len(bases) == LAYERS and bases[0].into.shape == (KV_HEADS, HEAD_DIM, COORDINATES)
 
 
@@ -152,10 +152,10 @@ def test_a_model_with_other_weights_than_its_configuration_says_is_refused(tmp_p
         model(str(folder))
 
 
-def test_the_help_names_the_target_and_units_that_no_engine_has_are_refused() -> None:
+def test_the_help_names_the_target_and_pages_that_no_engine_has_are_refused() -> None:
     found = CliRunner().invoke(app, ["lab", "calibrate", "sparse", "--help"])
     assert found.exit_code == 0 and "--target-kl" in found.output and "--out" in found.output
-    refused = CliRunner().invoke(app, ["lab", "calibrate", "sparse", "--unit-tokens", "24"])
+    refused = CliRunner().invoke(app, ["lab", "calibrate", "sparse", "--page-tokens", "24"])
     assert isinstance(refused.exception, CliError)
     assert "must be 16 or 32" in str(refused.exception)
 
@@ -170,7 +170,7 @@ def run_bounded(folder: Path, output: Path) -> None:
         learn=2,
         measure=1,
         tokens=900,
-        unit_tokens=32,
+        page_tokens=32,
         output=output,
     )
 
@@ -182,12 +182,12 @@ def test_it_writes_a_gate_that_an_engine_of_the_model_takes(
     (tmp_path / "texts").mkdir()
     run_bounded(texts(tmp_path / "texts", 9), file)
     printed = capsys.readouterr()
-    assert f"techniques.bounded.calibration: {file}" in printed.out
+    assert f"techniques.compression.calibration: {file}" in printed.out
     assert "text 3 of 3 measured" in printed.err
     found = gates.read(file)
-    assert found.unit_tokens == 32 and found.kl[0.12] > found.kl[0.5] >= 0
-    shape = Shape.of(AutoConfig.from_pretrained(tiny_llama()).to_dict())
-    gate = gates.read_gate(file, shape, 32)
+    assert found.page_tokens == 32 and found.kl[0.12] > found.kl[0.5] >= 0
+    shape = ModelShape.of(AutoConfig.from_pretrained(tiny_llama()).to_dict())
+    gate = gates.read_predictor(file, shape, 32)
     assert gate.level.shape == (LAYERS, KV_HEADS)
     assert gate.straight.shape == (LAYERS, KV_HEADS, 2 * HEAD_DIM)
 

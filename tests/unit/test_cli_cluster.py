@@ -50,7 +50,7 @@ def start(name: str, **settings: object) -> cluster.Node:
     try:
         return cluster.ensure(node, spec)
     except cluster.NodeError:
-        cluster.stop(node.belongings())
+        cluster.stop(node.matcher())
         raise
 
 
@@ -66,7 +66,7 @@ def other() -> Iterator[cluster.Node]:
     """A node that is there beside the test's own one."""
     node = start(f"o{os.getpid() % 10_000}", dashboard=False)
     yield node
-    cluster.stop(node.belongings())
+    cluster.stop(node.matcher())
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_node_leaves_no_process_no_folder_and_no_shm_file_and_another_one_goes
     node = start(name, dashboard=False)
     try:
         assert node.address != other.address
-        assert node.belongings().processes().keys().isdisjoint(other.belongings().processes())
+        assert node.matcher().processes().keys().isdisjoint(other.matcher().processes())
         assert str(node.temp_dir) != str(other.temp_dir)
         assert (node.temp_dir / "ray-token").stat().st_mode & 0o777 == 0o600
         environment = os.environ | cluster.auth_environment(node.temp_dir)
@@ -90,26 +90,26 @@ def test_a_node_leaves_no_process_no_folder_and_no_shm_file_and_another_one_goes
         assert "NAMES" in done.stdout, done.stderr[-2000:]
         made = done.stdout.split("NAMES")[1].split()
         assert len(made) == 2
-        processes = node.belongings().processes()
+        processes = node.matcher().processes()
         assert len(processes) >= 4
     finally:
-        cluster.stop(node.belongings())
+        cluster.stop(node.matcher())
     assert [i.pid for i in processes if i.process() is not None] == []
-    assert node.belongings().processes() == {}
+    assert node.matcher().processes() == {}
     assert not node.temp_dir.exists()
     assert shm_names().isdisjoint(made)
-    cluster.stop(node.belongings())  # idempotent
-    assert other.keeper.process() is not None
-    assert other.belongings().processes()
+    cluster.stop(node.matcher())  # idempotent
+    assert other.supervisor.process() is not None
+    assert other.matcher().processes()
 
 
 @pytest.mark.slow
 def test_a_keeper_that_is_killed_leaves_its_node_to_stop(other: cluster.Node) -> None:
-    keeper = other.keeper.process()
-    assert keeper is not None
-    keeper.kill()
-    cluster.stop(other.belongings())
-    assert other.belongings().processes() == {}
+    supervisor = other.supervisor.process()
+    assert supervisor is not None
+    supervisor.kill()
+    cluster.stop(other.matcher())
+    assert other.matcher().processes() == {}
     assert not other.temp_dir.exists()
 
 
@@ -123,7 +123,7 @@ def test_a_foreground_node_whose_starter_is_killed_leaves_nothing(
         f"spec = cluster.NodeSpec({name!r}, 2, 80_000_000, dashboard=False)\n"
         f"state.create(state.Instance({name!r}, spec.token))\n"
         "node = cluster.ensure(cluster.start(spec), spec)\n"
-        "print(node.keeper.pid, node.temp_dir, flush=True); os.kill(os.getpid(), 9)\n"
+        "print(node.supervisor.pid, node.temp_dir, flush=True); os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -136,8 +136,8 @@ def test_a_foreground_node_whose_starter_is_killed_leaves_nothing(
     pid, folder = done.stdout.split()
     assert gone(tmp_path / f"{name}.json")
     assert not Path(folder).exists()
-    left = {i.pid for i in cluster.Belongings("none", Path(folder)).processes()}
-    assert left <= {int(pid)}  # the keeper itself, about to end
+    left = {i.pid for i in cluster.ProcessMatcher("none", Path(folder)).processes()}
+    assert left <= {int(pid)}  # the supervisor itself, about to end
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_a_node_that_cannot_start_says_why(name: str) -> None:
         with pytest.raises(cluster.NodeError, match=r"(?i)object store|ended while starting"):
             cluster.wait(node)
     finally:
-        cluster.stop(node.belongings())
+        cluster.stop(node.matcher())
     assert not node.temp_dir.exists()
 
 

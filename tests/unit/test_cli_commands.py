@@ -192,15 +192,15 @@ def test_state_is_private_exclusive_and_survives_nonsense(own_state: Path) -> No
     assert state.load("a") == instance
     assert [i.name for i in state.instances()] == ["a"]
     assert not instance.running()
-    state.forget("a", "of another")
+    state.remove("a", "of another")
     assert state.load("a") == instance
-    state.forget("a", "t")
-    state.forget("a", "t")
+    state.remove("a", "t")
+    state.remove("a", "t")
     assert state.load("a") is None
     state.create(instance)
     file.write_text(file.read_text().replace('"name"', '"of_another_version": 1, "name"'))
     assert state.load("a") == instance
-    for nonsense in ("{", "[]", "{}", '{"keeper": 1}'):
+    for nonsense in ("{", "[]", "{}", '{"supervisor": 1}'):
         file.write_text(nonsense)
         assert state.load("a") is None
     assert list(state.instances()) == []

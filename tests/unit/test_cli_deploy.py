@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import deploy
-from headrace.cli.deploy import Deletion, DeployError, Deploying, Progress
+from headrace.cli.deploy import AppDeployment, Deletion, DeployError, Progress
 from headrace.cli.state import Instance
 
 INSTANCE = Instance(name="a", token="t", app="headrace", address="127.0.0.1:1")
@@ -42,7 +42,7 @@ def soon() -> float:
 def test_progress_is_followed_until_the_app_runs(driver) -> None:
     order = "sys.stdin.readline(); say(connected='10.0.0.1:6379'); sys.stdin.readline(); "
     driver(order + progress("DEPLOYING") + progress("RUNNING", status="HEALTHY", running=1))
-    with Deploying({}, None) as deploying:
+    with AppDeployment({}, None) as deploying:
         assert deploying.connect("auto", "headrace", joined=True, deadline=soon()) == (
             "10.0.0.1:6379"
         )
@@ -76,7 +76,10 @@ def test_a_driver_that_crashes_while_deploying_is_an_error_with_its_last_words(
 
 def test_a_deadline_that_passes_names_what_is_missing(driver) -> None:
     driver(progress("DEPLOYING") + "sys.stdin.read()")
-    with pytest.raises(DeployError, match="still waiting for decode"), Deploying({}, None) as it:
+    with (
+        pytest.raises(DeployError, match="still waiting for decode"),
+        AppDeployment({}, None) as it,
+    ):
         list(it.run({}, None, time.monotonic() + 1.5))
 
 
@@ -124,5 +127,5 @@ def test_a_deletion_hears_whether_it_is_dismissed_or_its_owner_was_killed(
 
 
 def run_all(log: Path | None = None) -> list[Progress]:
-    with Deploying({}, log) as deploying:
+    with AppDeployment({}, log) as deploying:
         return list(deploying.run({}, None, soon()))

@@ -10,8 +10,6 @@ import yaml
 from headrace.cli import probes
 from headrace.cli.doctor import Finding, hardware, storage, surroundings
 from headrace.cli.probes import disk, gpu, pod
-from headrace_kvstore.device import topology
-from tests.support.sysfs import dgx_h100, laptop
 
 GIB = 2**30
 H100 = probes.Gpu("H100", 0, 80 * GIB)
@@ -177,25 +175,6 @@ def test_a_tokens_place(tmp_path: Path) -> None:
     assert probes.hub_token({"HF_HOME": str(tmp_path)}) == "hf_file"
     assert probes.hub_token({"HF_HOME": str(tmp_path), "HF_TOKEN": "hf_env"}) == "hf_env"
     assert probes.hub_token({"HOME": os.devnull}) is None
-
-
-def test_the_machine_s_topology_is_told_with_what_it_decides(tmp_path: Path) -> None:
-    found = hardware.topology(topology.read(dgx_h100(tmp_path / "dgx").roots), None)
-    assert found.level == "OK"
-    assert "GPU 4 on NUMA node 1: mlx5_4" in found.found
-    assert found.found.endswith("the arena lies interleaved over NUMA nodes 0, 1")
-    chosen = hardware.topology(topology.read(dgx_h100(tmp_path / "chosen").roots), "mlx5_9:1")
-    assert "mlx5_4" not in chosen.found and "UCX_NET_DEVICES is mlx5_9:1" in chosen.found
-    none = hardware.topology(topology.read(laptop(tmp_path / "laptop").roots), None)
-    assert none.found == "no GPU: processes and memory stay where they are"
-
-
-def test_mig_and_gpus_of_unknown_place_are_named(tmp_path: Path) -> None:
-    made = dgx_h100(tmp_path)
-    made.gpu("pci0000:e1/0000:e1:01.0/0000:e2:00.0", -1, instances=7)
-    found = hardware.topology(topology.read(made.roots), None)
-    assert found.level == "WARN" and "numactl" in found.remedy
-    assert "GPU 8 on NUMA node unknown: 7 MIG instances, each a device" in found.found
 
 
 def test_the_way_from_disk_to_gpu_is_told_with_what_a_shorter_one_lacks(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ ANSWERS = {
     "/": {"name": "headrace", "model": "smollm2"},
     "/headrace/v1/status": {"replicas": [], "plans": {}, "nixl_bytes": 0},
     "/headrace/v1/plans/cmpl-1": {"request_id": "cmpl-1"},
-    "/headrace/v1/memory": {"replicas": []},
-    "/headrace/v1/memory/docs": {"replicas": [{"replica_id": "r1", "tokens": 3}], "version": 7},
+    "/headrace/v1/corpora": {"replicas": []},
+    "/headrace/v1/corpora/docs": {"replicas": [{"replica_id": "r1", "tokens": 3}], "version": 7},
     "/other/": {"name": "nginx"},
 }
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.config.keyfile import read_keys
-from headrace.gateway.ingress.keys import Keys
+from headrace.config.key_file import read_keys
+from headrace.gateway.ingress.api_keys import ApiKeys
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_an_added_key_opens_the_door_for_its_tenant(
 ) -> None:
     assert run("add", "ci", "-f", str(file), "--tenant", "shop", "--admin") == 0
     key = capsys.readouterr().out.strip()
-    caller = Keys(file=str(file)).caller(b"Bearer " + key.encode())
+    caller = ApiKeys(file=str(file)).caller(b"Bearer " + key.encode())
     assert (caller.name, caller.tenant, caller.role) == ("ci", "shop", "admin")
     assert key not in file.read_text()
 

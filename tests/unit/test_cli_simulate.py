@@ -9,7 +9,7 @@ import pytest
 
 from headrace.cli.console import CliError
 from headrace.cli.simulate.command import _fits
-from headrace.config.keyfile import hash_of
+from headrace.config.key_file import hash_of
 from tests.unit.gateway_fakes import answer, gateway_over
 
 ROOT = {"admin_key_hash": hash_of(b"operator-key")}

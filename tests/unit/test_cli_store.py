@@ -9,7 +9,7 @@ import pytest
 
 from headrace.cli.main import main
 from tests.unit.gateway_fakes import FakeCluster
-from tests.unit.test_cli_memory import Cluster, Endpoint
+from tests.unit.test_cli_corpus import Cluster, Endpoint
 
 PIN = {"namespace": "ab" * 16, "hash": "cd" * 32, "blocks": 3, "hits": 7, "stored_s": 5.0}
 PINS = {"pins": [{**PIN, "used_s": 2.0}], "chains": 1, "bytes": 3 << 20, "limit_bytes": 1 << 30}

@@ -13,8 +13,9 @@ from headrace.cli.deploy import DeploymentProgress, Progress, cause, failure
 from headrace.cli.display import Display
 from headrace.cli.show import explain
 from headrace.cli.show.status import render
-from headrace.router.place import PlaceRequest, place
-from headrace.router.view import View
+from headrace.router.placement.cluster_view import ClusterView
+from headrace.router.placement.place import place
+from headrace.router.placement.request import PlacementRequest
 
 
 def test_a_conversation_remembers_what_was_said() -> None:
@@ -125,10 +126,10 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
 
 
 def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:
-    view = View(16, 1000.0)
+    view = ClusterView(16, 1000.0)
     for name, role in (("p", "prefill"), ("d", "decode"), ("e", "decode")):
         view.add(name, role, view.node("here"))  # type: ignore[arg-type]
-    plan = place(view, PlaceRequest("cmpl-1", 2000, ttft_target_s=1e-3))
+    plan = place(view, PlacementRequest("cmpl-1", 2000, ttft_target_s=1e-3))
     out = io.StringIO()
     came = {"ttft_s": 1.5, "cached_tokens": 1984, "cost_s": 2.5, "regret_s": 0.25}
     explain.render(plan.to_dict() | {"measured": came}, Console(file=out, width=160))

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.cli import cluster
 from headrace.cli import state as instances
-from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
+from headrace.config.key_file import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from headrace.observability.shared_memory import ProcessId, shm_names
 from tests.support.certificates import Authority
 
@@ -245,7 +245,7 @@ def test_on_a_joined_cluster_the_app_is_deleted_and_the_cluster_stays(
         assert (done.returncode, done.stdout) == (0, '"default" is down\n'), done.stderr
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{endpoint}/health")
-        assert node.keeper.process() is not None
+        assert node.supervisor.process() is not None
 
         with foreground(joining, *address) as process:
             endpoint = state(environment)["endpoint"]
@@ -253,9 +253,9 @@ def test_on_a_joined_cluster_the_app_is_deleted_and_the_cluster_stays(
         until_gone(environment, "/nowhere")
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{endpoint}/health")
-        assert node.keeper.process() is not None
+        assert node.supervisor.process() is not None
     finally:
-        cluster.stop(node.belongings())
+        cluster.stop(node.matcher())
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ from headrace.cli import state
 from headrace.observability.shared_memory import ProcessId
 from headrace.cli.up import Stopped, _stop_on_signals, _Watch
 me = ProcessId.of(psutil.Process())
-instance = state.Instance(name="watched", token="t", phase="ready", keeper=me)
+instance = state.Instance(name="watched", token="t", phase="ready", supervisor=me)
 state.create(instance)
 watch = _Watch(instance, parent=True)
 try:

@@ -14,7 +14,8 @@ from headrace.config import (
 )
 from headrace.config.checks import vllm_engine_args
 from headrace.config.docs import render
-from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
+from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
+from headrace.config.renamed import RENAMED
 
 ROOT = Path(__file__).parents[2]
 
@@ -355,3 +356,26 @@ def test_the_configuration_page_is_current() -> None:
 @pytest.mark.parametrize("mode", ["static:0", "static:99999", "static:", "auto\n", "on"])
 def test_drafting_modes_that_the_api_refuses_are_refused_here_too(mode: str) -> None:
     assert only_problem(f"speculation.mode={json.dumps(mode)}").startswith("speculation.mode")
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_the_error_for_a_renamed_field_names_the_new_one(old: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        load_config(overrides=[f"{old}=0.5"])
+    section = ".".join(old.split(".")[:-1])
+    if section in RENAMED:
+        field = RENAMED[old].rpartition(".")[2]
+        wanted = (
+            f"{section}: it is called {RENAMED[section]} now; {old.rpartition('.')[2]} in it is"
+        )
+        assert str(found.value) == f"{wanted} {field}"
+    else:
+        assert str(found.value) == f"{old}: it is called {RENAMED[old]} now"
+
+
+@pytest.mark.parametrize("new", sorted(set(RENAMED.values())))
+def test_each_renamed_field_exists(new: str) -> None:
+    value: object = load_config().model_dump()
+    for name in new.split("."):
+        assert isinstance(value, dict) and name in value
+        value = value[name]

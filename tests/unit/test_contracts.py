@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.handoff import PARAMS_KEY, produce_params
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params
 from headrace_engine.meter import EngineMeter
 from tests.support.contracts import assert_fields, assert_takes, find, parameters
 
 ENGINE_RAY = "engine/headrace_engine/ray/engine.py"
 ENGINE_VLLM = "engine/headrace_engine/vllm/engine.py"
-DECODE_VLLM = "decode/headrace_decode/_vllm_compat.py"
-RENDERING = "decode/headrace_decode/rendering/_vllm_compat.py"
+DECODE_VLLM = "decode/headrace_decode/llm/planned_llm.py"
+RENDERING = "engine/headrace_engine/vllm/openai_app.py"
 PLATFORM_RAY = "engine/headrace_engine/ray/llm.py"
-HANDOFF = "engine/headrace_engine/handoff.py"
+HANDOFF = "engine/headrace_engine/kv_transfer/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
 PREFILL_SERVER = "prefill/headrace_prefill/server.py"
 APP = "platform/headrace/app.py"
@@ -144,7 +144,7 @@ ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 
 
 def test_vllms_handlers_render_a_request_without_an_http_request() -> None:
-    from headrace_decode.rendering._vllm_compat import HANDLERS, request_form
+    from headrace_engine.vllm.openai_app import HANDLERS, request_model
 
     routes = "vllm.entrypoints.generate.api_router"
     source = inspect.getsource(importlib.import_module(routes))
@@ -162,7 +162,7 @@ def test_vllms_handlers_render_a_request_without_an_http_request() -> None:
         takes = parameters(find(f"{name}.{method}", RENDERING))
         assert list(takes) == ["self", "request", "raw_request"], f"mend {RENDERING}"
         assert takes["raw_request"].default is None, f"mend rendered in {RENDERING}"
-        assert "stream" in request_form(target).model_fields, f"mend rendered in {RENDERING}"
+        assert "stream" in request_model(target).model_fields, f"mend rendered in {RENDERING}"
 
 
 def test_generate_takes_prompt_parameters_and_id() -> None:
@@ -300,7 +300,7 @@ def test_the_words_of_nixls_handoff() -> None:
 def test_the_connector_is_there_under_its_name() -> None:
     factory = find(
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
-        "platform/headrace/config/appargs.py",
+        "platform/headrace/config/app_args.py",
     )
     assert "NixlConnector" in factory._registry
 
@@ -317,7 +317,7 @@ def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
 
 
 def test_nixls_handshakes_are_answered_by_a_method_that_tells_when_it_listens() -> None:
-    mend = "engine/headrace_engine/pull_proof/halves.py"
+    mend = "engine/headrace_engine/pull_proof/scheduler_connector.py"
     module = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler"
     scheduler = f"{module}:NixlBaseConnectorScheduler"
     assert_takes(
@@ -343,7 +343,7 @@ def test_an_engine_can_be_shut_down() -> None:
 
 
 def test_the_nixl_agent_that_is_made_again_to_sleep() -> None:
-    mend = "engine/headrace_engine/quiet_nixl.py"
+    mend = "engine/headrace_engine/kv_transfer/nixl_cpu_usage.py"
     folder = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
     assert_takes(f"{folder}:NixlConnector.__init__", mend, "vllm_config", "role", "kv_cache_config")
     worker = find(f"{folder}.base_worker:NixlBaseConnectorWorker", mend)
@@ -390,12 +390,12 @@ def test_a_step_keeps_room_beside_a_long_prompt(
     )
     ours.leave_room(config)
     assert ours.prompt_step_tokens(config) == most
-    gate = ours.compute_gate(config, EngineMeter())
+    gate = ours.make_prefill_admission(config, EngineMeter())
     assert (gate._step_tokens, gate._spare_tokens) == (most, spare)
 
 
 def test_the_connector_whose_pulls_are_proved() -> None:
-    mend = "engine/headrace_engine/pull_proof/halves.py"
+    mend = "engine/headrace_engine/pull_proof/scheduler_connector.py"
     nixl = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
     scheduler = find(f"{nixl}.pull_scheduler:NixlPullConnectorScheduler", mend)
     worker = find(f"{nixl}.pull_worker:NixlPullConnectorWorker", mend)
@@ -424,7 +424,7 @@ def test_the_documented_waits_are_those_of_the_code() -> None:
     from headrace.config.integrity import IntegritySection
     from headrace.config.schema import RouterSettings
     from headrace_decode.server import PROBE_INTERVAL_S
-    from headrace_engine.pull_proof.proving import SPIN_S
+    from headrace_engine.pull_proof.proving_agent import SPIN_S
 
     mend = "docs/integrity.md"
     rows = [

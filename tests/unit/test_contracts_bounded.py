@@ -15,8 +15,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from headrace_decode.compression.engine import cells, scheduler, streams
-from headrace_decode.sparse.engine.offload import manager
+from headrace_decode.attention.offload import block_manager
+from headrace_decode.compression.engine import head_pages, incremental_scheduler, scheduler
 from tests.support.contracts import assert_takes
 
 
@@ -66,12 +66,14 @@ def test_vllm_takes_what_schedulers_hand_on() -> None:
 
 def test_a_request_that_waits_may_have_its_first_tokens_already() -> None:
     schedules = inspect.getsource(Scheduler.schedule)
-    assert "if request.num_computed_tokens == 0:" in schedules, f"mend {streams.__file__}"
+    assert "if request.num_computed_tokens == 0:" in schedules, (
+        f"mend {incremental_scheduler.__file__}"
+    )
     assert "num_computed_tokens = request.num_computed_tokens" in schedules
-    assert "self.max_num_running_reqs" in schedules, f"mend {streams.__file__}"
+    assert "self.max_num_running_reqs" in schedules, f"mend {incremental_scheduler.__file__}"
     assert_takes(
         "vllm.v1.metrics.stats:PrefillStats.set",
-        streams.__file__,
+        incremental_scheduler.__file__,
         *("num_prompt_tokens", "num_local_cached_tokens", "num_external_cached_tokens"),
     )
 
@@ -79,11 +81,11 @@ def test_a_request_that_waits_may_have_its_first_tokens_already() -> None:
 def test_a_block_is_found_by_any_name_that_it_is_given() -> None:
     names = "block_hash_with_group_id", "block", "num_tokens"
     pool = "vllm.v1.core.block_pool:"
-    assert_takes(f"{pool}BlockPool._insert_block_hash", manager.__file__, *names)
-    assert_takes(f"{pool}BlockHashToBlockMap.get_one_block", manager.__file__, "key")
-    assert_takes(f"{pool}BlockPool.touch", manager.__file__, "blocks")
+    assert_takes(f"{pool}BlockPool._insert_block_hash", block_manager.__file__, *names)
+    assert_takes(f"{pool}BlockHashToBlockMap.get_one_block", block_manager.__file__, "key")
+    assert_takes(f"{pool}BlockPool.touch", block_manager.__file__, "blocks")
 
 
 def test_all_layers_lie_in_one_array() -> None:
     allocates = inspect.getsource(allocate_kv_cache)
-    assert "must share one backing allocation" in allocates, f"mend {cells.__file__}"
+    assert "must share one backing allocation" in allocates, f"mend {head_pages.__file__}"

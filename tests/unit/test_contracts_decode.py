@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.handoff import PARAMS_KEY
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY
 from tests.support.contracts import assert_fields, assert_takes, find
 
 ENGINE_RAY = "engine/headrace_engine/ray/engine.py"
 ENGINE_VLLM = "engine/headrace_engine/vllm/engine.py"
-DECODE_VLLM = "decode/headrace_decode/_vllm_request.py"
+DECODE_VLLM = "decode/headrace_decode/llm/request_params.py"
 PLATFORM_RAY = "engine/headrace_engine/ray/llm.py"
-HANDOFF = "engine/headrace_engine/handoff.py"
+HANDOFF = "engine/headrace_engine/kv_transfer/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
 PREFILL_SERVER = "prefill/headrace_prefill/server.py"
 APP = "platform/headrace/app.py"
@@ -39,7 +39,7 @@ def test_what_a_request_says_that_the_engine_gave_up() -> None:
 
 
 def test_what_the_guard_looks_into() -> None:
-    mend = "decode/headrace_decode/guard.py"
+    mend = "decode/headrace_decode/llm/input_validation.py"
     wanted = ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
     assert_fields("vllm.sampling_params:StructuredOutputsParams", mend, *wanted)
     from vllm import SamplingParams
@@ -75,7 +75,7 @@ def test_a_grammar_is_checked_and_compiled_by_what_the_worker_calls() -> None:
 def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> None:
     from vllm import SamplingParams
 
-    from headrace_decode._vllm_request import GRAMMAR_FIELDS, grammar_of, with_grammar
+    from headrace_decode.llm.request_params import GRAMMAR_FIELDS, grammar_of, with_grammar
 
     assert_fields("vllm.sampling_params:StructuredOutputsParams", DECODE_VLLM, *GRAMMAR_FIELDS)
     source = inspect.getsource(find("vllm.v1.engine.input_processor:InputProcessor", DECODE_VLLM))
@@ -97,7 +97,7 @@ def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> Non
 def test_transfer_parameters_are_taken_out_and_put_in() -> None:
     from vllm import SamplingParams
 
-    from headrace_decode._vllm_request import with_transfer_params, without_reserved
+    from headrace_decode.llm.request_params import with_transfer_params, without_reserved
 
     names_memory = {PARAMS_KEY: {"do_remote_prefill": True}, "ec_transfer_params": {"a": 1}}
     sent = SamplingParams(extra_args={**names_memory, "mine": 1})
@@ -125,7 +125,7 @@ def test_transfer_parameters_are_taken_out_and_put_in() -> None:
         ({"prompt_token_ids": [1], "cache_salt": "x"}, {}, {"lora_request": None}, None),
         ({"prompt_token_ids": [1] * 9}, {}, {}, "longer than the cache"),
         ({"prompt_token_ids": [1] * 8}, {}, {}, None),
-        ({"prompt_token_ids": [1]}, {"extra_args": {"bounded": 0.3}}, {}, "drops KV while"),
+        ({"prompt_token_ids": [1]}, {"extra_args": {"compression": 0.3}}, {}, "drops KV while"),
     ],
 )
 def test_which_requests_must_stay(
@@ -133,8 +133,8 @@ def test_which_requests_must_stay(
 ) -> None:
     from vllm import SamplingParams
 
-    from headrace_decode._vllm_request import why_local
+    from headrace_decode.llm.engine_request import EngineRequest, why_local
 
-    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    why = why_local(prompt, token_ids, SamplingParams(**params), kwargs, 8, streams=True)
+    request = EngineRequest(prompt, SamplingParams(**params), "r", kwargs)
+    why = why_local(request, 8, compresses_prompts=True)
     assert (why is None) if says is None else (why is not None and says in why)

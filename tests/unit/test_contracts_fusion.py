@@ -15,11 +15,11 @@ import torch
 
 from tests.support.contracts import assert_fields, assert_takes, find
 
-COMPAT = "prefill/headrace_prefill/cross_layer/engine/_vllm_compat.py"
+COMPAT = "engine/headrace_engine/vllm/attention/cpu.py"
 MODEL = "prefill/headrace_prefill/cross_layer/engine/model.py"
 ATTENTION = "prefill/headrace_prefill/cross_layer/engine/attention.py"
 PLUGIN = "prefill/headrace_prefill/cross_layer/engine/plugin.py"
-DEVICE = "prefill/headrace_prefill/cross_layer/engine/device/_vllm_compat.py"
+DEVICE = "engine/headrace_engine/vllm/attention/cuda.py"
 TRITON = "vllm.v1.attention.backends.triton_attn"
 CPU = "vllm.v1.attention.backends.cpu_attn"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -112,16 +112,16 @@ def test_backends_for_gpus_keep_k_and_v_side_by_side_in_one_order(backend: str) 
 
 def test_layers_without_kv_have_attention_on_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from headrace_prefill.cross_layer.config import FusionError
+    from headrace_prefill.cross_layer.config import CrossLayerConfigError
     from headrace_prefill.cross_layer.engine import attention, model
     from headrace_prefill.cross_layer.engine.device import attention as on_device
 
     for cpu, gpu, found in ((True, False, attention), (False, True, on_device)):
-        monkeypatch.setattr(model, "on_cpu", lambda cpu=cpu: cpu)
-        monkeypatch.setattr(model, "on_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(model, "runs_on_cpu", lambda cpu=cpu: cpu)
+        monkeypatch.setattr(model, "runs_on_cuda_or_rocm", lambda gpu=gpu: gpu)
         assert model.backends("lite") == (found.LiteBackend, found.FusedBackend)
-    monkeypatch.setattr(model, "on_gpu", lambda: False)
-    with pytest.raises(FusionError, match="kind lite has attention for CPUs"):
+    monkeypatch.setattr(model, "runs_on_cuda_or_rocm", lambda: False)
+    with pytest.raises(CrossLayerConfigError, match="kind lite has attention for CPUs"):
         model.backends("lite")
 
 
@@ -129,14 +129,14 @@ def test_a_packed_block_has_each_weight_at_its_channel() -> None:
     """The kernel's own packing, read back: K transposed, V plain, for the ISA of plain vectors."""
     from vllm.platforms import current_platform
 
-    from headrace_prefill.cross_layer.engine._vllm_compat import packed
+    from headrace_engine.vllm.attention.cpu import packed_block
 
     if not current_platform.is_cpu():
         pytest.skip("no CPU kernels here")
     current_platform.import_kernels()
     heads, tokens, dim = 2, 32, 32
     keys, values = torch.randn(heads, dim), torch.randn(heads, dim)
-    block = packed(keys, values, torch.empty(1, heads, tokens, 2 * dim), "vec")
+    block = packed_block(keys, values, torch.empty(1, heads, tokens, 2 * dim), "vec")
     both = block.reshape(heads, 2, tokens * dim)
     found_keys, found_values = both[:, 0].reshape(heads, dim, tokens), both[:, 1]
     assert torch.equal(found_keys, keys[:, :, None].expand(-1, -1, tokens))
@@ -146,7 +146,7 @@ def test_a_packed_block_has_each_weight_at_its_channel() -> None:
 def test_the_models_are_registered_by_an_entry_point() -> None:
     root = Path(__file__).parents[2]
     points = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
-    register = find(points["vllm.general_plugins"]["headrace_fusion"], "pyproject.toml")
+    register = find(points["vllm.general_plugins"]["headrace_cross_layer"], "pyproject.toml")
     register()
     register()
     registry = find("vllm:ModelRegistry", PLUGIN)

@@ -1,6 +1,6 @@
 """Offload through vLLM's own manager of KV blocks: what it takes, gives back and caches.
 
-No engine. Where vLLM moves, mend `decode/headrace_decode/sparse/engine/offload/manager.py`.
+No engine. Where vLLM moves, mend `decode/headrace_decode/attention/offload/block_manager.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from headrace_decode.compression.engine.scheduler import BoundingTakingUp
-from headrace_decode.compression.engine.settings import BoundedSettings
-from headrace_decode.sparse.engine import worker
-from headrace_decode.sparse.engine._vllm_compat import final_tokens, replace_as, requests_gone
-from headrace_decode.sparse.engine.offload import manager as module
-from headrace_decode.sparse.engine.offload.ledger import Ledger
-from headrace_decode.sparse.engine.offload.manager import DropSpec, OffloadManager, OffloadSpec
-from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED, OffloadingTakingUp, _tell
-from headrace_decode.sparse.engine.settings import SparseSettings
-from headrace_decode.sparse.offload.sizes import Footprint
+from headrace_decode.attention.offload import block_manager as module
+from headrace_decode.attention.offload.block_manager import (
+    CompressionSpec,
+    OffloadBlockManager,
+    OffloadSpec,
+)
+from headrace_decode.attention.offload.footprint import Footprint
+from headrace_decode.attention.offload.ledger import Ledger
+from headrace_decode.attention.offload.scheduler import OFFLOADED, OffloadingScheduler, _tell
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.attention_backend import worker
+from headrace_decode.compression.engine.scheduler import CompressionScheduler
+from headrace_decode.compression.engine.settings import CompressionSettings
+from headrace_engine.vllm.scheduler import replace_as
+from headrace_engine.vllm.scheduling import final_tokens, requests_gone
 from tests.support.contracts import assert_takes
 
 MANAGER = module.__file__
@@ -50,7 +55,7 @@ class Engine:
             config, max_model_len=8192, scheduler_block_size=128, hash_block_size=128
         )
         [found] = self.kv.coordinator.single_type_managers
-        assert isinstance(found, OffloadManager), f"mend {MANAGER}"
+        assert isinstance(found, OffloadBlockManager), f"mend {MANAGER}"
         self.manager = found
         self.manager.ledger = Ledger(HOST)
 
@@ -185,7 +190,7 @@ def spec_of(
     drafts: str | None = None,
     bounded: bool = False,
     model: dict[str, Any] = ROPED,
-    scheduler: Any = BoundingTakingUp,
+    scheduler: Any = CompressionScheduler,
 ) -> tuple[Any, int]:
     """The spec of a layer in an engine with these; and blocks of its host memory."""
 
@@ -193,7 +198,7 @@ def spec_of(
         def get_kv_cache_spec(self) -> dict[str, Any]:
             return {"layer": spec}
 
-    class Mine(worker.SparseInReach, Plain):
+    class Mine(worker.SparseWorkerMixin, Plain):
         _sparse = True
         _settings = SparseSettings(offload_gib=gib)
         vllm_config = SimpleNamespace(
@@ -201,7 +206,7 @@ def spec_of(
             cache_config=SimpleNamespace(block_size=128),
             speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler),
-            additional_config=BoundedSettings().additional_config() if bounded else {},
+            additional_config=CompressionSettings().additional_config() if bounded else {},
         )
 
         def get_model(self) -> Any:
@@ -218,7 +223,7 @@ def spec_of(
     [
         ({}, None),
         ({"drafts": "custom_class"}, None),
-        ({"bounded": True}, None),
+        ({"compression": True}, None),
         ({"spec": replace_as(SPEC, OffloadSpec)}, "its layers are"),
         ({"drafts": "eagle"}, "eagle drafts over the cache"),
         ({"gib": 0.0005}, "do not hold a request of 1000 tokens"),
@@ -251,7 +256,7 @@ def test_an_engine_offloads_or_says_why_not(
         ({"drafts": "eagle"}, "eagle drafts over the cache"),
         ({"model": ROPED | {"rope_scaling": {"type": "yarn"}}}, "rope_type 'yarn'"),
         ({"model": ROPED | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"scheduler": OffloadingTakingUp}, "runs with scheduler_cls headrace_decode"),
+        ({"scheduler": OffloadingScheduler}, "runs with scheduler_cls headrace_decode"),
     ],
 )
 def test_an_engine_bounds_contexts_or_says_why_not(
@@ -262,11 +267,11 @@ def test_an_engine_bounds_contexts_or_says_why_not(
 ) -> None:
     found, _ = spec_of(monkeypatch, bounded=True, **changed)
     if why is None:
-        assert type(found) is DropSpec and "techniques.bounded" not in caplog.text
+        assert type(found) is CompressionSpec and "techniques.compression" not in caplog.text
         assert SPEC.page_size_bytes == found.page_size_bytes
     else:
         assert found is SPEC
-        assert "techniques.bounded: requests keep all KV" in caplog.text and why in caplog.text
+        assert "techniques.compression: requests keep all KV" in caplog.text and why in caplog.text
 
 
 def test_an_engine_that_neither_offloads_nor_bounds_is_vllms(

@@ -1,6 +1,6 @@
 """Offload in vLLM's own scheduler, whose steps are computed by nobody.
 
-Where vLLM moves, mend `decode/headrace_decode/sparse/engine/offload/scheduler.py`.
+Where vLLM moves, mend `decode/headrace_decode/attention/offload/scheduler.py`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from vllm.v1.outputs import (
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from headrace_decode.sparse.engine._vllm_compat import replace_as
-from headrace_decode.sparse.engine.lost import LOST, with_lost
-from headrace_decode.sparse.engine.offload.manager import OffloadSpec
-from headrace_decode.sparse.engine.offload.scheduler import LEFT, OFFLOADED, OffloadingTakingUp
-from headrace_decode.sparse.engine.settings import SparseSettings
-from headrace_kvstore.salts import is_marked
+from headrace_decode.attention.lost_requests import LOST, with_lost
+from headrace_decode.attention.offload.block_manager import OffloadSpec
+from headrace_decode.attention.offload.scheduler import COPY_FIRST, OFFLOADED, OffloadingScheduler
+from headrace_decode.attention.settings import SparseSettings
+from headrace_engine.vllm.scheduler import replace_as
+from headrace_kvstore.identity.salts import is_isolated
 from tests.support.tiny import tiny_llama
 
 SPEC = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -52,7 +52,7 @@ def scheduler_of(blocks: int) -> Any:
     groups = [KVCacheGroupSpec(["layer"], replace_as(SPEC, OffloadSpec))]
     manager = StructuredOutputManager(config)
     cache = KVCacheConfig(blocks, [], groups)
-    scheduler = OffloadingTakingUp(config, cache, manager, block_size=128)
+    scheduler = OffloadingScheduler(config, cache, manager, block_size=128)
     scheduler._clock = itertools.count(0.0, 0.03).__next__
     return scheduler
 
@@ -141,7 +141,7 @@ def test_what_the_worker_copies_before_a_request_leaves_is_final_and_its_blocks_
     scheduler.add_request(second)
     told = step(scheduler)
     slots = scheduler._offloads.slots("1")
-    assert (getattr(told, LEFT), getattr(told, OFFLOADED)) == ({"1": 2402}, {"1": slots})
+    assert (getattr(told, COPY_FIRST), getattr(told, OFFLOADED)) == ({"1": 2402}, {"1": slots})
     table = scheduler._offloads.req_to_blocks["1"]
     assert [block.is_null for block in table] == [True] * 17 + [False] * 2
     assert "2" in told.num_scheduled_tokens
@@ -159,7 +159,7 @@ def test_requests_longer_than_the_cache_are_offloaded_whatever_they_ask(
     long = request("1", 8000, share)
     hashes = list(long.block_hashes)
     assert run(scheduler, [long, request("2", 700, None)])[0] == ["1"]
-    assert is_marked(long.cache_salt or "") and long.block_hashes[: len(hashes)] == hashes
+    assert is_isolated(long.cache_salt or "") and long.block_hashes[: len(hashes)] == hashes
     assert all_is_free(scheduler)
 
 

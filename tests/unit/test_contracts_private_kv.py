@@ -1,7 +1,7 @@
 """What is exact of a request's KV is shared, in the engine and in the store; the rest is its own.
 
 vLLM's own scheduler and both halves of the store's connector; nobody computes. Where vLLM moves,
-mend `engine/headrace_engine/private_kv.py`.
+mend `engine/headrace_engine/vllm/private_blocks.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from headrace_decode.resume.scheduler import SAID, TakingUp
-from headrace_engine.handoff import REUSE_KEY, REUSED_KEY
-from headrace_engine.private_kv import keep_private
-from headrace_kvstore.private_blocks import is_private, private_name, shared_blocks
-from headrace_prefill.blending.engine.connector import ReuseConnector
-from headrace_prefill.blending.engine.stored import StoredReuseConnector
+from headrace_decode.resume.scheduler import RESUME_TOKENS, ResumeScheduler
+from headrace_engine.kv_transfer.handoff import REUSE_KEY, REUSED_KEY
+from headrace_engine.vllm.private_blocks import keep_private
+from headrace_kvstore.identity.private_blocks import is_private, private_name, shared_blocks
+from headrace_prefill.blending.engine.connector import BlendingConnector
+from headrace_prefill.blending.engine.stored_connector import StoredBlendingConnector
 from tests.support.scheduled import BLOCK, Scheduled
 
 PROMPT = 3 * BLOCK + 40
@@ -30,7 +30,7 @@ ANSWER = 2 * BLOCK
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Scheduled]:
-    made = Scheduled(tmp_path, scheduler=TakingUp)
+    made = Scheduled(tmp_path, scheduler=ResumeScheduler)
     yield made
     made.close()
 
@@ -54,7 +54,7 @@ def found(engine: Scheduled, request: Request) -> int:
     return (len(tokens) - computed) // BLOCK
 
 
-@pytest.mark.parametrize("extra", [{"sparse": 0.1}, {"bounded": 0.25}])
+@pytest.mark.parametrize("extra", [{"sparse": 0.1}, {"compression": 0.25}])
 def test_a_prompt_is_shared_and_stored_and_its_approximate_answer_is_not(
     engine: Scheduled, extra: dict[str, float]
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_prompt_that_ends_with_a_block_is_shared_as_a_whole(engine: Scheduled)
 
 
 def test_what_was_said_elsewhere_is_private_too(engine: Scheduled) -> None:
-    extra = {"sparse": 0.1, SAID: [5] * BLOCK}
+    extra = {"sparse": 0.1, RESUME_TOKENS: [5] * BLOCK}
     asked = serve(engine, engine.add("one", 3 * BLOCK, BLOCK + 9, extra))
     assert [is_private(h) for h in asked.block_hashes] == [False] * 3 + [True]
 
@@ -132,7 +132,7 @@ def test_vllm_names_new_blocks_by_the_requests_own_hasher() -> None:
     assert "self.block_hashes.extend(self._block_hasher(self))" in source
 
 
-class Reusing(StoredReuseConnector):
+class Reusing(StoredBlendingConnector):
     """The scheduler half, without a store."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def test_who_pulls_reused_kv_is_told_and_keeps_all_of_it_private(engine: Schedul
     assert told == {REUSED_KEY: True}
     extra = {"kv_transfer_params": {"do_remote_prefill": True, **told}}
     pulls = engine.add("p", PROMPT, 2, extra)
-    ReuseConnector.on_new_request(connector, pulls)
+    BlendingConnector.on_new_request(connector, pulls)
     assert shared_blocks(pulls.block_hashes) == 0
 
 

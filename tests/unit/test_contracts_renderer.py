@@ -8,7 +8,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.hf import HfRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
-MEND = "mend decode/headrace_decode/renderer.py"
+MEND = "mend decode/headrace_decode/rendering/long_text_renderer.py"
 
 
 def test_a_long_text_is_tokenised_by_the_renderer_that_is_registered() -> None:

@@ -10,10 +10,10 @@ import inspect
 import pytest
 from torch import nn
 
-from headrace_prefill.blending.engine._vllm_compat import DECODERS, Unsupported, decoder
+from headrace_engine.vllm.forward_pass import DECODERS, Unsupported, find_decoder
 from tests.support.contracts import assert_fields, assert_takes, find
 
-COMPAT = "prefill/headrace_prefill/blending/engine/_vllm_compat.py"
+COMPAT = "engine/headrace_engine/vllm/forward_pass.py"
 WORKER = "prefill/headrace_prefill/blending/engine/worker.py"
 CONNECTOR = "prefill/headrace_prefill/blending/engine/connector.py"
 MODELS = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}
@@ -45,7 +45,7 @@ def test_another_model_is_refused_by_name() -> None:
     model = nn.Module()
     model.model = nn.Linear(1, 1)
     with pytest.raises(Unsupported, match=r"Module \(Linear\) cannot be recomputed"):
-        decoder(model)
+        find_decoder(model)
 
 
 def test_attention_writes_keys_first_then_attends_within_the_forward_context() -> None:

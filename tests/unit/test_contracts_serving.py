@@ -21,7 +21,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import ReplicaContext
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from headrace_engine.ports import is_free
+from headrace_engine.kv_transfer.ports import is_free
 from headrace_engine.ray.serve import ongoing_requests
 from headrace_engine.serving.request_router import NamedReplicaRouter, routed_as
 from headrace_engine.vllm.engine import cache_layout
@@ -150,21 +150,21 @@ async def test_the_layout_is_found_as_the_engine_finds_it() -> None:
 
 
 def test_an_engine_holds_the_ports_of_its_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace_engine.ray import engine as _ray_compat
+    from headrace_engine.ray import engine as ray_engine
 
-    for name in (_ray_compat.SIDE_CHANNEL_HOST, _ray_compat.SIDE_CHANNEL_PORT):
+    for name in (ray_engine.SIDE_CHANNEL_HOST, ray_engine.SIDE_CHANNEL_PORT):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(_ray_compat, "_reserved", None)
+    monkeypatch.setattr(ray_engine, "_reserved", None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     config = SimpleNamespace(
         engine_kwargs={"data_parallel_size": 2},
         get_engine_config=lambda: SimpleNamespace(num_devices=2),
     )
-    _ray_compat.MeteredVLLMEngine._choose_side_channel(config)
-    first = int(os.environ[_ray_compat.SIDE_CHANNEL_PORT])
+    ray_engine.MeteredVLLMEngine._choose_side_channel(config)
+    first = int(os.environ[ray_engine.SIDE_CHANNEL_PORT])
     assert not any(is_free(port, "127.0.0.1") for port in range(first, first + 4))
-    _ray_compat.MeteredVLLMEngine._choose_side_channel(config)
-    assert os.environ[_ray_compat.SIDE_CHANNEL_PORT] == str(first), "an engine that starts again"
-    assert _ray_compat._reserved is not None
-    _ray_compat._reserved.release()
+    ray_engine.MeteredVLLMEngine._choose_side_channel(config)
+    assert os.environ[ray_engine.SIDE_CHANNEL_PORT] == str(first), "an engine that starts again"
+    assert ray_engine._reserved is not None
+    ray_engine._reserved.release()

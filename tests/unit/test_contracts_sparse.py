@@ -16,30 +16,29 @@ from vllm.config import ModelConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.utils import select_common_block_size
 
-from headrace_decode.sparse.calibration_file import Shape
-from headrace_decode.sparse.engine import worker
-from headrace_decode.sparse.engine._vllm_compat import (
+from headrace_decode.attention.calibration_file import ModelShape
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.attention_backend import worker
+from headrace_decode.attention_backend.cpu import SparseBackend
+from headrace_decode.attention_backend.runtime import RUNTIME
+from headrace_engine.vllm.attention.cpu import (
     CPUAttentionBackend,
-    model_fields,
-    requests_moved,
-    use_backend,
-    why_dense,
-    why_layers_dense,
+    register_cpu_backend,
+    unsupported_cpu_engine,
 )
-from headrace_decode.sparse.engine.backend import SparseBackend
-from headrace_decode.sparse.engine.bound import BOUND
-from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_engine.vllm.attention.layers import model_fields, unsupported_kv_cache
+from headrace_engine.vllm.scheduling import requests_moved
 from tests.support.contracts import assert_fields, assert_takes, find
 from tests.support.tiny import tiny_llama
 
-COMPAT = "decode/headrace_decode/sparse/engine/_vllm_compat.py"
-BACKEND = "decode/headrace_decode/sparse/engine/backend.py"
-WORKER = "decode/headrace_decode/sparse/engine/worker.py"
+COMPAT = "engine/headrace_engine/vllm/attention/cpu.py"
+BACKEND = "decode/headrace_decode/attention_backend/cpu.py"
+WORKER = "decode/headrace_decode/attention_backend/worker.py"
 CPU = "vllm.v1.attention.backends.cpu_attn"
 
 
 def test_the_cpu_backend_can_be_overridden_and_is_looked_up_by_its_name() -> None:
-    use_backend(worker.BACKEND)
+    register_cpu_backend(worker.BACKEND)
     try:
         assert AttentionBackendEnum.CPU_ATTN.get_class() is SparseBackend
     finally:
@@ -52,12 +51,12 @@ def test_the_cpu_backend_can_be_overridden_and_is_looked_up_by_its_name() -> Non
     assert "AttentionBackendEnum.CPU_ATTN.get_path()" in platform, f"mend {COMPAT}"
 
 
-@pytest.mark.parametrize("unit", [16, 32])
-def test_the_kernels_block_is_a_unit_while_the_schedulers_is_128(
-    unit: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", [16, 32])
+def test_the_kernels_block_is_a_page_while_the_schedulers_is_128(
+    page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BOUND, "unit_tokens", unit)
-    assert select_common_block_size(128, [SparseBackend]) == unit, f"mend {BACKEND}"
+    monkeypatch.setattr(RUNTIME, "page_tokens", page)
+    assert select_common_block_size(128, [SparseBackend]) == page, f"mend {BACKEND}"
 
 
 def test_the_builder_and_the_layers_attention_are_what_we_subclass() -> None:
@@ -165,10 +164,10 @@ def config(**changed: Any) -> Any:
 
 def test_an_engine_of_a_plain_model_attends_sparsely() -> None:
     if torch.cpu._is_amx_tile_supported():
-        assert "amx" in str(why_dense(config(), 32))
+        assert "amx" in str(unsupported_cpu_engine(config(), 32))
     else:
-        assert why_dense(config(), 32) is None
-    assert why_dense(config(), 16) is None
+        assert unsupported_cpu_engine(config(), 32) is None
+    assert unsupported_cpu_engine(config(), 16) is None
 
 
 @pytest.mark.parametrize(
@@ -185,21 +184,21 @@ def test_an_engine_of_a_plain_model_attends_sparsely() -> None:
     ],
 )
 def test_what_an_engine_lacks_is_named(changed: dict[str, Any], named: str) -> None:
-    assert named in str(why_dense(config(**changed), 32))
+    assert named in str(unsupported_cpu_engine(config(**changed), 32))
 
 
 def test_an_instruction_set_whose_order_of_keys_is_not_known_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compat = "headrace_decode.sparse.engine._vllm_compat._get_attn_isa"
+    compat = "headrace_engine.vllm.attention.cpu._get_attn_isa"
     monkeypatch.setattr(compat, lambda *arguments: "amx")
-    assert "order of keys for amx is not known" in str(why_dense(config(), 32))
+    assert "order of keys for amx is not known" in str(unsupported_cpu_engine(config(), 32))
 
 
 def test_several_cache_groups_are_named() -> None:
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace())] * 2
     cache: Any = SimpleNamespace(kv_cache_groups=groups)
-    assert "KV cache groups" in str(why_layers_dense(config(), cache))
+    assert "KV cache groups" in str(unsupported_kv_cache(cache))
 
 
 class PlainWorker:
@@ -217,7 +216,7 @@ class PlainWorker:
         return step
 
 
-class Worker(worker.SparseInReach, PlainWorker):
+class Worker(worker.SparseWorkerMixin, PlainWorker):
     pass
 
 
@@ -238,17 +237,17 @@ def test_an_engine_without_it_has_vllms_own_backend_and_says_why(
     one.load_model()
     assert one.loaded == 1 and not AttentionBackendEnum.CPU_ATTN.is_overridden()
     assert ("attends densely: KV is quantised (fp8)" in caplog.text) == said
-    assert one.execute_model("step") == "step" and not BOUND.under_way
+    assert one.execute_model("step") == "step" and not RUNTIME.in_step
 
 
 def test_vllm_and_the_models_folder_tell_the_same_shape() -> None:
     config: Any = SimpleNamespace(model_config=ModelConfig(str(tiny_llama())))
     its = json.loads((tiny_llama() / "config.json").read_text("utf-8"))
-    assert Shape.of(model_fields(config)) == Shape.of(its), f"mend {COMPAT}"
+    assert ModelShape.of(model_fields(config)) == ModelShape.of(its), f"mend {COMPAT}"
 
 
 def test_vllms_kernels_for_gpus_take_one_kv_heads_tables() -> None:
-    mend = "decode/headrace_decode/sparse/kernels/_vllm_compat.py"
+    mend = "engine/headrace_engine/vllm/attention/paged_kernels.py"
     assert_takes(
         "vllm.v1.attention.ops.triton_unified_attention:unified_attention",
         mend,

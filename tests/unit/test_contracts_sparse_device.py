@@ -22,22 +22,22 @@ from vllm.v1.worker.utils import select_common_block_size
 
 pytest.importorskip("triton")
 
+from headrace_decode.attention.batch import BatchRow, batch_row
+from headrace_decode.attention.calibration_file import ModelShape
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.attention_backend import cuda_runtime, worker
+from headrace_decode.attention_backend.cuda import SparseBackend, SparseBuilder, SparseImpl
+from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
+from headrace_decode.attention_backend.runtime import RUNTIME
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.calibration_file import Shape
-from headrace_decode.sparse.engine import worker
-from headrace_decode.sparse.engine._vllm_compat import FollowedRows
-from headrace_decode.sparse.engine.bound import BOUND
 from headrace_decode.sparse.engine.calibration import Calibration, write
-from headrace_decode.sparse.engine.device import _vllm_compat as compat
-from headrace_decode.sparse.engine.device import card
-from headrace_decode.sparse.engine.device.backend import SparseBackend, SparseBuilder, SparseImpl
-from headrace_decode.sparse.engine.device.card import Card
-from headrace_decode.sparse.engine.rows import BatchRow
-from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_decode.sparse.kernels.page_selection import MAX_PAGES
+from headrace_engine.vllm.attention import cuda as attention_cuda
+from headrace_engine.vllm.worker import FollowedRows
 from tests.support.contracts import assert_fields, assert_takes, find
 
-COMPAT = "decode/headrace_decode/sparse/engine/device/_vllm_compat.py"
-BACKEND = "decode/headrace_decode/sparse/engine/device/backend.py"
+COMPAT = "engine/headrace_engine/vllm/attention/cuda.py"
+BACKEND = "decode/headrace_decode/attention_backend/cuda.py"
 TRITON = "vllm.v1.attention.backends.triton_attn"
 MODEL: dict[str, Any] = {
     "hidden_size": 128,
@@ -50,8 +50,8 @@ MODEL: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def card_of_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(has_device_capability=lambda least: least <= 90)
-    monkeypatch.setattr(compat, "current_platform", platform)
-    monkeypatch.setattr(BOUND, "unit_tokens", 32)
+    monkeypatch.setattr(attention_cuda, "current_platform", platform)
+    monkeypatch.setattr(RUNTIME, "page_tokens", 32)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def file(tmp_path: Path) -> str:
     shapes = [(2, 32), (2, 32, 8), (2, 8, 32)]
     bases = [Basis(*(rng.normal(size=s).astype(np.float32) for s in shapes)) for _ in range(2)]
     path = tmp_path / "model.safetensors"
-    write(path, Calibration("m", Shape.of(MODEL), 32, {0.1: 0.01}, 0.02, 0.1), bases)
+    write(path, Calibration("m", ModelShape.of(MODEL), 32, {0.1: 0.01}, 0.02, 0.1), bases)
     return str(path)
 
 
@@ -100,7 +100,7 @@ def config(**changed: Any) -> Any:
 
 def test_vllms_custom_backend_is_ours_once_it_is_registered() -> None:
     one = config()
-    compat.use_backend(one, card.BACKEND)
+    attention_cuda.register_cuda_backend(one, cuda_runtime.BACKEND)
     try:
         assert one.attention_config.backend.get_class() is SparseBackend
     finally:
@@ -112,11 +112,11 @@ def test_vllms_custom_backend_is_ours_once_it_is_registered() -> None:
     assert_fields("vllm.config:ParallelConfig", COMPAT, "enable_dbo")
 
 
-@pytest.mark.parametrize("unit", [16, 32])
-def test_the_schedulers_block_becomes_the_unit(unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BOUND, "unit_tokens", unit)
-    assert SparseBackend.get_preferred_block_size(16) == unit, f"mend {BACKEND}"
-    assert select_common_block_size(unit, [SparseBackend]) == unit, f"mend {BACKEND}"
+@pytest.mark.parametrize("page", [16, 32])
+def test_the_schedulers_block_becomes_the_page(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RUNTIME, "page_tokens", page)
+    assert SparseBackend.get_preferred_block_size(16) == page, f"mend {BACKEND}"
+    assert select_common_block_size(page, [SparseBackend]) == page, f"mend {BACKEND}"
 
 
 def test_vllm_takes_the_backend_for_plain_models() -> None:
@@ -169,7 +169,7 @@ def test_both_runners_tell_the_host_how_long_rows_are() -> None:
         assert "seq_lens_cpu_upper_bound=seq_lens_cpu_upper_bound" in source, f"mend {BACKEND}"
     worker_class = "vllm.v1.worker.gpu_worker:Worker"
     for name in ("determine_available_memory", "get_kv_cache_spec", "initialize_from_config"):
-        find(f"{worker_class}.{name}", "decode/headrace_decode/sparse/engine/worker.py")
+        find(f"{worker_class}.{name}", "decode/headrace_decode/attention_backend/worker.py")
 
 
 def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
@@ -188,17 +188,17 @@ def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
             preempted_req_ids=preempted,
         )
 
-    rows = FollowedRows()
-    rows.step_begins(step([("a", 0.1), ("b", 1.0)], [("a", 9), ("b", 5)]))
+    rows = FollowedRows(batch_row)
+    rows.begin_step(step([("a", 0.1), ("b", 1.0)], [("a", 9), ("b", 5)]))
     assert rows.rows() == [BatchRow("b", None, 9), BatchRow("a", 0.1, 9)], "the shorter first"
-    rows.step_begins(step([("c", 0.2)], [("a", 1), ("c", 9)], gone={"b"}))
+    rows.begin_step(step([("c", 0.2)], [("a", 1), ("c", 9)], gone={"b"}))
     assert [row.request_id for row in rows.rows()] == ["a", "c"]
-    rows.step_begins(step((), [("c", 1)], preempted={"a"}))
+    rows.begin_step(step((), [("c", 1)], preempted={"a"}))
     assert [row.request_id for row in rows.rows()] == ["c"]
-    rows.step_begins(step([("a", 0.3)], [("a", 9), ("c", 1)]))
+    rows.begin_step(step([("a", 0.3)], [("a", 9), ("c", 1)]))
     assert rows.rows()[1] == BatchRow("a", 0.3, 9), "it came back"
     runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.gather_batch_req_state"
-    mend = "decode/headrace_decode/sparse/engine/_vllm_compat.py"
+    mend = "engine/headrace_engine/vllm/worker.py"
     source = inspect.getsource(find(runner, mend))
     assert "req_ids = sort_batch_req_ids(" in source, f"mend {mend}"
 
@@ -220,24 +220,31 @@ def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
     ],
 )
 def test_what_an_engine_on_a_gpu_lacks_is_named(changed: dict[str, Any], named: str) -> None:
-    assert named in str(compat.why_dense(config(**changed), 32))
+    assert named in str(attention_cuda.unsupported_cuda_engine(config(**changed), 32, MAX_PAGES))
 
 
 def test_an_engine_of_a_plain_model_on_a_gpu_attends_sparsely(file: str) -> None:
     draft = SimpleNamespace(method="custom_class")
-    assert compat.why_dense(config(block_size=32, speculative=draft), 32) is None
+    assert (
+        attention_cuda.unsupported_cuda_engine(
+            config(block_size=32, speculative=draft), 32, MAX_PAGES
+        )
+        is None
+    )
     try:
-        found, why = Card.of(config(), SparseSettings(calibration=file))
+        found, why = CudaSparseRuntime.of(config(), SparseSettings(calibration=file))
     finally:
         AttentionBackendEnum.CUSTOM.clear_override()
     assert why is None and found is not None
-    assert (found.heads, found.most_units, len(found.bases)) == (4, 4096, 2)
+    assert (found.heads, found.max_pages, len(found.bases)) == (4, 4096, 2)
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(has_device_capability=lambda least: least <= 75)
-    monkeypatch.setattr(compat, "current_platform", platform)
-    assert "compute capability" in str(compat.why_dense(config(), 32))
+    monkeypatch.setattr(attention_cuda, "current_platform", platform)
+    assert "compute capability" in str(
+        attention_cuda.unsupported_cuda_engine(config(), 32, MAX_PAGES)
+    )
 
 
 class PlainWorker:
@@ -258,7 +265,7 @@ class PlainWorker:
         return 2**33
 
 
-class Worker(worker.SparseInReach, PlainWorker):
+class Worker(worker.SparseWorkerMixin, PlainWorker):
     pass
 
 

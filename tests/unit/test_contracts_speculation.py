@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.contracts import assert_fields, assert_takes, find
 
-COMPAT = "decode/headrace_decode/speculative/_vllm_compat.py"
+COMPAT = "engine/headrace_engine/vllm/sampling.py"
 PROPOSER = "decode/headrace_decode/speculative/proposer.py"
 SETTINGS = "decode/headrace_decode/speculative/settings.py"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -25,7 +25,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 def test_the_worker_class_is_the_platforms_own_with_two_methods_more() -> None:
-    worker = find("headrace_decode.speculative.drafting_worker:SpeculatingWorker", COMPAT)
+    worker = find("headrace_decode.speculative.speculative_worker:SpeculativeWorker", COMPAT)
     assert_takes("vllm.v1.worker.gpu_worker:Worker.load_model", COMPAT, "load_dummy_weights")
     assert_takes("vllm.v1.worker.gpu_worker:Worker.execute_model", COMPAT, "scheduler_output")
     from vllm.platforms import current_platform
@@ -158,10 +158,10 @@ def drafted(tokens: list[list[int]]) -> Any:
     return metadata
 
 
-def cpu_sampler() -> Any:
+def cpu_rejection_sampler() -> Any:
     from vllm.v1.sample.sampler import Sampler
 
-    from headrace_decode.speculative.cpu_sampler import CpuRejectionSampler
+    from headrace_engine.vllm.sampling import CpuRejectionSampler
 
     return CpuRejectionSampler(Sampler())
 
@@ -175,7 +175,7 @@ def test_on_cpus_drafted_requests_are_sampled_as_they_asked() -> None:
     import torch
 
     torch.manual_seed(0)
-    rounds, sampler = 1500, cpu_sampler()
+    rounds, sampler = 1500, cpu_rejection_sampler()
     top_k = torch.tensor([5, 5, 2, 5], dtype=torch.int32)
     asked = sampling([0.0, 0.5, 1.0, 1.0], top_k=top_k)
     greedy, hot, cut, free = (Counter[int]() for _ in range(4))
@@ -212,7 +212,7 @@ def test_greedy_requests_get_what_vllms_own_sampler_gives_them(logprobs: int | N
     # Right to the end, wrong from the second on, and none at all.
     drafts = [best[0:2], [best[3], (best[4] + 1) % 6, best[5]], []]
     asked = sampling([0.0, 0.0, 0.0], max_num_logprobs=logprobs)
-    ours = cpu_sampler()(drafted(drafts), None, logits.clone(), asked)
+    ours = cpu_rejection_sampler()(drafted(drafts), None, logits.clone(), asked)
     theirs = RejectionSampler(Sampler())(drafted(drafts), None, logits.clone(), asked)
     assert ours.sampled_token_ids.tolist() == theirs.sampled_token_ids.tolist()
     assert ours.sampled_token_ids[0].tolist() == [*best[:3], -1]
@@ -232,7 +232,7 @@ def test_a_seeded_request_gets_its_tokens_whoever_runs_beside_it() -> None:
         ids = []
         for _ in range(20):
             logits = torch.tensor(LOGITS).repeat(len(beside) + 3, 1)
-            ids.append(cpu_sampler()(drafted([beside, [1]]), None, logits, asked))
+            ids.append(cpu_rejection_sampler()(drafted([beside, [1]]), None, logits, asked))
         return [each.sampled_token_ids[1, :2].tolist() for each in ids]
 
     assert emitted([]) == emitted([2])
@@ -272,7 +272,7 @@ def runner(blocks: list[list[int]], pool_blocks: int) -> Any:
 
 
 def view(blocks: list[list[int]], pool_blocks: int) -> Any:
-    from headrace_decode.speculative.drafting_worker import RunnerView
+    from headrace_decode.speculative.runner_view import RunnerView
 
     return RunnerView(runner(blocks, pool_blocks), 8)
 
@@ -296,6 +296,6 @@ def test_blocks_that_rows_share_count_once() -> None:
 
 
 def test_a_request_tells_its_tenant_how_long_it_may_get_and_that_it_is_sampled() -> None:
-    facts = view([[1]], 10).facts("r0")
+    facts = view([[1]], 10).request_info("r0")
     assert (facts.prompt_tokens, facts.max_tokens, facts.tenant) == (20, 9, "blue")
     assert facts.temperature

@@ -10,11 +10,11 @@ import inspect
 from headrace_engine.vllm.kv_cache import FILE_FORMATS
 from tests.support.contracts import assert_fields, assert_takes, find
 
-SCHEDULER = "engine/headrace_engine/connector/scheduler.py"
+SCHEDULER = "engine/headrace_engine/connector/scheduler_connector.py"
 SAVES = "engine/headrace_engine/connector/save_queue.py"
 CONNECTOR = "engine/headrace_engine/connector/connector.py"
-DIVISION = "engine/headrace_engine/connector/division.py"
-PARTS = "kvstore/headrace_kvstore/parts.py"
+DIVISION = "engine/headrace_engine/connector/supported_engines.py"
+PARTS = "kvstore/headrace_kvstore/blocks/sharding.py"
 COMPOSITE = "engine/headrace_engine/connector/composite.py"
 COMPAT = "engine/headrace_engine/vllm/kv_cache.py"
 ADAPTERS = "engine/headrace_engine/connector/identity/adapters.py"

@@ -15,8 +15,8 @@ pytest.importorskip("grafana_foundation_sdk")
 
 from headrace.observability.dashboards import alerts, boards, promql
 from headrace.observability.dashboards.files import CHART_FILES, files
-from headrace.observability.drafting import RayDraftingMetrics
 from headrace.observability.metrics import TTFT_BUCKETS_S, RayGatewayMetrics, RayPlanMetrics
+from headrace.observability.speculation import RaySpeculationMetrics
 from headrace.observability.store import RayStoreMetrics
 from headrace.observability.totals import TotalCounter
 from tests.support.promql import MADE_HERE, asked
@@ -43,7 +43,7 @@ def of_ours() -> dict[str, set[str]]:
             ):
                 found[f"ray_{info['name']}{suffix}"] = set(info["tag_keys"])
 
-    for kind in (RayGatewayMetrics, RayPlanMetrics, RayDraftingMetrics, RayStoreMetrics):
+    for kind in (RayGatewayMetrics, RayPlanMetrics, RaySpeculationMetrics, RayStoreMetrics):
         take(vars(kind()))
     return found
 

@@ -59,7 +59,7 @@ STREAMS = series("headrace_gateway_ttft_seconds_count", streamed="yes")
 IN_TIME = series("headrace_gateway_ttft_seconds_bucket", streamed="yes", le="1.6")
 BROKEN = series("headrace_gateway_replica_losses_total", when="stream")
 GIVEN_UP = series("headrace_remote_prefill_failures_total")
-IN_DOUBT = series("headrace_prefill_replicas_in_doubt")
+IN_DOUBT = series("headrace_prefill_replicas_failing")
 TRANSFERS = series("vllm_nixl_num_failed_transfers_total", ReplicaId="d")
 WAITING = series("vllm_num_requests_waiting", ReplicaId="d")
 RATIO = "headrace_plan_ttft_error_ratio"

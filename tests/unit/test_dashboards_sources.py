@@ -9,7 +9,7 @@ import pytest
 from headrace.observability import metrics, store, totals
 from headrace.observability.metrics import RayPlanMetrics
 from headrace.observability.store import RayStoreMetrics
-from tests.unit.test_drafting_report import Recorded
+from tests.unit.test_speculation_report_poller import Recorded
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +78,14 @@ def test_what_came_of_plans_becomes_counters() -> None:
         "regret_s": 0.0,
     }
     tell = RayPlanMetrics()
-    tell.stands(1, sums)
-    tell.stands(0, {**sums, "prompt_tokens": 150, "regret_s": 0.5})
+    tell.update_totals(1, sums)
+    tell.update_totals(0, {**sums, "prompt_tokens": 150, "regret_s": 0.5})
     found = Recorded.values
-    assert found["headrace_plan_prompt_tokens", "prompt"] == 150
-    assert found["headrace_plan_prompt_tokens", "reached"] == 50
+    assert found["headrace_plan_prompt_tokens", "all"] == 150
+    assert found["headrace_plan_prompt_tokens", "reused"] == 50
     assert found["headrace_plan_cost_seconds", ""] == 2.0
     assert found["headrace_plan_regret_seconds", ""] == 0.5
-    assert found["headrace_prefill_replicas_in_doubt", ""] == 0
+    assert found["headrace_prefill_replicas_failing", ""] == 0
 
 
 def test_totals_since_a_start_are_counters() -> None:
@@ -93,9 +93,9 @@ def test_totals_since_a_start_are_counters() -> None:
     tell = RayPlanMetrics()
     for total in (10, 25, 4):  # the third is of a process that was started again
         tell.transferred(total)
-        tell.surveys_failed({"NodeAway": total})
+        tell.lookups_failed({"NodeUnavailable": total})
     assert Recorded.values["headrace_nixl_bytes", ""] == 29
-    assert Recorded.values["headrace_kv_survey_failures", "NodeAway"] == 29
+    assert Recorded.values["headrace_kv_lookup_failures", "NodeUnavailable"] == 29
 
 
 def test_the_pages_of_several_nodes_become_one_with_each_family_in_one_group() -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from ray.serve._private.common import RUNNING_REQUESTS_KEY
 from vllm import SamplingParams
 
-from headrace_decode._vllm_compat import PlannedLLM
 from headrace_decode.apis.usage import CachedTokens
-from headrace_decode.internal import PLAN
+from headrace_decode.http.internal_port import PLAN
+from headrace_decode.llm.engine_request import EngineRequest
+from headrace_decode.llm.plan_execution import PlanExecution
 from headrace_decode.server import DecodeServer
-from headrace_engine.handoff import PrefillError, PrefillRequest, PrefillResult
-from headrace_engine.serving.orders import Notes, Obedience
+from headrace_engine.kv_transfer.handoff import PrefillError, PrefillRequest, PrefillResult
+from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
 from headrace_prefill.server import PrefillServer
 from tests.support.orchestrated import RESULT, FakePlan
 
@@ -53,8 +54,8 @@ class Prefills:
     ("asked", "answer", "why"),
     [
         ("x", "x", None),
-        ("x", "y", "a probe found it gone"),
-        ("x", ConnectionError("no"), "a probe found it gone (ConnectionError)"),
+        ("x", "y", "a probe found it not running"),
+        ("x", ConnectionError("no"), "a probe found it not running (ConnectionError)"),
         ("", "y", None),
     ],
 )
@@ -88,24 +89,14 @@ async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() ->
         asked.append(request)
         return RESULT
 
-    planning: Any = SimpleNamespace(
-        prefill_call=prefill,
-        gate=SimpleNamespace(turn=None),
-        meter=SimpleNamespace(),
-        orchestrator=SimpleNamespace(distrust=frozenset({"x"})),
-    )
+    orchestrator: Any = SimpleNamespace(verification=frozenset({"x"}))
+    parts: Any = SimpleNamespace(turn=None)
+    execution = PlanExecution(orchestrator, prefill, parts, parts)
+    prompt = {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"}
+    request = EngineRequest(prompt, SamplingParams(), "r", {})
     token = PLAN.set(b"as it came")
     try:
-        work = PlannedLLM._work(
-            cast(Any, SimpleNamespace(_why_local=lambda *asked: None)),
-            planning,
-            cast(Any, None),
-            {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"},
-            SamplingParams(),
-            "r",
-            {},
-            CachedTokens(None),
-        )
+        work = execution.work(request, parts, parts, CachedTokens(None), None)
     finally:
         PLAN.reset(token)
     assert work.plan == b"as it came"
@@ -123,14 +114,14 @@ async def test_orders_in_force_are_carried_out_once() -> None:
         told.append(command)
 
     server: Any = SimpleNamespace(
-        _notes=Notes("app", kept.get, kept.__setitem__),
-        _obedience=Obedience(),
+        _overrides=OverrideStore("app", kept.get, kept.__setitem__),
+        _applied_overrides=AppliedOverrides(),
         _planner=SimpleNamespace(policy="cost"),
         engine=SimpleNamespace(llm=SimpleNamespace(speculation=speculation)),
     )
-    server._notes.give({"policy": "local", "mode": "off"}, 0.0)
+    server._overrides.set_override({"policy": "local", "mode": "off"}, 0.0)
     for _ in range(2):
-        await DecodeServer._obey_notes(server)
+        await DecodeServer._apply_overrides(server)
     assert (server._planner.policy, told) == ("local", [{"mode": "off"}])
 
 
@@ -139,9 +130,10 @@ async def test_a_cluster_that_does_not_answer_changes_no_order() -> None:
         raise ConnectionError("no GCS")
 
     server: Any = SimpleNamespace(
-        _notes=Notes("app", broken, lambda key, note: None), _obedience=Obedience()
+        _overrides=OverrideStore("app", broken, lambda key, note: None),
+        _applied_overrides=AppliedOverrides(),
     )
-    await DecodeServer._obey_notes(server)
+    await DecodeServer._apply_overrides(server)
 
 
 async def test_serve_is_told_the_requests_of_the_own_port_and_nothing_where_there_is_none() -> None:

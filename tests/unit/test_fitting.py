@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace_kvstore.fitting import LinearTime, RecursiveLeastSquares
+from headrace_kvstore.least_squares import LinearTime, RecursiveLeastSquares
 
 RNG = np.random.default_rng
 MIB = 2**20

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from aiohttp import web
 
-from headrace.config.keyfile import hash_of
-from headrace.gateway.admission.classes import AdmissionOptions
-from headrace.gateway.admission.door import Door
-from headrace.gateway.admission.fair import Waiting
-from headrace.gateway.replicas import ReplicaPool
-from headrace.router.wire import decode
+from headrace.config.gateway import AdmissionSettings
+from headrace.config.key_file import hash_of
+from headrace.gateway.admission.admission_queue import AdmissionQueue
+from headrace.gateway.admission.fair_queue import QueuedRequest
+from headrace.gateway.replica_pool import ReplicaPool
+from headrace.router.plan_codec import decode
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
@@ -31,7 +31,7 @@ from tests.unit.gateway_fakes import (
     gateway_over,
     soon,
 )
-from tests.unit.test_gateway_placing import App, asked
+from tests.unit.test_gateway_placement import App, asked
 from tests.unit.test_router_cluster import report
 
 CLASSES = {
@@ -42,8 +42,8 @@ CLASSES = {
 }
 
 
-def options(**more: Any) -> AdmissionOptions:
-    return AdmissionOptions.of({"classes": CLASSES, **more})
+def options(**more: Any) -> AdmissionSettings:
+    return AdmissionSettings.model_validate({"classes": CLASSES, **more})
 
 
 class Slow:
@@ -61,7 +61,7 @@ class Slow:
 
 @asynccontextmanager
 async def queued(
-    replica: Slow, admission: AdmissionOptions, **more: Any
+    replica: Slow, admission: AdmissionSettings, **more: Any
 ) -> AsyncIterator[tuple[Bench, Any]]:
     async with gateway_over(replica.handle, admission=admission, **more) as bench:
         tasks: list[asyncio.Task[Any]] = []
@@ -87,12 +87,12 @@ async def queued(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def door_of(bench: Bench) -> Door:
-    assert bench.app._parts is not None and bench.app._parts.door is not None
-    return bench.app._parts.door
+def queue_of(bench: Bench) -> AdmissionQueue:
+    assert bench.app._parts is not None and bench.app._parts.queue is not None
+    return bench.app._parts.queue
 
 
-async def queue_of(bench: Bench) -> dict[str, Any]:
+async def queue_stats(bench: Bench) -> dict[str, Any]:
     status = await (await bench.client.get("/headrace/v1/status")).json()
     return dict(status["gateway"]["queue"])
 
@@ -100,14 +100,14 @@ async def queue_of(bench: Bench) -> dict[str, Any]:
 async def waiting(bench: Bench, number: int) -> None:
     async with asyncio.timeout(3):
         while True:
-            queue = await queue_of(bench)
+            queue = await queue_stats(bench)
             if queue["waiting"] + queue["background_waiting"] == number:
                 return
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("admission", [None, options()])
-async def test_an_unknown_class_is_refused(admission: AdmissionOptions | None) -> None:
+async def test_an_unknown_class_is_refused(admission: AdmissionSettings | None) -> None:
     async with gateway_over(answer, admission=admission) as bench:
         got = await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "gold"})
         error = (await got.json())["error"]
@@ -145,7 +145,7 @@ async def test_requests_beyond_a_replica_s_places_wait_for_their_turn() -> None:
         await soon(lambda: slow.order == ["1", "2"])
         slow.go.release()
         assert (await second)[0] == 200
-        queue = await queue_of(bench)
+        queue = await queue_stats(bench)
         assert (queue["waiting"], queue["admitted"], queue["waited"]) == (0, 2, 1)
 
 
@@ -163,7 +163,7 @@ async def test_what_would_come_too_late_is_refused_at_once_in_openai_s_shape() -
             *("message", "type", "param", "code")
         }
         assert 1 <= int(headers["retry-after"]) <= 60
-        assert (await queue_of(bench))["refused"] == 1
+        assert (await queue_stats(bench))["refused"] == 1
 
 
 async def test_a_refusal_has_the_shape_of_its_api() -> None:
@@ -219,7 +219,7 @@ async def test_an_admitted_request_that_waits_in_vain_is_given_up() -> None:
         await soon(lambda: slow.order == ["1"])
         status, _, body = await ask("2", "hurried")
         assert (status, body["error"]["code"]) == (429, "overloaded")
-        assert (await queue_of(bench))["expired"] == 1
+        assert (await queue_stats(bench))["expired"] == 1
 
 
 async def test_a_background_request_goes_when_nobody_else_is_there() -> None:
@@ -232,7 +232,7 @@ async def test_a_background_request_goes_when_nobody_else_is_there() -> None:
         await waiting(bench, 1)
         ask("2")
         await soon(lambda: slow.order == ["1", "2"])
-        assert (await queue_of(bench))["background_waiting"] == 1
+        assert (await queue_stats(bench))["background_waiting"] == 1
         slow.go.release()
         slow.go.release()
         await soon(lambda: slow.order[-1] == "background")
@@ -284,7 +284,7 @@ async def test_a_key_has_a_class_and_may_be_held_to_it(key_file: Path) -> None:
 
 async def test_a_key_with_a_class_that_there_is_not_stops_the_start(key_file: Path) -> None:
     with pytest.raises(ValueError, match="'held' has the SLO class 'batch'"):
-        async with gateway_over(answer, admission=AdmissionOptions(), api_keys_file=str(key_file)):
+        async with gateway_over(answer, admission=AdmissionSettings(), api_keys_file=str(key_file)):
             pass
 
 
@@ -297,15 +297,15 @@ async def test_a_plan_tells_the_queue_what_a_prompt_takes() -> None:
         for _ in range(3):
             app.tell()
             assert (await bench.client.post(CHAT, json=PROMPT)).status == 200
-        queue = await queue_of(bench)
+        queue = await queue_stats(bench)
         assert (queue["priced"], queue["admitted"], queue["engines"]) == (True, 3, 2)
-        assert door_of(bench).admission.costs.expect("", 1000, 1.0).prefill_s > 0.1
-        assert bench.app.had[""] > 0.0
+        assert queue_of(bench).controller.costs.predict("", 1000, 1.0).prefill_s > 0.1
+        assert bench.app.charged_s[""] > 0.0
 
 
 async def test_plans_are_made_by_the_targets_of_a_request_s_class() -> None:
     app = App()
-    admission = AdmissionOptions.of({"classes": {"at once": {"ttft_target_s": 1e-6}}})
+    admission = AdmissionSettings.model_validate({"classes": {"at once": {"ttft_target_s": 1e-6}}})
     async with gateway_over(
         *[app.handle] * app.count, make_placer=app.make, admission=admission
     ) as bench:
@@ -335,26 +335,30 @@ async def test_engines_that_are_busy_for_long_make_requests_wait_and_then_be_ref
         for _ in range(2):
             got = await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "hurried"})
         assert (got.status, int(got.headers["retry-after"]) >= 1) == (429, True)
-        assert (await queue_of(bench))["open"] is False
+        assert (await queue_stats(bench))["open"] is False
 
 
 async def test_what_other_gateways_sent_is_charged_as_far_as_it_is_new() -> None:
-    door = Door(options(), ReplicaPool(FakeCluster()), None, one_tenant=False)
-    front = door.admission._front
-    front.push(Waiting("a", 1.0)), front.push(Waiting("b", 1.0)), front.push(Waiting("a", 1.0))
-    door.hear({"g2": {"a": 100.0}})
-    door.hear({"g2": {"a": 105.0, "b": float("nan")}})
+    queue = AdmissionQueue(options(), ReplicaPool(FakeCluster()), None, one_tenant=False)
+    front = queue.controller._foreground
+    (
+        front.push(QueuedRequest("a", 1.0)),
+        front.push(QueuedRequest("b", 1.0)),
+        front.push(QueuedRequest("a", 1.0)),
+    )
+    queue.on_peer_usage({"g2": {"a": 100.0}})
+    queue.on_peer_usage({"g2": {"a": 105.0, "b": float("nan")}})
     assert [front.pop().tenant for _ in range(2)] == ["b", "a"]
-    door.hear({"g2": {"a": 2.0}})  # started anew
+    queue.on_peer_usage({"g2": {"a": 2.0}})  # started anew
     assert front.pop().tenant == "a"
 
 
 async def test_gateways_ask_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.admission.door.PEERS_S", 0.01)
+    monkeypatch.setattr("headrace.gateway.admission.admission_queue.PEER_POLL_INTERVAL_S", 0.01)
     async with gateway_over(answer, admission=options()) as bench:
         bench.cluster.elsewhere = {"g2": {"a": 1.0}}
         await bench.client.get("/health")
-        await soon(lambda: door_of(bench)._heard == {"g2": {"a": 1.0}})
+        await soon(lambda: queue_of(bench)._usage_of_peers == {"g2": {"a": 1.0}})
 
 
 async def test_health_and_administration_never_wait() -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import h11
 
 from headrace.gateway import serve_gateway
-from headrace.gateway.asgi import Send, Write, write_at_once
+from headrace.gateway.asgi import Send, Write, write_nowait
 
 LIMIT_S = 20.0
 GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 def test_a_server_without_the_extension_writes_nothing() -> None:
-    assert not write_at_once({"type": "http"})(b"a")
-    assert not write_at_once({"type": "http", "extensions": {"http.response.push": {}}})(b"a")
+    assert not write_nowait({"type": "http"})(b"a")
+    assert not write_nowait({"type": "http", "extensions": {"http.response.push": {}}})(b"a")
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +29,7 @@ async def client(
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            await answer(write_at_once(scope), send)
+            await answer(write_nowait(scope), send)
 
     server = await serve_gateway(app, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -11,18 +11,18 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import errors
-from headrace.gateway.ingress.budget import BodyBudget
-from headrace.gateway.listen import bind
+from headrace.gateway.ingress.body_budget import BodyBudget
+from headrace.gateway.ingress.http_server import bind
 from headrace.gateway.relay.call import Call
 from tests.unit.gateway_fakes import (
     CHAT,
     EVENTS,
     PROMPT,
     FakeReplica,
+    abort_connection,
     answer,
     begin_stream,
     gateway_over,
-    hang_up,
     in_turn,
     soon,
     stall,
@@ -33,7 +33,7 @@ LARGE = {**PROMPT, "user": "x" * 60_000}
 
 def test_what_is_released_can_be_held_again() -> None:
     budget = BodyBudget(100)
-    one, other = budget.hold(), budget.hold()
+    one, other = budget.reserve(), budget.reserve()
     one.add(60)
     with pytest.raises(errors.ApiError):
         other.add(41)
@@ -49,7 +49,7 @@ def held(budget: BodyBudget, tenant: str, size: int = 1) -> int:
     count = 0
     with pytest.raises(errors.ApiError) as refused:
         while True:
-            budget.hold(tenant).add(size)
+            budget.reserve(tenant).add(size)
             count += size
     assert refused.value.status == 429
     return count
@@ -65,7 +65,7 @@ def test_tenants_that_take_all_they_can_leave_as_much_as_each_has_for_the_next_o
 
 def test_tenants_that_take_by_turns_get_equal_parts() -> None:
     budget = BodyBudget(1200)
-    parts = [budget.hold(name) for name in ("first", "second")]
+    parts = [budget.reserve(name) for name in ("first", "second")]
     for _ in range(400):
         for part in parts:
             part.add(1)
@@ -76,7 +76,7 @@ def test_tenants_that_take_by_turns_get_equal_parts() -> None:
 
 def test_what_a_tenant_gives_back_it_can_take_again() -> None:
     budget = BodyBudget(100)
-    one, other = budget.hold("a"), budget.hold("a")
+    one, other = budget.reserve("a"), budget.reserve("a")
     one.add(50)
     with pytest.raises(errors.ApiError, match="hold 50 bytes"):
         other.add(1)
@@ -85,11 +85,11 @@ def test_what_a_tenant_gives_back_it_can_take_again() -> None:
     one.release()
     other.add(50)
     other.release()
-    assert not budget.held_bytes and not budget._of_tenant
+    assert not budget.held_bytes and not budget._held_by_tenant
 
 
 def test_without_tenants_the_budget_can_be_filled() -> None:
-    BodyBudget(100).hold().add(100)
+    BodyBudget(100).reserve().add(100)
 
 
 async def test_a_tenant_that_fills_its_share_leaves_room_for_another() -> None:
@@ -111,7 +111,7 @@ async def test_a_tenant_that_fills_its_share_leaves_room_for_another() -> None:
         for task in (first, second):
             task.cancel()
         gateway = bench.app
-        await soon(lambda: gateway._intake.held_bytes == 0)
+        await soon(lambda: gateway._body_reader.held_bytes == 0)
 
 
 async def test_a_body_for_which_there_is_no_room_is_429_with_retry_after() -> None:
@@ -124,7 +124,7 @@ async def test_a_body_for_which_there_is_no_room_is_429_with_retry_after() -> No
             assert refused.headers["retry-after"] == "1"
         first.cancel()
         gateway = bench.app
-        await soon(lambda: gateway._intake.held_bytes == 0)
+        await soon(lambda: gateway._body_reader.held_bytes == 0)
 
 
 async def test_a_length_that_is_only_announced_holds_nothing() -> None:
@@ -161,7 +161,7 @@ async def test_a_stream_that_has_begun_keeps_no_body(monkeypatch: pytest.MonkeyP
         bench.client.post(CHAT, json={**LARGE, "stream": True}) as response,
     ):
         assert await response.content.readany() == EVENTS[0]
-        assert bench.app._intake.held_bytes == 0
+        assert bench.app._body_reader.held_bytes == 0
         assert [call.body for call in calls if call.target == CHAT] == [b""]
         go_on.set()
         assert await response.read() == EVENTS[-1]
@@ -169,7 +169,7 @@ async def test_a_stream_that_has_begun_keeps_no_body(monkeypatch: pytest.MonkeyP
 
 async def test_a_body_is_kept_for_as_long_as_it_may_be_sent_again() -> None:
     async with (
-        gateway_over(in_turn(hang_up, answer)) as bench,
+        gateway_over(in_turn(abort_connection, answer)) as bench,
         bench.client.post(CHAT, json=LARGE) as response,
     ):
         assert response.status == 200

@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from headrace.gateway import deployment
-from headrace.gateway.deployment import ServeBackend, ThroughServe
+from headrace.gateway.deployment import ServeBackend, ServeLifespanFilter
 from headrace.observability import metrics
 from tests.support.only_ipv6 import HOSTS
 
@@ -57,8 +57,8 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     kept: dict[str, bytes] = {}
     context = SimpleNamespace(app_name="app")
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(deployment, "read_note", kept.get)
-    monkeypatch.setattr(deployment, "write_note", kept.__setitem__)
+    monkeypatch.setattr(deployment, "read_cluster_value", kept.get)
+    monkeypatch.setattr(deployment, "write_cluster_value", kept.__setitem__)
     return kept
 
 
@@ -66,10 +66,14 @@ def backend(decode: Handle, prefill: Handle | None = None) -> ServeBackend:
     return ServeBackend(decode, prefill or Handle([]))  # type: ignore[arg-type]
 
 
+def wanted(cluster: ServeBackend, is_wanted: bool) -> None:
+    cluster._is_wanted = lambda: is_wanted
+
+
 async def test_while_requests_wait_one_call_asks_serve_for_a_replica(notes: object) -> None:
     handle = Handle([])
     cluster = backend(handle)
-    cluster.wanted = lambda: True
+    wanted(cluster, True)
     for _ in range(3):
         assert await cluster.replicas() == []
     assert len(handle.queued) == 1
@@ -80,9 +84,9 @@ async def test_nobody_asks_serve_for_a_replica_that_nobody_waits_for(notes: obje
     cluster = backend(handle)
     await cluster.replicas()
     assert handle.queued == []
-    cluster.wanted = lambda: True
+    wanted(cluster, True)
     await cluster.replicas()
-    cluster.wanted = lambda: False
+    wanted(cluster, False)
     await cluster.replicas()
     assert [each.cancelled for each in handle.queued] == [1]
 
@@ -96,9 +100,9 @@ async def test_a_replica_without_a_url_is_not_listed(notes: object) -> None:
 async def test_a_prefill_replica_that_can_stand_in_is_listed_also_without_a_decode_replica(
     notes: object,
 ) -> None:
-    told = [{"replica_id": "p", "url": "http://p", "stands_in": True}, {"replica_id": "q"}]
+    told = [{"replica_id": "p", "url": "http://p", "is_fallback": True}, {"replica_id": "q"}]
     [only] = await backend(Handle([]), Handle(told)).replicas()
-    assert only.replica_id == "p" and only.stands_in
+    assert only.replica_id == "p" and only.is_fallback
 
 
 async def test_an_order_is_kept_for_replicas_that_start_later(notes: dict[str, bytes]) -> None:
@@ -116,7 +120,7 @@ async def test_an_order_that_cannot_be_kept_reaches_the_replicas_that_are_there(
     def broken(*_: Any) -> None:
         raise ConnectionError("no GCS")
 
-    monkeypatch.setattr(deployment, "read_note", broken)
+    monkeypatch.setattr(deployment, "read_cluster_value", broken)
     handle = Handle([{}])
     assert await backend(handle).set_policy("local") == 1
 
@@ -128,7 +132,7 @@ async def test_serves_end_of_its_lifespan_leaves_the_gateway_running() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    through = ThroughServe(app)
+    through = ServeLifespanFilter(app)
     serves = uvicorn.Config(through)
     serves.load()
     assert serves.interface == "asgi3"
@@ -156,10 +160,10 @@ async def test_the_metrics_are_those_of_all_nodes_that_answer(
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n# TYPE ray_vllm_x counter\nray_vllm_x 1\nother 2\n")
         writer.close()
 
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def abort_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    servers = [await asyncio.start_server(turn, host, 0) for turn in (export, hang_up)]
+    servers = [await asyncio.start_server(turn, host, 0) for turn in (export, abort_connection)]
     nodes = [
         {
             "Alive": True,

@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 from aiohttp import web
 
-from headrace.gateway import GatewayOptions, PortTakenError, build_gateway_app, serve_gateway
+from headrace.config.gateway import GatewaySettings
+from headrace.gateway import PortTakenError, build_gateway_app, serve_gateway
 from headrace.gateway.ingress import connection
 from headrace.gateway.openapi import openapi_document
 from tests.unit.gateway_fakes import (
@@ -305,14 +306,14 @@ async def test_the_schema_without_a_replica_is_not_remembered() -> None:
 
 
 def test_the_schema_takes_good_changes_and_refuses_bad_ones() -> None:
-    document = openapi_document("1", GatewayOptions(), keys_on=False)
+    document = openapi_document("1", GatewaySettings(), keys_on=False)
     assert "security" not in document
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
     names = {ref for ref in _references(document) if ref not in schemas}
     assert not names
-    change = jsonschema.Draft202012Validator(schemas["Speculation"])
+    change = jsonschema.Draft202012Validator(schemas["SpeculationUpdate"])
     assert change.is_valid({"mode": "static:4", "for_s": 60})
     for bad in ({"mode": "on"}, {"draft_cap": -1}, {"until": 1}, {"mode": "off", "for_s": 0}):
         assert not change.is_valid(bad)
@@ -327,7 +328,7 @@ def _references(node: Any) -> list[str]:
 
 async def test_it_works_below_a_root_path() -> None:
     async with gateway_over(answer) as bench:
-        app = build_gateway_app(GatewayOptions(), bench.cluster, MODEL)
+        app = build_gateway_app(GatewaySettings(), bench.cluster, MODEL)
         sent: list[Any] = []
 
         async def mounted(scope: Any, receive: Any, send: Any) -> None:
@@ -345,7 +346,7 @@ async def test_it_works_below_a_root_path() -> None:
 
 async def test_it_starts_without_lifespan_events() -> None:
     cluster = FakeCluster([await FakeReplica(answer).start()])
-    app = build_gateway_app(GatewayOptions(), cluster, MODEL)
+    app = build_gateway_app(GatewaySettings(), cluster, MODEL)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -382,7 +383,7 @@ async def test_a_taken_port_is_one_clear_line() -> None:
 
 async def test_gateways_may_share_a_port() -> None:
     cluster = FakeCluster()
-    app = build_gateway_app(GatewayOptions(), cluster, MODEL)
+    app = build_gateway_app(GatewaySettings(), cluster, MODEL)
     first = await serve_gateway(app, "127.0.0.1", 0, reuse_port=True)
     second = await serve_gateway(app, "127.0.0.1", first.port, reuse_port=True)
     assert first.port == second.port

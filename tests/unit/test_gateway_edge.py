@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headrace.gateway import GatewayOptions, build_gateway_app
+from headrace.config.gateway import GatewaySettings
+from headrace.gateway import build_gateway_app
+from headrace.gateway.admin_schemas import WarmRequest
+from headrace.gateway.corpora import CorpusPart
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
-from headrace.gateway.ingress.browsers import AllowedHosts, host_name
-from headrace.gateway.memory import CorpusPart
-from headrace.gateway.orders import WarmRequest
-from headrace.gateway.relay.relay import HELD_BYTES, MAX_ERROR_BYTES
+from headrace.gateway.ingress.browser_access import AllowedHosts, host_name
+from headrace.gateway.relay.retry import MAX_BUFFERED_BYTES, MAX_ERROR_BYTES
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
@@ -57,7 +58,7 @@ def unread(port: int, body: Any, path: str = CHAT) -> Iterator[socket.socket]:
 async def nothing_is_held(bench: Bench, limit_s: float = 15.0) -> None:
     """No task, connection or byte of a budget is left of any client."""
     state = bench.gateway._server.server_state
-    await soon(lambda: bench.app._intake.held_bytes == 0, limit_s)
+    await soon(lambda: bench.app._body_reader.held_bytes == 0, limit_s)
     await soon(lambda: bench.app.relaying == 0, limit_s)
     await soon(lambda: not state.tasks and not state.connections, limit_s)
 
@@ -75,17 +76,17 @@ async def endless(replica: FakeReplica, request: web.Request) -> web.StreamRespo
 async def test_a_deadline_ends_a_stream_that_nobody_reads_with_all_that_it_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headrace.gateway.asked.REFUSAL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("headrace.gateway.request_context.REFUSAL_TIMEOUT_S", 0.3)
     async with gateway_over(endless, request_timeout_s=0.5) as bench:
         with unread(bench.gateway.port, LARGE):
             await soon(lambda: bench.app.relaying == 1)
             await soon(lambda: bench.app.relaying == 0)
-            assert bench.app._intake.held_bytes == 0, "before the client could be told"
+            assert bench.app._body_reader.held_bytes == 0, "before the client could be told"
             await nothing_is_held(bench, 5.0)
 
 
 async def test_a_deadline_ends_an_answer_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.gateway.asked.REFUSAL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("headrace.gateway.request_context.REFUSAL_TIMEOUT_S", 0.3)
 
     async def large(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
         return web.Response(body=b"a" * 20_000_000)
@@ -107,7 +108,7 @@ async def test_a_client_that_hangs_up_after_the_deadline_is_not_waited_for() -> 
 async def test_sixty_clients_that_do_not_read_hold_no_more_than_their_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headrace.gateway.asked.REFUSAL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("headrace.gateway.request_context.REFUSAL_TIMEOUT_S", 0.3)
     async with gateway_over(endless, request_timeout_s=1.0) as bench:
         opened = [unread(bench.gateway.port, LARGE) for _ in range(60)]
         for each in opened:
@@ -120,7 +121,7 @@ async def test_sixty_clients_that_do_not_read_hold_no_more_than_their_deadline(
 
 async def test_a_deadline_before_the_head_could_be_written_is_still_answered() -> None:
     replica = await FakeReplica(answer).start()
-    app = build_gateway_app(GatewayOptions(request_timeout_s=0.5), FakeCluster([replica]), MODEL)
+    app = build_gateway_app(GatewaySettings(request_timeout_s=0.5), FakeCluster([replica]), MODEL)
     sent: list[dict[str, Any]] = []
     asked = [{"type": "http.request", "body": json.dumps(PROMPT).encode(), "more_body": False}]
 
@@ -160,7 +161,9 @@ async def test_documents_have_a_deadline_too() -> None:
 # Answers that are no streams.
 
 
-@pytest.mark.parametrize("size", [0, 10, HELD_BYTES, HELD_BYTES + 1, 5 * HELD_BYTES])
+@pytest.mark.parametrize(
+    "size", [0, 10, MAX_BUFFERED_BYTES, MAX_BUFFERED_BYTES + 1, 5 * MAX_BUFFERED_BYTES]
+)
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_an_answer_of_any_size_is_passed_on_whole(size: int, chunked: bool) -> None:
     body = bytes(range(256)) * (size // 256 + 1)
@@ -176,7 +179,7 @@ async def test_an_answer_of_any_size_is_passed_on_whole(size: int, chunked: bool
         async with bench.client.post(CHAT, json=PROMPT) as response:
             assert response.status == 200
             assert await response.read() == body
-        assert bench.app._intake.held_bytes == 0
+        assert bench.app._body_reader.held_bytes == 0
 
 
 async def test_of_a_large_answer_no_more_is_held_than_the_client_reads() -> None:
@@ -193,10 +196,10 @@ async def test_of_a_large_answer_no_more_is_held_than_the_client_reads() -> None
 
     async with gateway_over(large) as bench:
         with unread(bench.gateway.port, PROMPT):
-            await soon(lambda: written > HELD_BYTES)
+            await soon(lambda: written > MAX_BUFFERED_BYTES)
             await asyncio.sleep(0.5)
             assert written < 20_000_000  # most of it in the kernel's buffers between the two
-            assert 0 < bench.app._intake.held_bytes <= 2 * HELD_BYTES
+            assert 0 < bench.app._body_reader.held_bytes <= 2 * MAX_BUFFERED_BYTES
         await nothing_is_held(bench)
 
 
@@ -217,7 +220,7 @@ async def test_a_large_answer_that_breaks_off_is_not_taken_for_whole() -> None:
     async def breaks(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        await response.write(b"a" * 3 * HELD_BYTES)
+        await response.write(b"a" * 3 * MAX_BUFFERED_BYTES)
         await asyncio.sleep(0.1)
         cut(request)
         return response
@@ -397,7 +400,7 @@ async def test_a_bomb_is_413_and_holds_no_more_than_a_body() -> None:
 
 
 async def nothing_is_held_by_bodies(bench: Bench) -> None:
-    await soon(lambda: bench.app._intake.held_bytes == 0)
+    await soon(lambda: bench.app._body_reader.held_bytes == 0)
 
 
 # Encodings of JSON.
@@ -493,7 +496,7 @@ async def test_no_header_of_an_answer_comes_twice() -> None:
         ("GET", "/v1/models///", "/v1/models"),
         ("GET", "/health/?a=b&c", "/health?a=b&c"),
         ("GET", "/headrace/v1/status/", "/headrace/v1/status"),
-        ("GET", "/headrace/v1/memory/", "/headrace/v1/memory"),
+        ("GET", "/headrace/v1/corpora/", "/headrace/v1/corpora"),
         ("GET", "/headrace/v1/store/", "/headrace/v1/store"),
     ],
 )

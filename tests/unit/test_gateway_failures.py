@@ -7,21 +7,21 @@ import json
 
 from aiohttp import web
 
+from headrace.circuit_breaker import PROBE_INTERVAL_S
 from headrace.gateway.backend import NoMetrics
-from headrace.gateway.relay.relay import MAX_DELIVERIES
-from headrace.liveness import PROBE_INTERVAL_S
+from headrace.gateway.relay.retry import MAX_DELIVERIES
 from tests.unit.gateway_fakes import (
     CHAT,
     EVENTS,
     PROMPT,
     FakeCluster,
     FakeReplica,
+    abort_connection,
     answer,
     begin_stream,
     cut,
     free_port,
     gateway_over,
-    hang_up,
     in_turn,
     soon,
     stall,
@@ -79,7 +79,7 @@ async def test_a_replica_that_refuses_connections_is_passed_over() -> None:
 
 
 async def test_a_lost_request_goes_to_another_replica() -> None:
-    async with gateway_over(hang_up, answer) as bench:
+    async with gateway_over(abort_connection, answer) as bench:
         bench.cluster.members[1].waiting = 5
         await asyncio.sleep(0.05)
         async with bench.client.post(CHAT, json=PROMPT) as response:
@@ -99,7 +99,7 @@ async def test_the_only_replica_is_tried_again_when_it_is_back() -> None:
 
 
 async def test_waiting_requests_go_to_the_replacement_of_a_dead_replica() -> None:
-    async with gateway_over(hang_up) as bench:
+    async with gateway_over(abort_connection) as bench:
         tasks = [asyncio.create_task(bench.client.post(CHAT, json=PROMPT)) for _ in range(8)]
         await soon(lambda: len(bench.replica.seen) >= 1)
         await bench.replica.stop()
@@ -110,7 +110,7 @@ async def test_waiting_requests_go_to_the_replacement_of_a_dead_replica() -> Non
 
 
 async def test_a_failure_asks_for_the_replicas_at_once() -> None:
-    async with gateway_over(in_turn(hang_up, answer)) as bench:
+    async with gateway_over(in_turn(abort_connection, answer)) as bench:
         await soon(lambda: bench.cluster.asked >= 1)
         await asyncio.sleep(0.15)
         asked = bench.cluster.asked
@@ -178,7 +178,7 @@ async def test_a_stream_that_dies_after_done_is_whole() -> None:
 
 
 async def test_a_request_that_kills_every_replica_stops_after_a_few() -> None:
-    async with gateway_over(*[hang_up] * (MAX_DELIVERIES + 2)) as bench:
+    async with gateway_over(*[abort_connection] * (MAX_DELIVERIES + 2)) as bench:
         async with bench.client.post(CHAT, json=PROMPT) as response:
             assert response.status == 502
             assert (await response.json())["error"]["code"] == "replica_lost"

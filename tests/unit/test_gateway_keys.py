@@ -16,11 +16,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config.filestamp import FIRST_RETRY_S
-from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, read_keys, write_keys
+from headrace.config.file_stamp import FIRST_RETRY_S
+from headrace.config.key_file import KeyEntry, KeyFile, hash_of, read_keys, write_keys
 from headrace.gateway.errors import ApiError
-from headrace.gateway.ingress import keys as keys_module
-from headrace.gateway.ingress.keys import ANYONE, Caller, Keys
+from headrace.gateway.ingress import api_keys as keys_module
+from headrace.gateway.ingress.api_keys import ANONYMOUS, ApiKeys
+from headrace.gateway.ingress.rate_limit import RateLimit
 from tests.support.clock import Clock
 
 
@@ -45,13 +46,13 @@ def bearer(key: str) -> bytes:
     return b"Bearer " + key.encode()
 
 
-def refused(keys: Keys, authorization: bytes | None) -> int:
+def refused(keys: ApiKeys, authorization: bytes | None) -> int:
     with pytest.raises(ApiError) as caught:
         keys.caller(authorization)
     return caught.value.status
 
 
-def refused_or_none(keys: Keys, authorization: bytes) -> int | None:
+def refused_or_none(keys: ApiKeys, authorization: bytes) -> int | None:
     try:
         keys.caller(authorization)
     except ApiError as error:
@@ -60,13 +61,13 @@ def refused_or_none(keys: Keys, authorization: bytes) -> int | None:
 
 
 def test_without_keys_everybody_is_one_trust_domain() -> None:
-    keys = Keys()
+    keys = ApiKeys()
     assert not keys
-    assert keys.caller(None) is ANYONE and ANYONE.tenant is None
+    assert keys.caller(None) is ANONYMOUS and ANONYMOUS.tenant is None
 
 
 def test_a_key_stands_for_its_tenant_and_role(tmp_path: Path) -> None:
-    keys = Keys(file=str(file_of(tmp_path, entry("abc"), entry("root", role="admin"))))
+    keys = ApiKeys(file=str(file_of(tmp_path, entry("abc"), entry("root", role="admin"))))
     assert keys.caller(bearer("abc")).tenant == "shop"
     assert keys.caller(bearer("abc")).role == "user"
     assert keys.caller(bearer("root")).role == "admin"
@@ -76,25 +77,25 @@ def test_a_key_stands_for_its_tenant_and_role(tmp_path: Path) -> None:
     "header", [None, b"", b"Bearer", b"Bearer ", b"Bearer wrong", b"Basic abc", b"abc", b"\xff\xfe"]
 )
 def test_any_other_header_is_refused(tmp_path: Path, header: bytes | None) -> None:
-    assert refused(Keys(file=str(file_of(tmp_path, entry("abc")))), header) == 401
+    assert refused(ApiKeys(file=str(file_of(tmp_path, entry("abc")))), header) == 401
 
 
 @given(st.binary(max_size=64))
 def test_no_bytes_but_the_key_open_the_door(header: bytes) -> None:
-    keys = Keys(plain=["right-key"])
+    keys = ApiKeys(plain=["right-key"])
     if header.strip() != b"right-key":
         assert refused(keys, b"Bearer " + header) == 401
 
 
 def test_each_key_of_the_configuration_is_a_tenant_of_its_own() -> None:
-    keys = Keys(plain=["first-key", "second-key"])
+    keys = ApiKeys(plain=["first-key", "second-key"])
     first, second = (keys.caller(bearer(k)) for k in ("first-key", "second-key"))
     assert first.tenant != second.tenant
     assert first.role == "user"
 
 
 async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    keys = Keys(file=str(file_of(tmp_path, entry("old"))))
+    keys = ApiKeys(file=str(file_of(tmp_path, entry("old"))))
     file_of(tmp_path, entry("new", tenant="b"))
     await keys.refresh()
     assert keys.caller(bearer("new")).tenant == "b"
@@ -104,8 +105,8 @@ async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 async def test_a_revoked_key_is_refused_soon_also_while_no_request_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 0.01)
-    keys = Keys(file=str(file_of(tmp_path, entry("old"))))
+    monkeypatch.setattr(keys_module, "CHECK_INTERVAL_S", 0.01)
+    keys = ApiKeys(file=str(file_of(tmp_path, entry("old"))))
     keys.start()
     try:
         file_of(tmp_path, entry("new"))
@@ -124,7 +125,7 @@ async def test_a_file_that_becomes_useless_changes_nothing_and_is_shown(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = file_of(tmp_path, entry("abc"))
-    keys = Keys(file=str(file))
+    keys = ApiKeys(file=str(file))
     assert not keys.are_stale
     file.write_text(text)
     with caplog.at_level(logging.ERROR):
@@ -136,7 +137,7 @@ async def test_a_file_that_becomes_useless_changes_nothing_and_is_shown(
 
 async def test_a_file_that_is_removed_changes_nothing(tmp_path: Path) -> None:
     file = file_of(tmp_path, entry("abc"))
-    keys = Keys(file=str(file))
+    keys = ApiKeys(file=str(file))
     file.unlink()
     await keys.refresh()
     assert keys.caller(bearer("abc")).tenant == "shop"
@@ -147,7 +148,7 @@ async def test_a_file_that_cannot_be_read_is_tried_again_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    keys = Keys(file=str(file_of(tmp_path, entry("bob"))), now_s=clock)
+    keys = ApiKeys(file=str(file_of(tmp_path, entry("bob"))), now_s=clock)
     file_of(tmp_path, entry("new"))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", raising(PermissionError(13, "Permission denied")))
@@ -165,7 +166,7 @@ async def test_a_change_of_mode_or_owner_alone_is_seen_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = file_of(tmp_path, entry("bob"))
-    keys = Keys(file=str(file), now_s=Clock())
+    keys = ApiKeys(file=str(file), now_s=Clock())
     file_of(tmp_path, entry("new"))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_text", raising(PermissionError(13, "Permission denied")))
@@ -179,7 +180,7 @@ async def test_a_file_is_parsed_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`benchmarks.hostile` measures the longest stall."""
-    keys = Keys(file=str(file_of(tmp_path, entry("old"))))
+    keys = ApiKeys(file=str(file_of(tmp_path, entry("old"))))
     file_of(tmp_path, entry("new"))
     threads = set()
     read = keys_module.read_entries
@@ -200,7 +201,7 @@ def test_reading_many_keys_leaves_few_objects_to_the_garbage_collector(tmp_path:
     del many
     gc.collect()
     before = len(gc.get_objects())
-    keys = Keys(file=str(tmp_path / "keys.yaml"))
+    keys = ApiKeys(file=str(tmp_path / "keys.yaml"))
     assert len(gc.get_objects()) - before < 200
     assert keys.caller(bearer("1999")).name == "k1999"
 
@@ -225,44 +226,44 @@ def test_a_wrong_file_is_refused_at_start_with_the_path_to_the_field(
     tmp_path: Path, keys: list[dict[str, object]], fault: str
 ) -> None:
     with pytest.raises(ValueError, match=fault.replace("[", r"\[").replace("]", r"\]")):
-        Keys(file=str(file_of(tmp_path, *keys)))
+        ApiKeys(file=str(file_of(tmp_path, *keys)))
 
 
 def test_a_missing_file_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read"):
-        Keys(file=str(tmp_path / "nowhere"))
+        ApiKeys(file=str(tmp_path / "nowhere"))
 
 
 def test_a_key_has_no_more_requests_under_way_than_it_may() -> None:
-    caller = Caller(name="a", max_concurrent=1)
-    with caller.request(0.0):
-        with pytest.raises(ApiError) as caught, caller.request(0.0):
+    limit = RateLimit(name="a", max_concurrent=1)
+    with limit.request(0.0):
+        with pytest.raises(ApiError) as caught, limit.request(0.0):
             pass
         assert caught.value.status == 429
-    with caller.request(0.0):
+    with limit.request(0.0):
         pass
 
 
 def test_a_key_sends_no_more_a_minute_than_it_may_and_is_told_when_to_come_again() -> None:
-    caller = Caller(name="a", requests_per_minute=2)
+    limit = RateLimit(name="a", requests_per_minute=2)
     for _ in range(2):
-        with caller.request(100.0):
+        with limit.request(100.0):
             pass
-    with pytest.raises(ApiError) as caught, caller.request(100.0):
+    with pytest.raises(ApiError) as caught, limit.request(100.0):
         pass
     assert caught.value.status == 429
     assert dict(caught.value.headers)[b"retry-after"] == b"30"
-    with caller.request(130.0):
+    with limit.request(130.0):
         pass
 
 
 async def test_what_a_key_has_under_way_outlives_a_new_file(tmp_path: Path) -> None:
     clock = Clock()
-    keys = Keys(file=str(file_of(tmp_path, entry("abc"))), now_s=clock)
-    with keys.caller(bearer("abc")).request(clock()):
+    keys = ApiKeys(file=str(file_of(tmp_path, entry("abc"))), now_s=clock)
+    with keys.caller(bearer("abc")).rate_limit.request(clock()):
         file_of(tmp_path, entry("abc", max_concurrent=1))
         await keys.refresh()
-        with pytest.raises(ApiError), keys.caller(bearer("abc")).request(clock()):
+        with pytest.raises(ApiError), keys.caller(bearer("abc")).rate_limit.request(clock()):
             pass
 
 

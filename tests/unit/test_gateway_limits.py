@@ -11,10 +11,9 @@ import aiohttp
 import pytest
 import yaml
 
-from headrace.config.keyfile import hash_of
-from headrace.gateway import GatewayOptions
-from headrace.gateway.admission.classes import AdmissionOptions
-from headrace.gateway.asked import Intake
+from headrace.config.gateway import AdmissionSettings, GatewaySettings
+from headrace.config.key_file import hash_of
+from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
 from headrace.gateway.ingress.limits import MAX_ITEMS, MAX_OTHER_BYTES
@@ -266,7 +265,7 @@ async def test_a_client_cannot_say_whose_request_it_is() -> None:
         assert "x-headrace-tenant" not in bench.replica.seen[-1].headers
 
 
-OURS = ("/headrace/v1/status", "/headrace/v1/memory", "/headrace/v1/plans/known")
+OURS = ("/headrace/v1/status", "/headrace/v1/corpora", "/headrace/v1/plans/known")
 
 
 async def test_with_keys_only_an_admin_key_administers() -> None:
@@ -316,7 +315,7 @@ async def test_a_warmed_prompt_is_its_tenants(named: dict[str, str], tenant: str
 
 async def test_warming_waits_for_admission_prompt_by_prompt() -> None:
     """Each prompt takes a turn in the queue like a client's request."""
-    admission = AdmissionOptions.of({"requests_per_replica": 1})
+    admission = AdmissionSettings(requests_per_replica=1)
     async with gateway_over(stall, **ROOT, admission=admission) as bench:
         held = asyncio.create_task(
             bench.client.post(CHAT, json=PROMPT, headers=AS_ROOT).__aenter__()
@@ -359,18 +358,6 @@ async def test_warming_counts_among_the_requests_under_way() -> None:
         await soon(lambda: bool(bench.replica.seen))
         await refused(bench, 429, "POST", "/headrace/v1/warm", json={"prompts": ["x"]})
         held.cancel()
-
-
-def test_options_are_taken_from_objects_and_mappings_with_some_of_the_names() -> None:
-    class Settings:
-        api_keys = ["a"]
-        max_body_bytes = 5
-        port = 8000
-
-    options = GatewayOptions.of(Settings())
-    assert (options.api_keys, options.max_body_bytes) == (("a",), 5)
-    assert options.queue_timeout_s == GatewayOptions().queue_timeout_s
-    assert GatewayOptions.of({"max_concurrent": 3}).max_concurrent == 3
 
 
 async def test_http_that_is_no_http_is_400_in_the_same_shape() -> None:
@@ -436,9 +423,9 @@ async def test_prompts_and_tools_may_have_bulk(bulky: str) -> None:
 
 
 async def test_long_bodies_are_parsed_one_pass_at_a_time_while_others_have_turns() -> None:
-    intake = Intake(GatewayOptions(), keys_on=False)
+    body_reader = BodyReader(GatewaySettings(), keys_on=False)
     body = json.dumps({"prompt": "x" * 2 * MAX_OTHER_BYTES}).encode()
-    parsing = [asyncio.create_task(intake.parsed(body)) for _ in range(4)]
+    parsing = [asyncio.create_task(body_reader.parsed(body)) for _ in range(4)]
     turns = 0
     while not all(task.done() for task in parsing):
         await asyncio.sleep(0)
@@ -448,9 +435,9 @@ async def test_long_bodies_are_parsed_one_pass_at_a_time_while_others_have_turns
 
 
 async def test_a_long_body_that_is_wrong_does_not_keep_the_next_one_waiting() -> None:
-    intake = Intake(GatewayOptions(), keys_on=False)
+    body_reader = BodyReader(GatewaySettings(), keys_on=False)
     wrong = json.dumps({"user": "x" * 2 * MAX_OTHER_BYTES}).encode()
     right = json.dumps({"prompt": "x" * 2 * MAX_OTHER_BYTES}).encode()
     with pytest.raises(ApiError):
-        await intake.parsed(wrong)
-    assert await asyncio.wait_for(intake.parsed(right), 10.0)
+        await body_reader.parsed(wrong)
+    assert await asyncio.wait_for(body_reader.parsed(right), 10.0)

@@ -14,7 +14,7 @@ from headrace.gateway.backend import NoMetrics
 from headrace.gateway.errors import ApiError
 from headrace.gateway.relay.dialect import DIALECTS
 from headrace.gateway.route_table import RouteTable
-from headrace_decode.routes import Route
+from headrace_decode.http.public_routes import Route
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,

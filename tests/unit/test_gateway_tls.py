@@ -16,9 +16,9 @@ from headrace.cli import client, state, up
 from headrace.cli.console import CliError
 from headrace.config import ConfigError
 from headrace.config import load_config as load
-from headrace.config.tlsfiles import TlsFiles
+from headrace.config.tls_files import TlsFiles
 from headrace.gateway.ingress import connection, tls
-from headrace.gateway.listen import serve_gateway
+from headrace.gateway.ingress.http_server import serve_gateway
 from tests.support.certificates import Authority
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, stream
 
@@ -30,7 +30,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def looks_always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tls, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(tls, "CHECK_INTERVAL_S", 0.0)
     yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from headrace.gateway.asgi import HANG_UP
+from headrace.gateway.asgi import ABORT_EXTENSION
 from headrace.gateway.ingress import connection
 from tests.support.connections import connections, send_all, serving, unread
 from tests.unit.gateway_fakes import soon
@@ -88,7 +88,7 @@ async def test_an_app_can_hang_up_on_a_client_that_does_not_read() -> None:
                     await send(
                         {"type": "http.response.body", "body": b"a" * 10_000, "more_body": True}
                     )
-        scope["extensions"][HANG_UP]()
+        scope["extensions"][ABORT_EXTENSION]()
 
     async with serving(app) as server:
         with unread(server.port, GET):

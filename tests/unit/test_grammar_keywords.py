@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 from vllm.v1.structured_output.backend_xgrammar import STRING_SUPPORTED_FORMATS
 
-from headrace_decode.grammars.backends import EitherBackend
+from headrace_decode.grammars.combined_backend import CombinedBackend
 from headrace_decode.grammars.keywords import FORMATS, named, unenforced
 from headrace_decode.grammars.trials import GrammarTrials
 from headrace_decode.grammars.worker import Compiler
@@ -99,7 +99,8 @@ def config() -> Any:
         backend="auto", disable_any_whitespace=False, disable_additional_properties=False
     )
     model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY, skip_tokenizer_init=False)
-    scheduler = SimpleNamespace(scheduler_cls="headrace_decode.resume.scheduler.TakingUp")
+    scheduler_cls = SimpleNamespace(has_combined_grammar_backend=True)
+    scheduler = SimpleNamespace(get_scheduler_cls=lambda: scheduler_cls)
     return SimpleNamespace(
         structured_outputs_config=outputs,
         model_config=model,
@@ -114,11 +115,11 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def backend(config: Any, tokenizer: Any) -> EitherBackend:
-    return EitherBackend(config, tokenizer, VOCABULARY)
+def backend(config: Any, tokenizer: Any) -> CombinedBackend:
+    return CombinedBackend(config, tokenizer, VOCABULARY)
 
 
-def takes(backend: EitherBackend, tokenizer: Any, schema: Any, instance: Any) -> bool:
+def takes(backend: CombinedBackend, tokenizer: Any, schema: Any, instance: Any) -> bool:
     """Whether a grammar of the schema takes the instance as a whole."""
     grammar = backend.compile_grammar(Kind.JSON, json.dumps(schema))
     ids = tokenizer.encode(json.dumps(instance), add_special_tokens=False)
@@ -127,7 +128,7 @@ def takes(backend: EitherBackend, tokenizer: Any, schema: Any, instance: Any) ->
 
 @pytest.mark.parametrize("name", ENFORCED_BY_XGRAMMAR)
 def test_what_xgrammar_enforces_is_left_to_it(
-    backend: EitherBackend, tokenizer: Any, name: str
+    backend: CombinedBackend, tokenizer: Any, name: str
 ) -> None:
     schema, bad, good = ENFORCED_BY_XGRAMMAR[name]
     assert unenforced(schema) == []
@@ -137,7 +138,7 @@ def test_what_xgrammar_enforces_is_left_to_it(
 
 @pytest.mark.parametrize("name", ENFORCED_BY_GUIDANCE)
 def test_what_xgrammar_ignores_is_enforced_by_guidance(
-    backend: EitherBackend, tokenizer: Any, name: str
+    backend: CombinedBackend, tokenizer: Any, name: str
 ) -> None:
     schema, bad, good = ENFORCED_BY_GUIDANCE[name]
     assert unenforced(schema)
@@ -171,7 +172,7 @@ def test_the_formats_are_those_that_xgrammar_knows() -> None:
 
 
 def test_one_backend_takes_schemas_and_structural_tags_in_any_order(
-    backend: EitherBackend, tokenizer: Any
+    backend: CombinedBackend, tokenizer: Any
 ) -> None:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": A}}
     assert not takes(backend, tokenizer, {"allOf": [A, B]}, {"a": 1})
@@ -185,7 +186,7 @@ def test_one_backend_takes_schemas_and_structural_tags_in_any_order(
 def engine_config() -> Any:
     args = EngineArgs(model=str(tiny_llama()), dtype="float32", enforce_eager=True)
     config = args.create_engine_config()
-    config.scheduler_config.scheduler_cls = "headrace_decode.resume.scheduler.TakingUp"
+    config.scheduler_config.scheduler_cls = "headrace_decode.resume.scheduler.ResumeScheduler"
     return config
 
 
@@ -208,5 +209,5 @@ def test_a_refusal_names_the_keyword_and_its_place(monkeypatch: pytest.MonkeyPat
         assert f'"{keyword}" at {place}' in answer["refused"]
     assert compiler({"json": {"allOf": [A, B]}})["backend"] == "guidance"
     assert compiler({"json": A})["backend"] == "xgrammar"
-    config.scheduler_config.scheduler_cls = "operator.Scheduler"
+    config.scheduler_config.scheduler_cls = "vllm.v1.core.sched.scheduler.Scheduler"
     assert '"allOf" at #' in Compiler(config)({"json": {"allOf": [A, B]}})["refused"]

@@ -20,9 +20,16 @@ import psutil
 import pytest
 
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
-from headrace_decode.grammars.worker import PICKS, Answer, Confines, run_confined, serve, walk
+from headrace_decode.grammars.worker import (
+    TOKEN_CHOOSERS,
+    Answer,
+    TrialLimits,
+    run_confined,
+    serve,
+    walk,
+)
 
-CLOSE = Confines(cpu_s=1, wall_s=20.0, added_bytes=2**28, answer_bytes=1_000_000)
+CLOSE = TrialLimits(cpu_s=1, wall_s=20.0, added_bytes=2**28, max_answer_bytes=1_000_000)
 PATIENT = replace(CLOSE, wall_s=300.0)
 """A trial on a busy machine gets hardly any processor time."""
 
@@ -76,7 +83,7 @@ def test_work_that_passes_a_limit_or_crashes_is_refused_and_gone(work: Any) -> N
 
 
 def test_work_that_sleeps_is_ended_by_the_clock() -> None:
-    patient = Confines(cpu_s=1, wall_s=0.2)
+    patient = TrialLimits(cpu_s=1, wall_s=0.2)
     before = set(psutil.Process().children())
     assert "unfinished" in run_confined(lambda: time.sleep(600) or {}, patient)
     assert set(psutil.Process().children()) <= before
@@ -94,7 +101,7 @@ def test_a_trial_that_the_machine_kills_says_nothing_about_its_grammar() -> None
 def test_trials_at_the_same_time_rest_for_each_other() -> None:
     """Alone each would compute for 0.8 s of 3 s."""
     with ThreadPoolExecutor(3) as threads:
-        answers = list(threads.map(lambda _: run_confined(busy, Confines(cpu_s=4)), range(3)))
+        answers = list(threads.map(lambda _: run_confined(busy, TrialLimits(cpu_s=4)), range(3)))
     assert sum(answer["spec"] for answer in answers) < 2.0
 
 
@@ -139,7 +146,7 @@ def busy() -> Answer:
 def test_a_trial_that_takes_long_rests_three_quarters_of_the_time() -> None:
     """Of 3 s: 0.1 s, and a quarter of the rest."""
     before_s = time.thread_time()
-    used_s = run_confined(busy, Confines(cpu_s=4))["spec"]
+    used_s = run_confined(busy, TrialLimits(cpu_s=4))["spec"]
     assert used_s < 1.5
     assert time.thread_time() - before_s < 0.5, "whoever watches it computes little"
 
@@ -163,13 +170,13 @@ class Chain:
 
 def test_a_walk_ends_with_the_grammar_or_after_enough_tokens() -> None:
     short, long = Chain(3), Chain(1000)
-    assert walk(short, PICKS[0], 10, 1.0) is None
-    assert walk(long, PICKS[1], 10, 1.0) is None
+    assert walk(short, TOKEN_CHOOSERS[0], 10, 1.0) is None
+    assert walk(long, TOKEN_CHOOSERS[1], 10, 1.0) is None
     assert (short.at, long.at) == (3, 10)
 
 
 def test_a_grammar_that_is_slow_to_follow_is_refused_wherever_it_is_slow() -> None:
-    why = walk(Chain(100, slow_at=7), PICKS[2], 50, 0.04)
+    why = walk(Chain(100, slow_at=7), TOKEN_CHOOSERS[2], 50, 0.04)
     assert why is not None and "after 7 tokens" in why
 
 
@@ -296,7 +303,7 @@ async def test_a_grammar_that_waits_leaves_the_queue_with_its_last_client() -> N
 
 
 async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_decode.grammars.trials.REMEMBERED_BYTES", 3 * 612)
+    monkeypatch.setattr("headrace_decode.grammars.trials.MAX_CACHED_BYTES", 3 * 612)
     async with trials() as tried:
         for name in "abcdabcd":
             await tried.passed({"regex": name}, "t")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,22 @@ PACKAGES = {
 """Folder of each package, and the packages that it may import."""
 MAX_MODULES = 20
 """In one folder."""
+VLLM_ADAPTER, RAY_ADAPTER = "headrace_engine.vllm", "headrace_engine.ray"
+PUBLIC_VLLM = {
+    *("vllm", "vllm.config", "vllm.exceptions", "vllm.inputs", "vllm.outputs", "vllm.platforms"),
+    *("vllm.sampling_params", "vllm.v1.engine.async_llm", "vllm.v1.kv_cache_interface"),
+    *(f"vllm.distributed.kv_transfer.kv_connector.v1.{name}" for name in ("base", "metrics")),
+}
+"""Modules of vLLM that have documented classes: these may be imported outside of the adapter."""
+MAX_VLLM_USERS = 21
+"""Modules outside of the adapter that import vLLM. Lower it when the number falls."""
+PRIVATE_RAY = ("_private", "_internal", "experimental", "_raylet")
+
+TECHNIQUES = (
+    *("headrace_decode.sparse", "headrace_decode.compression", "headrace_decode.speculative"),
+    *("headrace_prefill.blending", "headrace_prefill.cross_layer"),
+)
+"""Folders of techniques. What several of them need lies outside of them."""
 
 
 @cache
@@ -59,6 +76,22 @@ def imports() -> dict[str, set[str]]:
                 named.update(inner & set(modules()) or {base})
         named &= set(modules())
         named.discard(module)
+    return found
+
+
+@cache
+def imports_of_others(package: str) -> dict[str, set[str]]:
+    """The modules of another package that each of ours imports, inside functions and for types
+    too; modules that import none are left out."""
+    found: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            named = {name for name in names if name.split(".")[0] == package}
+            if named:
+                found.setdefault(module, set()).update(named)
     return found
 
 
@@ -101,6 +134,45 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
             assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
+def test_the_kv_store_imports_neither_vllm_nor_ray() -> None:
+    for module, path in modules().items():
+        if module.split(".")[0] == "headrace_kvstore":
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                wrong = {name for name in names if name.split(".")[0] in ("vllm", "ray")}
+                assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_no_technique_imports_another(technique: str) -> None:
+    others = tuple(f"{other}." for other in TECHNIQUES if other != technique)
+    mine = [each for each in imports() if f"{each}.".startswith(f"{technique}.")]
+    assert mine, "the folder was renamed"
+    for module in mine:
+        wrong = {name for name in imports()[module] if f"{name}.".startswith(others)}
+        assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_names_no_class_of_a_package_above_it_in_a_string(package: str) -> None:
+    above = {*PACKAGES} - {package, *PACKAGES[package][1]}
+    for module, path in modules().items():
+        if module.split(".")[0] != package:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+){2,}", text):
+                assert text.split(".")[0] not in above, f"{module} names {text}"
+
+
+def test_what_techniques_share_imports_none_of_them() -> None:
+    shared = [each for each in imports() if each.startswith("headrace_decode.attention.")]
+    assert shared
+    for module in shared:
+        assert not {name for name in imports()[module] if name.startswith(TECHNIQUES)}, module
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(imports()) == []
 
@@ -120,6 +192,27 @@ def test_no_folder_holds_more_modules_than_a_reader_can_hold() -> None:
         folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
     crowded = {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MAX_MODULES}
     assert not crowded
+
+
+def test_vllms_private_modules_are_imported_in_the_adapter_only() -> None:
+    users = {
+        module: names
+        for module, names in imports_of_others("vllm").items()
+        if not f"{module}.".startswith(f"{VLLM_ADAPTER}.")
+    }
+    private = {m: names - PUBLIC_VLLM for m, names in users.items() if names - PUBLIC_VLLM}
+    assert not private
+    assert len(users) <= MAX_VLLM_USERS, sorted(users)
+
+
+def test_rays_private_modules_are_imported_in_the_adapter_only() -> None:
+    private = {
+        module: sorted(names)
+        for module, names in imports_of_others("ray").items()
+        if not f"{module}.".startswith(f"{RAY_ADAPTER}.")
+        and any(part in PRIVATE_RAY for name in names for part in name.split("."))
+    }
+    assert not private
 
 
 def test_the_platform_folder_is_no_package() -> None:

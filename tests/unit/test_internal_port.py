@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.internal import INTERNAL_HEADER, PLAN, PLAN_HEADER, TENANT, InternalOnly
+from headrace_decode.http.internal_port import (
+    INTERNAL_HEADER,
+    PLAN,
+    PLAN_HEADER,
+    TENANT,
+    InternalPort,
+)
 
 
 async def passed(scope: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -24,7 +30,7 @@ async def passed(scope: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await InternalOnly(app, "token")(scope, receive, send)
+    await InternalPort(app, "token")(scope, receive, send)
     return reached, sent
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_decode.internal import KEYS_TARGET
-from headrace_decode.rendering.keys import KeysRoute, Prompt, why_not
-from headrace_kvstore.supply import Supply
+from headrace_decode.http.internal_port import KEYS_TARGET
+from headrace_decode.rendering.keys import BlockKeysRoute, RenderedPrompt, why_not_rendered
+from headrace_kvstore.lookup.availability import AvailableRun
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -35,7 +35,7 @@ class Behind:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.reached.append(scope.get("path", scope["type"]))
 
-    async def render(self, target: str, body: dict[str, Any]) -> Prompt | None:
+    async def render(self, target: str, body: dict[str, Any]) -> RenderedPrompt | None:
         self.rendered.append((target, body))
         if isinstance(self.answer, BaseException):
             raise self.answer
@@ -67,7 +67,7 @@ async def ask(behind: Behind, data: bytes, path: str = KEYS_TARGET, *, stays: bo
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    route = KeysRoute(behind, behind.render, hashes)
+    route = BlockKeysRoute(behind, behind.render, hashes)
     await route({"type": "http", "path": path}, receive, send)
     return json.loads(sent[1]["body"]) if sent else None
 
@@ -77,7 +77,7 @@ def question(body: Any = CHAT, target: str = "/v1/chat/completions") -> bytes:
 
 
 async def test_the_keys_of_a_prompts_blocks_are_told_as_numbers_of_64_bits() -> None:
-    behind = Behind(Prompt([5, 2**40], "salt", "n > 1"))
+    behind = Behind(RenderedPrompt([5, 2**40], "salt", "n > 1"))
     told = await ask(behind, question())
     keys = np.frombuffer(base64.b64decode(told.pop("keys")), "<u8")
     assert keys.tolist() == [5, 2**40]
@@ -91,25 +91,29 @@ async def test_the_keys_of_a_prompts_blocks_are_told_as_numbers_of_64_bits() -> 
 
 
 async def test_a_prompt_whose_hashes_need_more_than_its_tokens_has_no_keys_but_a_length() -> None:
-    told = await ask(Behind(Prompt([5, 6], "", "an adapter", plain=False)), question())
+    told = await ask(Behind(RenderedPrompt([5, 6], "", "an adapter", plain=False)), question())
     assert (told["prompt_tokens"], told["keys"]) == (2, "")
 
 
 async def test_what_the_machines_store_could_supply_is_told_where_it_would_be_used() -> None:
-    async def supplies(token_ids: Sequence[int], salt: str) -> list[Supply]:
-        return [Supply("dram", len(token_ids)), Supply("nvme", 16, 0.5)]
+    async def available_runs(token_ids: Sequence[int], salt: str) -> list[AvailableRun]:
+        return [AvailableRun("dram", len(token_ids)), AvailableRun("nvme", 16, 0.5)]
 
     for prompt, stored in (
-        (Prompt([5, 6], ""), [["dram", 2, 0.0], ["nvme", 16, 0.5]]),
-        (Prompt([5, 6], "", "n > 1"), []),
-        (Prompt([5, 6], "", plain=False), []),
+        (RenderedPrompt([5, 6], ""), [["dram", 2, 0.0], ["nvme", 16, 0.5]]),
+        (RenderedPrompt([5, 6], "", "n > 1"), []),
+        (RenderedPrompt([5, 6], "", plain=False), []),
     ):
         behind = Behind(prompt)
-        told = await KeysRoute(behind, behind.render, hashes, supplies, "a").answer(question())
+        told = await BlockKeysRoute(behind, behind.render, hashes, available_runs, "a").answer(
+            question()
+        )
         assert (told["machine"], json.loads(json.dumps(told["stored"]))) == ("a", stored)
 
 
-@pytest.mark.parametrize("answer", [None, Prompt((), ""), ValueError("bad"), RuntimeError("x")])
+@pytest.mark.parametrize(
+    "answer", [None, RenderedPrompt((), ""), ValueError("bad"), RuntimeError("x")]
+)
 async def test_without_a_prompt_there_are_no_keys_and_no_error(answer: Any) -> None:
     told = await ask(Behind(answer), question())
     assert told["keys"] is None and told["why"]
@@ -117,7 +121,7 @@ async def test_without_a_prompt_there_are_no_keys_and_no_error(answer: Any) -> N
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"[" * 5000, question(body=[])])
 async def test_what_is_no_question_has_no_keys(data: bytes) -> None:
-    behind = Behind(Prompt([1], ""))
+    behind = Behind(RenderedPrompt([1], ""))
     assert (await ask(behind, data))["keys"] is None
     assert behind.rendered == []
 
@@ -126,7 +130,7 @@ async def test_everything_else_passes() -> None:
     behind = Behind(None)
     for path in ("/v1/chat/completions", KEYS_TARGET + "/", "/health"):
         assert await ask(behind, b"", path) is None
-    await KeysRoute(behind, behind.render, hashes)({"type": "lifespan"}, None, None)
+    await BlockKeysRoute(behind, behind.render, hashes)({"type": "lifespan"}, None, None)
     assert behind.reached == ["/v1/chat/completions", KEYS_TARGET + "/", "/health", "lifespan"]
 
 
@@ -161,7 +165,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://somewhere/"}}
     ],
 )
 def test_what_is_not_one_prompt_of_text_is_not_rendered_in_advance(body: dict[str, Any]) -> None:
-    assert why_not(body)
+    assert why_not_rendered(body)
 
 
 @pytest.mark.parametrize(
@@ -179,4 +183,4 @@ def test_what_is_not_one_prompt_of_text_is_not_rendered_in_advance(body: dict[st
     ],
 )
 def test_one_prompt_of_text_is(body: dict[str, Any]) -> None:
-    assert why_not(body) is None
+    assert why_not_rendered(body) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.keys import (
+from headrace_kvstore.identity.namespace import (
     KvIdentity,
     Namespace,
     block_key,

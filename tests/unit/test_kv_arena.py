@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena import shared_file
-from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, WRITER_TIMEOUT_S, ArenaFormatError
+from headrace_kvstore.arena.arena import EXISTS, NO_ROOM, WRITER_TIMEOUT_S, ArenaFormatError
 from headrace_kvstore.arena.shared_file import is_in_memory
-from headrace_kvstore.table import FREE, READY, REMOVED, STORED, hash_word, pack_hashes
+from headrace_kvstore.blocks.slot_record import FREE, READY, REMOVED, STORED, hash_word, pack_hashes
 from tests.support.kvarena import (
     BIG_BLOCK,
     BLOCK,
@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def test_a_block_is_found_only_once_it_is_published(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1, 2), [0, hash_word(block_hash(1))], [0, 1], tenant=7)
     assert (slots >= 0).all()
     assert (arena.lookup(row, hashes(1, 2)) == -1).all()
@@ -61,19 +61,19 @@ def test_a_block_is_found_only_once_it_is_published(make: Make) -> None:
 
 def test_a_block_is_reserved_once(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     first = arena.reserve(row, hashes(1, 1), [0, 0], [0, 0])
-    assert first[0] >= 0 and first[1] == TAKEN
-    assert arena.reserve(row, hashes(1), [0], [0]) == [TAKEN]
+    assert first[0] >= 0 and first[1] == EXISTS
+    assert arena.reserve(row, hashes(1), [0], [0]) == [EXISTS]
     arena.abandon(first)
     again = store(arena, row, 1)
     assert again[0] >= 0
-    assert arena.reserve(row, hashes(1), [0], [0]) == [TAKEN]
+    assert arena.reserve(row, hashes(1), [0], [0]) == [EXISTS]
 
 
 def test_each_block_given_to_a_slot_is_another_generation(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     seen = set()
     for number in range(5):
         slot = store(arena, row, number)[0]
@@ -84,7 +84,7 @@ def test_each_block_given_to_a_slot_is_another_generation(make: Make) -> None:
 
 def test_publishing_what_one_does_not_write_does_nothing(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1), [0], [0])
     arena.abandon(slots)
     assert not arena.publish(slots, sums_of((1,))).any()
@@ -95,7 +95,7 @@ def test_publishing_what_one_does_not_write_does_nothing(make: Make) -> None:
 def test_a_late_thread_gives_up_no_slot_that_another_thread_has_got(make: Make) -> None:
     now = machine_clock()
     arena = make(clock=now)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     late = arena.reserve(row, hashes(1), [0], [0])
     ticket = arena.generations(late)
     now.now_s += WRITER_TIMEOUT_S + 1
@@ -111,14 +111,14 @@ def test_a_late_thread_gives_up_no_slot_that_another_thread_has_got(make: Make) 
 def test_a_slot_that_is_renewed_stays_with_its_writer(make: Make) -> None:
     now = machine_clock()
     arena = make(clock=now)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1, 2), [0, 0], [0, 0])
     tickets = arena.generations(slots)
     for _ in range(4):
         now.now_s += 0.9 * WRITER_TIMEOUT_S
         arena.renew(slots[:1], tickets[:1])
     again = arena.reserve(row, hashes(1, 2), [0, 0], [0, 0])
-    assert again[0] == TAKEN and again[1] >= 0
+    assert again[0] == EXISTS and again[1] >= 0
     reserved_s = now.now_s
     now.now_s += 0.5 * WRITER_TIMEOUT_S
     arena.renew(slots[1:], tickets[1:])  # it is another reservation's by now
@@ -131,7 +131,7 @@ def test_a_slot_that_is_renewed_stays_with_its_writer(make: Make) -> None:
 def test_the_slot_of_a_dead_writer_is_reclaimed_and_no_block_is_evicted_for_it(make: Make) -> None:
     now = machine_clock()
     arena = make(clock=now)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     kept = store(arena, row, 5)
     arena.reserve(row, hashes(1), [0], [0])
     now.now_s += WRITER_TIMEOUT_S + 1.0
@@ -143,7 +143,7 @@ def test_the_slot_of_a_dead_writer_is_reclaimed_and_no_block_is_evicted_for_it(m
 
 def test_hashes_may_be_bytes_or_an_array_and_shorter_ones_are_padded(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slot = store(arena, row, 5)
     assert arena.lookup(row, pack_hashes(hashes(5))) == slot
     assert arena.lookup(row, np.frombuffer(block_hash(5), np.uint8).reshape(1, 32)) == slot
@@ -157,7 +157,10 @@ def test_hashes_may_be_bytes_or_an_array_and_shorter_ones_are_padded(make: Make)
 
 def test_blocks_stand_apart_on_whole_pages_and_within_the_size(make: Make) -> None:
     arena = make(blocks=40)
-    rows = [arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BIG_BLOCK, 1)]
+    rows = [
+        arena.register_namespace(DIGEST, BLOCK, LAYERS),
+        arena.register_namespace(OTHER, BIG_BLOCK, 1),
+    ]
     places = []
     for row in rows:
         slots = store(arena, row, *range(3))
@@ -177,7 +180,7 @@ def test_no_block_s_checksums_lie_among_the_data_or_on_another_block_s(
     arena = make(blocks=100)
     given: dict[int, np.ndarray] = {}
     for digest, each in ((DIGEST, layers), (OTHER, LAYERS)):
-        row = arena.namespace(digest, BLOCK, each)
+        row = arena.register_namespace(digest, BLOCK, each)
         slots = arena.reserve(row, hashes(*range(20)), [0] * 20, range(20))
         assert (slots >= 0).any()
         for number, slot in enumerate(slots.tolist()):
@@ -197,7 +200,7 @@ def test_no_block_s_checksums_lie_among_the_data_or_on_another_block_s(
 
 def test_one_readers_release_leaves_the_others_lease(make: Make) -> None:
     arena = make(blocks=1, clock=machine_clock())
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
     first, second = arena.lease(row, hashes(1), 9.0), arena.lease(row, hashes(1), 9.0)
     arena.release(first)
@@ -209,7 +212,7 @@ def test_one_readers_release_leaves_the_others_lease(make: Make) -> None:
 def test_a_reader_that_never_released_is_not_counted_after_its_lease(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=1, clock=clock)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
     arena.lease(row, hashes(1), 1.0)
     clock.now_s += 2.0
@@ -220,7 +223,7 @@ def test_a_reader_that_never_released_is_not_counted_after_its_lease(make: Make)
 def test_a_lease_counts_a_use_and_a_lookup_none(make: Make) -> None:
     clock = machine_clock()
     arena = make(clock=clock)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slot = store(arena, row, 1)[0]
     stored_s = clock.now_s
     before = bytes(arena._bytes)
@@ -236,7 +239,10 @@ def test_a_lease_counts_a_use_and_a_lookup_none(make: Make) -> None:
 
 def test_discard_and_clear_take_leased_and_pinned_blocks_too(make: Make) -> None:
     arena = make()
-    rows = [arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BLOCK, 1)]
+    rows = [
+        arena.register_namespace(DIGEST, BLOCK, LAYERS),
+        arena.register_namespace(OTHER, BLOCK, 1),
+    ]
     for row in rows:
         store(arena, row, 1, 2)
         arena.lease(row, hashes(1), 9.0)
@@ -256,16 +262,16 @@ def test_discard_and_clear_take_leased_and_pinned_blocks_too(make: Make) -> None
 
 def test_a_namespace_is_registered_once_and_only_with_one_block_size(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
-    assert arena.namespace(DIGEST, BLOCK, LAYERS) == row
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
+    assert arena.register_namespace(DIGEST, BLOCK, LAYERS) == row
     with pytest.raises(ValueError, match="not 5000 and 3"):
-        arena.namespace(DIGEST, 5000, LAYERS)
+        arena.register_namespace(DIGEST, 5000, LAYERS)
     with pytest.raises(ValueError, match="exceeds a segment"):
-        arena.namespace(OTHER, 1 << 30, LAYERS)
+        arena.register_namespace(OTHER, 1 << 30, LAYERS)
     for row in range(1, 256):
-        assert arena.namespace(row.to_bytes(16, "big"), BLOCK, LAYERS) == row
+        assert arena.register_namespace(row.to_bytes(16, "big"), BLOCK, LAYERS) == row
     with pytest.raises(ValueError, match="256 namespaces"):
-        arena.namespace(OTHER, BLOCK, LAYERS)
+        arena.register_namespace(OTHER, BLOCK, LAYERS)
     with pytest.raises(ValueError, match="no namespace"):
         arena.lookup(256, hashes(1))
     assert arena.stats()["repairs_total"] == 0
@@ -273,7 +279,7 @@ def test_a_namespace_is_registered_once_and_only_with_one_block_size(make: Make)
 
 def full_of_namespaces(arena: Any) -> None:
     for number in range(256):
-        arena.namespace(number.to_bytes(16, "big"), BLOCK, LAYERS)
+        arena.register_namespace(number.to_bytes(16, "big"), BLOCK, LAYERS)
 
 
 def test_a_namespace_that_nobody_uses_makes_room_for_a_new_one(make: Make) -> None:
@@ -281,14 +287,17 @@ def test_a_namespace_that_nobody_uses_makes_room_for_a_new_one(make: Make) -> No
     full_of_namespaces(gone)
     store(gone, 3, 1, 2)
     arena = make()
-    assert arena.namespace((7).to_bytes(16, "big"), BLOCK, LAYERS) == 7
+    assert arena.register_namespace((7).to_bytes(16, "big"), BLOCK, LAYERS) == 7
     with pytest.raises(ValueError, match="256 namespaces"):
-        arena.namespace(OTHER, BLOCK, LAYERS)
+        arena.register_namespace(OTHER, BLOCK, LAYERS)
     gone.close()  # as when its process ends, however that comes
-    rows = [arena.namespace((1000 + n).to_bytes(16, "big"), BLOCK, LAYERS) for n in range(1, 255)]
+    rows = [
+        arena.register_namespace((1000 + n).to_bytes(16, "big"), BLOCK, LAYERS)
+        for n in range(1, 255)
+    ]
     assert len(set(rows)) == 254 and not {3, 7} & set(rows), "those without blocks go first"
     assert present(arena, 3, 1, 2) == [1, 2]
-    assert arena.namespace(OTHER, BLOCK, LAYERS) == 3
+    assert arena.register_namespace(OTHER, BLOCK, LAYERS) == 3
     assert present(arena, 3, 1, 2) == []
     assert broken(arena) == []
 
@@ -296,14 +305,14 @@ def test_a_namespace_that_nobody_uses_makes_room_for_a_new_one(make: Make) -> No
 def test_a_namespace_that_is_only_looked_at_is_not_kept(make: Make) -> None:
     arena, other = make(), make()
     for number in range(256):
-        arena.namespace(number.to_bytes(16, "big"), BLOCK, LAYERS, keep=False)
-    assert other.namespace(OTHER, BLOCK, LAYERS) == 0
-    assert other.space(0).digest == OTHER
+        arena.register_namespace(number.to_bytes(16, "big"), BLOCK, LAYERS, keep=False)
+    assert other.register_namespace(OTHER, BLOCK, LAYERS) == 0
+    assert other.namespace_info(0).digest == OTHER
 
 
 def test_all_blocks_are_copied_without_the_lock(make: Make) -> None:
     arena, holder = make(), make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1, 2)
     with holder._section:
         rows, seq = arena.blocks()
@@ -312,7 +321,10 @@ def test_all_blocks_are_copied_without_the_lock(make: Make) -> None:
 
 def test_the_same_hash_in_two_namespaces_is_two_blocks(make: Make) -> None:
     arena = make()
-    one, two = arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BLOCK, LAYERS)
+    one, two = (
+        arena.register_namespace(DIGEST, BLOCK, LAYERS),
+        arena.register_namespace(OTHER, BLOCK, LAYERS),
+    )
     store(arena, one, 1)
     assert not present(arena, two, 1)
     slot = store(arena, two, 1)
@@ -324,7 +336,7 @@ def test_the_same_hash_in_two_namespaces_is_two_blocks(make: Make) -> None:
 
 def test_events_tell_what_was_stored_and_removed_in_order(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1, 2)
     arena.discard(row, hashes(1))
     found, upto, lost = arena.events(0)
@@ -338,7 +350,7 @@ def test_events_tell_what_was_stored_and_removed_in_order(make: Make) -> None:
 
 def test_a_reader_that_fell_behind_is_told_and_takes_all_blocks(make: Make) -> None:
     arena = make(blocks=2)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     for number in range(400):
         store(arena, row, number)
     found, upto, lost = arena.events(0)

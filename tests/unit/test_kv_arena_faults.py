@@ -14,8 +14,8 @@ import pytest
 
 from headrace_kvstore.arena import shared_file
 from headrace_kvstore.arena.arena import (
+    EXISTS,
     NO_ROOM,
-    TAKEN,
     WRITER_TIMEOUT_S,
     Arena,
     ArenaFormatError,
@@ -23,7 +23,7 @@ from headrace_kvstore.arena.arena import (
 )
 from headrace_kvstore.arena.geometry import SECTION
 from headrace_kvstore.arena.locking import FileLock
-from headrace_kvstore.table import WRITING
+from headrace_kvstore.blocks.slot_record import WRITING
 from tests.support.kvarena import (
     BIG_BLOCK,
     BLOCK,
@@ -52,7 +52,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def test_garbage_in_everything_derived_is_rebuilt_from_the_slot_table(make: Make) -> None:
     arena = make(blocks=40)
-    rows = [arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BIG_BLOCK, 1)]
+    rows = [
+        arena.register_namespace(DIGEST, BLOCK, LAYERS),
+        arena.register_namespace(OTHER, BIG_BLOCK, 1),
+    ]
     store(arena, rows[0], *range(5))
     store(arena, rows[1], *range(2))
     writing = arena.reserve(rows[0], hashes(77), [0], [0])
@@ -73,7 +76,7 @@ def test_garbage_in_everything_derived_is_rebuilt_from_the_slot_table(make: Make
 
 def test_an_exception_inside_a_section_is_repaired_by_the_next(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
     with pytest.raises(KeyboardInterrupt), arena._section:
         arena._t.buckets[:] = 0
@@ -84,7 +87,7 @@ def test_an_exception_inside_a_section_is_repaired_by_the_next(make: Make) -> No
 
 def test_records_that_cannot_be_are_freed(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slots = store(arena, row, 1, 2, 3, 4)
     arena._t.table["state"][slots[0]] = 9
     arena._t.table["namespace"][slots[1]] = 200
@@ -97,10 +100,10 @@ def test_records_that_cannot_be_are_freed(make: Make) -> None:
 def test_a_reservation_that_is_past_its_time_is_taken_back(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=1, clock=clock)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1), [0], [0])
     clock.now_s += WRITER_TIMEOUT_S - 1.0
-    assert arena.reserve(row, hashes(1, 2), [0, 0], [0, 0]).tolist() == [TAKEN, NO_ROOM]
+    assert arena.reserve(row, hashes(1, 2), [0, 0], [0, 0]).tolist() == [EXISTS, NO_ROOM]
     assert arena.table["state"][slots[0]] == WRITING
     clock.now_s += 2.0
     assert (arena.reserve(row, hashes(1), [0], [0]) == slots).all()
@@ -111,19 +114,19 @@ def test_a_second_handle_sees_the_same_blocks_whatever_size_it_asks_for(
     make: Make, tmp_path: Path
 ) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slots = store(arena, row, 1)
     arena.view(slots[0])[:] = 42
     with Arena.create_or_attach("arena", 1 << 24, folder=tmp_path) as other:
         assert other.geometry == arena.geometry
-        assert other.namespace(DIGEST, BLOCK, LAYERS) == row
+        assert other.register_namespace(DIGEST, BLOCK, LAYERS) == row
         assert (other.view(other.lookup(row, hashes(1))[0]) == 42).all()
 
 
 def test_arenas_of_two_names_share_nothing(make: Make) -> None:
     one, two = make(name="one"), make(name="two")
     for arena in (one, two):
-        arena.namespace(DIGEST, BLOCK, LAYERS)
+        arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(one, 0, 1)
     assert not present(two, 0, 1)
 
@@ -193,7 +196,7 @@ def test_after_unlink_the_next_to_come_starts_empty_and_the_others_go_on(make: M
 
 def test_a_view_outlives_its_arena(make: Make) -> None:
     arena = make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     view = arena.view(store(arena, row, 1)[0])
     arena.close()
     arena.close()
@@ -205,7 +208,7 @@ def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, arena = make(), make()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
     monkeypatch.setattr(arena._section, "_patience_s", 0.05)
     with holder._section:
@@ -222,18 +225,18 @@ def test_files_that_nobody_has_open_are_removed_and_others_stay(make: Make, tmp_
     make(name="other").close()
     making = FileLock(os.open(tmp_path / "kv-making", os.O_RDWR | os.O_CREAT))
     making.acquire(1.0)
-    assert shared_file.remove_left(tmp_path, "kv-*") == []
+    assert shared_file.remove_unused_files(tmp_path, "kv-*") == []
     child = os.fork()
     if not child:
         time.sleep(600)
     left.close()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert shared_file.remove_left(tmp_path, "kv-*") == ["kv-left"]
+    assert shared_file.remove_unused_files(tmp_path, "kv-*") == ["kv-left"]
     assert {"kv-used", "kv-making", "other"} <= {path.name for path in tmp_path.iterdir()}
     used.close()
     making.close()
-    assert set(shared_file.remove_left(tmp_path, "kv-*")) == {"kv-used", "kv-making"}
+    assert set(shared_file.remove_unused_files(tmp_path, "kv-*")) == {"kv-used", "kv-making"}
 
 
 def test_who_makes_a_large_arena_is_waited_for_as_long_as_it_grows(

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.blocks.slot_record import READY, SLOT, hash_word
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.shared import SharedPolicy, affordable, state_bytes
-from headrace_kvstore.table import READY, SLOT, hash_word
 from tests.support.clock import Clock
 from tests.support.kvarena import DIGEST, block_hash, hashes, machine_clock, present
 from tests.support.kvcheck import broken
@@ -58,7 +58,7 @@ def opened(tmp_path: Path, clock: Clock) -> Iterator[Any]:
 
 def ask(arena: Arena, row: int, *numbers: int, compute_s: float = 0.05, **how: Any) -> list[int]:
     """A prompt of these blocks: tell the policy, use what is there, store the rest."""
-    assert arena.prompted(row, hashes(*numbers))
+    assert arena.record_prompt(row, hashes(*numbers))
     arena.release(arena.lease(row, hashes(*numbers), 1.0))
     parents = [0, *(hash_word(block_hash(n)) for n in numbers)][: len(numbers)]
     depths = range(len(numbers))
@@ -76,7 +76,7 @@ def chain(number: int, blocks: int = 4) -> list[int]:
 def test_each_policy_keeps_an_arena_within_its_room(opened: Any, name: str, kind: type) -> None:
     arena = opened(name)
     assert type(arena.policy.policy) is kind and arena.policy.name == name
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     for number in range(60):
         ask(arena, row, *chain(number, 40))
     assert present(arena, row, *chain(59, 40)) == chain(59, 40)
@@ -111,11 +111,11 @@ def test_what_one_handle_learns_another_decides_by(opened: Any, clock: Clock) ->
     learner, evictor = opened(), opened()
     row = learner.namespace(DIGEST, BLOCK, LAYERS)
     for number in range(80):
-        learner.prompted(row, hashes(*chain(number, 4)))
+        learner.record_prompt(row, hashes(*chain(number, 4)))
         clock.now_s += 1.0
     clock.now_s += 20.0
     for number in range(80):
-        learner.prompted(row, hashes(*chain(number, 5)))
+        learner.record_prompt(row, hashes(*chain(number, 5)))
         clock.now_s += 1.0
     ask(learner, row, *chain(200, 4))
     for number in range(300, 340):
@@ -128,7 +128,7 @@ def test_what_one_handle_learns_another_decides_by(opened: Any, clock: Clock) ->
 
 def test_a_tenant_over_its_quota_gives_up_its_own_blocks(opened: Any, clock: Clock) -> None:
     arena = opened(quotas={7: 10 * BLOCK * 2}, default_quota=None)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     for number in range(6):
         clock.now_s += 1
         ask(arena, row, *chain(number), tenant=7)
@@ -139,7 +139,7 @@ def test_a_tenant_over_its_quota_gives_up_its_own_blocks(opened: Any, clock: Clo
 
 def test_the_default_quota_is_for_tenants_that_are_not_listed(opened: Any, clock: Clock) -> None:
     arena = opened(quotas={7: SIZE}, default_quota=4 * BLOCK * 2)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     for tenant in (0, 7, 8):
         for number in range(5):
             clock.now_s += 1
@@ -155,7 +155,7 @@ def test_a_policy_that_fails_is_replaced_for_that_choice(opened: Any) -> None:
 
     arena = opened("lru")
     arena.policy.policy = Broken()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     for number in range(60):
         assert ask(arena, row, *chain(number, 40)) == chain(number, 40)
     assert broken(arena) == []
@@ -163,7 +163,7 @@ def test_a_policy_that_fails_is_replaced_for_that_choice(opened: Any) -> None:
 
 def test_look_ups_and_leases_wait_for_no_choice(opened: Any) -> None:
     arena, other = opened(), opened()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     ask(arena, row, *chain(0))
     with other.policy:
         assert present(arena, row, *chain(0)) == chain(0)
@@ -174,16 +174,16 @@ def test_a_policy_that_others_keep_is_not_waited_for_for_ever(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena, other = opened(), opened()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     monkeypatch.setattr("headrace_kvstore.arena.locking.PATIENCE_S", 0.02)
     with other.policy:
-        assert not arena.prompted(row, hashes(*chain(0)))
-    assert arena.prompted(row, hashes(*chain(0)))
+        assert not arena.record_prompt(row, hashes(*chain(0)))
+    assert arena.record_prompt(row, hashes(*chain(0)))
 
 
 def test_after_a_death_inside_the_next_begins_anew(opened: Any) -> None:
     arena = opened()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     for number in range(10):
         ask(arena, row, *chain(number))
     with pytest.raises(KeyboardInterrupt), arena.policy as policy:
@@ -235,9 +235,9 @@ def test_the_lock_is_given_back_when_entering_fails(opened: Any) -> None:
         raise OSError
 
     arena.policy._inside[0] = 1
-    arena.policy.policy.forget = fail
+    arena.policy.policy.reset_history = fail
     with pytest.raises(OSError), arena.policy:
         pass
-    del arena.policy.policy.forget
+    del arena.policy.policy.reset_history
     with arena.policy:
         pass

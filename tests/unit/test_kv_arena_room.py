@@ -36,7 +36,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def test_the_least_recently_used_block_makes_room_and_a_leaf_before_its_parent(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=4, clock=clock)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 0, 1)
     clock.now_s += 1
     store(arena, row, 2, 3)
@@ -58,7 +58,7 @@ def test_leased_pinned_and_unfinished_blocks_stay_whatever_the_policy_says(make:
     clock = machine_clock()
     arena = make(blocks=4, clock=clock)
     arena.policy.policy = Everything()
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 0, 1, 2)
     arena.reserve(row, hashes(3), [0], [0])
     arena.lease(row, hashes(0), 5.0)
@@ -78,7 +78,7 @@ def test_leased_pinned_and_unfinished_blocks_stay_whatever_the_policy_says(make:
 def test_a_tenant_over_its_quota_gives_up_its_own_blocks(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=8, clock=clock, quotas={7: 2 * SLOT_BYTES})
-    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 0, 1)
     for number in range(10, 15):
         clock.now_s += 1
@@ -91,7 +91,10 @@ def test_a_tenant_over_its_quota_gives_up_its_own_blocks(make: Make) -> None:
 def test_memory_moves_to_the_namespace_that_stores_from_the_one_that_idles(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=32, clock=clock)
-    idle, busy = arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BIG_BLOCK, 1)
+    idle, busy = (
+        arena.register_namespace(DIGEST, BLOCK, LAYERS),
+        arena.register_namespace(OTHER, BIG_BLOCK, 1),
+    )
     for number in range(40):
         clock.now_s += 1
         store(arena, idle, number)
@@ -107,7 +110,10 @@ def test_memory_moves_to_the_namespace_that_stores_from_the_one_that_idles(make:
 def test_memory_stays_with_a_namespace_whose_blocks_are_newer(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=32, clock=clock)
-    one, two = arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BIG_BLOCK, 1)
+    one, two = (
+        arena.register_namespace(DIGEST, BLOCK, LAYERS),
+        arena.register_namespace(OTHER, BIG_BLOCK, 1),
+    )
     store(arena, one, *range(10))
     for number in range(20):
         store(arena, two, number)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_kvstore import checksum as sums
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.blocks import checksum as sums
+from headrace_kvstore.numba_jit import jit
 from tests.support.kvsums import Memory, mix, model_sum
 
 DIGEST = bytes(range(16))

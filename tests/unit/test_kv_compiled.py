@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_kvstore import compiled
+from headrace_kvstore import numba_jit as compiled
 
 
 def test_without_a_writable_folder_code_is_compiled_and_not_kept(
@@ -31,7 +31,7 @@ def test_everything_imports_where_neither_home_nor_package_can_be_written(tmp_pa
     program = (
         "import numba.core.caching as caching\n"
         "caching.CacheImpl._locator_classes = []\n"
-        "import headrace_kvstore.arena.kernels, headrace_kvstore.checksum as checksum\n"
+        "import headrace_kvstore.arena.kernels, headrace_kvstore.blocks.checksum as checksum\n"
         "import headrace_kvstore.policy, headrace_kvstore.codec\n"
         "assert checksum.checksum_of(b'x', 1) != checksum.checksum_of(b'y', 1)\n"
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace_engine.connector.composite import HeadracePDConnector
-from headrace_engine.connector.connector import StoreConnector
+from headrace_engine.connector.connector import HeadraceConnector
 
 
 class Child:
@@ -71,7 +71,7 @@ def test_who_offers_the_whole_prompt_is_taken_at_once_and_the_store_is_not_asked
 
 
 def test_the_store_may_wait() -> None:
-    assert StoreConnector.may_wait
+    assert HeadraceConnector.may_wait
 
 
 def test_less_than_the_whole_prompt_waits_for_the_store() -> None:

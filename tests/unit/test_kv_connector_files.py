@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_engine.connector.cache import EngineCache
-from headrace_engine.connector.files import FileTier
-from headrace_engine.connector.work import Load, Save, Work
-from headrace_engine.connector.worker import LoadSample, WorkerHalf
+from headrace_engine.connector.caches.engine_cache import EngineCache
+from headrace_engine.connector.loading.file_loader import FileLoader
+from headrace_engine.connector.messages import LoadSample
+from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork
+from headrace_engine.connector.worker_connector import WorkerConnector
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.checksum import block_seed, layer_seeds
-from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.checksum import block_seed, layer_seeds
 from headrace_kvstore.nvme import nvme_tier as nvme
 from headrace_kvstore.nvme import record
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.segment import BlockReader, Location, Read
 from headrace_kvstore.protocol.wire import BadBlock
-from headrace_kvstore.settings import StoreSettings
+from headrace_kvstore.settings.store_settings import StoreSettings
 from tests.support.kvfiles import no_descriptors_left
 from tests.support.kvnode import SlowMover, until
 from tests.support.tensor import Tensor
@@ -50,10 +51,10 @@ class Engine:
         self.arena = Arena.create_or_attach(
             name, 4 << 20, folder=folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
         )
-        row = self.arena.namespace(DIGEST, LAYERS * LAYER_BYTES, LAYERS)
-        self.worker = WorkerHalf(
+        row = self.arena.register_namespace(DIGEST, LAYERS * LAYER_BYTES, LAYERS)
+        self.worker = WorkerConnector(
             *(self.arena, row, cache, seeds, StoreSettings()),
-            partial(FileTier, staging_bytes=1 << 20),
+            partial(FileLoader, staging_bytes=1 << 20),
         )
 
     def content(self, block: int) -> bytes:
@@ -63,7 +64,7 @@ class Engine:
         self, blocks: list[int], places: dict[bytes, Location], limit_s: float = math.inf
     ) -> set[int]:
         names = [HASHES[block] for block in blocks]
-        self.worker.begin(Work(load=Load(blocks, names, places, [limit_s])))
+        self.worker.begin(StoreWork(load=BlockLoad(blocks, names, places, [limit_s])))
         for name in NAMES:
             self.worker.wait(name)
         self.worker.end()
@@ -79,8 +80,8 @@ def engines(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
     """One that saved its blocks to DRAM, and one on an empty arena."""
     first, second = Engine(tmp_path, "first", 1), Engine(tmp_path, "second", 2)
     blocks = list(range(BLOCKS))
-    save = Save(blocks, HASHES, [b"", *HASHES[:-1]], blocks)
-    first.worker.begin(Work(saves={0: save}))
+    save = BlockSave(blocks, HASHES, [b"", *HASHES[:-1]], blocks)
+    first.worker.begin(StoreWork(saves={0: save}))
     first.worker.end()
     while not first.worker.finished_jobs():
         pass
@@ -93,20 +94,20 @@ def engines(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
 def places(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[dict[bytes, Location]]:
     """The first engine's blocks in files."""
     arena = engines[0].arena
-    mover = Mover()
-    tier = nvme.NvmeTier.open(tmp_path / "files", 1 << 22, 1 << 20, mover)
+    file_io = FileIo()
+    tier = nvme.NvmeTier.open(tmp_path / "files", 1 << 22, 1 << 20, file_io)
     slots = arena.lookup(0, HASHES)
     sums = arena.sums(slots)
     saves = [
-        record.Save(name, int(address), total)
+        record.WriteRequest(name, int(address), total)
         for name, address, total in zip(HASHES, arena.addresses(slots), sums, strict=True)
     ]
-    written = tier.write(record.Shape(DIGEST, LAYERS, LAYER_BYTES), saves)
+    written = tier.write(record.BlockShape(DIGEST, LAYERS, LAYER_BYTES), saves)
     assert all(future.result(20) for future in written)
     found = {name: tier.locate(DIGEST, name) for name in HASHES}
     yield {name: place for name, place in found.items() if place is not None}
     tier.close()
-    mover.close()
+    file_io.close()
 
 
 def test_blocks_come_from_files(
@@ -171,11 +172,11 @@ def test_no_descriptor_left_is_no_fault_of_the_disk(
     assert second.load([0, 1], places) == set()
 
 
-def slow(engine: Engine, mover: SlowMover, ahead: bool = False) -> FileTier:
+def slow(engine: Engine, file_io: SlowMover, ahead: bool = False) -> FileLoader:
     """Give the engine a disk of this speed, for its steps' loads or for those ahead of them."""
     files = engine.worker._files_ahead if ahead else engine.worker._files
-    assert isinstance(files, FileTier)
-    files._mover, files._reader = mover, BlockReader(mover)
+    assert isinstance(files, FileLoader)
+    files._file_io, files._reader = file_io, BlockReader(file_io)
     return files
 
 
@@ -183,9 +184,9 @@ def test_a_load_that_takes_longer_than_computing_is_given_up_and_its_blocks_stay
     engines: tuple[Engine, Engine], places: dict[bytes, Location]
 ) -> None:
     _, second = engines
-    mover = SlowMover()
-    slow(second, mover)
-    mover.bytes_per_s = LAYER_BYTES / 0.3
+    file_io = SlowMover()
+    slow(second, file_io)
+    file_io.bytes_per_s = LAYER_BYTES / 0.3
     assert second.load([0, 1], places, limit_s=0.05) == {0, 1}
     assert second.worker.counts == Counter(lost_slow_nvme=2)
     assert second.worker.bad_in_files() == []
@@ -198,11 +199,11 @@ def test_no_load_begins_before_the_reads_of_one_that_was_given_up_have_landed(
     engines: tuple[Engine, Engine], places: dict[bytes, Location]
 ) -> None:
     first, second = engines
-    mover = SlowMover()
-    slow(second, mover)
-    mover.bytes_per_s = LAYER_BYTES / 0.3
+    file_io = SlowMover()
+    slow(second, file_io)
+    file_io.bytes_per_s = LAYER_BYTES / 0.3
     second.load([0, 1], places, limit_s=0.05)
-    mover.bytes_per_s = None
+    file_io.bytes_per_s = None
     assert second.load([2], places) == {2}, "the memory may be written to yet"
     until(lambda: second.load([2], places) == set())
     assert second.content(2) == first.content(2)
@@ -212,22 +213,26 @@ def test_a_load_ahead_waits_for_reads_of_the_one_before_it_that_was_given_up(
     engines: tuple[Engine, Engine], places: dict[bytes, Location]
 ) -> None:
     first, second = engines
-    mover, worker = SlowMover(), second.worker
-    slow(second, mover, ahead=True)
-    mover.bytes_per_s = LAYER_BYTES / 0.3
+    file_io, worker = SlowMover(), second.worker
+    slow(second, file_io, ahead=True)
+    file_io.bytes_per_s = LAYER_BYTES / 0.3
 
-    def loads(names: dict[str, Load]) -> set[int]:
-        worker.begin(Work(ahead=names))
+    def loads(names: dict[str, BlockLoad]) -> set[int]:
+        worker.begin(StoreWork(ahead=names))
         worker._ahead_files.submit(lambda: None).result(20)
         worker.end()
         assert worker.loaded_ahead() == set(names)
         return worker.failed_blocks()
 
-    late = Load([0, 1], HASHES[:2], places, [0.05])
-    assert loads({"late": late, "next": Load([2], HASHES[2:3], places, [math.inf])}) == {0, 1, 2}
+    late = BlockLoad([0, 1], HASHES[:2], places, [0.05])
+    assert loads({"late": late, "next": BlockLoad([2], HASHES[2:3], places, [math.inf])}) == {
+        0,
+        1,
+        2,
+    }
     assert worker.bad_in_files() == [], "the file is right, its bytes did not come in time"
-    mover.bytes_per_s = None
-    until(lambda: loads({"again": Load([2], HASHES[2:3], places, [math.inf])}) == set())
+    file_io.bytes_per_s = None
+    until(lambda: loads({"again": BlockLoad([2], HASHES[2:3], places, [math.inf])}) == set())
     assert second.content(2) == first.content(2)
 
 
@@ -236,11 +241,11 @@ def test_a_load_ahead_from_dram_waits_for_no_disk(
 ) -> None:
     first, _ = engines
     first.arena.discard(0, HASHES[1:])
-    mover, worker = SlowMover(), first.worker
-    slow(first, mover, ahead=True)
-    mover.bytes_per_s = LAYER_BYTES / 0.3
-    disk = Load([1], HASHES[1:2], places, [20.0])
-    worker.begin(Work(ahead={"disk": disk, "dram": Load([0], HASHES[:1])}))
+    file_io, worker = SlowMover(), first.worker
+    slow(first, file_io, ahead=True)
+    file_io.bytes_per_s = LAYER_BYTES / 0.3
+    disk = BlockLoad([1], HASHES[1:2], places, [20.0])
+    worker.begin(StoreWork(ahead={"disk": disk, "dram": BlockLoad([0], HASHES[:1])}))
     worker._ahead.submit(lambda: None).result(20)
     worker.end()
     assert worker.loaded_ahead() == {"dram"} and worker.failed_blocks() == set()
@@ -257,9 +262,9 @@ def test_what_stands_in_dram_is_loaded_though_the_disk_is_late(
     truth = [first.content(n) for n in range(2)]
     for layer in first.data:
         layer[:] = 0
-    mover = SlowMover()
-    slow(first, mover)
-    mover.bytes_per_s = LAYER_BYTES / 0.3
+    file_io = SlowMover()
+    slow(first, file_io)
+    file_io.bytes_per_s = LAYER_BYTES / 0.3
     assert first.load([0, 1, 2, 3], places, limit_s=0.05) == {2, 3}
     assert [first.content(n) for n in range(2)] == truth
 
@@ -290,16 +295,16 @@ def test_a_load_ends_with_the_lease_of_its_places(
 ) -> None:
     _, second = engines
     limits: list[float] = []
-    source = FileTier.source
+    source = FileLoader.source
 
-    def limited(files: FileTier, *rest: Any) -> Any:
+    def limited(files: FileLoader, *rest: Any) -> Any:
         limits.append(rest[-1])
         return source(files, *rest)
 
-    monkeypatch.setattr(FileTier, "source", limited)
+    monkeypatch.setattr(FileLoader, "source", limited)
     now_s = time.monotonic()
     for until_s in ([now_s + 7, now_s + 20], [now_s - 1], []):
-        work = Work(load=Load([0], HASHES[:1], places, [math.inf], until_s))
+        work = StoreWork(load=BlockLoad([0], HASHES[:1], places, [math.inf], until_s))
         second.worker.begin(work)
         second.worker.end()
     assert limits == [pytest.approx(7, abs=2), 0.0, StoreSettings().lease_s]

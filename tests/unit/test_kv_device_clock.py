@@ -7,16 +7,17 @@ import time
 import numpy as np
 import pytest
 
-from headrace_engine.connector.pipeline import LayerPipeline
-from headrace_engine.connector.work import Load, Shape, Work
-from headrace_engine.connector.worker import LoadSample, StepSample, WorkerHalf
+from headrace_engine.connector.loading.layer_pipeline import LayerPipeline
+from headrace_engine.connector.messages import LoadSample, StepSample
+from headrace_engine.connector.store_work import BlockLoad, StepShape, StoreWork
+from headrace_engine.connector.worker_connector import WorkerConnector
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.device.clock import PENDING_STEPS, HostClock, StepTimer
-from headrace_kvstore.settings import StoreSettings
+from headrace_kvstore.settings.store_settings import StoreSettings
 from tests.support.fake_device import FakeDevice, FakeStream
 from tests.support.kvworker import HASHES, LAYERS, NAMES, Node, PlainCache, save, seeds
 
-PROMPT = Shape(100, 2, 0, 60, 5050)
+PROMPT = StepShape(100, 2, 0, 60, 5050)
 
 
 @pytest.fixture
@@ -118,12 +119,12 @@ class OnDevice(PlainCache):
         return super().load(layer, blocks, payloads, seeds)
 
 
-def on(device: FakeDevice, node: Node, layer_s: float = 0.25) -> tuple[WorkerHalf, OnDevice]:
+def on(device: FakeDevice, node: Node, layer_s: float = 0.25) -> tuple[WorkerConnector, OnDevice]:
     """A worker whose cache is on a device."""
     node.engine(3)
     arena = Arena.attach("a", node.folder)
     cache = OnDevice(device, layer_s)
-    worker = WorkerHalf(arena, 0, cache, seeds, StoreSettings())
+    worker = WorkerConnector(arena, 0, cache, seeds, StoreSettings())
     node.workers.append(worker)
     return worker, cache
 
@@ -131,12 +132,12 @@ def on(device: FakeDevice, node: Node, layer_s: float = 0.25) -> tuple[WorkerHal
 def test_a_workers_step_takes_what_the_device_takes(device: FakeDevice, node: Node) -> None:
     worker, cache = on(device, node)
     worker.open()
-    worker.begin(Work(shape=PROMPT))
+    worker.begin(StoreWork(shape=PROMPT))
     cache.compute.launch(2.0)
     worker.end()
     assert worker.samples() == [], "it is still computing"
     worker.open()
-    worker.begin(Work())
+    worker.begin(StoreWork())
     worker.end()
     device.passes(3.0)
     [sample] = worker.samples()
@@ -149,7 +150,7 @@ def test_a_workers_load_takes_what_the_bus_takes(device: FakeDevice, node: Node)
     save(worker, [0, 1])
     cache.compute.launch(5.0)  # the step before this one is no part of the load
     worker.open()
-    worker.begin(Work(load=Load([0, 1], HASHES[:2])))
+    worker.begin(StoreWork(load=BlockLoad([0, 1], HASHES[:2])))
     for name in NAMES:
         worker.wait(name)
     worker.end()
@@ -164,7 +165,7 @@ def test_what_a_worker_waits_for_kv_is_no_part_of_its_step(
     save(worker, [0])
     monkeypatch.setattr(LayerPipeline, "wait", lambda *_: device.passes(0.75))
     worker.open()
-    worker.begin(Work(load=Load([0], HASHES[:1]), shape=PROMPT))
+    worker.begin(StoreWork(load=BlockLoad([0], HASHES[:1]), shape=PROMPT))
     for name in NAMES:
         worker.wait(name)
         cache.compute.launch(0.5)

@@ -14,8 +14,8 @@ from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_th
 
 pytest.importorskip("triton")
 
+from headrace_kvstore.blocks.sharding import Shard
 from headrace_kvstore.codec import LayerShape, Order
-from headrace_kvstore.parts import Held
 
 DTYPES = ["float32", "bfloat16", "float16"]
 CACHES = [
@@ -42,8 +42,9 @@ def test_kernels_equal_the_cpu_in_the_interpreter() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 def test_kernels_compile_for_cards() -> None:
-    from headrace_kvstore.device import codec_kernels, numbers
-    from headrace_kvstore.device import kernels as sums
+    from headrace_kvstore.device import checksum_kernels as sums
+    from headrace_kvstore.device import codec_kernels
+    from headrace_kvstore.device import number_formats as numbers
 
     for pieces in (1, 8):
         _compile(sums._copy_sum, {"PIECES": pieces, "PIECE_WORDS": 1024, "COPY": True, "ROWS": 64})
@@ -152,4 +153,4 @@ def test_the_device_cache_stores_the_codes_of_the_cpu(name: str, order: Order) -
 
 @inside
 def test_a_rank_stores_its_share_of_each_layer_under_a_codec() -> None:
-    check_coded_against_host("cpu", "fp8", SMALL, Held(3, 1, 1))
+    check_coded_against_host("cpu", "fp8", SMALL, Shard(3, 1, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_kvstore.peers.directory import Directory, Event
+from headrace_kvstore.peers.block_directory import BlockDirectory, Event
 from headrace_kvstore.protocol.events import DRAM, NVME, AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.kvnode import DIGEST, keys
 
@@ -20,7 +20,7 @@ def removed(*numbers: int, medium: str = DRAM) -> Event:
 
 
 def test_a_run_ends_at_the_first_block_that_is_nowhere() -> None:
-    directory = Directory()
+    directory = BlockDirectory()
     directory.apply("a", 0, [AllBlocksCleared(), stored(0, 1, 3), stored(1, 2, medium=NVME)])
     wanted = keys(0, 1, 2, 4, 3)
     assert directory.leading("a", DIGEST, wanted, BOTH) == [DRAM, DRAM, NVME]
@@ -30,7 +30,7 @@ def test_a_run_ends_at_the_first_block_that_is_nowhere() -> None:
 
 
 def test_a_block_in_two_media_is_told_by_the_faster_and_stays_in_the_other() -> None:
-    directory = Directory()
+    directory = BlockDirectory()
     both = [stored(0), stored(0, medium=NVME)]
     directory.apply("a", 0, [AllBlocksCleared(), *both])
     assert directory.leading("a", DIGEST, keys(0), BOTH) == [DRAM]
@@ -39,14 +39,14 @@ def test_a_block_in_two_media_is_told_by_the_faster_and_stays_in_the_other() -> 
 
 
 def test_before_a_whole_state_nothing_is_taken() -> None:
-    directory = Directory()
+    directory = BlockDirectory()
     assert not directory.apply("a", 7, [stored(0)])
     assert directory.apply("a", 7, [AllBlocksCleared(), stored(1)])
     assert directory.wanted("a") == 8
 
 
 def test_a_gap_is_refused_and_an_old_batch_is_skipped() -> None:
-    directory = Directory()
+    directory = BlockDirectory()
     directory.apply("a", 0, [AllBlocksCleared()])
     assert not directory.apply("a", 2, [stored(2)])
     assert directory.wanted("a") == 1
@@ -56,14 +56,14 @@ def test_a_gap_is_refused_and_an_old_batch_is_skipped() -> None:
 
 
 def test_events_of_an_engine_say_nothing_of_a_store() -> None:
-    directory = Directory()
+    directory = BlockDirectory()
     engine = BlockStored([5, b"x" * 32], None, [1, 2], 2, None, "GPU", None)
     assert directory.apply("a", 0, [AllBlocksCleared(), engine])
     assert directory.blocks("a", "GPU") == 0
 
 
 def test_a_node_that_goes_is_forgotten_alone() -> None:
-    directory = Directory()
+    directory = BlockDirectory()
     for node in ("a", "b"):
         directory.apply(node, 0, [AllBlocksCleared(), stored(0)])
     directory.drop("a")
@@ -74,7 +74,7 @@ def test_a_node_that_goes_is_forgotten_alone() -> None:
 def test_blocks_that_there_is_no_room_for_are_counted_and_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    directory = Directory(most_blocks=3)
+    directory = BlockDirectory(most_blocks=3)
     directory.apply("a", 0, [AllBlocksCleared(), stored(0, 1)])
     directory.apply("b", 0, [AllBlocksCleared(), stored(2)])
     assert directory.dropped == 0

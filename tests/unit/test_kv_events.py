@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.protocol import events
 from headrace_kvstore.protocol.events import (
     DRAM,
@@ -80,7 +80,7 @@ def test_a_log_is_read_in_pages_from_any_number_it_has_and_else_from_its_beginni
     assert log.read(6)[0] == log.read(99)[0] == 0
     assert len(log.read(0, 25)[1]) == 2
     assert len(log.read(0, 0)[1]) == 1, "at least one, or nobody comes further"
-    log.forget_before(3)
+    log.drop_before(3)
     assert log.read(0) == log.read(3) == (3, [b"\3" * 10, b"\4" * 10])
     assert log.next_seq == 5
 
@@ -88,11 +88,11 @@ def test_a_log_is_read_in_pages_from_any_number_it_has_and_else_from_its_beginni
 def test_a_log_is_full_once_the_batches_behind_the_state_take_more_than_is_kept() -> None:
     log = EventLog(1000)
     log.add(bytes(5000))
-    log.forget_before(0)
+    log.drop_before(0)
     assert not log.full, "the state itself may be of any size"
     log.add(bytes(900))
     assert log.full
-    log.forget_before(log.add(b"state"))
+    log.drop_before(log.add(b"state"))
     assert not log.full and log.next_seq == 3
 
 
@@ -333,8 +333,11 @@ def test_who_knows_a_later_number_than_there_is_gets_the_whole_state(source: Sou
     assert subscriber.held == {(DRAM, key(0))}
 
 
-def test_a_publisher_that_cannot_keep_up_tells_everything_anew(tmp_path: Path) -> None:
-    source = Source(tmp_path, queued_batches=2)
+def test_a_publisher_that_cannot_keep_up_publishes_everything_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "QUEUED_BATCHES", 2)
+    source = Source(tmp_path)
     subscriber = joined(source)
     for number in range(1000):
         source.put(number)
@@ -347,15 +350,15 @@ def test_a_publisher_that_cannot_keep_up_tells_everything_anew(tmp_path: Path) -
 
 def test_a_publisher_knows_whether_anybody_listens(source: Source) -> None:
     publisher = source.publisher
-    assert not publisher.followed
+    assert not publisher.has_subscribers
     first, second = source.subscribe(), source.subscribe()
     second.socket.setsockopt(zmq.SUBSCRIBE, b"one of two topics")
     until(lambda: len(publisher._topics) == 2)
     second.context.destroy(0)
     until(lambda: len(publisher._topics) == 1)
-    assert publisher.followed, "the first one listens"
+    assert publisher.has_subscribers, "the first one listens"
     first.context.destroy(0)
-    until(lambda: not publisher.followed)
+    until(lambda: not publisher.has_subscribers)
 
 
 def test_replay_requests_that_are_none_are_ignored(source: Source) -> None:
@@ -375,8 +378,8 @@ def test_replay_requests_that_are_none_are_ignored(source: Source) -> None:
 
 def test_a_node_tells_of_both_tiers(tmp_path: Path) -> None:
     ends = {name: f"ipc://{tmp_path}/{name}" for name in ("events", "replay")}
-    mover = Mover()
-    node = StoreNode(settings(tmp_path, **ends), mover=mover).start()
+    file_io = FileIo()
+    node = StoreNode(settings(tmp_path, **ends), file_io=file_io).start()
     engine = Engine(node.settings)
     assert node._events.publisher is not None
     subscriber = Subscriber(node._events.publisher)
@@ -397,5 +400,5 @@ def test_a_node_tells_of_both_tiers(tmp_path: Path) -> None:
     assert late.held == subscriber.held
     for each in (subscriber, late):
         each.context.destroy(0)
-    assert node.close() and mover.close()
+    assert node.close() and file_io.close()
     engine.close()

@@ -1,6 +1,6 @@
 """A load that fails costs no request a right token, however the engine schedules and computes.
 
-vLLM's own scheduler and both halves of the connector run. The model here writes a value of token
+vLLM's own scheduler and both sides of the connector run. The model here writes a value of token
 and position into the cache, and samples GOOD only if all KV that it attends to is right.
 """
 
@@ -18,7 +18,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from headrace_engine.vllm.kv_cache import recovers_failed_loads
-from tests.support.scheduled import BLOCK, NAMES, STEP, UNIT, Scheduled
+from tests.support.scheduled import BLOCK, NAMES, PAGE, STEP, Scheduled
 
 GOOD, BAD = 30, 666
 PROMPT = 4 * BLOCK + 8
@@ -99,12 +99,12 @@ class Computing(Scheduled):
     @staticmethod
     def place(table: list[int], token: int) -> tuple[Any, ...]:
         block, offset = table[token // BLOCK], token % BLOCK
-        return block * (BLOCK // UNIT) + offset // UNIT, slice(None), offset % UNIT, slice(None)
+        return block * (BLOCK // PAGE) + offset // PAGE, slice(None), offset % PAGE, slice(None)
 
     def stored(self) -> None:
         """Have a prompt's KV in the store and not in the engine."""
         self.add("first", PROMPT, 2)
-        self.until(lambda: not self.scheduler.requests and not self.connector.half.busy)
+        self.until(lambda: not self.scheduler.requests and not self.connector.scheduler.busy)
         self.flight.clear()
         assert self.scheduler.reset_prefix_cache()
         for each in self.caches.values():
@@ -185,7 +185,7 @@ def test_vllm_still_believes_a_step_behind_a_failed_load(tmp_path: Path) -> None
     engine = Computing(tmp_path, asynchronous=True)
     engine.stored()
     engine.damage(2)
-    engine.connector.half._under_steps = True
+    engine.connector.scheduler._under_steps = True
     request = engine.answer()
     assert BAD in request.output_token_ids, (
         f"vLLM recovers failed loads (vllm#45138): mend {COMPAT}"

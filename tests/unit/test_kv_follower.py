@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace_kvstore.arena.geometry import NAMESPACES
-from headrace_kvstore.node.follower import Follower
+from headrace_kvstore.node.arena_follower import ArenaFollower
 from headrace_kvstore.protocol.events import Change
 from tests.support.kvarena import BLOCK, DIGEST, LAYERS, Make, arenas, block_hash, store
 from tests.support.kvnode import until
@@ -33,17 +33,17 @@ def test_blocks_of_a_row_that_another_namespace_got_are_told_under_no_wrong_name
     make: Make,
 ) -> None:
     arena = make(blocks=16)
-    row = arena.namespace(DIGEST, BLOCK, LAYERS, keep=False)
+    row = arena.register_namespace(DIGEST, BLOCK, LAYERS, keep=False)
     for number in range(1, NAMESPACES):
-        arena.namespace(number.to_bytes(16), BLOCK, LAYERS)
+        arena.register_namespace(number.to_bytes(16), BLOCK, LAYERS)
     store(arena, row, 1)
     told: list[Change] = []
     resyncs: list[None] = []
-    follower = Follower(arena, Writer(), told.extend, lambda: resyncs.append(None), 60.0)  # type: ignore[arg-type]
+    follower = ArenaFollower(arena, Writer(), told.extend, lambda: resyncs.append(None), 60.0)  # type: ignore[arg-type]
     until(lambda: len(resyncs) == 1)
     store(arena, row, 2)
     until(lambda: [(c.stored, c.digest) for c in told] == [(True, DIGEST)])
-    assert arena.namespace(b"another--digest!", BLOCK, LAYERS) == row
+    assert arena.register_namespace(b"another--digest!", BLOCK, LAYERS) == row
     until(lambda: len(resyncs) == 2)
     assert len(told) == 1, "a removal was told under another namespace's name"
     store(arena, row, 3)

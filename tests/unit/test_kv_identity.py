@@ -24,7 +24,7 @@ from headrace_engine.connector.identity.engine_identity import (
     speculative_identity,
 )
 from headrace_engine.connector.identity.weights import Unidentified
-from headrace_engine.kvkind import kv_kind
+from headrace_engine.kv_transfer.kv_kind import kv_kind
 from tests.support.engineconfig import engine_config
 from tests.support.tiny import tiny_llama
 
@@ -236,7 +236,7 @@ class TestUnidentified:
     def test_it_exchanges_kv_with_nobody_not_even_its_like(
         self, unidentified: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        from headrace_engine.exchange import refusal
+        from headrace_engine.kv_transfer.compatibility import refusal
 
         with caplog.at_level(logging.WARNING):
             kind = str(kv_kind(unidentified))

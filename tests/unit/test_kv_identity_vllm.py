@@ -1,6 +1,6 @@
 """Engines over one store never load KV that other weights, settings or adapters computed.
 
-vLLM's own scheduler with both halves of the connector; an engine's cache holds random bytes.
+vLLM's own scheduler with both sides of the connector; an engine's cache holds random bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def engine(tmp_path: Path) -> Iterator[Make]:
 def cached(engine: Scheduled, name: str, **more: Any) -> int:
     """Serve a prompt; how many of its tokens came from caches. Then only the store has it."""
     engine.add(name, TOKENS, 2, **more)
-    engine.until(lambda: not engine.scheduler.requests and not engine.connector.half.busy)
+    engine.until(lambda: not engine.scheduler.requests and not engine.connector.scheduler.busy)
     assert engine.scheduler.reset_prefix_cache()
     return TOKENS + 1 - sum(step.get(name, 0) for step in engine.steps)
 
@@ -100,7 +100,7 @@ class TestEngines:
                 other = engine()
         assert [cached(other, name) for name in "bcd"] == [0, 0, 0]
         assert caplog.text.count("load_format: nobody knows") == 1
-        assert other.connector.half.counts == {}
+        assert other.connector.scheduler.counts == {}
         assert other.worker.get_kv_connector_stats() is None, "planners would look for its blocks"
         assert cached(engine(), "e") == HIT
 
@@ -129,7 +129,9 @@ class TestResets:
         updated.step()
         assert updated.scheduler.reset_prefix_cache(True, reset_connector=True)
         asked = updated.scheduler.requests["a"]
-        updated.until(lambda: not updated.scheduler.requests and not updated.connector.half.busy)
+        updated.until(
+            lambda: not updated.scheduler.requests and not updated.connector.scheduler.busy
+        )
         assert asked.num_preemptions == 1
         assert cached(engine(), "b") == 0
         assert updated.scheduler.reset_prefix_cache()
@@ -143,7 +145,9 @@ class TestResets:
         updated.step()
         assert not updated.scheduler.reset_prefix_cache(reset_connector=True)
         assert "still holds KV" in caplog.text
-        updated.until(lambda: not updated.scheduler.requests and not updated.connector.half.busy)
+        updated.until(
+            lambda: not updated.scheduler.requests and not updated.connector.scheduler.busy
+        )
         assert updated.scheduler.reset_prefix_cache()
         assert [cached(updated, name) for name in "bc"] == [0, 0]
         assert updated.scheduler.reset_prefix_cache(reset_connector=True)
@@ -207,7 +211,7 @@ class TestAdapters:
         monkeypatch.setattr(adapters, "TIMESTAMP_S", 60.0)  # the files are new
         other = engine(enable_lora=True)
         assert [self.serve(other, name, folder, known=False) for name in "bc"] == [0, 0]
-        assert other.connector.half.counts == {}
+        assert other.connector.scheduler.counts == {}
 
     def test_the_models_own_kv_is_shared_by_engines_with_and_without_adapters(
         self, engine: Make

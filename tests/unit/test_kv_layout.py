@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_kvstore import checksum
-from headrace_kvstore.layout import (
+from headrace_kvstore.blocks import checksum
+from headrace_kvstore.blocks.block_layout import (
     BlockLayout,
     LayoutError,
     natural_order,

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.parts import Held
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.sharding import Shard
 
 NB, HEADS, TOKENS, DIM, LAYERS = 6, 3, 128, 64, 4
 DENSE = FullAttentionSpec(
@@ -90,7 +90,7 @@ interpreted = pytest.mark.skipif(
 def test_the_device_cache_moves_the_same_bytes_as_the_host_cache(
     spec: FullAttentionSpec, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace_kvstore.device import kernels
+    from headrace_kvstore.device import checksum_kernels as kernels
     from tests.support.devicecache import check_against_host
 
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", ROWS_AT_ONCE)  # the interpreter counts turns
@@ -102,7 +102,7 @@ def test_the_device_cache_takes_kernels_with_smaller_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (layout,) = CPUAttentionBackend.supported_kv_cache_layouts()
-    from headrace_kvstore.device import kernels
+    from headrace_kvstore.device import checksum_kernels as kernels
     from tests.support.devicecache import check_against_host
 
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", ROWS_AT_ONCE)  # the interpreter counts turns
@@ -111,11 +111,11 @@ def test_the_device_cache_takes_kernels_with_smaller_blocks(
 
 @interpreted
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BHLNC, KVCacheLayout.LBNHC])
-@pytest.mark.parametrize("held", [Held(6, 3, 3), Held(2, 1, 1)], ids=["heads", "a share"])
+@pytest.mark.parametrize("held", [Shard(6, 3, 3), Shard(2, 1, 1)], ids=["heads", "a share"])
 def test_the_device_cache_has_some_parts_of_each_layer(
-    held: Held, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
+    held: Shard, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace_kvstore.device import kernels
+    from headrace_kvstore.device import checksum_kernels as kernels
     from tests.support.devicecache import check_against_host
 
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", ROWS_AT_ONCE)  # the interpreter counts turns

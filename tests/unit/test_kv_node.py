@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.node import dram_work
+from headrace_kvstore.blocks.slot_record import hash_word
+from headrace_kvstore.node import dram_service as dram_work
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeClient
-from headrace_kvstore.protocol.server import NodeRunning
-from headrace_kvstore.table import hash_word
+from headrace_kvstore.protocol.server import NodeAlreadyRunning
+from headrace_kvstore.settings.node_settings import NodeSettings
 from tests.support.kvcheck import broken
 from tests.support.kvnode import (
     DIGEST,
@@ -44,18 +44,18 @@ Start = Callable[..., StoreNode]
 
 
 @pytest.fixture(scope="module")
-def mover() -> Iterator[Mover]:
-    mover = Mover()
-    yield mover
-    mover.close()
+def file_io() -> Iterator[FileIo]:
+    file_io = FileIo()
+    yield file_io
+    file_io.close()
 
 
 @pytest.fixture
-def start(tmp_path: Path, mover: Mover) -> Iterator[Start]:
+def start(tmp_path: Path, file_io: FileIo) -> Iterator[Start]:
     nodes: list[StoreNode] = []
 
     def begin(**values: Any) -> StoreNode:
-        nodes.append(StoreNode(settings(tmp_path, **values), mover=mover).start())
+        nodes.append(StoreNode(settings(tmp_path, **values), file_io=file_io).start())
         return nodes[-1]
 
     yield begin
@@ -76,8 +76,8 @@ def engine(node: StoreNode) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def reader(mover: Mover) -> Iterator[Reader]:
-    reader = Reader(mover)
+def reader(file_io: FileIo) -> Iterator[Reader]:
+    reader = Reader(file_io)
     yield reader
     reader.close()
 
@@ -298,7 +298,7 @@ def test_a_disk_that_hangs_while_a_report_is_checked_costs_the_check_only(
 ) -> None:
     monkeypatch.setattr("headrace_kvstore.nvme.recheck.READ_S", 0.05)
     disk = HangingMover()
-    node = StoreNode(settings(tmp_path), mover=disk).start()
+    node = StoreNode(settings(tmp_path), file_io=disk).start()
     engine = Engine(node.settings)
     written(node, engine, 0)
     disk.hangs = "READ"
@@ -335,8 +335,8 @@ def test_a_node_without_a_disk_serves_dram(start: Start) -> None:
     engine.close()
 
 
-def test_a_busy_folder_is_waited_for(tmp_path: Path, start: Start, mover: Mover) -> None:
-    other = NvmeTier.open(tmp_path / "nvme", 2**24, 2**20, mover)
+def test_a_busy_folder_is_waited_for(tmp_path: Path, start: Start, file_io: FileIo) -> None:
+    other = NvmeTier.open(tmp_path / "nvme", 2**24, 2**20, file_io)
     node = start()
     engine = Engine(node.settings)
     engine.put(0)
@@ -364,7 +364,7 @@ def test_a_disk_that_fails_is_tried_again_and_gets_what_it_missed(
     written(node, engine, 0)
     tier = node.tiers.nvme
     assert tier is not None
-    tier._turn("read-only", "write failed")
+    tier._set_state("read-only", "write failed")
     engine.put(1)
     until(lambda: located(node, 0, 1) == 2)
     assert nvme(node)["state"] == "on"
@@ -427,18 +427,18 @@ def test_an_arena_that_takes_long_to_make_keeps_nobody_waiting_and_outlives_no_n
     assert node.tiers.dram is None and not (tmp_path / "arena").exists()
 
 
-def test_nothing_is_left_but_the_arena_if_it_is_to_be_kept(tmp_path: Path, mover: Mover) -> None:
+def test_nothing_is_left_but_the_arena_if_it_is_to_be_kept(tmp_path: Path, file_io: FileIo) -> None:
     for keep, left in ((False, {"nvme"}), (True, {"nvme", "arena"})):
-        node = StoreNode(settings(tmp_path, keep_arena=keep), mover=mover).start()
+        node = StoreNode(settings(tmp_path, keep_arena=keep), file_io=file_io).start()
         assert {"arena", "headrace-kv-arena.sock"} < set(os.listdir(tmp_path))
         assert node.close()
         assert set(os.listdir(tmp_path)) == left
 
 
 def test_a_node_that_ends_leaves_an_arena_that_an_engine_uses(
-    tmp_path: Path, mover: Mover, start: Start
+    tmp_path: Path, file_io: FileIo, start: Start
 ) -> None:
-    node = StoreNode(settings(tmp_path), mover=mover).start()
+    node = StoreNode(settings(tmp_path), file_io=file_io).start()
     engine = Engine(node.settings)
     engine.put(0)
     assert node.close() and not engine.arena.replaced()
@@ -451,9 +451,11 @@ def test_a_node_that_ends_leaves_an_arena_that_an_engine_uses(
     assert after.close() and not (tmp_path / "arena").exists()
 
 
-def test_at_the_end_of_an_app_the_arena_goes_whoever_uses_it(tmp_path: Path, mover: Mover) -> None:
+def test_at_the_end_of_an_app_the_arena_goes_whoever_uses_it(
+    tmp_path: Path, file_io: FileIo
+) -> None:
     for keep in (False, True):
-        node = StoreNode(settings(tmp_path, keep_arena=keep), mover=mover).start()
+        node = StoreNode(settings(tmp_path, keep_arena=keep), file_io=file_io).start()
         engine = Engine(node.settings)
         assert node.close(engines_end=True)
         assert (tmp_path / "arena").exists() == keep
@@ -461,9 +463,9 @@ def test_at_the_end_of_an_app_the_arena_goes_whoever_uses_it(tmp_path: Path, mov
 
 
 def test_the_end_writes_what_waits_as_far_as_time_allows(
-    tmp_path: Path, mover: Mover, start: Start
+    tmp_path: Path, file_io: FileIo, start: Start
 ) -> None:
-    node = StoreNode(settings(tmp_path, keep_arena=True), mover=mover).start()
+    node = StoreNode(settings(tmp_path, keep_arena=True), file_io=file_io).start()
     engine = Engine(node.settings)
     engine.put(*range(30))
     until(lambda: node.tiers.dram is not None and node.tiers.dram.follower.caught_up)
@@ -474,14 +476,14 @@ def test_the_end_writes_what_waits_as_far_as_time_allows(
     engine.close()
 
 
-def test_two_nodes_of_one_arena_are_one_too_many(node: StoreNode, mover: Mover) -> None:
-    with pytest.raises(NodeRunning):
-        StoreNode(node.settings, mover=mover).start()
+def test_two_nodes_of_one_arena_are_one_too_many(node: StoreNode, file_io: FileIo) -> None:
+    with pytest.raises(NodeAlreadyRunning):
+        StoreNode(node.settings, file_io=file_io).start()
     assert node.operations.stats()["tiers"]["dram"]["state"] == "on"
 
 
-def test_a_later_node_finds_arena_and_files(tmp_path: Path, mover: Mover, start: Start) -> None:
-    first = StoreNode(settings(tmp_path, keep_arena=True), mover=mover).start()
+def test_a_later_node_finds_arena_and_files(tmp_path: Path, file_io: FileIo, start: Start) -> None:
+    first = StoreNode(settings(tmp_path, keep_arena=True), file_io=file_io).start()
     engine = Engine(first.settings)
     written(first, engine, 0, 1)
     first.close()

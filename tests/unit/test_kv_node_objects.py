@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.protocol.events import OBJECT
-from headrace_kvstore.settings import SettingsError
+from headrace_kvstore.settings.node_settings import NodeSettings
+from headrace_kvstore.settings.store_settings import SettingsError
 from tests.support.kvnode import DIGEST, Engine, key, keys, settings, settled, until
 
 Start = Callable[..., StoreNode]
 
 
 @pytest.fixture(scope="module")
-def mover() -> Iterator[Mover]:
-    mover = Mover()
-    yield mover
-    mover.close()
+def file_io() -> Iterator[FileIo]:
+    file_io = FileIo()
+    yield file_io
+    file_io.close()
 
 
 @pytest.fixture
-def start(tmp_path: Path, mover: Mover) -> Iterator[Start]:
+def start(tmp_path: Path, file_io: FileIo) -> Iterator[Start]:
     """Nodes that share one object store; each has a folder of its own."""
     nodes: list[StoreNode] = []
 
@@ -40,7 +40,7 @@ def start(tmp_path: Path, mover: Mover) -> Iterator[Start]:
             "object_sweep_s": 0.05,
             "object_refresh_s": 0.1,
         }
-        nodes.append(StoreNode(settings(folder, **(usual | values)), mover=mover).start())
+        nodes.append(StoreNode(settings(folder, **(usual | values)), file_io=file_io).start())
         return nodes[-1]
 
     yield begin

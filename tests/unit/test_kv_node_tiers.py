@@ -12,15 +12,15 @@ import pytest
 from headrace_engine.connector import node_tiers
 from headrace_engine.connector.node_tiers import FORGOTTEN_AT, NodeTiers
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.record import BlockShape
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import NodeAway
-from headrace_kvstore.settings import StoreSettings
+from headrace_kvstore.protocol.client import NodeUnavailable
+from headrace_kvstore.settings.store_settings import StoreSettings
 from tests.support.kvnode import settings, until
 
 DIGEST, HASH = b"d" * 16, b"h" * 32
-PLACE = Location("/kv/1", 1, 0, Shape(DIGEST, 1, 4096), HASH, np.zeros(1, np.uint64))
+PLACE = Location("/kv/1", 1, 0, BlockShape(DIGEST, 1, 4096), HASH, np.zeros(1, np.uint64))
 
 
 class Client:
@@ -67,15 +67,15 @@ def test_the_answer_is_awaited_and_given_once(tiers: NodeTiers) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        NodeAway("away"),
+        NodeUnavailable("away"),
         wire.Failed("busy"),
         wire.Located(1, 4096, [wire.Place("/kv/0", 0, 0, b"")]),
     ],
 )
-def test_any_other_answer_is_nothing(tiers: NodeTiers, reply: wire.Reply | NodeAway) -> None:
+def test_any_other_answer_is_nothing(tiers: NodeTiers, reply: wire.Reply | NodeUnavailable) -> None:
     tiers.ask("r", [HASH], 0.1)
     future = client(tiers).asked[0][1]
-    if isinstance(reply, NodeAway):
+    if isinstance(reply, NodeUnavailable):
         future.set_exception(reply)
     else:
         future.set_result(reply)
@@ -88,16 +88,16 @@ def test_a_question_that_had_to_be_forgotten_is_answered_with_nothing(tiers: Nod
     assert tiers.answer("r0") == [] and tiers.answer("r1") is None
 
 
-def away(late: bool = False) -> NodeAway:
-    error = NodeAway("ipc:///tmp/headrace-kv-n.sock: nobody listens")
+def away(late: bool = False) -> NodeUnavailable:
+    error = NodeUnavailable("ipc:///tmp/headrace-kv-n.sock: nobody listens")
     error.late = late
     return error
 
 
-def answered(tiers: NodeTiers, reply: wire.Reply | NodeAway) -> None:
+def answered(tiers: NodeTiers, reply: wire.Reply | NodeUnavailable) -> None:
     tiers.ask("r", [HASH, HASH], 0.1)
     future = client(tiers).asked[-1][1]
-    if isinstance(reply, NodeAway):
+    if isinstance(reply, NodeUnavailable):
         future.set_exception(reply)
     else:
         future.set_result(reply)

@@ -20,12 +20,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import NodeAway, NodeClient, call
-from headrace_kvstore.protocol.server import NodeRunning, NodeServer, Staged
-from headrace_kvstore.settings import SettingsError
+from headrace_kvstore.protocol.client import NodeClient, NodeUnavailable, call
+from headrace_kvstore.protocol.server import NodeAlreadyRunning, NodeServer, StagedReply
+from headrace_kvstore.settings.node_settings import NodeSettings
+from headrace_kvstore.settings.store_settings import SettingsError
 from tests.support.kvnode import DIGEST, SHAPE, answers, key, keys, locate, until
 
 RETRY_S = 0.05
@@ -60,7 +60,7 @@ class Node:
         """How long the node says a pull is worth waiting for; 0: it pulls nothing."""
         self.server = NodeServer(wire.socket_path("arena", folder), self.handle)
 
-    def handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
+    def handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | StagedReply:
         self.seen.append(request)
         if isinstance(request, wire.Locate):
             if not self.answers.is_set():
@@ -69,7 +69,7 @@ class Node:
                 self.pulls.append(Future())
                 now = wire.pack_locations(places(1))
                 now.pulling, now.wait_s = len(request.hashes) - 1, self.wait_s
-                return Staged(now, self.pulls[-1])
+                return StagedReply(now, self.pulls[-1])
             return wire.pack_locations(places(len(request.hashes)))
         if isinstance(request, wire.GetStats):
             raise RuntimeError("no stats today")
@@ -97,9 +97,8 @@ def client(tmp_path: Path, node: Node) -> Iterator[NodeClient]:
 @pytest.mark.parametrize(
     "request_",
     [
-        wire.Ping(),
         wire.Locate("r-1", DIGEST, keys(0, 1), 30.0),
-        wire.Survey(DIGEST, keys(0, 1), 0.5),
+        wire.Lookup(DIGEST, keys(0, 1), 0.5),
         wire.ReportBad(DIGEST, [bad(3)]),
         wire.GetStats(),
     ],
@@ -114,7 +113,7 @@ def test_requests_come_out_as_they_went_in(request_: wire.Request) -> None:
         wire.Done(3),
         wire.Failed("no"),
         wire.Stats({"a": [1, None]}),
-        wire.Surveyed([("nvme", 3, 0.0), ("remote", 1, 0.5)]),
+        wire.LookupReply([("nvme", 3, 0.0), ("remote", 1, 0.5)]),
         wire.pack_locations(places(5)),
     ],
 )
@@ -149,7 +148,7 @@ def test_locations_that_make_no_sense_are_refused() -> None:
 def test_another_version_and_impossible_fields_are_refused_under_the_request_s_id() -> None:
     pack = msgspec.msgpack.encode
     for frame in (
-        pack((wire.PROTOCOL + 1, 9, ["ping"])),
+        pack((wire.PROTOCOL + 1, 9, ["getstats"])),
         pack((wire.PROTOCOL, 9, ["no such thing"])),
         pack((wire.PROTOCOL, 9, ["locate", "r", b"short", [], 1.0])),
         pack((wire.PROTOCOL, 9, ["locate", "r", DIGEST, [b"x" * 33], 1.0])),
@@ -201,9 +200,9 @@ def test_the_socket_is_its_owner_s_alone_and_leaves_with_the_node(
 
 
 def test_a_living_node_s_socket_is_not_taken(node: Node, tmp_path: Path) -> None:
-    with pytest.raises(NodeRunning):
+    with pytest.raises(NodeAlreadyRunning):
         Node(tmp_path)
-    assert call("arena", wire.Ping(), socket_folder=tmp_path) == wire.Done(1)
+    assert call("arena", wire.ReportBad(DIGEST, [bad(0)]), socket_folder=tmp_path) == wire.Done(1)
 
 
 def test_what_cannot_be_read_is_answered_and_harms_nobody(node: Node, tmp_path: Path) -> None:
@@ -216,7 +215,7 @@ def test_what_cannot_be_read_is_answered_and_harms_nobody(node: Node, tmp_path: 
         assert socket.poll(5000)
         assert isinstance(wire.decode_reply(socket.recv())[1], wire.Failed)
     context.destroy(0)
-    assert call("arena", wire.Ping(), socket_folder=tmp_path) == wire.Done(1)
+    assert call("arena", wire.ReportBad(DIGEST, [bad(0)]), socket_folder=tmp_path) == wire.Done(1)
     assert node.server.counts["malformed"] == 4
 
 
@@ -273,15 +272,15 @@ def test_a_node_that_dies_during_a_pull_is_answered_for(node: Node, client: Node
 
 def test_without_a_node_every_question_is_answered_at_once(tmp_path: Path) -> None:
     client = NodeClient("arena", socket_folder=tmp_path, retry_s=60.0)
-    with pytest.raises(NodeAway):
+    with pytest.raises(NodeUnavailable):
         asked(client, "r-1", 0).result(PATIENT_S)
-    assert not client.tell(wire.ReportBad(DIGEST, [bad(0)]))
+    assert not client.send(wire.ReportBad(DIGEST, [bad(0)]))
     request, begun = wire.Locate("r-2", DIGEST, keys(0), 30.0), time.thread_time()
     for _ in range(1000):
         assert client.ask(request).done()
     assert time.thread_time() - begun < 0.1  # 100 us each would be far too much
     client.close()
-    assert isinstance(asked(client, "r-3", 0).exception(0), NodeAway)
+    assert isinstance(asked(client, "r-3", 0).exception(0), NodeUnavailable)
 
 
 def test_a_node_that_comes_later_is_found(tmp_path: Path) -> None:
@@ -300,7 +299,7 @@ def test_a_node_that_does_not_answer_costs_one_timeout(tmp_path: Path) -> None:
     node.answers.clear()
     client.timeout_s = 0.05
     both = [asked(client, "r-1", 0), asked(client, "r-2", 0)]
-    assert all(isinstance(one.exception(PATIENT_S), NodeAway) for one in both)
+    assert all(isinstance(one.exception(PATIENT_S), NodeUnavailable) for one in both)
     assert asked(client, "r-3", 0).done() and client.stats()["timeouts"] == 1
     client.close()
     node.server.close()
@@ -310,7 +309,7 @@ def test_a_socket_without_a_node_costs_one_timeout(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(wire.socket_path("arena", tmp_path)))
     client = NodeClient("arena", socket_folder=tmp_path, timeout_s=0.05, retry_s=60.0)
-    with pytest.raises(NodeAway, match="nobody listens"):
+    with pytest.raises(NodeUnavailable, match="nobody listens"):
         asked(client, "r-1", 0).result(PATIENT_S)
     client.close()
 
@@ -341,7 +340,7 @@ def test_more_requests_than_may_wait_are_refused(
 def test_what_nobody_waits_for_is_not_answered(client: NodeClient, node: Node) -> None:
     node.seen.clear()
     told = [wire.ReportBad(DIGEST, [bad(1)]), wire.ReportBad(DIGEST, [bad(2)])]
-    assert all(client.tell(request) for request in told)
+    assert all(client.send(request) for request in told)
     assert locate(client) == []
     assert node.seen[:2] == told
 

@@ -15,9 +15,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S
+from headrace_kvstore.blocks.slot_record import WRITING
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.staging import prefetch
-from headrace_kvstore.table import WRITING
 from tests.support.kvcheck import broken
 from tests.support.kvnode import (
     DIGEST,
@@ -48,7 +48,7 @@ def begin(tmp_path: Path, disk: HangingMover) -> Iterator[Begin]:
 
     def start(**values: Any) -> tuple[StoreNode, Engine]:
         given = settings(tmp_path, close_s=1.0, **values)
-        node = StoreNode(given, mover=disk).start()
+        node = StoreNode(given, file_io=disk).start()
         made.append((node, Engine(given)))
         until(lambda: node.tiers.nvme is not None)
         return made[-1]
@@ -161,7 +161,7 @@ def test_a_prefetch_from_a_hanging_disk_keeps_nobody_waiting(
 def test_a_slot_that_a_hanging_disk_may_still_fill_is_given_to_nobody_else(
     begin: Begin, disk: HangingMover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_kvstore.node.dram_work.WRITER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("headrace_kvstore.node.dram_service.WRITER_TIMEOUT_S", 0.0)
     monkeypatch.setattr("headrace_kvstore.node.node.CHECK_S", 0.01)
     node, engine = begin()
     engine.put(0)
@@ -186,14 +186,14 @@ def test_blocks_that_are_about_to_be_written_are_no_quiet(
     node, engine = begin()
     assert node.tiers.dram is not None
     writer, about, go = node.tiers.dram.writer, threading.Event(), threading.Event()
-    carry_out = writer._carry_out
+    carry_out = writer._run_task
 
     def slowly(task: tuple[int, list[bytes]]) -> None:
         about.set()
         assert go.wait(20)
         carry_out(task)
 
-    monkeypatch.setattr(writer, "_carry_out", slowly)
+    monkeypatch.setattr(writer, "_run_task", slowly)
     engine.put(0)
     assert about.wait(20)
     assert not writer.idle
@@ -249,7 +249,7 @@ def test_after_quiescence_nvme_has_every_block_with_equal_bytes(
             backlog_bytes=backlog * SHAPE.payload_bytes,
             sweep_s=0.01,
         )
-        node = StoreNode(given, mover=disk).start()
+        node = StoreNode(given, file_io=disk).start()
         engine, reader = Engine(given), Reader(disk)
         dram = node.tiers.dram
         assert dram is not None

@@ -15,9 +15,9 @@ import pytest
 
 from headrace_kvstore.nvme import nvme_tier
 from headrace_kvstore.nvme.catalog import use_per_second
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape, TierEvent
+from headrace_kvstore.nvme.record import PAGE_BYTES, BlockShape, TierEvent
 from headrace_kvstore.nvme.segment import BlockReader, Location, plan_pieces
 from tests.support.kvfiles import SHAPE, Bench, key, no_descriptors_left, sums_at
 from tests.support.kvnode import until
@@ -28,27 +28,27 @@ SIZE_BYTES = 3 * SEGMENT_BYTES
 
 
 @pytest.fixture(scope="module")
-def mover() -> Iterator[Mover]:
-    mover = Mover()
-    yield mover
-    assert mover.close()
+def file_io() -> Iterator[FileIo]:
+    file_io = FileIo()
+    yield file_io
+    assert file_io.close()
 
 
 @pytest.fixture
-def bench(mover: Mover) -> Bench:
-    return Bench(mover)
+def bench(file_io: FileIo) -> Bench:
+    return Bench(file_io)
 
 
 @pytest.fixture
-def tier(tmp_path: Path, mover: Mover) -> Iterator[NvmeTier]:
-    tier = NvmeTier.open(tmp_path / "kv", SIZE_BYTES, SEGMENT_BYTES, mover)
+def tier(tmp_path: Path, file_io: FileIo) -> Iterator[NvmeTier]:
+    tier = NvmeTier.open(tmp_path / "kv", SIZE_BYTES, SEGMENT_BYTES, file_io)
     yield tier
     tier.close()
 
 
 def reopen(tier: NvmeTier, size_bytes: int = SIZE_BYTES) -> NvmeTier:
     tier.close()
-    return NvmeTier.open(tier.folder, size_bytes, SEGMENT_BYTES, tier.mover)
+    return NvmeTier.open(tier.folder, size_bytes, SEGMENT_BYTES, tier.file_io)
 
 
 def files_bytes(tier: NvmeTier) -> int:
@@ -108,9 +108,9 @@ def test_only_the_layers_asked_for_are_read_each_to_its_address(
 
 
 def test_layers_and_addresses_that_no_page_aligns_are_read_all_the_same(
-    tier: NvmeTier, mover: Mover
+    tier: NvmeTier, file_io: FileIo
 ) -> None:
-    bench = Bench(mover, Shape(b"odd-sized-layers", layers=5, layer_bytes=1237), blocks=4)
+    bench = Bench(file_io, BlockShape(b"odd-sized-layers", layers=5, layer_bytes=1237), blocks=4)
     assert bench.write(tier, 0, 1) == [True, True]
     assert bench.load(tier, 0, 1) == [True, True]
 
@@ -174,7 +174,7 @@ def test_another_process_reads_what_the_owner_locates(tier: NvmeTier, bench: Ben
     bench.write(tier, 5)
     place = tier.locate(SHAPE.digest, key(5))
     assert place is not None
-    reader = BlockReader(bench.mover)
+    reader = BlockReader(bench.file_io)
     layers = bench.address + np.arange(SHAPE.layers)[None, :] * SHAPE.layer_bytes
     bench.memory[:] = 0
     assert reader.read([place], layers, verify=sums_at).wait(20).all()
@@ -236,9 +236,9 @@ def test_other_files_in_the_folder_are_left_alone(tier: NvmeTier, bench: Bench) 
     tier.close()
 
 
-def test_a_folder_has_one_owner(tier: NvmeTier, mover: Mover) -> None:
+def test_a_folder_has_one_owner(tier: NvmeTier, file_io: FileIo) -> None:
     with pytest.raises(FolderBusy):
-        NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, mover)
+        NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, file_io)
     reopen(tier).close()
 
 
@@ -282,17 +282,17 @@ def test_a_lease_ends_by_itself(tier: NvmeTier, bench: Bench) -> None:
 
 
 def test_namespaces_take_segments_from_each_other(
-    tier: NvmeTier, bench: Bench, mover: Mover
+    tier: NvmeTier, bench: Bench, file_io: FileIo
 ) -> None:
-    other = Bench(mover, Shape(b"another--digest!", 2, PAGE_BYTES), blocks=4)
+    other = Bench(file_io, BlockShape(b"another--digest!", 2, PAGE_BYTES), blocks=4)
     bench.write(tier, *range(12))
     assert other.write(tier, 0) == [True]
     assert other.load(tier, 0) == [True] and bench.has(tier, 0, 4) == [False, True]
     assert not tier.contains(other.shape.digest, [key(5)]).any(), "another namespace's block"
 
 
-def test_a_block_larger_than_a_segment_is_dropped(tier: NvmeTier, mover: Mover) -> None:
-    big = Bench(mover, Shape(SHAPE.digest, 1, SEGMENT_BYTES), blocks=1)
+def test_a_block_larger_than_a_segment_is_dropped(tier: NvmeTier, file_io: FileIo) -> None:
+    big = Bench(file_io, BlockShape(SHAPE.digest, 1, SEGMENT_BYTES), blocks=1)
     assert big.write(tier, 0) == [False]
     assert tier.state == "on"
 
@@ -302,7 +302,7 @@ def test_writes_beyond_the_limit_in_flight_are_dropped_and_counted(
 ) -> None:
     limit = 2 * SHAPE.record_bytes
     tier = NvmeTier.open(
-        tmp_path, SIZE_BYTES, SEGMENT_BYTES, bench.mover, writing_limit_bytes=limit
+        tmp_path, SIZE_BYTES, SEGMENT_BYTES, bench.file_io, writing_limit_bytes=limit
     )
     assert bench.write(tier, 0, 1, 2) == [True, True, False]
     assert tier.stats()["writes_dropped_busy"] == 1 and tier.stats()["writing_bytes"] == 0
@@ -332,13 +332,13 @@ def test_memory_that_is_gone_fails_the_write_but_not_the_tier(tier: NvmeTier, be
 def test_listeners_hear_of_every_block_that_comes_and_goes(tmp_path: Path, bench: Bench) -> None:
     heard: list[TierEvent] = []
     broken = [heard.append, lambda _: 1 / 0]
-    tier = NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, bench.mover, events=broken)
+    tier = NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, bench.file_io, events=broken)
     bench.write(tier, *range(4))
     bench.write(tier, 4)
     tier.discard(SHAPE.digest, key(4))
     bench.write(tier, 5)
     tier.close()
-    NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, bench.mover, events=broken).close()
+    NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, bench.file_io, events=broken).close()
     names = {key(number): number for number in range(6)}
     told = [(event.reason, event.stored, names[event.hash]) for event in heard]
     assert sorted(told[:4]) == [("written", True, number) for number in range(4)]
@@ -389,7 +389,7 @@ def test_a_flipped_header_bit_is_found_by_the_scan(tier: NvmeTier, bench: Bench)
     assert place is not None
     tier.close()
     flip(place.path, SHAPE.header_offset(place.slot) + 60)
-    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.file_io)
     assert tier.scanned.damaged_headers == 1
     assert bench.load(tier, 0, 1, 2) == [True, False, True]
     tier.close()
@@ -401,7 +401,7 @@ def test_a_segment_with_a_damaged_header_is_removed(tier: NvmeTier, bench: Bench
     assert place is not None
     tier.close()
     flip(place.path, 20)
-    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.file_io)
     assert tier.scanned.segments_removed == 1 and not os.path.exists(place.path)
     assert bench.load(tier, *range(5)) == [False] * 4 + [True]
     assert bench.write(tier, 0) == [True]
@@ -417,7 +417,7 @@ def test_a_truncated_segment_keeps_its_whole_records(
     assert place is not None
     tier.close()
     os.truncate(place.path, kept)
-    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.file_io)
     whole = max(0, kept - PAGE_BYTES) // SHAPE.record_bytes
     assert bench.load(tier, *range(4)) == [True] * whole + [False] * (4 - whole)
     assert bench.write(tier, 9) == [True] and bench.load(tier, 9) == [True]
@@ -507,7 +507,7 @@ def removed_files(folder: Path) -> list[int]:
 def test_a_reader_that_keeps_files_open_keeps_no_room_on_the_disk(
     tier: NvmeTier, bench: Bench
 ) -> None:
-    reader = BlockReader(bench.mover)
+    reader = BlockReader(bench.file_io)
     for first in range(0, 36, 4):
         numbers = range(first, first + 4)
         assert bench.write(tier, *numbers) == [True] * 4
@@ -517,7 +517,7 @@ def test_a_reader_that_keeps_files_open_keeps_no_room_on_the_disk(
 
 
 def test_a_reader_lets_removed_files_go(tier: NvmeTier, bench: Bench) -> None:
-    reader = BlockReader(bench.mover)
+    reader = BlockReader(bench.file_io)
     bench.write(tier, *range(4))
     old = places_of(tier, 0)
     assert read_all(reader, bench, old) == [True]
@@ -534,7 +534,7 @@ def test_a_name_is_not_used_twice_though_the_newest_segment_went(
 ) -> None:
     bench.write(tier, *range(12))
     [last] = places_of(tier, 11)
-    reader = BlockReader(bench.mover)
+    reader = BlockReader(bench.file_io)
     assert read_all(reader, bench, [last]) == [True]
     for number in (0, 4):
         tier.locate(SHAPE.digest, key(number), lease_s=60)
@@ -553,7 +553,7 @@ def test_segments_of_names_without_a_random_part_are_found(tier: NvmeTier, bench
     tier.close()
     for path in sorted(tier.folder.glob("segment-*")):
         path.rename(path.with_name(f"{path.name[:18]}.kv"))
-    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.file_io)
     assert bench.load(tier, *range(8)) == [True] * 8
     tier.close()
 
@@ -564,7 +564,7 @@ def test_a_copied_segment_costs_nothing(tier: NvmeTier, bench: Bench) -> None:
     [first, _] = sorted(tier.folder.glob("segment-*"))
     copy = first.with_name(f"{first.name[:18]}-00000000.kv")
     copy.write_bytes(first.read_bytes())
-    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.file_io)
     assert bench.load(tier, *range(8)) == [True] * 8
     for number in range(8, 20):
         assert bench.write(tier, number) == [True]
@@ -647,8 +647,8 @@ def test_a_segment_that_is_read_while_it_is_chosen_stays(
     assert bench.has(tier, 0, 4) == [True, False]
 
 
-def test_synced_writes_are_found_again(tmp_path: Path, mover: Mover, bench: Bench) -> None:
-    tier = NvmeTier.open(tmp_path / "synced", SIZE_BYTES, SEGMENT_BYTES, mover, sync=True)
+def test_synced_writes_are_found_again(tmp_path: Path, file_io: FileIo, bench: Bench) -> None:
+    tier = NvmeTier.open(tmp_path / "synced", SIZE_BYTES, SEGMENT_BYTES, file_io, sync=True)
     assert bench.write(tier, 0, 1) == [True, True]
     assert bench.load(tier, 0, 1) == [True, True]
     tier.close()

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace_kvstore.node.object_work import worth_sharing
+from headrace_kvstore.blocks.slot_record import SLOT
+from headrace_kvstore.node.object_service import is_worth_sharing
 from headrace_kvstore.objects import object_tier
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.objects.object_walk import AGE_S
-from headrace_kvstore.table import SLOT
 from tests.support.kvnode import DIGEST, SHAPE, key, until
 from tests.support.kvobjects import Blocks, FakeStore, has, tiers
 
@@ -58,7 +58,7 @@ def test_a_block_is_shared_once_it_was_used_again_or_somebody_wants_to_keep_it(
 ) -> None:
     rows = np.zeros(1, SLOT)
     rows[field] = value
-    assert worth_sharing(rows).tolist() == [worth]
+    assert is_worth_sharing(rows).tolist() == [worth]
 
 
 # Names and bytes
@@ -331,7 +331,7 @@ def test_a_listing_that_fails_goes_on_where_it_stopped(
 
     monkeypatch.setattr(store, "list", cut)
     tier.refresh()
-    until(lambda: tier.refresh() and tier._walk is None)
+    until(lambda: tier.refresh() and tier._listing is None)
     assert starts == sorted(starts) and len(set(starts)) >= 10, "it began from the start again"
 
 
@@ -493,7 +493,7 @@ def test_a_tier_closes_while_a_read_hangs(begin: Begin, blocks: Blocks, store: F
     read = tier.read([held], blocks._addresses(1, 1), blocks.sums(1))
     waiting = threading.Thread(target=read.wait)
     waiting.start()
-    read.call_off()
+    read.abort()
     waiting.join(20)
     assert not waiting.is_alive() and read.wait().tolist() == [False]
     tier.close(0.2)

@@ -8,11 +8,11 @@ import pytest
 from benchmarks.kvpolicy.lfu import LFU
 from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.s3fifo import S3FIFO
+from headrace_kvstore.blocks.slot_record import FREE, READY, SLOT, WRITING
 from headrace_kvstore.policy.base import Policy, block_keys, evictable, slot_keys
 from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.tree import ORPHAN, ROOT, Forest
-from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 
 NOW_S = 1000.0
 LONG_S = 1e6
@@ -252,7 +252,7 @@ def test_cost_aware_takes_off_what_loading_takes_as_engines_have_measured_it() -
         return float(worth[store.slot[1]] / worth[store.slot[2]])
 
     assert ratio() == pytest.approx(0.5 / 0.05)
-    store.policy.measured("dram", 0.04 / 1e6)
+    store.policy.set_load_cost("dram", 0.04 / 1e6)
     assert ratio() == pytest.approx((0.5 - 0.04) / (0.05 - 0.04), rel=1e-6)
 
 
@@ -276,11 +276,11 @@ def test_cost_aware_takes_unknown_costs_for_those_of_the_others() -> None:
 def test_cost_aware_forgets_what_a_load_took_with_its_history() -> None:
     policy = CostAware.create()
     for byte_s in (1e-9, float("nan"), float("inf"), -1.0):
-        policy.measured("dram", byte_s)
-    policy.measured("object", 1.0)
-    assert (policy.byte_s("dram"), policy.byte_s("nvme")) == (1e-9, 0.0)
-    policy.forget()
-    assert policy.byte_s("dram") == 0.0
+        policy.set_load_cost("dram", byte_s)
+    policy.set_load_cost("object", 1.0)
+    assert (policy.seconds_per_byte("dram"), policy.seconds_per_byte("nvme")) == (1e-9, 0.0)
+    policy.reset_history()
+    assert policy.seconds_per_byte("dram") == 0.0
 
 
 def test_cost_aware_state_may_be_handed_on() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from headrace_kvstore.blocks.slot_record import SLOT
 from headrace_kvstore.policy.base import block_keys, saved_s
 from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.recency import LRU
-from headrace_kvstore.table import SLOT
 
 MB, BYTE_S = 1.5e6, 1e-3 / 1.5e6  # loads in a millisecond
 

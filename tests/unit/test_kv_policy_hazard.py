@@ -12,7 +12,14 @@ from headrace_kvstore.policy.hazard import (
     fit,
     prior_base,
 )
-from headrace_kvstore.policy.history import BLOCK, PROMPT, age_bin, cell_of, count_all, note_prompt
+from headrace_kvstore.policy.history import (
+    BLOCK,
+    PROMPT,
+    age_bin,
+    cell_of,
+    count_all,
+    record_prompt,
+)
 
 
 class History:
@@ -26,7 +33,7 @@ class History:
     def note(self, chain: list[int], now_s: float) -> int:
         keys = np.array(chain, np.uint64)
         arrays = (self.prompts, self.blocks, self.next, self.events, self.exposure_s)
-        return int(note_prompt(keys, now_s, *arrays))
+        return int(record_prompt(keys, now_s, *arrays))
 
 
 def test_a_prompt_that_extends_the_last_one_is_its_next_turn() -> None:

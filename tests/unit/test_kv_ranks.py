@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from headrace_engine.connector.connector import WorkerReport, slowest
-from headrace_engine.connector.worker import LoadSample, StepSample
+from headrace_engine.connector.messages import LoadSample, StepSample, WorkerReport, slowest
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.blocks.slot_record import WRITING
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
-from headrace_kvstore.nvme.record import Save, Shape
-from headrace_kvstore.table import WRITING
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
 from tests.support.ranks import DRAM_BYTES, HASHES, Model, RankedEngine
 
 GQA = Model(heads=4)
@@ -163,8 +162,8 @@ def test_what_loads_took_is_what_eviction_reckons_with(tmp_path: Path) -> None:
         made.scheduler.update_connector_output(report)
         block_bytes = GQA.kv(1)[:, 0].nbytes
         with Arena.attach("told", tmp_path) as arena:
-            assert arena.load_byte_s("dram") == pytest.approx(0.01 / block_bytes, rel=0.05)
-            assert arena.load_byte_s("nvme") == 0.0
+            assert arena.load_cost_s_per_byte("dram") == pytest.approx(0.01 / block_bytes, rel=0.05)
+            assert arena.load_cost_s_per_byte("nvme") == 0.0
     finally:
         made.close()
 
@@ -184,7 +183,7 @@ def test_heads_that_several_ranks_have_are_stored_once(engine: Make, arena: Aren
     model = Model(heads=2)
     first = engine(model, 4, seed=1)
     first.save(SAVED)
-    space = arena.spaces()[-1]
+    space = arena.namespaces()[-1]
     assert space.block_bytes == model.kv(1)[:, 0].nbytes
     assert [worker._opened.writes for worker in first.workers] == [True, False, True, False]
     second = engine(model, 1, seed=2)
@@ -214,14 +213,14 @@ def test_files_hold_whole_blocks_and_each_rank_reads_its_parts(
     first, second = engine(GQA, writers, seed=1), engine(GQA, readers, seed=2)
     first.save(SAVED)
     names = [HASHES[block] for block in SAVED]
-    [space] = arena.spaces()
+    [space] = arena.namespaces()
     slots = arena.lookup(0, names)
-    shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
+    shape = BlockShape(space.digest, space.layers, space.block_bytes // space.layers)
     rows = zip(names, arena.addresses(slots).tolist(), arena.sums(slots), strict=True)
-    mover = Mover()
-    tier = NvmeTier.open(tmp_path / "files", 8 << 20, 1 << 20, mover)
+    file_io = FileIo()
+    tier = NvmeTier.open(tmp_path / "files", 8 << 20, 1 << 20, file_io)
     try:
-        written = tier.write(shape, [Save(*row) for row in rows])
+        written = tier.write(shape, [WriteRequest(*row) for row in rows])
         assert all(future.result(20) for future in written)
         places = {name: tier.locate(space.digest, name) for name in names}
         arena.clear()
@@ -230,7 +229,7 @@ def test_files_hold_whole_blocks_and_each_rank_reads_its_parts(
         assert (second.content()[:, SAVED] == GQA.kv(1)[:, SAVED]).all()
     finally:
         tier.close()
-        mover.close()
+        file_io.close()
 
 
 def test_a_slot_that_is_never_finished_keeps_its_state(engine: Make, arena: Arena) -> None:

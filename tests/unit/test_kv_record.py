@@ -6,18 +6,17 @@ import pytest
 from headrace_kvstore.nvme import record
 from headrace_kvstore.nvme.record import (
     MAX_LAYERS,
-    ONE_PAGE_LAYERS,
     PAGE_BYTES,
-    Block,
-    Shape,
+    BlockShape,
+    RecordHeader,
     pack_header,
     pack_segment,
     unpack_header,
     unpack_segment,
 )
 
-SHAPE = Shape(b"namespace-digest", layers=3, layer_bytes=1000)
-BLOCK = Block(
+SHAPE = BlockShape(b"namespace-digest", layers=3, layer_bytes=1000)
+BLOCK = RecordHeader(
     hash=b"h" * 32,
     parent=b"p" * 32,
     depth=7,
@@ -38,7 +37,7 @@ def test_a_header_gives_back_what_went_in() -> None:
 
 
 def test_a_short_hash_is_zero_padded() -> None:
-    again = unpack_header(SHAPE, pack_header(SHAPE, Block(b"short", sums=BLOCK.sums)))
+    again = unpack_header(SHAPE, pack_header(SHAPE, RecordHeader(b"short", sums=BLOCK.sums)))
     assert again is not None and again.hash == b"short" + bytes(27)
 
 
@@ -64,12 +63,12 @@ def test_zeros_are_no_header() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Shape(b"another--digest!", 3, 1000),
-        Shape(SHAPE.digest, 2, 1000),
-        Shape(SHAPE.digest, 3, 1001),
+        BlockShape(b"another--digest!", 3, 1000),
+        BlockShape(SHAPE.digest, 2, 1000),
+        BlockShape(SHAPE.digest, 3, 1001),
     ],
 )
-def test_a_record_of_another_namespace_or_shape_does_not_count(other: Shape) -> None:
+def test_a_record_of_another_namespace_or_shape_does_not_count(other: BlockShape) -> None:
     assert unpack_header(other, pack_header(SHAPE, BLOCK)) is None
 
 
@@ -81,10 +80,11 @@ def test_another_version_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sums_take_further_pages_where_one_is_not_enough() -> None:
-    assert Shape(SHAPE.digest, ONE_PAGE_LAYERS, 1).header_bytes == PAGE_BYTES
-    assert Shape(SHAPE.digest, ONE_PAGE_LAYERS + 1, 1).header_bytes == 2 * PAGE_BYTES
-    shape = Shape(SHAPE.digest, 3000, 4096)
-    block = Block(b"x", sums=np.arange(3000, dtype=np.uint64))
+    layers = (PAGE_BYTES - record._FIXED_BYTES) // 8
+    assert BlockShape(SHAPE.digest, layers, 1).header_bytes == PAGE_BYTES
+    assert BlockShape(SHAPE.digest, layers + 1, 1).header_bytes == 2 * PAGE_BYTES
+    shape = BlockShape(SHAPE.digest, 3000, 4096)
+    block = RecordHeader(b"x", sums=np.arange(3000, dtype=np.uint64))
     again = unpack_header(shape, pack_header(shape, block))
     assert again is not None and (again.sums == block.sums).all()
 
@@ -107,14 +107,14 @@ def test_slots_fill_a_segment_to_the_byte() -> None:
 )
 def test_impossible_shapes_are_refused(digest: bytes, layers: int, layer_bytes: int) -> None:
     with pytest.raises(ValueError):
-        Shape(digest, layers, layer_bytes)
+        BlockShape(digest, layers, layer_bytes)
 
 
 def test_a_block_wants_one_sum_a_layer_and_a_hash_of_32_bytes() -> None:
     with pytest.raises(ValueError):
-        pack_header(SHAPE, Block(b"x", sums=np.zeros(2, np.uint64)))
+        pack_header(SHAPE, RecordHeader(b"x", sums=np.zeros(2, np.uint64)))
     with pytest.raises(ValueError):
-        pack_header(SHAPE, Block(b"x" * 33, sums=BLOCK.sums))
+        pack_header(SHAPE, RecordHeader(b"x" * 33, sums=BLOCK.sums))
 
 
 def test_a_segment_header_gives_back_its_shape_and_any_flipped_bit_unmakes_it() -> None:

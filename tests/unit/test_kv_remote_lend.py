@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.checksum import payload_sums
-from headrace_kvstore.node.dram_work import open_arena
+from headrace_kvstore.blocks.checksum import payload_sums
+from headrace_kvstore.node.dram_service import open_arena
 from headrace_kvstore.peers import messages
-from headrace_kvstore.peers.lender import LENT_SHARE, Lender
+from headrace_kvstore.peers.block_tags import TAG_BYTES, BlockTags
+from headrace_kvstore.peers.lease_server import MAX_LEASED_SHARE, LeaseServer
 from headrace_kvstore.peers.messages import (
     Failed,
     GetTags,
+    HandshakeResponse,
     Lease,
     Leased,
+    LeasedBlock,
     Release,
-    Row,
     Tags,
-    Welcome,
 )
-from headrace_kvstore.peers.tags import TAG_BYTES, BlockTags
-from headrace_kvstore.protocol.wire import Notes, WireError, encode
+from headrace_kvstore.protocol.wire import EntryPage, WireError, encode
 from tests.support.kvnode import DIGEST, SECRET, SHAPE, Engine, content, keys, settings
 from tests.support.kvsums import forge
 
@@ -63,7 +63,7 @@ class Owner:
         self.below = Below()
         below: Any = self.below
         self.tags = BlockTags(SECRET, GENERATION)
-        self.lender = Lender(
+        self.lease_server = LeaseServer(
             *(self.arena, GENERATION, self.tags, self.below.contains, below),
             lambda: self.now_s,
         )
@@ -75,7 +75,7 @@ class Owner:
             "layers": SHAPE.layers,
             "layer_bytes": SHAPE.layer_bytes,
         }
-        return self.lender.lease(
+        return self.lease_server.lease(
             Lease(**(request | fields), hashes=keys(*numbers), lease_s=lease_s)
         )
 
@@ -110,8 +110,8 @@ def test_what_is_there_is_lent_with_addresses_sums_and_its_place_in_the_prefix(
         at = row.address + np.arange(SHAPE.layers) * SHAPE.layer_bytes
         expected = payload_sums(DIGEST, keys(number)[0], 0, at, SHAPE.layer_bytes)
         assert (its == expected).all()
-    assert owner.lender.serving() and owner.leased == 3
-    assert owner.lender.stats()["absent"] == 1
+    assert owner.lease_server.serving() and owner.leased == 3
+    assert owner.lease_server.stats()["absent"] == 1
 
 
 def test_lent_blocks_are_not_evicted_and_released_ones_are(owner: Owner) -> None:
@@ -120,9 +120,9 @@ def test_lent_blocks_are_not_evicted_and_released_ones_are(owner: Owner) -> None
     owner.now_s += 1
     owner.engine.put(*range(100, 160))
     assert owner.engine.has(0, 1) == [True, True]
-    owner.lender.release(leased.lease, [])
-    owner.lender.release(leased.lease, [])
-    assert owner.leased == 0 and not owner.lender.serving()
+    owner.lease_server.release(leased.lease, [])
+    owner.lease_server.release(leased.lease, [])
+    assert owner.leased == 0 and not owner.lease_server.serving()
     owner.now_s += 1
     owner.engine.put(*range(200, 260))
     assert owner.engine.has(0, 1) == [False, False]
@@ -132,12 +132,12 @@ def test_a_lease_that_nobody_ends_runs_out(owner: Owner) -> None:
     owner.engine.put(0)
     leased = owner.ask(0, lease_s=5.0)
     owner.now_s += 5.1
-    assert not owner.lender.serving() and owner.leased == 0
-    assert owner.lender.stats()["ran_out"] == 1
+    assert not owner.lease_server.serving() and owner.leased == 0
+    assert owner.lease_server.stats()["ran_out"] == 1
     again = owner.ask(0, lease_s=5.0)
-    owner.lender.release(leased.lease, [])  # late: it must not end the other one
+    owner.lease_server.release(leased.lease, [])  # late: it must not end the other one
     assert owner.leased == 1
-    owner.lender.release(again.lease, [])
+    owner.lease_server.release(again.lease, [])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_reader_that_knows_another_arena_or_shape_is_refused(
 ) -> None:
     owner.engine.put(0)
     assert isinstance(owner.ask(0, **{field: value}), Failed)
-    assert owner.lender.stats()[count] == 1 and owner.leased == 0
+    assert owner.lease_server.stats()[count] == 1 and owner.leased == 0
 
 
 def test_another_namespace_has_nothing(owner: Owner) -> None:
@@ -163,12 +163,12 @@ def test_another_namespace_has_nothing(owner: Owner) -> None:
 
 def test_no_more_than_a_share_of_the_arena_is_lent(owner: Owner) -> None:
     owner.engine.put(*range(40))
-    room = int(LENT_SHARE * owner.arena.geometry.size_bytes) // SHAPE.payload_bytes
+    room = int(MAX_LEASED_SHARE * owner.arena.geometry.size_bytes) // SHAPE.payload_bytes
     first = owner.ask(*range(40))
     assert len(first.rows) == min(room, 40)
     assert owner.ask(*range(room, 40)).rows == []
-    assert owner.lender.stats()["refused_full"] == 2 * (40 - room)
-    owner.lender.release(first.lease, [])
+    assert owner.lease_server.stats()["refused_full"] == 2 * (40 - room)
+    owner.lease_server.release(first.lease, [])
     assert len(owner.ask(0).rows) == 1
 
 
@@ -189,21 +189,21 @@ def test_a_block_that_is_wrong_here_too_is_dropped_and_a_right_one_stays(owner: 
     leased = owner.ask(0, 1)
     [slot] = owner.arena.lookup(owner.engine.row, keys(0))
     owner.arena.view(slot)[77] ^= 4
-    owner.lender.release(leased.lease, [0, 1, 99, -1])
+    owner.lease_server.release(leased.lease, [0, 1, 99, -1])
     assert owner.engine.has(0, 1) == [False, True]
-    stats = owner.lender.stats()
+    stats = owner.lease_server.stats()
     assert (stats["corrupt_here"], stats["corrupt_at_reader"]) == (1, 1)
 
 
 def tags_of(owner: Owner, leased: Leased) -> list[bool]:
     """Whether each row's tag is right for the block's bytes."""
-    answer = owner.lender.tags(leased.lease)
+    answer = owner.lease_server.tags(leased.lease)
     assert isinstance(answer, Future)
     tags = answer.result(20).tags
     assert len(tags) == TAG_BYTES * len(leased.rows)
     each = [tags[TAG_BYTES * i : TAG_BYTES * (i + 1)] for i in range(len(leased.rows))]
     return [
-        owner.tags.right(tag, row.address, SHAPE.payload_bytes)
+        owner.tags.verify(tag, row.address, SHAPE.payload_bytes)
         for tag, row in zip(each, leased.rows, strict=True)
     ]
 
@@ -216,8 +216,8 @@ def test_a_tag_is_of_the_bytes_that_were_stored_and_stays_when_they_change(owner
     assert tags_of(owner, leased) == [True, False, True]
     forge(owner.arena.view(owner.arena.lookup(owner.engine.row, keys(2))[0]))
     assert tags_of(owner, leased) == [True, False, False]
-    owner.lender.release(leased.lease, [2])
-    assert owner.engine.has(0) == [True] and not owner.lender.stats().get("corrupt_at_reader")
+    owner.lease_server.release(leased.lease, [2])
+    assert owner.engine.has(0) == [True] and not owner.lease_server.stats().get("corrupt_at_reader")
     assert owner.arena.lookup(owner.engine.row, keys(2))[0] < 0
 
 
@@ -230,14 +230,14 @@ def test_a_slot_s_next_block_gets_a_tag_of_its_own(owner: Owner) -> None:
     second = owner.ask(1)
     assert first.rows[0].address == second.rows[0].address
     assert tags_of(owner, second) == [True]
-    assert owner.lender.tags(99) == Failed("lease")
+    assert owner.lease_server.tags(99) == Failed("lease")
 
 
 def test_closing_ends_all_leases(owner: Owner) -> None:
     owner.engine.put(0, 1)
     owner.ask(0)
     owner.ask(0, 1)
-    owner.lender.close()
+    owner.lease_server.close()
     assert owner.leased == 0
 
 
@@ -275,7 +275,7 @@ def test_a_block_is_held_exactly_while_some_lease_on_it_lasts(
             if got:
                 out.append((leased.lease, got, shared.now_s + seconds))
         elif step == "release" and what < len(out):
-            shared.lender.release(out.pop(what)[0], [])
+            shared.lease_server.release(out.pop(what)[0], [])
         elif step == "wait":
             shared.now_s += seconds
         out = [each for each in out if each[2] > shared.now_s]
@@ -284,10 +284,10 @@ def test_a_block_is_held_exactly_while_some_lease_on_it_lasts(
         until_s = shared.arena.table["lease_until_s"][slots]
         # The arena ends a block's leases together, with the last one's: never too early.
         assert held <= set(np.flatnonzero(until_s > shared.now_s).tolist())
-        assert shared.lender.serving() == bool(out)
-        assert shared.lender.stats()["leases"] == len(out)
+        assert shared.lease_server.serving() == bool(out)
+        assert shared.lease_server.stats()["leases"] == len(out)
     shared.now_s += 100.0
-    assert not shared.lender.serving() and shared.leased == 0
+    assert not shared.lease_server.serving() and shared.leased == 0
 
 
 # Messages
@@ -296,8 +296,8 @@ def test_a_block_is_held_exactly_while_some_lease_on_it_lasts(
 @pytest.mark.parametrize(
     "request_",
     [
-        messages.Hello(),
-        messages.Look("b", 7, 9, 2**20),
+        messages.HandshakeRequest(),
+        messages.PollRequest("b", 7, 9, 2**20),
         Lease("g", DIGEST, 4, 64, keys(0, 1), 3.0),
         Release(4, [1, 2]),
         GetTags(4),
@@ -310,9 +310,9 @@ def test_requests_come_out_as_they_went_in(request_: Any) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        Welcome("g", b"\0\1"),
-        messages.News("g", Notes("b", 1, 2, []), 3, [b"batch"], 4),
-        Leased(1, [Row(0, 2**47, 2**64 - 1, 1, 2, 0.5)], b"12345678"),
+        HandshakeResponse("g", b"\0\1"),
+        messages.PollResponse("g", EntryPage("b", 1, 2, []), 3, [b"batch"], 4),
+        Leased(1, [LeasedBlock(0, 2**47, 2**64 - 1, 1, 2, 0.5)], b"12345678"),
         Tags(bytes(2 * TAG_BYTES)),
         Failed("no"),
     ],
@@ -333,7 +333,7 @@ def test_replies_come_out_as_they_went_in(reply: Any) -> None:
         encode(3, Lease("g", DIGEST, 4, 64, [b"h"] * (messages.MAX_BLOCKS + 1), 1.0)),
         encode(3, Release(1, [0] * (messages.MAX_BLOCKS + 1))),
         encode(3, Release(1, [-1])),
-        encode(3, messages.Look("b", 0, 0, messages.MAX_LOOK_BYTES + 1)),
+        encode(3, messages.PollRequest("b", 0, 0, messages.MAX_POLL_BYTES + 1)),
         encode(3, Failed("a reply is no request")),
     ],
 )
@@ -345,6 +345,6 @@ def test_what_cannot_be_meant_is_refused(frame: bytes) -> None:
 def test_an_engine_s_requests_are_not_heard_from_peers() -> None:
     from headrace_kvstore.protocol import wire
 
-    for request in (wire.Ping(), wire.GetStats()):
+    for request in (wire.GetStats(),):
         with pytest.raises(WireError):
             messages.decode_request(encode(1, request))

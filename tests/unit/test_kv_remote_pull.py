@@ -15,13 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena.arena_map import Space
-from headrace_kvstore.node.dram_work import open_arena
-from headrace_kvstore.peers.agent import Pull, PullError
-from headrace_kvstore.peers.messages import Lease, Leased, Release, Row, Tags, Welcome
-from headrace_kvstore.peers.peer_source import READ_BYTES, PullLimits, RemoteSource
-from headrace_kvstore.peers.pull_price import Run, pull_cost
-from headrace_kvstore.peers.tags import BlockTags
+from headrace_kvstore.arena.arena_map import NamespaceInfo
+from headrace_kvstore.node.dram_service import open_arena
+from headrace_kvstore.peers.block_tags import BlockTags
+from headrace_kvstore.peers.messages import (
+    HandshakeResponse,
+    Lease,
+    Leased,
+    LeasedBlock,
+    Release,
+    Tags,
+)
+from headrace_kvstore.peers.nixl_agent import Pull, PullError
+from headrace_kvstore.peers.peer_source import READ_BYTES, PeerSource, PullLimits
+from headrace_kvstore.peers.pull_cost import PeerRun, pull_cost
 from headrace_kvstore.staging.prefetch import Prefetcher
 from tests.support.kvnode import DIGEST, SECRET, SHAPE, Engine, keys, settings, until
 from tests.support.kvsums import forge
@@ -37,17 +44,19 @@ class Peer:
         self.released: list[Release] = []
         self.succeeded_bytes = 0
         self.failures: list[str] = []
-        self.leased: list[Row] = []
+        self.leased: list[LeasedBlock] = []
 
     # As `Peers`
 
-    def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
+    def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[PeerRun]:
         return (
-            [] if self.fault == "unknown" else [Run("peer", (("DRAM", len(hashes), pull_cost()),))]
+            []
+            if self.fault == "unknown"
+            else [PeerRun("peer", (("DRAM", len(hashes), pull_cost()),))]
         )
 
-    def welcome(self, address: str) -> Welcome:
-        return Welcome("g", b"metadata")
+    def handshake(self, address: str) -> HandshakeResponse:
+        return HandshakeResponse("g", b"metadata")
 
     def lease(self, address: str, request: Lease, limit_s: float) -> Future[Leased]:
         answer: Future[Leased] = Future()
@@ -58,7 +67,7 @@ class Peer:
         slots = arena.lookup(self.engine.row, request.hashes)
         there = np.flatnonzero(slots >= 0)
         where = dict(zip(there.tolist(), arena.addresses(slots[there]).tolist(), strict=True))
-        rows = [Row(i, address, 7, i, 0, 0.25) for i, address in where.items()]
+        rows = [LeasedBlock(i, address, 7, i, 0, 0.25) for i, address in where.items()]
         sums = arena.sums(slots[there]).astype("<u8").tobytes()
         if self.fault == "short sums":
             sums = sums[:-8]
@@ -82,7 +91,7 @@ class Peer:
         answer.set_result(Tags(b"".join(tags)[: -1 if self.fault == "short tags" else None]))
         return answer
 
-    def tell(self, address: str, body: Any) -> None:
+    def send(self, address: str, body: Any) -> None:
         self.released.append(body)
 
     def succeeded(self, address: str, medium: str, size_bytes: int, seconds: float) -> None:
@@ -91,14 +100,14 @@ class Peer:
     def failed(self, address: str, word: str) -> None:
         self.failures.append(word)
 
-    # As `Agent`
+    # As `NixlAgent`
 
-    def meet(self, metadata: bytes, limit_s: float) -> str:
+    def connect(self, metadata: bytes, limit_s: float) -> str:
         if self.fault == "metadata":
             raise PullError("refused")
         return "agent"
 
-    def forget(self, peer: str) -> None:
+    def disconnect(self, peer: str) -> None:
         pass
 
     def read(
@@ -110,13 +119,13 @@ class Peer:
             return pull
         for to, at, size in zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True):
             ctypes.memmove(int(to), int(at), int(size))
-        pull.landed_s = time.monotonic()
+        pull.completed_s = time.monotonic()
         if self.fault == "forged":
             memory = (ctypes.c_char * SHAPE.payload_bytes).from_address(int(local[0]))
             forge(np.frombuffer(memory, np.uint8))
         if self.fault in ("bit", "overwritten"):
             ctypes.memset(int(local[0]) + 100, 0xA5, 1)
-            pull.landed_s += 1e6 if self.fault == "overwritten" else 0
+            pull.completed_s += 1e6 if self.fault == "overwritten" else 0
         pull.set_result(None)
         return pull
 
@@ -126,13 +135,13 @@ class Reader:
         given = settings(folder)
         self.engine = Engine(given)
         self.arena = open_arena(given)
-        self.source = RemoteSource(
-            *(peer, peer, lambda digest: self.space(digest), PullLimits(5.0, 20.0), SECRET)
+        self.source = PeerSource(
+            *(peer, peer, lambda digest: self.namespace_info(digest), PullLimits(5.0, 20.0), SECRET)
         )
         self.puller = Prefetcher(self.arena, self.source, 2**24)
 
-    def space(self, digest: bytes) -> Space | None:
-        return next((s for s in self.arena.spaces() if s.digest == digest), None)
+    def space(self, digest: bytes) -> NamespaceInfo | None:
+        return next((s for s in self.arena.namespaces() if s.digest == digest), None)
 
     def pull(self, *numbers: int) -> int:
         return self.puller.fetch(DIGEST, keys(*numbers)).result(60)
@@ -195,7 +204,7 @@ def test_an_answer_without_sense_is_a_miss(peer: Peer, reader: Reader, fault: st
     peer.engine.put(0, 1)
     peer.fault = fault
     assert reader.pull(0, 1) == 0
-    assert reader.source.counts["failed_nonsense"] == 2
+    assert reader.source.counts["failed_malformed"] == 2
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_an_answer_without_sense_is_a_miss(peer: Peer, reader: Reader, fault: st
         ("forged", "corrupt", 1),
         ("overwritten", "lease_ran_out", 1),
         ("another secret", "corrupt", 4),
-        ("short tags", "nonsense", 4),
+        ("short tags", "malformed", 4),
         ("tags refused", "refused", 4),
     ],
 )
@@ -248,7 +257,7 @@ def test_a_block_wanted_anew_while_its_pull_ends_is_pulled_again(
             reader.arena.clear()
             again.append(reader.puller.fetch(DIGEST, keys(0, 1)))
 
-    peer.tell = released  # type: ignore[method-assign]
+    peer.send = released  # type: ignore[method-assign]
     assert reader.pull(0, 1) == 2
     until(lambda: bool(again))
     assert again[0].result(60) == 2
@@ -257,8 +266,8 @@ def test_a_block_wanted_anew_while_its_pull_ends_is_pulled_again(
 @pytest.mark.parametrize("blocks", [1, 2, 3, 46, 64])
 def test_reads_halve_down_to_one_block(blocks: int) -> None:
     block_bytes = 6 * 2**20
-    sizes = RemoteSource.split(object(), blocks, block_bytes)  # type: ignore[arg-type]
+    sizes = PeerSource.split(object(), blocks, block_bytes)  # type: ignore[arg-type]
     assert sum(sizes) == blocks and sizes[-1] == 1
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) * block_bytes <= READ_BYTES
-    assert RemoteSource.split(object(), 2, 2 * READ_BYTES) == [1, 1]  # type: ignore[arg-type]
+    assert PeerSource.split(object(), 2, 2 * READ_BYTES) == [1, 1]  # type: ignore[arg-type]

@@ -6,20 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore.prompt_hash import hash_prompt, root_hash
-from headrace_kvstore.salts import marked, salt_of, tenant_of, unlike_adapters
+from headrace_kvstore.identity.prompt_hash import hash_prompt, root_hash
+from headrace_kvstore.identity.salts import (
+    distinct_from_adapters,
+    isolated_salt,
+    tenant_of,
+    tenant_salt,
+)
 
 names = st.text(st.characters(exclude_characters=":"), min_size=1)
 
 
 @given(names, st.text(), names, st.text())
 def test_no_two_tenants_make_the_same_salt(one: str, own: str, other: str, others: str) -> None:
-    assert (salt_of(one, own) == salt_of(other, others)) == ((one, own) == (other, others))
+    assert (tenant_salt(one, own) == tenant_salt(other, others)) == ((one, own) == (other, others))
 
 
 @given(names, st.text())
 def test_a_salt_tells_its_tenant(tenant: str, own: str) -> None:
-    assert tenant_of(salt_of(tenant, own)) == tenant
+    assert tenant_of(tenant_salt(tenant, own)) == tenant
 
 
 @pytest.mark.parametrize("salt", ["", "x", "tenant:", "tenant:x", "tenant::x"])
@@ -32,19 +37,19 @@ def test_in_an_engine_with_adapters_no_salt_is_an_adapters_name() -> None:
     tokens, root = range(256), root_hash("seed")
     of_adapter = hash_prompt(tokens, 128, root, lora="sql")
     assert hash_prompt(tokens, 128, root, salt="sql")[0] == of_adapter[0]
-    salted = hash_prompt(tokens, 128, root, salt=unlike_adapters("sql"))
+    salted = hash_prompt(tokens, 128, root, salt=distinct_from_adapters("sql"))
     assert not set(salted) & set(of_adapter)
 
 
 def test_the_tag_changes_no_tenant() -> None:
-    assert unlike_adapters("") == ""
-    assert tenant_of(unlike_adapters("sql")) == "sql"
-    for salt in (salt_of("ann", "x"), marked("x", "exact")):
-        assert unlike_adapters(salt) == salt
-    assert len({unlike_adapters(salt) for salt in ("x", "salt:x", "salt:salt:x")}) == 3
+    assert distinct_from_adapters("") == ""
+    assert tenant_of(distinct_from_adapters("sql")) == "sql"
+    for salt in (tenant_salt("ann", "x"), isolated_salt("x", "exact")):
+        assert distinct_from_adapters(salt) == salt
+    assert len({distinct_from_adapters(salt) for salt in ("x", "salt:x", "salt:salt:x")}) == 3
 
 
 @pytest.mark.parametrize("name", ["", "a:b"])
 def test_a_name_that_could_be_mistaken_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no tenant's name"):
-        salt_of(name)
+        tenant_salt(name)

@@ -1,4 +1,4 @@
-"""The scheduler half of the store's connector: what is loaded, what is saved, and when."""
+"""The scheduler's side of the store's connector: what is loaded, what is saved, and when."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace_engine.connector.load_price import Price, pairs
+from headrace_engine.connector.load_price import LoadPrice
 from headrace_engine.connector.save_queue import JOB_BLOCKS
-from headrace_engine.connector.scheduler import SchedulerHalf, medium_of
-from headrace_engine.connector.work import Load, Save, Shape, Work, step_shape
-from headrace_engine.steptime import StepTime
+from headrace_engine.connector.scheduler_connector import SchedulerConnector, medium_of
+from headrace_engine.connector.store_work import (
+    BlockLoad,
+    BlockSave,
+    StepShape,
+    StoreWork,
+    step_shape,
+)
+from headrace_engine.step_time import StepTime, pairs_of
 from tests.support.clock import Clock
 from tests.support.kvscheduling import B, Engine, Pool, Store, Tiers, hashes, request
 
 
-def saved(work: Work) -> list[int]:
+def saved(work: StoreWork) -> list[int]:
     return [block for save in work.saves.values() for block in save.blocks]
 
 
@@ -36,22 +42,22 @@ def test_the_longest_run_behind_the_local_hit_is_offered(
     tokens: int, held: int, local: int, offered: int
 ) -> None:
     store = Store(held=set(hashes(held)))
-    half = SchedulerHalf(store, B)
-    assert half.matched(request(tokens), local * B) == offered * B
+    scheduler = SchedulerConnector(store, B)
+    assert scheduler.matched(request(tokens), local * B) == offered * B
 
 
 @pytest.mark.parametrize(("window", "offered"), [(0, 5), (1, 5), (16, 5), (17, 4), (999, 0)])
 def test_a_prompts_last_tokens_are_computed_where_a_codec_should_not_touch_them(
     window: int, offered: int
 ) -> None:
-    half = SchedulerHalf(Store(held=set(hashes(6))), B, window_tokens=window)
-    assert half.matched(request(6 * B), 0) == offered * B
+    scheduler = SchedulerConnector(Store(held=set(hashes(6))), B, window_tokens=window)
+    assert scheduler.matched(request(6 * B), 0) == offered * B
 
 
 def test_being_asked_changes_nothing() -> None:
     engine = Engine(Store(held=set(hashes(3))), request(5 * B))
-    assert [engine.half.matched(engine.request, 0) for _ in range(3)] == [3 * B] * 3
-    assert engine.idle() == Work()
+    assert [engine.scheduler.matched(engine.request, 0) for _ in range(3)] == [3 * B] * 3
+    assert engine.idle() == StoreWork()
 
 
 def test_an_admitted_request_loads_what_it_was_offered() -> None:
@@ -59,22 +65,22 @@ def test_an_admitted_request_loads_what_it_was_offered() -> None:
     engine = Engine(store, request(6 * B))
     assert engine.admit(local=B) == 3 * B
     work = engine.step(2 * B, new=True)
-    assert work.load == Load([11, 12, 13], hashes(4)[1:])
+    assert work.load == BlockLoad([11, 12, 13], hashes(4)[1:])
     assert store.leased == hashes(4)[1:]
-    assert engine.step(1).load == Load()
+    assert engine.step(1).load == BlockLoad()
 
 
 def test_vllm_may_take_less_than_was_offered() -> None:
     store = Store(held=set(hashes(4)))
     engine = Engine(store, request(6 * B))
-    assert engine.half.matched(engine.request, 0) == 4 * B
-    engine.half.allocated(engine.request, engine.blocks, 2 * B)
+    assert engine.scheduler.matched(engine.request, 0) == 4 * B
+    engine.scheduler.allocated(engine.request, engine.blocks, 2 * B)
     assert engine.step(4 * B, new=True).load.blocks == [10, 11]
 
 
 def test_who_skips_the_prefix_cache_skips_the_store() -> None:
-    half = SchedulerHalf(Store(held=set(hashes(3))), B)
-    assert half.matched(request(5 * B, skip_reading_prefix_cache=True), 0) == 0
+    scheduler = SchedulerConnector(Store(held=set(hashes(3))), B)
+    assert scheduler.matched(request(5 * B, skip_reading_prefix_cache=True), 0) == 0
 
 
 def test_full_blocks_are_saved_once_their_step_has_come_back() -> None:
@@ -83,7 +89,7 @@ def test_full_blocks_are_saved_once_their_step_has_come_back() -> None:
     assert saved(engine.step(4 * B + 3, new=True)) == []
     engine.comes_back(4 * B + 3)
     [save] = engine.step(1).saves.values()
-    assert save == Save(
+    assert save == BlockSave(
         blocks=[10, 11, 12, 13],
         hashes=hashes(4),
         parents=[b"", *hashes(3)],
@@ -115,8 +121,8 @@ def test_the_last_blocks_are_saved_when_the_request_ends() -> None:
     engine.admit()
     engine.step(2 * B, new=True)
     engine.comes_back(2 * B)
-    engine.half.finished(engine.request, engine.blocks)
-    assert engine.half.busy
+    engine.scheduler.finished(engine.request, engine.blocks)
+    assert engine.scheduler.busy
     assert saved(engine.idle()) == [10, 11]
 
 
@@ -124,8 +130,8 @@ def test_a_request_that_ends_before_its_first_step_is_back_saves_nothing() -> No
     engine = Engine(Store(), request(2 * B))
     engine.admit()
     engine.step(2 * B, new=True)
-    engine.half.finished(engine.request, engine.blocks)
-    assert engine.idle().saves == {} and not engine.half.busy
+    engine.scheduler.finished(engine.request, engine.blocks)
+    assert engine.idle().saves == {} and not engine.scheduler.busy
 
 
 def test_a_preempted_request_begins_anew() -> None:
@@ -146,9 +152,9 @@ def test_blocks_are_held_until_their_copy_ends() -> None:
     engine.step(3 * B, new=True)
     engine.comes_back(3 * B)
     [job] = engine.step(1).saves
-    assert engine.pool.held == [10, 11, 12] and engine.half.busy
-    engine.half.saved([job, job])
-    assert engine.pool.held == [] and not engine.half.busy
+    assert engine.pool.held == [10, 11, 12] and engine.scheduler.busy
+    engine.scheduler.saved([job, job])
+    assert engine.pool.held == [] and not engine.scheduler.busy
 
 
 def test_a_copy_that_all_workers_have_ended_is_told_with_its_blocks() -> None:
@@ -159,7 +165,7 @@ def test_a_copy_that_all_workers_have_ended_is_told_with_its_blocks() -> None:
     engine.comes_back(3 * B)
     [(job, save)] = engine.step(1).saves.items()
     assert told == []
-    engine.half.saved([job, job])
+    engine.scheduler.saved([job, job])
     assert told == [save.hashes]
 
 
@@ -179,12 +185,12 @@ def test_what_is_being_copied_is_not_copied_twice() -> None:
     engine.comes_back(3 * B)
     [job] = engine.step(1).saves
     twin = request(3 * B, request_id="twin", num_computed_tokens=3 * B)
-    engine.half.added(twin)
-    engine.half._requests["twin"].scheduled = 3 * B
-    engine.half.finished(twin, [20, 21, 22])
+    engine.scheduler.added(twin)
+    engine.scheduler._requests["twin"].scheduled = 3 * B
+    engine.scheduler.finished(twin, [20, 21, 22])
     assert engine.idle().saves == {}
-    engine.half.saved([job])
-    assert not engine.half.busy
+    engine.scheduler.saved([job])
+    assert not engine.scheduler.busy
 
 
 class Long(Engine):
@@ -198,7 +204,7 @@ class Long(Engine):
     def __init__(self, blocks: int, cache: int, other: int = 0) -> None:
         super().__init__(Store(), request(blocks * B))
         self.pool = Pool(cache)
-        self.half.bind(self.pool)
+        self.scheduler.bind(self.pool)
         self.pool.touch(range(cache - other, cache))
         self.pool.touch(self.blocks)
         self.others = other
@@ -216,18 +222,18 @@ class Long(Engine):
             if copies:
                 self.copy(work)
 
-    def copy(self, work: Work) -> None:
+    def copy(self, work: StoreWork) -> None:
         assert all(len(save.blocks) <= JOB_BLOCKS for save in work.saves.values())
         self.copied += saved(work)
-        self.half.saved(work.saves)
+        self.scheduler.saved(work.saves)
 
     def ends(self) -> None:
-        self.half.finished(self.request, self.blocks)
+        self.scheduler.finished(self.request, self.blocks)
         self.pool.free_blocks(self.blocks)
 
     def drains(self) -> None:
         for _ in range(100):
-            if not self.half.busy:
+            if not self.scheduler.busy:
                 return
             self.copy(self.idle())
         raise AssertionError("blocks are held for ever")
@@ -247,14 +253,14 @@ class Long(Engine):
 def test_all_of_a_long_prompt_is_saved(blocks: int, step: int, cache: int, copies: bool) -> None:
     engine = Long(blocks, cache)
     engine.prefill(step, copies)
-    held = engine.half._queue._copied_blocks
+    held = engine.scheduler._queue._copied_blocks
     assert held <= cache / 4, "no more is copied at once"
-    begun = [block for save in engine.half._queue._jobs.values() for block in save.blocks]
+    begun = [block for save in engine.scheduler._queue._jobs.values() for block in save.blocks]
     engine.ends()
-    engine.half.saved(list(engine.half._queue._jobs))
+    engine.scheduler.saved(list(engine.scheduler._queue._jobs))
     engine.drains()
     assert sorted(engine.copied + begun) == engine.blocks[:blocks]
-    assert engine.pool.held == [] and not engine.half.counts["save_busy"]
+    assert engine.pool.held == [] and not engine.scheduler.counts["save_busy"]
 
 
 def test_only_a_quarter_of_the_cache_is_copied_at_once() -> None:
@@ -264,7 +270,7 @@ def test_only_a_quarter_of_the_cache_is_copied_at_once() -> None:
     assert len(saved(work)) == 250
     engine.comes_back(1)
     assert saved(engine.step(1)) == []
-    engine.half.saved(work.saves)
+    engine.scheduler.saved(work.saves)
     engine.comes_back(1)
     assert len(saved(engine.step(1))) == 150
 
@@ -278,13 +284,13 @@ def test_what_waits_for_its_copy_is_let_go_if_requests_need_the_room(
     work = engine.idle()
     assert len(saved(work)) == 250 and len(engine.pool.held) == 800
     engine.pool.touch(range(850, 1000))
-    engine.half.saved([])
+    engine.scheduler.saved([])
     engine.copied += saved(engine.idle())
     free = engine.pool.get_num_free_blocks()
     assert 62 <= free < 62 + 250, "no more than is needed"
-    gone = engine.half.counts["save_busy"]
+    gone = engine.scheduler.counts["save_busy"]
     assert gone and len([r for r in caplog.records if "not saved" in r.message]) == 1
-    engine.half.saved(work.saves)
+    engine.scheduler.saved(work.saves)
     engine.drains()
     kept = sorted(engine.copied + saved(work))
     assert kept == engine.blocks[: 800 - gone], "the start of the prefix is saved"
@@ -307,11 +313,11 @@ def test_requests_that_end_together_are_all_saved() -> None:
     for n in range(20):
         twin = request(100 * B, request_id=f"twin {n}", num_computed_tokens=100 * B)
         twin.block_hashes = [b"%d %d" % (n, i) for i in range(100)]
-        engine.half.added(twin)
-        engine.half._requests[twin.request_id].scheduled = 100 * B
-        engine.half.finished(twin, range(1000 + 100 * n, 1100 + 100 * n))
+        engine.scheduler.added(twin)
+        engine.scheduler._requests[twin.request_id].scheduled = 100 * B
+        engine.scheduler.finished(twin, range(1000 + 100 * n, 1100 + 100 * n))
     engine.ends()
-    engine.half.saved(list(engine.half._queue._jobs))
+    engine.scheduler.saved(list(engine.scheduler._queue._jobs))
     engine.drains()
     assert sorted(engine.copied) == list(range(1000, 3000))
 
@@ -336,10 +342,10 @@ def test_a_pending_answer_costs_no_look_up_of_the_prompts_blocks() -> None:
             return super().leading(hashes)
 
     engine = Engine(Counted(), request(6 * B), slow=tiers)
-    assert [engine.half.matched(engine.request, 0) for _ in range(50)] == [None] * 50
+    assert [engine.scheduler.matched(engine.request, 0) for _ in range(50)] == [None] * 50
     assert len(looked) == 1
     tiers.ready = True
-    assert engine.half.matched(engine.request, 0) == 4 * B
+    assert engine.scheduler.matched(engine.request, 0) == 4 * B
 
 
 def test_places_are_asked_for_again_before_their_lease_ends(clock: Clock) -> None:
@@ -348,14 +354,14 @@ def test_places_are_asked_for_again_before_their_lease_ends(clock: Clock) -> Non
     tiers.ready = True
     for waits in range(3):
         for _ in range(3):
-            assert engine.half.matched(engine.request, 0) == 4 * B
+            assert engine.scheduler.matched(engine.request, 0) == 4 * B
             clock.now_s += 4.0
         assert len(tiers.asked) == 1 + waits
         clock.now_s += 4.0
     asked_s = clock.now_s
-    assert engine.half.matched(engine.request, 0) == 4 * B
+    assert engine.scheduler.matched(engine.request, 0) == 4 * B
     clock.now_s += 5.0
-    engine.half.allocated(engine.request, engine.blocks, 4 * B)
+    engine.scheduler.allocated(engine.request, engine.blocks, 4 * B)
     assert engine.idle().load.until_s == [asked_s + tiers.lease_s]
 
 
@@ -363,12 +369,12 @@ def test_while_it_is_asked_again_the_request_waits(clock: Clock) -> None:
     tiers = Tiers(*hashes(4))
     engine = Engine(Store(), request(6 * B), slow=tiers, clock=clock)
     tiers.ready = True
-    assert engine.half.matched(engine.request, 0) == 4 * B
+    assert engine.scheduler.matched(engine.request, 0) == 4 * B
     clock.now_s += 20.0
     tiers.ready, tiers.held = False, hashes(2)
-    assert engine.half.matched(engine.request, 0) is None
+    assert engine.scheduler.matched(engine.request, 0) is None
     tiers.ready = True
-    assert engine.half.matched(engine.request, 0) == 2 * B, "what was reclaimed is not loaded"
+    assert engine.scheduler.matched(engine.request, 0) == 2 * B, "what was reclaimed is not loaded"
 
 
 def test_a_tier_that_has_nothing_is_not_asked_again(clock: Clock) -> None:
@@ -376,7 +382,7 @@ def test_a_tier_that_has_nothing_is_not_asked_again(clock: Clock) -> None:
     engine = Engine(Store(), request(6 * B), slow=tiers, clock=clock)
     tiers.ready = True
     for _ in range(3):
-        assert engine.half.matched(engine.request, 0) == 0
+        assert engine.scheduler.matched(engine.request, 0) == 0
         clock.now_s += 100.0
     assert len(tiers.asked) == 1
 
@@ -384,16 +390,16 @@ def test_a_tier_that_has_nothing_is_not_asked_again(clock: Clock) -> None:
 def test_slower_tiers_are_asked_once_and_waited_for() -> None:
     tiers = Tiers(*hashes(4)[2:])
     engine = Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers)
-    assert [engine.half.matched(engine.request, 0) for _ in range(3)] == [None] * 3
+    assert [engine.scheduler.matched(engine.request, 0) for _ in range(3)] == [None] * 3
     assert tiers.asked == [("r", hashes(5)[2:])]
     tiers.ready = True
-    assert engine.half.matched(engine.request, 0) == 4 * B
+    assert engine.scheduler.matched(engine.request, 0) == 4 * B
 
 
 def test_what_dram_holds_is_asked_of_nobody_else() -> None:
     tiers = Tiers()
     engine = Engine(Store(held=set(hashes(5))), request(6 * B), slow=tiers)
-    assert engine.half.matched(engine.request, 0) == 5 * B
+    assert engine.scheduler.matched(engine.request, 0) == 5 * B
     assert tiers.asked == []
 
 
@@ -411,55 +417,55 @@ def test_a_gap_ends_what_slower_tiers_supply() -> None:
     tiers = Tiers(hashes(5)[2], hashes(5)[4])
     tiers.ready = True
     engine = Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers)
-    assert engine.half.matched(engine.request, 0) == 3 * B
+    assert engine.scheduler.matched(engine.request, 0) == 3 * B
 
 
 def test_a_block_that_came_to_dram_meanwhile_counts_as_well() -> None:
     tiers = Tiers(*hashes(4)[2:])
     store = Store(held=set(hashes(2)))
     engine = Engine(store, request(6 * B), slow=tiers)
-    assert engine.half.matched(engine.request, 0) is None
+    assert engine.scheduler.matched(engine.request, 0) is None
     store.held.add(hashes(4)[2])
     tiers.ready = True
-    assert engine.half.matched(engine.request, 0) == 4 * B
+    assert engine.scheduler.matched(engine.request, 0) == 4 * B
 
 
 def test_blocks_that_came_to_dram_behind_those_in_files_count_as_well() -> None:
     tiers = Tiers(*hashes(3)[2:])
     store = Store(held=set(hashes(2)))
     engine = Engine(store, request(6 * B), slow=tiers)
-    assert engine.half.matched(engine.request, 0) is None
+    assert engine.scheduler.matched(engine.request, 0) is None
     store.held |= set(hashes(5)[3:])  # pulled from a peer meanwhile
     tiers.ready = True
-    assert engine.half.matched(engine.request, 0) == 5 * B
+    assert engine.scheduler.matched(engine.request, 0) == 5 * B
 
 
 def test_a_long_prompt_asks_for_no_more_than_staging_holds() -> None:
     tiers = Tiers()
     engine = Engine(Store(), request(20 * B), slow=tiers, most_slow=3)
-    engine.half.matched(engine.request, 0)
+    engine.scheduler.matched(engine.request, 0)
     assert tiers.asked == [("r", hashes(3))]
 
 
 def test_a_request_that_ends_while_tiers_are_asked_leaves_nothing() -> None:
     tiers = Tiers()
     engine = Engine(Store(), request(4 * B), slow=tiers)
-    engine.half.matched(engine.request, 0)
-    engine.half.finished(engine.request, engine.blocks)
-    assert not (engine.half._asked or engine.half._taken or engine.half._offered)
+    engine.scheduler.matched(engine.request, 0)
+    engine.scheduler.finished(engine.request, engine.blocks)
+    assert not (engine.scheduler._asked or engine.scheduler._taken or engine.scheduler._offered)
 
 
-def priced(compute_s: float, load_s: float | None) -> Price:
+def priced(compute_s: float, load_s: float | None) -> LoadPrice:
     """Of an engine that takes `compute_s` a token, and of a medium that takes `load_s` a block."""
-    price = Price(B, 4, StepTime())
+    price = LoadPrice(B, 4, StepTime())
     for tokens in (1, 16, 32, 64, 128, 1000) * 5:
-        price.computed(tokens, 0, 0, 0, pairs(0, tokens), (1 + tokens) * compute_s)
+        price.computed(tokens, 0, 0, 0, pairs_of(0, tokens), (1 + tokens) * compute_s)
     if load_s is not None:
         price.loaded("nvme", 1, load_s)
     return price
 
 
-def offer(price: Price) -> Engine:
+def offer(price: LoadPrice) -> Engine:
     """Two blocks in DRAM, the next two in a file."""
     tiers = Tiers(*hashes(4)[2:])
     tiers.ready = True
@@ -479,7 +485,7 @@ def test_a_tier_that_is_slower_than_computing_is_left() -> None:
     assert engine.admit() == 2 * B
     load = engine.step(4 * B, new=True).load
     assert (load.places, load.limits_s) == ({}, [])
-    assert engine.half.counts == {"declined_nvme": 2}
+    assert engine.scheduler.counts == {"declined_nvme": 2}
 
 
 @pytest.mark.parametrize("priced_engine", [True, False])
@@ -489,21 +495,21 @@ def test_slower_tiers_hear_what_computing_a_block_takes_where_that_decides(
     tiers = Tiers()
     price = priced(compute_s=0.01, load_s=None) if priced_engine else None
     engine = Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers, price=price)
-    assert engine.half.matched(engine.request, 0) is None
+    assert engine.scheduler.matched(engine.request, 0) is None
     assert tiers.compute_s == [pytest.approx(0.01 * B, rel=0.1) if priced_engine else 0.0]
 
 
 def test_the_decision_stands_however_often_vllm_asks() -> None:
     price = priced(compute_s=0.01, load_s=10.0)
     engine = offer(price)
-    assert [engine.half.matched(engine.request, 0) for _ in range(200)] == [2 * B] * 200
+    assert [engine.scheduler.matched(engine.request, 0) for _ in range(200)] == [2 * B] * 200
 
 
 def test_a_step_with_a_prompt_tells_what_it_computes_and_one_without_nothing() -> None:
     engine = offer(priced(0.01, 0.001))
     engine.admit()
     work = engine.step(2 * B, new=True)
-    assert work.shape == Shape(2 * B, 0, 0, 0, pairs(4 * B, 6 * B))
+    assert work.shape == StepShape(2 * B, 0, 0, 0, pairs_of(4 * B, 6 * B))
     assert engine.step(1).shape is None
 
 
@@ -516,7 +522,7 @@ def test_rows_and_their_drafts_are_no_prompt() -> None:
         num_scheduled_tokens={"prompt": 20, "row": 1, "drafts": 4},
         scheduled_spec_decode_tokens={"drafts": [1, 2, 3]},
     )
-    assert step_shape(output) == Shape(20, 2, 3, 101 + 51, pairs(10, 30))
+    assert step_shape(output) == StepShape(20, 2, 3, 101 + 51, pairs_of(10, 30))
 
 
 def test_a_place_says_its_medium_or_is_in_a_file() -> None:
@@ -531,34 +537,38 @@ def test_blocks_are_saved_and_loaded_under_names_that_are_no_prompts() -> None:
         request(4 * B),
         costs=SimpleNamespace(compute_s=lambda first, end: float(end - first)),
     )
-    half = engine.half
-    assert half.lacking(names) == [True] * 3
-    half.save([7, 9, 8], names, "technique:x:", 6 * B)
-    assert engine.pool.held == [7, 8, 9] and half.busy
+    scheduler = engine.scheduler
+    assert scheduler.lacking(names) == [True] * 3
+    scheduler.save([7, 9, 8], names, "technique:x:", 6 * B)
+    assert engine.pool.held == [7, 8, 9] and scheduler.busy
     [save] = engine.idle().saves.values()
-    assert save == Save([7, 9, 8], names, [b"", b"a", b"b"], [0, 1, 2], "technique:x:", 2.0 * B)
-    half.save([17, 19, 18], names, "", 6 * B)
+    assert save == BlockSave(
+        [7, 9, 8], names, [b"", b"a", b"b"], [0, 1, 2], "technique:x:", 2.0 * B
+    )
+    scheduler.save([17, 19, 18], names, "", 6 * B)
     store.held.update(names)
-    half.saved([0, 1])
-    assert engine.pool.held == [] and not half.busy
-    half.save([17, 19, 18], names, "", 6 * B)
-    assert not half.busy, "they are there"
-    half.load("r", [5, 6], names[:2])
-    assert engine.idle().ahead == {"r": Load([5, 6], names[:2])} and store.leased == names[:2]
+    scheduler.saved([0, 1])
+    assert engine.pool.held == [] and not scheduler.busy
+    scheduler.save([17, 19, 18], names, "", 6 * B)
+    assert not scheduler.busy, "they are there"
+    scheduler.load("r", [5, 6], names[:2])
+    assert engine.idle().ahead == {"r": BlockLoad([5, 6], names[:2])} and store.leased == names[:2]
 
 
 def test_not_too_many_of_them_are_saved_at_once() -> None:
     engine = Engine(Store(), request(4 * B))
     many = [b"%d" % n for n in range(JOB_BLOCKS - 1)]
-    engine.half.save([*range(len(many))], many, "", B)
-    engine.half.save([900], [b"x"], "", B)  # a small cache takes as many all the same
+    engine.scheduler.save([*range(len(many))], many, "", B)
+    engine.scheduler.save([900], [b"x"], "", B)  # a small cache takes as many all the same
     assert len(engine.pool.held) == JOB_BLOCKS
-    engine.half.save([901], [b"y"], "", B)
-    assert 901 not in engine.pool.held and engine.half.counts["save_busy"] == 1
+    engine.scheduler.save([901], [b"y"], "", B)
+    assert 901 not in engine.pool.held and engine.scheduler.counts["save_busy"] == 1
 
 
 @pytest.mark.parametrize("off", ["load", "save"])
 def test_a_direction_that_is_off_is_off_for_them(off: str) -> None:
     engine = Engine(Store(held={b"a"}), request(4 * B), **{off: False})
-    engine.half.save([7], [b"b"], "", B)
-    assert engine.half.lacking([b"a"]) == [off == "load"] and engine.half.busy == (off == "load")
+    engine.scheduler.save([7], [b"b"], "", B)
+    assert engine.scheduler.lacking([b"a"]) == [off == "load"] and engine.scheduler.busy == (
+        off == "load"
+    )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.settings import SettingsError, StoreSettings
-from headrace_kvstore.table import tenant_number
+from headrace_kvstore.blocks.slot_record import tenant_number
+from headrace_kvstore.settings.node_settings import NodeSettings
+from headrace_kvstore.settings.store_settings import SettingsError, StoreSettings
 
 
 def test_nothing_given_is_a_whole_configuration() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.nvme import slots
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier
 from headrace_kvstore.nvme.slots import open_slot
 from tests.support.kvnode import DIGEST, Engine, keys, settings, until
@@ -19,20 +19,20 @@ Open = Callable[..., NvmeTier]
 
 
 @pytest.fixture(scope="module")
-def mover() -> Iterator[Mover]:
-    mover = Mover()
-    yield mover
-    assert mover.close()
+def file_io() -> Iterator[FileIo]:
+    file_io = FileIo()
+    yield file_io
+    assert file_io.close()
 
 
 @pytest.fixture
-def opened(tmp_path: Path, mover: Mover) -> Iterator[Open]:
+def opened(tmp_path: Path, file_io: FileIo) -> Iterator[Open]:
     """Opens a slot as the node of an app does."""
     tiers: list[NvmeTier] = []
 
     def make(app: str) -> NvmeTier:
         def one(folder: Path) -> NvmeTier:
-            return NvmeTier.open(folder, SIZE_BYTES, SEGMENT_BYTES, mover, owner=app)
+            return NvmeTier.open(folder, SIZE_BYTES, SEGMENT_BYTES, file_io, owner=app)
 
         tiers.append(open_slot(tmp_path / "kv", app, one))
         return tiers[-1]
@@ -72,8 +72,10 @@ def test_a_new_app_waits_for_the_slots_of_the_old_one_and_makes_none(opened: Ope
     assert names(opened("new"), opened("new")) == ["kv", "2"]
 
 
-def test_an_owner_without_a_name_is_waited_for(opened: Open, tmp_path: Path, mover: Mover) -> None:
-    other = NvmeTier.open(tmp_path / "kv", SIZE_BYTES, SEGMENT_BYTES, mover)
+def test_an_owner_without_a_name_is_waited_for(
+    opened: Open, tmp_path: Path, file_io: FileIo
+) -> None:
+    other = NvmeTier.open(tmp_path / "kv", SIZE_BYTES, SEGMENT_BYTES, file_io)
     with pytest.raises(FolderBusy):
         opened("a")
     other.close()
@@ -89,14 +91,14 @@ def test_slots_are_bounded(opened: Open, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_two_nodes_of_one_app_keep_blocks_in_one_folder_and_find_them_again(
-    tmp_path: Path, mover: Mover
+    tmp_path: Path, file_io: FileIo
 ) -> None:
     """The pods of a machine have arenas of their own, and the disk's folder in common."""
 
     def node(pod: str) -> tuple[StoreNode, Engine]:
         (tmp_path / pod).mkdir(exist_ok=True)
         given = settings(tmp_path / pod, nvme_folder=tmp_path / "disk")
-        started = StoreNode(given, mover=mover).start()
+        started = StoreNode(given, file_io=file_io).start()
         until(lambda: started.operations.stats()["tiers"]["nvme"]["state"] == "on")
         return started, Engine(given)
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import Arena, LockBusyError
-from headrace_kvstore.nvme.record import Shape, padded
-from headrace_kvstore.staging import crew
-from headrace_kvstore.staging.crew import Crew
+from headrace_kvstore.nvme.record import BlockShape, padded
+from headrace_kvstore.staging import transfer_pool as crew
 from headrace_kvstore.staging.prefetch import Prefetcher
-from headrace_kvstore.staging.sources import Found
+from headrace_kvstore.staging.sources import SourceBlock
+from headrace_kvstore.staging.transfer_pool import TransferPool
 from tests.support.kvnode import until
 
 DIGEST, LAYERS, LAYER_BYTES = b"d" * 16, 2, 4096
-SHAPE = Shape(DIGEST, LAYERS, LAYER_BYTES)
+SHAPE = BlockShape(DIGEST, LAYERS, LAYER_BYTES)
 
 
 @pytest.fixture(autouse=True)
@@ -26,26 +26,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "ERROR_PAUSE_S", 0.001)
 
 
-class Counting(Crew[int]):
+class Counting(TransferPool[int]):
     """One thread; each task is a number, and some fail when they are taken or done."""
 
     def __init__(self, tasks: list[int], fails_in: str) -> None:
         super().__init__("counting", 1)
         self.tasks, self.done, self.fails_in = tasks, [], fails_in
-        self._begin()
+        self._start_threads()
 
-    def _take(self) -> int | None:
+    def _next_task(self) -> int | None:
         task = self.tasks.pop(0) if self.tasks else None
         if task == 1 and self.fails_in == "taking":
             raise LockBusyError("busy")
         return task
 
-    def _carry_out(self, task: int) -> None:
+    def _run_task(self, task: int) -> None:
         if task == 1 and self.fails_in == "doing":
             raise OSError("no disk")
         self.done.append(task)
 
-    def _drop_all(self) -> None:
+    def _cancel_all(self) -> None:
         self.tasks.clear()
 
 
@@ -63,7 +63,7 @@ class Reading:
     def __init__(self, blocks: int) -> None:
         self.blocks, self.there, self.waited = blocks, threading.Event(), False
 
-    def call_off(self) -> None:
+    def abort(self) -> None:
         self.there.set()
 
     def wait(self) -> np.ndarray:
@@ -79,7 +79,7 @@ class Disk:
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at, self.reads = fails_at, list[Reading]()
-        self.found: list[Found] = []
+        self.found: list[SourceBlock] = []
         self.closed: list[Sequence[int]] = []
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
@@ -87,7 +87,7 @@ class Disk:
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Disk:
         sums = np.zeros(LAYERS, np.uint64)
-        self.found = [Found(padded(name), SHAPE, sums) for name in hashes]
+        self.found = [SourceBlock(padded(name), SHAPE, sums) for name in hashes]
         return self
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Reading:

@@ -15,8 +15,8 @@ from vllm.v1.request import Request
 from headrace_engine.vllm.kv_cache import BlockHasher
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import FileLock
-from headrace_kvstore.settings import StoreSettings
-from headrace_kvstore.view import StoreView
+from headrace_kvstore.lookup.store_view import StoreView
+from headrace_kvstore.settings.store_settings import StoreSettings
 
 BLOCK, BLOCK_BYTES, LAYERS = 4, 4096, 2
 DIGESTS = [b"a" * 16, b"b" * 16]
@@ -42,7 +42,7 @@ def arena(settings: StoreSettings) -> Iterator[Arena]:
         "arena", 2**20, folder=settings.folder, block_bytes=BLOCK_BYTES, layers=LAYERS
     ) as arena:
         for digest in DIGESTS:
-            arena.namespace(digest, BLOCK_BYTES, LAYERS)
+            arena.register_namespace(digest, BLOCK_BYTES, LAYERS)
         yield arena
 
 
@@ -128,7 +128,7 @@ def test_a_row_that_another_namespace_has_got_holds_nothing_of_ours(
     prompt = list(range(8))
     put(arena, 0, hashes(prompt, ""))
     assert view.held_tokens(prompt, "") == 2 * BLOCK
-    arena._t.spaces["digest"][0] = 1
+    arena._t.namespaces["digest"][0] = 1
     assert view.held_tokens(prompt, "") == 0
     view.close()
 
@@ -136,7 +136,7 @@ def test_a_row_that_another_namespace_has_got_holds_nothing_of_ours(
 def test_a_view_follows_an_arena_that_was_replaced(
     arena: Arena, settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_kvstore.view.ARENA_CHECK_S", 0.0)
+    monkeypatch.setattr("headrace_kvstore.lookup.store_view.ARENA_CHECK_S", 0.0)
     view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
     prompt = list(range(8))
     put(arena, 0, hashes(prompt, ""))

@@ -1,4 +1,4 @@
-"""The worker half of the store's connector: bytes go out, come back, and are never trusted."""
+"""The worker's side of the store's connector: bytes go out, come back, and are never trusted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_engine.connector.connector import ArenaIndex
-from headrace_engine.connector.work import Load, Save, Shape, Work
-from headrace_engine.connector.worker import StepSample, WorkerHalf, tenant_number
+from headrace_engine.connector.arena_index import ArenaIndex
+from headrace_engine.connector.messages import StepSample
+from headrace_engine.connector.store_work import BlockLoad, BlockSave, StepShape, StoreWork
+from headrace_engine.connector.worker_connector import WorkerConnector, tenant_number
 from headrace_kvstore.arena.arena import Arena, LockBusyError
 from tests.support.kvworker import HASHES, LAYER_BYTES, LAYERS, NAMES, Node, save
 
 
-def load(worker: WorkerHalf, blocks: list[int]) -> set[int]:
-    worker.begin(Work(load=Load(blocks, [HASHES[b] for b in blocks])))
+def load(worker: WorkerConnector, blocks: list[int]) -> set[int]:
+    worker.begin(StoreWork(load=BlockLoad(blocks, [HASHES[b] for b in blocks])))
     for name in NAMES:
         worker.wait(name)
     worker.end()
@@ -141,13 +142,13 @@ def test_a_cache_that_fails_loses_no_step(
 def test_a_step_that_computes_a_prompt_is_measured_without_its_waits(node: Node) -> None:
     worker, _, _ = node.engine(1)
     worker.open()
-    worker.begin(Work(shape=Shape(100, 2, 0, 60, 5050)))
+    worker.begin(StoreWork(shape=StepShape(100, 2, 0, 60, 5050)))
     worker.end()
     [sample] = worker.samples()
     assert isinstance(sample, StepSample)
     assert sample[:5] == (100, 2, 0, 60, 5050) and sample.seconds > 0
     worker.open()
-    worker.begin(Work())
+    worker.begin(StoreWork())
     worker.end()
     assert worker.samples() == []
 
@@ -166,7 +167,7 @@ def test_what_another_writer_stored_first_is_not_copied_twice(node: Node) -> Non
 def test_layers_that_are_not_ours_are_not_waited_for(node: Node) -> None:
     worker, _, _ = node.engine(1)
     save(worker, [0])
-    worker.begin(Work(load=Load([0], HASHES[:1])))
+    worker.begin(StoreWork(load=BlockLoad([0], HASHES[:1])))
     worker.wait("draft.layers.0.attn")
     worker.end()
     assert worker.failed_blocks() == set()
@@ -245,8 +246,8 @@ def replace_arena(node: Node, old: Arena) -> tuple[Arena, int]:
         "a", 4 << 20, folder=node.folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
     )
     assert old.replaced() and not new.replaced()
-    new.namespace(b"o" * 16, LAYERS * LAYER_BYTES, LAYERS)
-    return new, new.namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
+    new.register_namespace(b"o" * 16, LAYERS * LAYER_BYTES, LAYERS)
+    return new, new.register_namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
 
 
 def test_a_worker_moves_to_an_arena_that_took_the_name_and_lets_the_old_one_go(
@@ -291,10 +292,10 @@ def test_a_worker_moves_only_when_nothing_uses_the_old_arena(
         return plain(*given)
 
     monkeypatch.setattr(cache, "save", slow)
-    worker.begin(Work(saves={1: Save([0], HASHES[:1], [b""], [0])}))
+    worker.begin(StoreWork(saves={1: BlockSave([0], HASHES[:1], [b""], [0])}))
     worker.end()
     assert copies.wait(20) and not worker.prepare_to_move()
-    worker.begin(Work(saves={2: Save([1], HASHES[1:2], [b""], [0])}))
+    worker.begin(StoreWork(saves={2: BlockSave([1], HASHES[1:2], [b""], [0])}))
     worker.end()
     assert worker.finished_jobs() == [2], "an engine that always saves would never move"
     go.set()

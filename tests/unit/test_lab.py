@@ -39,7 +39,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cli, "NEEDED", ("torch", "no_such_package"))
-    found = CliRunner().invoke(lab_app, ["calibrate", "reuse"])
+    found = CliRunner().invoke(lab_app, ["calibrate", "blending"])
     assert isinstance(found.exception, CliError)
     wanted = "headrace lab needs no_such_package: install it with pip install 'headrace[lab]'"
     assert str(found.exception) == wanted

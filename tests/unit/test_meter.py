@@ -17,7 +17,7 @@ from headrace_engine.meter import (
     StoreLoad,
     Transfer,
 )
-from headrace_engine.steptime import pairs_of
+from headrace_engine.step_time import pairs_of
 
 
 def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
@@ -188,7 +188,7 @@ def test_what_reused_kv_took_of_a_step_is_no_part_of_it(
         elapsed_ms=520.0,
         is_dummy=False,
     )
-    told = {"StoredReuseConnector": {"data": {"side_s": 0.5}}}
+    told = {"StoredBlendingConnector": {"data": {"recompute_s": 0.5}}}
     given = details if with_details else None
     logger.record(scheduler_stats(), iteration_stats(10, 1, first_tokens=1))
     now += 0.52

@@ -17,6 +17,7 @@ import pytest
 
 from headrace import model as m
 from headrace.model import download, store
+from headrace_engine.cache_root import cache_root
 
 MEMBER = "Tiny.Q4_1.gguf"
 GGUF = bytes(range(256)) * 4096  # 1 MiB
@@ -352,9 +353,9 @@ def test_fetch_of_an_unknown_name_lists_the_known(tiny: Any) -> None:
 
 def test_the_cache_follows_the_environment(tmp_path: Path) -> None:
     xdg = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert store.cache_root(xdg) == tmp_path / "headrace"
-    assert store.cache_root({**xdg, "HEADRACE_CACHE": "/srv/models"}) == Path("/srv/models")
-    assert store.cache_root({}) == Path.home() / ".cache" / "headrace"
+    assert cache_root(xdg) == tmp_path / "headrace"
+    assert cache_root({**xdg, "HEADRACE_CACHE": "/srv/models"}) == Path("/srv/models")
+    assert cache_root({}) == Path.home() / ".cache" / "headrace"
 
 
 def test_the_shipped_registry_is_pinned() -> None:

@@ -7,20 +7,21 @@ import json
 import numpy as np
 import pytest
 
-from headrace.router.place import NobodyAnswersError, PlaceRequest, place
+from headrace.router.placement.cluster_view import ClusterView
+from headrace.router.placement.place import place
+from headrace.router.placement.request import NoDecodeReplicaError, PlacementRequest
 from headrace.router.plan import Plan, RouterSettings
-from headrace.router.view import View
-from headrace.router.wire import MAX_BYTES, decode, encode
-from headrace_engine.steptime import StepTime, pairs_of
-from headrace_kvstore.supply import Supply
+from headrace.router.plan_codec import MAX_BYTES, decode, encode
+from headrace_engine.step_time import StepTime, pairs_of
+from headrace_kvstore.lookup.availability import AvailableRun
 
 BLOCK = 16
 PROMPT = 100 * BLOCK + 1
 
 
-def cluster(prefills: int = 2, decodes: int = 2, **settings: object) -> View:
+def cluster(prefills: int = 2, decodes: int = 2, **settings: object) -> ClusterView:
     """Each engine on a node of its own; holder i is the cache of engine i."""
-    view = View(BLOCK, 1000.0, RouterSettings(**settings))  # type: ignore[arg-type]
+    view = ClusterView(BLOCK, 1000.0, RouterSettings(**settings))  # type: ignore[arg-type]
     for at in range(prefills + decodes):
         role = "prefill" if at < prefills else "decode"
         name = f"{role[0]}{at if at < prefills else at - prefills}"
@@ -28,25 +29,27 @@ def cluster(prefills: int = 2, decodes: int = 2, **settings: object) -> View:
     return view
 
 
-def busy(view: View, name: str, running: int = 8, context: int = 4000) -> None:
+def busy(view: ClusterView, name: str, running: int = 8, context: int = 4000) -> None:
     view.engines[view.row(name)]["running"] = running
     view.engines[view.row(name)]["context"] = context
 
 
-def queue(view: View, name: str, tokens: int, now_s: float = 0.0) -> None:
+def queue(view: ClusterView, name: str, tokens: int, now_s: float = 0.0) -> None:
     view.set_queue(view.row(name), tokens, pairs_of(0, tokens), now_s)
 
 
-def holding(view: View, **blocks: int) -> np.ndarray:
+def holding(view: ClusterView, **blocks: int) -> np.ndarray:
     held = np.zeros(len(view), np.int32)
     for name, number in blocks.items():
         held[view.engines[view.row(name)]["hbm"]] = number
     return held
 
 
-def ask(view: View, held: np.ndarray | None = None, tokens: int = PROMPT, **more: object) -> Plan:
+def ask(
+    view: ClusterView, held: np.ndarray | None = None, tokens: int = PROMPT, **more: object
+) -> Plan:
     held = np.zeros(0, np.int32) if held is None else held
-    return place(view, PlaceRequest("a", tokens, held=held, **more))  # type: ignore[arg-type]
+    return place(view, PlacementRequest("a", tokens, held=held, **more))  # type: ignore[arg-type]
 
 
 # By price
@@ -137,41 +140,37 @@ def test_reports_teach_how_far_an_old_one_may_be_off() -> None:
         queue(view, "d0", 0, now_s=4000.0 + at)
     assert engine["drift"] < 1e-6
     view.reserve(0, 1000, pairs_of(0, 1000), 5000.0)
-    assert engine["heard_s"] == 4399.0 and engine["drift"] < 1e-6, "its own reservation is no news"
-
-
-def test_the_nearer_of_two_prefill_engines_is_asked() -> None:
-    view = cluster(policy="remote")
-    near = view.add_link(0.001, 1e-10, 0.1, across=True)
-    view.set_link(1, 3, near)
-    assert (ask(view).replica, ask(view).decode) == ("p1", "d1")
-    with pytest.raises(ValueError):
-        view.set_link(1, 1, near)
+    assert engine["reported_s"] == 4399.0 and engine["drift"] < 1e-6, (
+        "its own reservation is no news"
+    )
 
 
 # Stores
 
 
-def test_runs_come_from_the_nearest_tier_that_is_cheaper_than_computing() -> None:
-    view = View(BLOCK, 1000.0, objects=4)
-    view.add("d", "decode", view.node("a", dram=1, store=2), hbm=0)
-    view.node("b", dram=5, store=3)
-    for medium in ("remote", "object"):
-        view.set_load(0, medium, 0.001, 1e-9)
-    plan = ask(view, np.array([10, 20, 40, 60, 80, 0], np.int32))
+def test_runs_come_from_the_store_as_long_as_that_is_cheaper_than_computing() -> None:
+    view = ClusterView(BLOCK, 1000.0)
+    view.add("d", "decode", view.node("a"), hbm=0)
+    available_runs = [AvailableRun("dram", 20 * BLOCK, 0.0), AvailableRun("nvme", 20 * BLOCK, 0.0)]
+    available_runs += [
+        AvailableRun("remote", 20 * BLOCK, 0.002),
+        AvailableRun("object", 20 * BLOCK, 0.002),
+    ]
+    held = np.array([10], np.int32)
+    plan = ask(view, held, available_runs=[available_runs])
     sources = [("hbm", 10), ("dram", 10), ("nvme", 20), ("remote", 20), ("object", 20)]
     assert [(r.source, r.tokens // BLOCK) for r in plan.runs[:-1]] == sources
     assert plan.runs[-1] == ("compute", PROMPT - 80 * BLOCK)
     assert plan.loaded_from == {s: n * BLOCK for s, n in sources[1:]}
-    view.set_load(0, "object", 100.0, 1e-9)
-    assert ask(view, np.array([10, 20, 40, 60, 80, 0], np.int32)).runs[-2].source == "remote"
+    available_runs[3] = AvailableRun("object", 20 * BLOCK, 100.0)
+    assert ask(view, held, available_runs=[available_runs]).runs[-2].source == "remote"
 
 
 def test_waits_that_a_node_predicts_count_as_it_says_them() -> None:
     view = cluster(prefills=0, decodes=1)
-    plan = ask(view, supplies=[[Supply("remote", 96 * BLOCK, 0.25)]])
+    plan = ask(view, available_runs=[[AvailableRun("remote", 96 * BLOCK, 0.25)]])
     assert plan.predicted["local.pull"] == 0.25
-    assert ask(view, supplies=[[Supply("remote", 96 * BLOCK, 9.0)]]).loaded_tokens == 0
+    assert ask(view, available_runs=[[AvailableRun("remote", 96 * BLOCK, 9.0)]]).loaded_tokens == 0
 
 
 # Constraints
@@ -244,7 +243,7 @@ def test_what_must_stay_local_stays_and_forced_kinds_are_kept() -> None:
 def test_a_view_without_a_decode_engine_has_no_plan() -> None:
     view = cluster(decodes=1)
     view.engines[view.row("d0")]["decode"] = False
-    with pytest.raises(NobodyAnswersError):
+    with pytest.raises(NoDecodeReplicaError):
         ask(view)
 
 
@@ -252,7 +251,7 @@ def test_a_view_without_a_decode_engine_has_no_plan() -> None:
 
 
 def test_a_new_prefix_goes_to_one_engine_of_equals_and_prefixes_spread_over_them() -> None:
-    def of(view: View, affinity: int) -> tuple[str, str]:
+    def of(view: ClusterView, affinity: int) -> tuple[str, str]:
         plan = ask(view, affinity=affinity)
         return plan.decode, plan.replica
 
@@ -272,18 +271,18 @@ def test_losing_an_engine_moves_only_what_it_had() -> None:
 
 def test_the_engine_that_computed_nothing_for_longest_is_measured_again() -> None:
     view = cluster(prefills=2, decodes=2)
-    best = ask(view, looks=True)
+    best = ask(view, may_explore=True)
     assert (best.kind, best.explores) == ("local", False), "nobody wants to know"
     for name, age_s in (("p0", 61.0), ("p1", 62.0), ("d0", 0.0), ("d1", 59.0)):
         view.engines["measured_s"][view.row(name)] = -age_s
-    plan = ask(view, looks=True)
+    plan = ask(view, may_explore=True)
     assert (plan.kind, plan.replica, plan.explores) == ("remote", "p1", True)
     assert "measuring remote prefill on p1 again after 62 s" in plan.reasons[0]
     assert not ask(view).explores
-    assert not ask(view, looks=True, local_only="n > 1").explores
+    assert not ask(view, may_explore=True, local_only="n > 1").explores
     view.engines["measured_s"][view.row("d1")] = -63.0
     to_d0 = next(n for n in range(50) if ask(view, affinity=n).decode == "d0")
-    plan = ask(view, looks=True, local_only="n > 1", affinity=to_d0)
+    plan = ask(view, may_explore=True, local_only="n > 1", affinity=to_d0)
     assert (plan.decode, plan.explores) == ("d1", True)
 
 
@@ -291,15 +290,15 @@ def test_an_engine_that_is_too_dear_is_not_measured_yet() -> None:
     view = cluster(prefills=1, decodes=1)
     view.engines["measured_s"][view.row("p0")] = -61.0
     view.engines["call_s"][view.row("p0")] = 9.0
-    assert not ask(view, looks=True).explores
+    assert not ask(view, may_explore=True).explores
     view.engines["measured_s"][view.row("p0")] = -6000.0
-    assert ask(view, looks=True).explores
+    assert ask(view, may_explore=True).explores
 
 
 def test_what_breaks_a_target_is_not_measured_where_the_best_keeps_it() -> None:
     view = cluster(prefills=1, decodes=1, ttft_target_s=ask(cluster()).predicted_ttft_s + 0.01)
     view.engines["measured_s"][view.row("p0")] = -61.0
-    assert not ask(view, looks=True).explores
+    assert not ask(view, may_explore=True).explores
 
 
 # The view
@@ -323,20 +322,20 @@ def test_rows_are_used_again_and_names_are_unique() -> None:
 @pytest.mark.parametrize("wrong", [(0, 1.0), (16, 0.0), (16, float("nan"))])
 def test_impossible_sizes_are_refused(wrong: tuple[int, float]) -> None:
     with pytest.raises(ValueError):
-        View(*wrong)
+        ClusterView(*wrong)
 
 
 # On the wire
 
 
 def test_a_plan_with_everything_long_still_fits_its_bytes() -> None:
-    view = View(BLOCK, 1000.0, RouterSettings(ttft_target_s=1e-6))
+    view = ClusterView(BLOCK, 1000.0, RouterSettings(ttft_target_s=1e-6))
     node = view.node("n")
     for number in range(3):
         view.add("d" * 100 + str(number), "decode", node)
         view.add("p" * 100 + str(number), "prefill", node)
-    runs = [Supply(("dram", "nvme")[n % 2], BLOCK) for n in range(90)]
-    plan = ask(view, supplies=[runs], local_only="why " * 500)
+    runs = [AvailableRun(("dram", "nvme")[n % 2], BLOCK) for n in range(90)]
+    plan = ask(view, available_runs=[runs], local_only="why " * 500)
     data = encode(plan)
     assert len(data) < MAX_BYTES
     back = decode(data)

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
-from headrace_engine import ports
-from headrace_engine.ports import free_port_block, is_free, reserve_ports
+from headrace_engine.kv_transfer import ports
+from headrace_engine.kv_transfer.ports import free_port_block, is_free, reserve_ports
 from headrace_kvstore.protocol.address import bind, host_port
 from tests.support.only_ipv6 import HOSTS
 
@@ -74,7 +74,7 @@ def test_one_listener_takes_a_reserved_port_and_no_second_one(host: str) -> None
 
 def test_a_reservation_ends_with_its_process() -> None:
     code = (
-        "from headrace_engine.ports import reserve_ports\n"
+        "from headrace_engine.kv_transfer.ports import reserve_ports\n"
         "block = reserve_ports(1, '127.0.0.1')\n"
         "print(block.first, flush=True)\n"
         "input()\n"

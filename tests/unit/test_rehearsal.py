@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
-from headrace_kvstore.salts import is_marked
+from headrace_kvstore.identity.salts import is_isolated
 from tests.support.clock import Clock
 
 
@@ -122,4 +122,38 @@ def test_the_beginnings_of_one_time_share_a_salt_and_no_two_times_do() -> None:
     assert all(prompts[-1][: len(ids)] == ids for ids in prompts)
     assert [len(set(salts[n : n + 5])) for n in (0, 5, 10)] == [1, 1, 1]
     assert len(set(salts)) == 3
-    assert all(map(is_marked, salts)), "the store would keep what nobody asks for"
+    assert all(map(is_isolated, salts)), "the store would keep what nobody asks for"
+
+
+def test_an_engine_that_knows_its_step_times_only_warms_up() -> None:
+    meter, asked = EngineMeter(), []
+
+    async def generate(
+        ids: list[int], tokens: int, name: str, salt: str
+    ) -> AsyncGenerator[None, None]:
+        asked.append(len(ids))
+        meter.step(Step(len(ids), 0, 0, 0, 0, 5.0))
+        yield
+
+    known = [Step(16, 0, 0, 0, 0, 0.03), Step(384, 0, 0, 0, 0, 0.3), Step(0, 4, 0, 8, 0, 0.04)]
+    learned = asyncio.run(
+        rehearse(generate, meter, rehearsal_prompts(8192, 49152), 64, known=known)
+    )
+    assert learned == known
+    assert asked == [16, 96, 1, 1, 1, 1]
+    assert meter.step_time.samples == len(known)
+    assert abs(meter.step_time.seconds(384) - 0.3) < 0.05
+    assert meter.learns
+
+
+def test_the_learned_steps_are_returned_for_the_next_start() -> None:
+    meter = EngineMeter()
+
+    async def generate(
+        ids: list[int], tokens: int, name: str, salt: str
+    ) -> AsyncGenerator[None, None]:
+        meter.step(Step(len(ids), 0, 0, 0, 0, 0.02 + 0.0008 * len(ids)))
+        yield
+
+    learned = asyncio.run(rehearse(generate, meter, rehearsal_prompts(8192, 49152), 64))
+    assert sorted(step.prompt for step in learned) == [16, 96, 384, 1536, 1920]

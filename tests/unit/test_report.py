@@ -20,7 +20,7 @@ from headrace_engine.reporting.report import (
     decode,
     encode,
 )
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 from tests.support.reports import report
 
 FULL: dict[str, Any] = dict(

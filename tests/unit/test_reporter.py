@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 from headrace_engine.meter import EngineMeter, Step
-from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
+from headrace_engine.reporting.prompt_backlog import PromptBacklog, ReceivedPlans
 from headrace_engine.reporting.report import HEARD_S, MAX_HEARD, Report
 from headrace_engine.reporting.reporter import EVERY_S, EngineFacts, Reporter
-from headrace_engine.steptime import pairs_of
+from headrace_engine.step_time import pairs_of
 
 IDENTITY = {"replica": "a", "role": "decode", "machine": "m"}
 
@@ -136,7 +136,7 @@ async def test_a_fact_that_cannot_be_is_not_reported() -> None:
 
 
 def test_prompts_are_ahead_from_their_arrival_to_their_end() -> None:
-    ahead = PromptsAhead()
+    ahead = PromptBacklog()
     ahead.arrived("a", 100, 100)
     ahead.arrived("b", 100, 40)
     assert ahead.tokens == 140
@@ -149,7 +149,7 @@ def test_prompts_are_ahead_from_their_arrival_to_their_end() -> None:
 
 
 def test_what_was_computed_is_not_ahead_any_more() -> None:
-    ahead = PromptsAhead()
+    ahead = PromptBacklog()
     ahead.computed(50, 100)
     ahead.arrived("a", 100, 100)
     ahead.arrived("b", 100, 100)
@@ -167,7 +167,7 @@ def test_what_was_computed_is_not_ahead_any_more() -> None:
 
 
 def test_a_prompt_computes_at_least_a_token_and_no_more_than_it_has() -> None:
-    ahead = PromptsAhead()
+    ahead = PromptBacklog()
     ahead.arrived("a", 100, 0)
     assert ahead.tokens == 1
     ahead.arrived("a", 100, 500)
@@ -175,7 +175,7 @@ def test_a_prompt_computes_at_least_a_token_and_no_more_than_it_has() -> None:
 
 
 def test_plans_are_named_for_a_while_and_not_without_bound() -> None:
-    heard = HeardPlans()
+    heard = ReceivedPlans()
     heard.add("a", 0.0)
     heard.add("b", 1.0)
     assert heard.recent(HEARD_S) == ("a", "b")

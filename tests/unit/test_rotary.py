@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from headrace_engine.rope import Rope, RopeError
-from headrace_engine.rotary import check_rotary, rope_of_model
+from headrace_engine.vllm.rotary_embedding import check_rotary, rope_of_model
 
 POSITIONS, DIM = 4096, 32
 CONFIG = {"num_attention_heads": 2, "head_dim": DIM, "max_position_embeddings": POSITIONS}

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.liveness import SILENT_S, Probe
-from headrace.router.blocks.feed import GPU, Kind
-from headrace.router.cluster import BOOKED_S, Cluster, Prompt
-from headrace.router.place import NobodyAnswersError
+from headrace.circuit_breaker import SILENT_S, Probe
+from headrace.router.blocks.kv_events import SourceSchema
+from headrace.router.cluster import BOOKING_TIMEOUT_S, Cluster, Prompt
+from headrace.router.placement.request import NoDecodeReplicaError
 from headrace.router.plan import RouterSettings
-from headrace.router.view import ELSEWHERE, WITHIN
-from headrace_engine.exchange import KvKind
+from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.reporting.report import Report
-from headrace_engine.steptime import StepTime
-from headrace_kvstore.supply import Supply
+from headrace_engine.step_time import StepTime
+from headrace_kvstore.lookup.availability import AvailableRun
 
 BLOCK = 16
 KEYS = np.arange(1, 41, dtype=np.uint64)
@@ -41,17 +40,17 @@ def cluster(*replicas: str, **settings: Any) -> Cluster:
     """These replicas, each heard of at 0 s, each with an empty cache."""
     made = Cluster(RouterSettings(**settings), random.Random(1))
     for replica in replicas:
-        made.feed.join(replica, "e", Kind((GPU,), ownership=""), 0.0)
+        made.events.add_source(replica, "e", SourceSchema(ownership=""), 0.0)
         made.report(report(replica), 0.0)
     return made
 
 
 def row(of: Cluster, replica: str) -> Any:
-    return of._seen.engines[of._seen.row(replica)]
+    return of._known_view.engines[of._known_view.row(replica)]
 
 
 def hold(of: Cluster, replica: str, keys: np.ndarray) -> None:
-    of.index.stored(of.feed.holders(replica)[GPU], None, keys)
+    of.index.stored(of.events.holder(replica), None, keys)
 
 
 # Where
@@ -59,8 +58,8 @@ def hold(of: Cluster, replica: str, keys: np.ndarray) -> None:
 
 def test_without_a_decode_replica_nobody_answers() -> None:
     for empty in (Cluster(RouterSettings()), cluster("p1")):
-        assert empty.choices() == 0
-        with pytest.raises(NobodyAnswersError):
+        assert empty.healthy_decodes() == 0
+        with pytest.raises(NoDecodeReplicaError):
             empty.plan(PROMPT, 0.0)
 
 
@@ -89,7 +88,7 @@ def test_prompts_that_have_nothing_in_common_are_spread() -> None:
 
 def test_what_a_machines_store_supplies_is_loaded_there() -> None:
     one = cluster("d1")
-    stored = [Supply("dram", 40 * BLOCK)]
+    stored = [AvailableRun("dram", 40 * BLOCK)]
     plan = one.plan(Prompt(KEYS, PROMPT.tokens, machine="of d1", stored=stored), 0.0)
     assert plan.loaded_from == {"dram": 40 * BLOCK}
 
@@ -97,20 +96,20 @@ def test_what_a_machines_store_supplies_is_loaded_there() -> None:
 def test_a_replica_that_may_not_be_asked_gets_nothing() -> None:
     two = cluster("d1", "d2")
     hold(two, "d2", KEYS)
-    two.liveness.on_probe("d2", Probe.MISSED, 0.0)
+    two.circuit_breakers.on_probe("d2", Probe.MISSED, 0.0)
     assert two.plan(PROMPT, 0.0).decode == "d1"
-    two.liveness.on_probe("d2", Probe.PASSED, 0.0)
-    assert two.choices() == 2, "it may be asked again"
+    two.circuit_breakers.on_probe("d2", Probe.PASSED, 0.0)
+    assert two.healthy_decodes() == 2, "it may be asked again"
     two.report(report("d2", 1, draining=True), 0.1)
-    assert two.choices() == 1
-    two.liveness.on_probe("d2", Probe.REFUSED, 0.1)
-    two.liveness.on_probe("d2", Probe.PASSED, 0.1)
-    assert two.choices() == 1, "it drains all the same"
+    assert two.healthy_decodes() == 1
+    two.circuit_breakers.on_probe("d2", Probe.REFUSED, 0.1)
+    two.circuit_breakers.on_probe("d2", Probe.PASSED, 0.1)
+    assert two.healthy_decodes() == 1, "it drains all the same"
     two.report(report("d2", 2), 0.2)
     two.report(report("d1", 1), SILENT_S + 0.1)
-    two.tend(SILENT_S + 0.3)
+    two.expire(SILENT_S + 0.3)
     assert two.plan(PROMPT, SILENT_S + 0.3).decode == "d1", "d2 is silent"
-    two.gone("d1")
+    two.remove_replica("d1")
     two.report(report("d2", 3), SILENT_S + 0.4)
     assert two.plan(PROMPT, SILENT_S + 0.4).decode == "d2"
 
@@ -135,9 +134,9 @@ def test_a_plan_counts_until_a_report_has_heard_of_it_and_never_twice() -> None:
 def test_a_plan_that_nobody_hears_of_is_taken_off() -> None:
     one = cluster("d1")
     one.plan(PROMPT, 0.0)
-    one.tend(BOOKED_S + 0.1)
+    one.expire(BOOKING_TIMEOUT_S + 0.1)
     assert (row(one, "d1")["queued_tokens"], row(one, "d1")["running"]) == (0, 0)
-    assert one.counts["unheard"] == 1
+    assert one.counts["expired"] == 1
 
 
 def test_a_plan_that_is_withdrawn_leaves_nothing() -> None:
@@ -164,14 +163,14 @@ def test_reports_out_of_order_and_of_other_blocks_are_left_out() -> None:
     assert row(one, "d1")["running"] == 7
     with pytest.raises(ValueError, match="blocks of 32 tokens"):
         one.report(report("d2", block_tokens=32), 0.2)
-    assert one.choices() == 1
+    assert one.healthy_decodes() == 1
 
 
 def test_what_decode_replicas_measure_of_calls_holds_for_all_prefill_replicas() -> None:
     four = cluster("d1", "d2", "p1", "p2")
     four.report(report("d1", 1, call=(0.2, 0.1)), 0.1)
     four.report(report("d2", 1, call=(0.4, 0.1)), 0.1)
-    four.tend(0.2)
+    four.expire(0.2)
     assert row(four, "p1")["call_s"] == pytest.approx(0.3)
     assert row(four, "p2")["call_error_s"] == pytest.approx(0.1)
 
@@ -210,9 +209,9 @@ def test_a_cache_whose_free_blocks_are_unknown_is_no_full_one() -> None:
 def test_plans_do_not_count_for_the_holder_that_a_silent_replica_had() -> None:
     two = cluster("d1", "d2")
     silent = two.plan(PROMPT, 0.0).decode
-    two.feed.leave(silent)
+    two.events.remove_source(silent)
     two.report(report(silent, 1), 0.1)
-    assert two._expected.match(KEYS).max() == 0
+    assert two._pending.match(KEYS).max() == 0
 
 
 # What a report costs
@@ -223,11 +222,10 @@ def test_replicas_that_come_and_go_on_new_machines_leave_nothing() -> None:
     one = cluster("d0")
     for number in range(1, 200):
         one.report(report(f"d{number}", kv=f"kind-{number % 3}"), float(number))
-        one.gone(f"d{number - 1}")
+        one.remove_replica(f"d{number - 1}")
     view = one.view
     assert view is not None
-    assert len(view.dram) == len(view.loads) == len(view.links) == 2
-    assert view.links.tolist() == [[WITHIN, ELSEWHERE], [ELSEWHERE, WITHIN]]
+    assert len(view.loads) == 2
 
 
 def test_a_machine_that_takes_the_place_of_another_has_none_of_its_prices() -> None:
@@ -235,16 +233,16 @@ def test_a_machine_that_takes_the_place_of_another_has_none_of_its_prices() -> N
     assert one.view is not None
     fresh = one.view.loads[one.view.node("of d1")].copy()
     one.report(report("d0", 1, loads={"remote": (1.0, 2.0)}), 0.0)
-    one.gone("d0")
+    one.remove_replica("d0")
     one.report(report("d2"), 0.0)
     assert one.view.loads[one.view.node("of d2")].tolist() == fresh.tolist()
 
 
 def test_blocks_stored_on_a_machine_without_replicas_are_no_supply() -> None:
     one = cluster("d1")
-    prompt = Prompt(KEYS, 40 * BLOCK, machine="elsewhere", stored=(Supply("dram", 20),))
+    prompt = Prompt(KEYS, 40 * BLOCK, machine="elsewhere", stored=(AvailableRun("dram", 20),))
     assert one.plan(prompt, 0.0).decode == "d1"
-    assert one.view is not None and len(one.view.dram) == 1
+    assert one.view is not None and len(one.view.loads) == 1
 
 
 def test_a_report_costs_the_same_however_many_replicas_there_are() -> None:
@@ -258,7 +256,7 @@ def test_a_report_costs_the_same_however_many_replicas_there_are() -> None:
     one = cluster(*(f"d{number}" for number in range(50)))
     one._reports = Counted(one._reports)
     one.report(report("d7", 1, kv="new"), 1.0)
-    one.gone("d8")
+    one.remove_replica("d8")
     assert Counted.walks == 0, "a report looked at all the others"
 
 
@@ -274,7 +272,7 @@ def mixed() -> Cluster:
         ("p-old", "a", busy),
         ("p-new", "b", {}),
     ]:
-        made.feed.join(name, "e", Kind((GPU,), ownership=""), 0.0)
+        made.events.add_source(name, "e", SourceSchema(ownership=""), 0.0)
         made.report(report(name, kv=kv, **more), 0.0)
     return made
 
@@ -296,7 +294,7 @@ def test_engines_whose_kv_differs_are_never_paired() -> None:
 def test_of_two_kinds_the_one_that_keeps_its_targets_is_taken_though_it_costs_more() -> None:
     made = cluster()
     for name, kv, more in [("d-old", "a", {"free_blocks": 1}), ("d-new", "b", {"running": 3})]:
-        made.feed.join(name, "e", Kind((GPU,), ownership=""), 0.0)
+        made.events.add_source(name, "e", SourceSchema(ownership=""), 0.0)
         made.report(report(name, kv=kv, **more), 0.0)
     plans = [made.plan(PROMPT, 0.0) for _ in range(5)]
     assert {(plan.decode, plan.broken) for plan in plans} == {("d-new", ())}
@@ -320,7 +318,7 @@ def test_a_plan_that_fails_leaves_all_replicas_in_the_view(monkeypatch: pytest.M
 def test_engines_of_unlike_sizes_are_paired_where_nixl_can_cut_heads() -> None:
     made = cluster()
     for name, ranks, layout in [("d", 2, "LBHNC"), ("p-one", 1, "LBHNC"), ("p-odd", 3, "LBHNC")]:
-        made.feed.join(name, "e", Kind((GPU,), ownership=""), 0.0)
+        made.events.add_source(name, "e", SourceSchema(ownership=""), 0.0)
         busy = {"running": 3} if name == "d" else {}
         made.report(report(name, kv=str(KvKind("a", ranks, 6, layout)), **busy), 0.0)
     pairs = {made.plan(PROMPT, 0.0).replica for _ in range(40)}
@@ -337,6 +335,6 @@ def test_when_all_have_gone_replicas_of_other_blocks_may_come() -> None:
     made = cluster("d1")
     with pytest.raises(ValueError, match="blocks of 32 tokens"):
         made.report(report("d2", block_tokens=32), 0.0)
-    made.gone("d1")
+    made.remove_replica("d1")
     made.report(report("d2", block_tokens=32), 0.0)
-    assert made.choices() == 1
+    assert made.healthy_decodes() == 1

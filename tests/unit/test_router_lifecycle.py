@@ -13,7 +13,7 @@ from headrace.router import (
     Router,
     RouterSettings,
 )
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 from tests.support.clock import Clock
 
 BLOCK = 16
@@ -103,7 +103,7 @@ def test_a_plan_reserves_at_once_so_the_next_sees_it(clock: Clock) -> None:
 
 def test_a_burst_of_long_prompts_spills_over_to_prefill(clock: Clock) -> None:
     r = router(clock)
-    r._look_s = clock.now_s + 60.0
+    r._explore_at_s = clock.now_s + 60.0
     kinds = [plan(r, str(i), prompt(600, 1000 * i)).kind for i in range(6)]
     assert kinds[0] == "local"
     assert {"local", "remote"} == set(kinds)
@@ -181,7 +181,7 @@ def test_a_failed_remote_prefill_is_done_locally_and_opens_the_breaker(clock: Cl
     assert (fallback.kind, fallback.timeout_s) == ("local", 0.0)
     assert "timed out after 4.0 s" in fallback.reasons[0]
     assert r.explain("a") == fallback
-    assert r.sides[""].load.waiting_tokens == 0
+    assert r.targets[""].load.waiting_tokens == 0
     assert r.decode_load.waiting_tokens == 100
     assert plan(r, "b", prompt(100)).kind == "local"
     assert r.snapshot()["plans"]["fell_back"] == 1

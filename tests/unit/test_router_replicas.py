@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.place import PlaceRequest, place
-from headrace.router.sides import ANY
-from headrace_engine.steptime import StepTime
-from headrace_kvstore.supply import Supply
+from headrace.router.decode_replica.prefill_targets import ANY
+from headrace.router.placement.place import place
+from headrace.router.placement.request import PlacementRequest
+from headrace_engine.step_time import StepTime
+from headrace_kvstore.lookup.availability import AvailableRun
 from tests.support.clock import Clock
 
 BLOCK = 16
@@ -61,7 +62,7 @@ def test_a_replica_whose_steps_take_longer_is_dearer(clock: Clock) -> None:
         for _ in range(30):
             fit.observe(100, 0, 0, 0, 0, 0.1 * slower)
         r.prefill_step_times(fit, replica)
-        r.sides[replica].measured_s = clock.now_s
+        r.targets[replica].measured_s = clock.now_s
     assert plan(r, "a").replica == "y"
     assert plan(r, "b", first=500).replica == "y", "a queue of one is shorter than a step of x"
 
@@ -98,7 +99,7 @@ def test_a_failure_opens_the_breaker_of_the_replica_that_failed_only(clock: Cloc
     failed = plan(r, "a").replica
     [other] = {"x", "y"} - {failed}
     assert r.remote_failed("a", "timed out").kind == "local"
-    assert r.sides.in_doubt(clock()) == [failed]
+    assert r.targets.suspects(clock()) == [failed]
     for n in range(5):
         again = plan(r, f"b{n}", first=300 * n)
         assert (again.kind, again.replica) == ("remote", other)
@@ -129,7 +130,7 @@ def test_a_replica_that_is_gone_takes_its_state_with_it(clock: Clock) -> None:
     r.prefill_members({"y"})
     assert plan(r, "b").replica == "y"
     r.prefill_members({"x", "y"})
-    assert r.sides.in_doubt(clock()) == []
+    assert r.targets.suspects(clock()) == []
 
 
 def test_without_a_replica_prompts_go_local_and_the_plan_says_why(clock: Clock) -> None:
@@ -140,7 +141,7 @@ def test_without_a_replica_prompts_go_local_and_the_plan_says_why(clock: Clock) 
 def test_what_is_under_way_at_a_replica_that_drains_ends_as_usual(clock: Clock) -> None:
     r = router(clock, ["x"])
     plan(r, "a")
-    side = r.sides["x"]
+    side = r.targets["x"]
     r.prefill_members({"y"})
     done(r, "a", "x")
     r.first_token("a", 1.0, 0)
@@ -154,14 +155,14 @@ def test_the_verdict_is_on_the_replica_that_did_the_work(clock: Clock) -> None:
     [other] = {"x", "y"} - {planned}
     done(r, "a", other)
     r.remote_failed("a", "no KV")
-    assert r.sides.in_doubt(clock()) == [other]
+    assert r.targets.suspects(clock()) == [other]
 
 
 def test_only_replicas_of_the_same_machine_load_from_its_store(clock: Clock) -> None:
     r = router(clock)
     for name, shares in (("x", True), ("y", False)):
         r.prefill_done("?", PrefillReport(0.5, 0.0, 0.4, 0, 100, name, shares))
-    stored = [Supply("dram", 96)]
+    stored = [AvailableRun("dram", 96)]
     p = r.plan(PlanRequest("a", range(100), stored_decode=stored))
     assert (p.replica, p.loaded_tokens) == ("x", 96)
 
@@ -182,12 +183,12 @@ def test_two_replicas_spread_short_prompts_each_in_its_own_way(
     same prefill replica, and measure the dearer kind at the same moment."""
     drawn: list[list[int]] = []
 
-    def note(view: Any, request: PlaceRequest) -> Plan:
+    def note(view: Any, request: PlacementRequest, *_: object) -> Plan:
         if request.request_id:
             drawn[-1].append(request.affinity)
         return place(view, request)
 
-    monkeypatch.setattr("headrace.router.router.place", note)
+    monkeypatch.setattr("headrace.router.decode_replica.router.place", note)
     for _ in range(2):
         router = Router(RouterSettings(), Geometry(BLOCK, 100, 9, 9), Clock())
         drawn.append([])

@@ -8,26 +8,27 @@ import numpy as np
 import pytest
 
 from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.place import PlaceRequest, place
-from headrace.router.view import View
-from headrace_kvstore.supply import Supply
+from headrace.router.placement.cluster_view import ClusterView
+from headrace.router.placement.place import place
+from headrace.router.placement.request import PlacementRequest
+from headrace_kvstore.lookup.availability import AvailableRun
 
 BLOCK, TOKEN_BYTES = 16, 1000
 
 
 def placed(
-    supplies: Sequence[Supply], cached: int = 0, tokens: int = 1000, **fixed_s: float
+    available_runs: Sequence[AvailableRun], cached: int = 0, tokens: int = 1000, **fixed_s: float
 ) -> Plan:
     """One engine with blocks of 8 tokens. A medium's load takes what is said here, or nothing."""
-    view = View(8, TOKEN_BYTES)
+    view = ClusterView(8, TOKEN_BYTES)
     view.add("d", "decode", view.node("here"), hbm=0)
     for medium in ("dram", "nvme"):
         view.set_load(0, medium, fixed_s.get(medium, 0.0), 0.0)
     held = np.array([cached // 8], np.int32)
-    return place(view, PlaceRequest("a", tokens, held=held, supplies=[supplies]))
+    return place(view, PlacementRequest("a", tokens, held=held, available_runs=[available_runs]))
 
 
-RUNS = [Supply("dram", 32), Supply("nvme", 64), Supply("remote", 16, 0.001)]
+RUNS = [AvailableRun("dram", 32), AvailableRun("nvme", 64), AvailableRun("remote", 16, 0.001)]
 
 
 def test_all_is_taken_where_loading_is_cheaper() -> None:
@@ -43,12 +44,12 @@ def test_the_leading_run_in_dram_is_taken_in_any_case_and_nothing_behind_it() ->
 
 def test_equal_prices_are_loaded() -> None:
     """All of it comes under the load of the first run."""
-    runs = [*RUNS[:2], Supply("remote", 16)]
+    runs = [*RUNS[:2], AvailableRun("remote", 16)]
     assert placed(runs, dram=10.0).loaded_from == {"dram": 32, "nvme": 64, "remote": 16}
 
 
 def test_a_run_is_taken_to_its_end_or_not_at_all() -> None:
-    late = [*RUNS[:2], Supply("remote", 16, 0.5)]
+    late = [*RUNS[:2], AvailableRun("remote", 16, 0.5)]
     assert placed(late).loaded_from == {"dram": 32, "nvme": 64}
 
 
@@ -74,14 +75,14 @@ def test_no_more_is_loaded_than_is_of_use() -> None:
 
 
 def test_what_is_pulled_is_read_from_dram() -> None:
-    def load_s(*runs: Supply) -> float:
+    def load_s(*runs: AvailableRun) -> float:
         p = placed(runs, dram=0.3, nvme=0.4, tokens=1601).predicted
         return p["local.compute"] + p["local.load"]
 
-    pulled = Supply("remote", 1560), Supply("object", 40)
+    pulled = AvailableRun("remote", 1560), AvailableRun("object", 40)
     assert load_s(*pulled) == pytest.approx(0.3)
-    assert load_s(Supply("nvme", 1600)) == pytest.approx(0.4)
-    assert load_s(Supply("nvme", 800), Supply("remote", 800)) == pytest.approx(0.7)
+    assert load_s(AvailableRun("nvme", 1600)) == pytest.approx(0.4)
+    assert load_s(AvailableRun("nvme", 800), AvailableRun("remote", 800)) == pytest.approx(0.7)
 
 
 # In plans
@@ -104,7 +105,9 @@ def measured(router: Router, medium: str, bytes_per_s: float) -> None:
             router.observe_load(medium, size, size / bytes_per_s)
 
 
-def plan(router: Router, *stored: Supply, tokens: int = 20 * BLOCK + 1, name: str = "a") -> Plan:
+def plan(
+    router: Router, *stored: AvailableRun, tokens: int = 20 * BLOCK + 1, name: str = "a"
+) -> Plan:
     made = router.plan(PlanRequest(name, range(tokens), stored_decode=stored))
     router.finished(name)
     return made
@@ -112,7 +115,7 @@ def plan(router: Router, *stored: Supply, tokens: int = 20 * BLOCK + 1, name: st
 
 def test_a_prompt_that_lies_on_nvme_only_is_planned_as_loaded(router: Router) -> None:
     measured(router, "nvme", 1e7)
-    made = plan(router, Supply("nvme", 20 * BLOCK))
+    made = plan(router, AvailableRun("nvme", 20 * BLOCK))
     assert (made.loaded_tokens, made.loaded_from) == (20 * BLOCK, {"nvme": 20 * BLOCK})
     assert made.to_dict()["loaded_from"] == {"nvme": 20 * BLOCK}
     computed = plan(router)
@@ -123,36 +126,36 @@ def test_a_prompt_that_lies_on_nvme_only_is_planned_as_loaded(router: Router) ->
 def test_each_medium_is_priced_at_its_own_speed(router: Router) -> None:
     measured(router, "dram", 1e9)
     measured(router, "nvme", 1e6)
-    fast = plan(router, Supply("dram", 10 * BLOCK))
+    fast = plan(router, AvailableRun("dram", 10 * BLOCK))
     assert fast.loaded_from == {"dram": 10 * BLOCK}
-    slow = plan(router, Supply("dram", 5 * BLOCK), Supply("nvme", 5 * BLOCK))
+    slow = plan(router, AvailableRun("dram", 5 * BLOCK), AvailableRun("nvme", 5 * BLOCK))
     assert slow.loaded_from == {"dram": 5 * BLOCK, "nvme": 5 * BLOCK}
     assert slow.predicted["local.load"] == 0.0, "80 ms under 171 ms of computing"
-    alone = plan(router, Supply("nvme", 20 * BLOCK))
+    alone = plan(router, AvailableRun("nvme", 20 * BLOCK))
     assert alone.predicted["local.load"] > 0.25
 
 
 def test_a_disk_slower_than_computing_is_planned_as_computed(router: Router) -> None:
     measured(router, "nvme", 1e5)
-    made = plan(router, Supply("dram", 2 * BLOCK), Supply("nvme", 18 * BLOCK))
+    made = plan(router, AvailableRun("dram", 2 * BLOCK), AvailableRun("nvme", 18 * BLOCK))
     assert (made.loaded_tokens, made.loaded_from) == (2 * BLOCK, {"dram": 2 * BLOCK})
 
 
 def test_the_wait_for_a_peer_is_part_of_the_price(router: Router) -> None:
     measured(router, "dram", 1e9)
-    made = plan(router, Supply("remote", 20 * BLOCK, 0.1))
+    made = plan(router, AvailableRun("remote", 20 * BLOCK, 0.1))
     assert made.loaded_from == {"remote": 20 * BLOCK}
     assert made.predicted["local.pull"] == 0.1
     p = made.predicted
     parts = ("queue", "pull", "compute", "load", "stall")
     assert p["local.total"] == pytest.approx(sum(p[f"local.{part}"] for part in parts))
     assert "pull 0.100" in made.reasons[-1]
-    late = plan(router, Supply("remote", 20 * BLOCK, 10.0))
+    late = plan(router, AvailableRun("remote", 20 * BLOCK, 10.0))
     assert late.loaded_from == {} and late.predicted["local.pull"] == 0.0
 
 
 def test_the_last_token_is_computed_whatever_the_store_holds(router: Router) -> None:
-    made = plan(router, Supply("nvme", 4 * BLOCK), tokens=4 * BLOCK)
+    made = plan(router, AvailableRun("nvme", 4 * BLOCK), tokens=4 * BLOCK)
     assert made.loaded_tokens == 3 * BLOCK
 
 
@@ -162,7 +165,7 @@ def test_a_pull_at_the_prefill_engine_is_no_queue_of_others(router: Router) -> N
         request = PlanRequest(
             name,
             range(ord(name) * 1000, ord(name) * 1000 + 20 * BLOCK + 1),
-            stored_prefill=(Supply("object", 20 * BLOCK, 0.2),),
+            stored_prefill=(AvailableRun("object", 20 * BLOCK, 0.2),),
         )
         made = router.plan(request)
         assert (made.kind, made.loaded_from) == ("remote", {"object": 20 * BLOCK})
@@ -171,4 +174,4 @@ def test_a_pull_at_the_prefill_engine_is_no_queue_of_others(router: Router) -> N
         router.prefill_done(name, PrefillReport(0.25, 0.2, 0.03, 0, 1))
         router.first_token(name, 0.3, 0)
         router.finished(name)
-    assert router.sides[""].others.seconds() < 0.02
+    assert router.targets[""].others.seconds() < 0.02

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from headrace_engine.serving.draining import ENGINE_END_S, drain_options, grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import Members
-from headrace_engine.serving.orders import FIELDS, Noted, Notes, Obedience, prefix
+from headrace_engine.serving.settings_override import (
+    FIELDS,
+    AppliedOverrides,
+    Override,
+    OverrideStore,
+    prefix,
+)
 
 # Draining
 
@@ -157,57 +163,57 @@ def test_who_watches_before_anybody_is_known_hears_of_the_first() -> None:
 class Cluster(dict[str, bytes]):
     """The cluster's notes."""
 
-    def notes(self, app: str = "app") -> Notes:
-        return Notes(app, self.get, self.__setitem__)
+    def overrides(self, app: str = "app") -> OverrideStore:
+        return OverrideStore(app, self.get, self.__setitem__)
 
 
 def test_a_replica_that_starts_learns_the_orders_in_force() -> None:
     cluster = Cluster()
-    cluster.notes().give({"policy": "local"}, 0.0)
-    cluster.notes().give({"mode": "off", "draft_cap": None}, 0.0)
-    news = Obedience().news(cluster.notes().all(), 10.0)
-    assert news == [{"policy": "local"}, {"mode": "off"}, {"draft_cap": None}]
+    cluster.overrides().set_override({"policy": "local"}, 0.0)
+    cluster.overrides().set_override({"mode": "off", "draft_cap": None}, 0.0)
+    pending = AppliedOverrides().pending(cluster.overrides().all(), 10.0)
+    assert pending == [{"policy": "local"}, {"mode": "off"}, {"draft_cap": None}]
 
 
 def test_a_replica_is_told_each_order_once() -> None:
-    cluster, obedience = Cluster(), Obedience()
-    cluster.notes().give({"policy": "local"}, 0.0)
-    assert obedience.news(cluster.notes().all(), 1.0) == [{"policy": "local"}]
-    assert obedience.news(cluster.notes().all(), 2.0) == []
-    cluster.notes().give({"policy": "cost"}, 3.0)
-    assert obedience.news(cluster.notes().all(), 4.0) == [{"policy": "cost"}]
+    cluster, applied = Cluster(), AppliedOverrides()
+    cluster.overrides().set_override({"policy": "local"}, 0.0)
+    assert applied.pending(cluster.overrides().all(), 1.0) == [{"policy": "local"}]
+    assert applied.pending(cluster.overrides().all(), 2.0) == []
+    cluster.overrides().set_override({"policy": "cost"}, 3.0)
+    assert applied.pending(cluster.overrides().all(), 4.0) == [{"policy": "cost"}]
 
 
 def test_an_order_for_a_time_holds_for_what_is_left_of_it() -> None:
     cluster = Cluster()
-    cluster.notes().give({"mode": "auto"}, 0.0)
-    cluster.notes().give({"mode": "off", "for_s": 60.0}, 100.0)
-    assert Obedience().news(cluster.notes().all(), 140.0) == [
+    cluster.overrides().set_override({"mode": "auto"}, 0.0)
+    cluster.overrides().set_override({"mode": "off", "for_s": 60.0}, 100.0)
+    assert AppliedOverrides().pending(cluster.overrides().all(), 140.0) == [
         {"mode": "auto"},
         {"mode": "off", "for_s": 20.0},
     ]
-    assert Obedience().news(cluster.notes().all(), 160.0) == [{"mode": "auto"}]
+    assert AppliedOverrides().pending(cluster.overrides().all(), 160.0) == [{"mode": "auto"}]
 
 
 def test_a_standing_order_ends_one_that_holds_for_a_time() -> None:
-    cluster, obedience = Cluster(), Obedience()
-    cluster.notes().give({"mode": "off", "for_s": 60.0}, 0.0)
-    obedience.news(cluster.notes().all(), 1.0)
-    cluster.notes().give({"mode": "static:4"}, 2.0)
-    assert obedience.news(cluster.notes().all(), 3.0) == [{"mode": "static:4"}]
+    cluster, applied = Cluster(), AppliedOverrides()
+    cluster.overrides().set_override({"mode": "off", "for_s": 60.0}, 0.0)
+    applied.pending(cluster.overrides().all(), 1.0)
+    cluster.overrides().set_override({"mode": "static:4"}, 2.0)
+    assert applied.pending(cluster.overrides().all(), 3.0) == [{"mode": "static:4"}]
 
 
 def test_apps_do_not_hear_each_others_orders() -> None:
     cluster = Cluster()
-    cluster.notes("a").give({"policy": "local"}, 0.0)
-    assert Obedience().news(cluster.notes("b").all(), 1.0) == []
+    cluster.overrides("a").set_override({"policy": "local"}, 0.0)
+    assert AppliedOverrides().pending(cluster.overrides("b").all(), 1.0) == []
     assert all(key.startswith(prefix("a")) for key in cluster)
     assert not prefix("ab").startswith(prefix("a"))
 
 
 @given(st.binary(max_size=200))
 def test_a_note_that_is_none_of_ours_is_no_order(note: bytes) -> None:
-    noted = Noted.of(note)
+    noted = Override.of(note)
     assert len(noted.standing) <= 1 >= len(noted.passing)
 
 
@@ -226,19 +232,19 @@ def test_a_note_that_is_none_of_ours_is_no_order(note: bytes) -> None:
 def test_a_replica_that_starts_late_ends_up_as_one_that_heard_every_order(
     given_orders: list[tuple[str, Any, float | None, float]], looks: bool
 ) -> None:
-    cluster, old = Cluster(), Obedience()
+    cluster, old = Cluster(), AppliedOverrides()
     heard, late = Desk(), Desk()
     now_s = 0.0
     for name, value, for_s, pause_s in given_orders:
         order = {name: value} if for_s is None else {name: value, "for_s": for_s}
-        cluster.notes().give(order, now_s)
+        cluster.overrides().set_override(order, now_s)
         heard.obey(order, now_s)
         if looks:
-            for news in old.news(cluster.notes().all(), now_s):
-                heard.obey(news, now_s)
+            for pending in old.pending(cluster.overrides().all(), now_s):
+                heard.obey(pending, now_s)
         now_s += pause_s
-    for news in Obedience().news(cluster.notes().all(), now_s):
-        late.obey(news, now_s)
+    for pending in AppliedOverrides().pending(cluster.overrides().all(), now_s):
+        late.obey(pending, now_s)
     for then_s in (now_s, now_s + 25.0, now_s + 100.0):
         assert heard.at(then_s) == late.at(then_s)
 

@@ -10,7 +10,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from headrace.simulate.calibrate import CalibrationError, calibrated
+from headrace.simulate.calibration import CalibrationError, calibrate_hardware
+from headrace.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
 from headrace.simulate.hardware import (
     Engine,
     Hardware,
@@ -19,21 +20,20 @@ from headrace.simulate.hardware import (
     prefill_s,
     step_s,
 )
-from headrace.simulate.outcome import Targets, gap_percentile
-from headrace.simulate.report import chart
-from headrace.simulate.run import Settings, SimulationError, simulate
-from headrace.simulate.sight import Ask, Choice, Sight
+from headrace.simulate.html_report import chart
+from headrace.simulate.outcome import GoodputTargets, gap_percentile
+from headrace.simulate.run import SimulationError, SimulationSettings, simulate
 from headrace.simulate.state import ITL_BINS
 from headrace.simulate.trace import (
     Trace,
     TraceError,
     Workload,
-    in_blocks_of,
-    multiply,
     parse_trace,
     read_trace,
+    scale_trace,
+    with_block_size,
 )
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 
 GOOD = {"timestamp": 0, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}
 
@@ -88,24 +88,24 @@ def test_smaller_blocks_are_shared_where_those_of_the_trace_are() -> None:
     trace = parse_trace(
         lines({}, {"timestamp": 1, "hash_ids": [5, 8, 9]}, {"timestamp": 2, "input_length": 100})
     )
-    small = in_blocks_of(trace, 128)
+    small = with_block_size(trace, 128)
     assert small.block_tokens == 128
     assert np.diff(small.starts).tolist() == [8, 8, 0]
     first, second = small.keys[:8].tolist(), small.keys[8:].tolist()
     assert first[:4] == second[:4]
     assert len(set(first) | set(second)) == 12
-    tiny = in_blocks_of(trace, 16)
+    tiny = with_block_size(trace, 16)
     assert np.diff(tiny.starts).tolist() == [68, 68, 6]
     assert len(set(tiny.keys.tolist())) == 68 + 36 + 6
     assert tiny.keys.max() < tiny.distinct
-    assert in_blocks_of(trace, 512).keys.tolist() == trace.keys.tolist()
+    assert with_block_size(trace, 512).keys.tolist() == trace.keys.tolist()
     with pytest.raises(TraceError, match="do not divide"):
-        in_blocks_of(trace, 100)
+        with_block_size(trace, 100)
 
 
 def test_copies_share_no_block_and_come_at_the_rate_asked_for() -> None:
     trace = parse_trace(lines(*({"timestamp": 100 * n} for n in range(200))))
-    work = multiply(trace, 3.5, 40.0, seed=1)
+    work = scale_trace(trace, 3.5, 40.0, seed=1)
     assert len(work) == pytest.approx(3.5 * 200 * 40.0 / trace.seconds, rel=0.05)
     assert (np.diff(work.arrival_s) >= 0).all()
     assert work.arrival_s[-1] < 40.0
@@ -121,7 +121,7 @@ def test_copies_share_no_block_and_come_at_the_rate_asked_for() -> None:
 @pytest.mark.parametrize(("rate", "seconds"), [(0.0, 1.0), (1.0, 0.0), (1e5, 1e6)])
 def test_a_run_that_is_too_large_or_empty_is_refused(rate: float, seconds: float) -> None:
     with pytest.raises(TraceError):
-        multiply(parse_trace(lines({})), rate, seconds, seed=0)
+        scale_trace(parse_trace(lines({})), rate, seconds, seed=0)
 
 
 # ---- machines ---------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_the_compiled_curve_is_the_model(padded: tuple[int, ...]) -> None:
 def test_fits_of_a_file_and_of_a_status_are_taken_over() -> None:
     fit = StepTime()
     told = {"decode": fit.to_dict(), "kv_blocks": 99, "step_tokens": 64, "kv_bytes_per_token": 7}
-    found = calibrated(Hardware(), told)
+    found = calibrate_hardware(Hardware(), told)
     assert found.decode.steps.seconds(100, 2) == pytest.approx(fit.seconds(100, 2))
     assert (found.prefill.kv_blocks, found.decode.step_tokens) == (99, 64)
     assert found.kv_bytes_per_token == 7
@@ -155,7 +155,7 @@ def test_fits_of_a_file_and_of_a_status_are_taken_over() -> None:
         "step_times": {"decode": fit.to_dict(), "prefill": slow.to_dict()},
     }
     status = {"replicas": [{"role": "prefill"}, {"router": router}, {"router": router}]}
-    found = calibrated(Hardware(), status)
+    found = calibrate_hardware(Hardware(), status)
     assert found.prefill.steps.seconds(200, pairs=20_000) == pytest.approx(3.0, rel=0.05)
     assert found.decode.steps.seconds(100, 2) == pytest.approx(fit.seconds(100, 2))
     assert found.link_bytes_s == pytest.approx(1e9)
@@ -183,7 +183,7 @@ def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
         "replicas": [{"role": "prefill"}, {"router": router}],
         "store": [{"down": "why"}, {"tiers": {"dram": {"size_bytes": 10**9}}}],
     }
-    found = calibrated(Hardware(), status)
+    found = calibrate_hardware(Hardware(), status)
     assert (found.block_tokens, found.kv_bytes_per_token) == (128, 23_040)
     assert (found.prefill.kv_blocks, found.decode.kv_blocks) == (300, 364)
     assert (found.decode.step_tokens, found.engines_per_node, found.mixed_nodes) == (2048, 2, True)
@@ -208,7 +208,7 @@ def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
 )
 def test_fits_that_are_wrong_are_refused(told: object) -> None:
     with pytest.raises(CalibrationError):
-        calibrated(Hardware(), told)
+        calibrate_hardware(Hardware(), told)
 
 
 def test_impossible_machines_are_refused() -> None:
@@ -224,11 +224,11 @@ def test_impossible_machines_are_refused() -> None:
 
 
 def test_what_makes_no_sense_is_refused_before_anything_runs() -> None:
-    work = multiply(parse_trace(lines({})), 1.0, 10.0, seed=0)
+    work = scale_trace(parse_trace(lines({})), 1.0, 10.0, seed=0)
     small = Hardware(decode=Engine(kv_blocks=2))
 
-    def nowhere(*_: object) -> Choice:
-        return Choice(None, 7)
+    def nowhere(*_: object) -> EnginePair:
+        return EnginePair(None, 7)
 
     with pytest.raises(SimulationError, match="decode engine"):
         simulate(work, Hardware(), 1, 0, nowhere)
@@ -237,15 +237,15 @@ def test_what_makes_no_sense_is_refused_before_anything_runs() -> None:
     with pytest.raises(SimulationError, match="do not exist"):
         simulate(work, Hardware(), 0, 1, nowhere)
     with pytest.raises(SimulationError, match="report_s"):
-        Settings(report_s=0.0)
+        SimulationSettings(report_s=0.0)
     with pytest.raises(ValueError, match="above 0"):
-        Targets(ttft_s=0.0)
+        GoodputTargets(ttft_s=0.0)
 
 
 def test_blocks_of_the_trace_must_be_those_of_the_engines() -> None:
-    work = multiply(parse_trace(lines({})), 1.0, 10.0, seed=0)
+    work = scale_trace(parse_trace(lines({})), 1.0, 10.0, seed=0)
     with pytest.raises(SimulationError, match="512 tokens, of the engines 128"):
-        simulate(work, Hardware(block_tokens=128), 0, 1, lambda *_: Choice(None, 0))
+        simulate(work, Hardware(block_tokens=128), 0, 1, lambda *_: EnginePair(None, 0))
 
 
 def test_a_decode_engine_is_slower_while_a_prefill_engine_of_its_node_computes() -> None:
@@ -262,13 +262,13 @@ def test_a_decode_engine_is_slower_while_a_prefill_engine_of_its_node_computes()
     )
     work = Workload(trace, arrival_s, np.arange(2, dtype=np.int32), np.zeros(2, np.int64), 2.0, 1)
 
-    def split(sight: Sight, ask: Ask, rng: Random) -> Choice:
-        return Choice(None if ask.prompt == 1 else 0, 1)
+    def split(cluster: ClusterState, request: PromptRequest, rng: Random) -> EnginePair:
+        return EnginePair(None if request.prompt == 1 else 0, 1)
 
     ends = []
     for share, mixed in ((0.0, True), (0.5, False), (0.5, True)):
         machine = Hardware(mixed_nodes=mixed, lost_share=share, engines_per_node=2)
-        req = simulate(work, machine, 1, 1, split, Settings(warm_share=0.0)).state.req
+        req = simulate(work, machine, 1, 1, split, SimulationSettings(warm_share=0.0)).state.req
         ends.append(float(req["end_s"][0]))
     computed_s = prefill_s(Hardware().prefill.curve, 8000, 8000, 8192)
     assert ends[1] == pytest.approx(ends[0])

@@ -18,7 +18,7 @@ from headrace_lab.models.lm import LM
 from headrace_lab.sparse.baselines import BASELINES, EXTRA, ORACLE
 from headrace_lab.sparse.reference import Form
 
-HEADS, GROUP, UNIT, DIM = 2, 3, 8, 16
+HEADS, GROUP, PAGE, DIM = 2, 3, 8, 16
 
 
 def layer(tokens: int, rows: int, seed: int = 0) -> tuple[Layer, Tensor, Tensor, Tensor]:
@@ -26,7 +26,7 @@ def layer(tokens: int, rows: int, seed: int = 0) -> tuple[Layer, Tensor, Tensor,
     q = torch.randn(rows, HEADS * GROUP, DIM)
     keys, values = torch.randn(2, tokens, HEADS, DIM)
     at = torch.arange(tokens - rows, tokens)
-    return Layer.of(0, q, at, keys, values, UNIT), q, keys, values
+    return Layer.of(0, q, at, keys, values, PAGE), q, keys, values
 
 
 def exact(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -39,12 +39,12 @@ def exact(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 class TestAttention:
     @pytest.mark.parametrize("tokens", [80, 83])
-    def test_to_all_units_is_exact(self, tokens: int) -> None:
+    def test_to_all_pages_is_exact(self, tokens: int) -> None:
         here, q, keys, values = layer(tokens, 10)
         chosen = Share(1.0)(torch.zeros(HEADS, 10, here.keys.shape[1]), here)
         torch.testing.assert_close(attended(here, chosen), exact(q, keys, values))
 
-    def test_to_the_first_and_newest_units_is_exact_over_their_tokens(self) -> None:
+    def test_to_the_first_and_newest_pages_is_exact_over_their_tokens(self) -> None:
         here, q, keys, values = layer(84, 1)
         chosen = Share(0.0)(torch.zeros(HEADS, 1, here.keys.shape[1]), here)
         kept = [*range(8), *range(72, 84)]
@@ -84,14 +84,14 @@ class TestRivals:
     def test_the_oracle_is_the_attention(self) -> None:
         here, *_ = layer(80, 1)
         scores = baseline(ORACLE)(here)[:, 0, :9]
-        mass = here.attention()[:, 0].unflatten(-1, (-1, UNIT)).sum(-1)[..., :9]
+        mass = here.attention()[:, 0].unflatten(-1, (-1, PAGE)).sum(-1)[..., :9]
         wanted = (mass / mass.sum(-1, keepdim=True)).sum(1)
         torch.testing.assert_close(scores, wanted)
 
     @pytest.mark.parametrize("name", ["mean", "clusters", "pairs"])
-    def test_know_units_of_equal_keys(self, name: str) -> None:
+    def test_know_pages_of_equal_keys(self, name: str) -> None:
         here, *_ = layer(80, 1)
-        keys = here.keys[:, :, :1].expand(-1, -1, UNIT, -1)
+        keys = here.keys[:, :, :1].expand(-1, -1, PAGE, -1)
         # 4 bits hold 0 and one size of number exactly.
         keys = keys.sign()
         queries = here.queries.flatten(1, 2)
@@ -100,7 +100,7 @@ class TestRivals:
 
     def test_the_merged_keys_leave_out_small_dimensions(self) -> None:
         here, *_ = layer(80, 1)
-        keys = here.keys[:, :, :1].expand(-1, -1, UNIT, -1).clone()
+        keys = here.keys[:, :, :1].expand(-1, -1, PAGE, -1).clone()
         keys[..., 4:] = 0
         queries = here.queries.flatten(1, 2)
         found = BASELINES["KVStar"].logits(keys, queries).softmax(-1)
@@ -111,7 +111,7 @@ class TestTheReference:
     def test_of_full_rank_and_precision_is_the_oracle(self) -> None:
         here, *_ = layer(80, 1)
         queries = here.queries.flatten(1, 2)
-        form = Form(rank=UNIT - 1, bits=None)
+        form = Form(rank=PAGE - 1, bits=None)
         found = form.logits(form.summary(here.keys), queries)
         torch.testing.assert_close(found, ORACLE.logits(here.keys, queries), rtol=1e-4, atol=1e-4)
 
@@ -119,7 +119,7 @@ class TestTheReference:
     def test_with_all_keys_kept_but_one_is_the_oracle(self, by_norm: bool) -> None:
         here, *_ = layer(80, 1)
         queries = here.queries.flatten(1, 2)
-        form = Form(rank=0, bits=None, kept=UNIT - 1, by_norm=by_norm)
+        form = Form(rank=0, bits=None, kept=PAGE - 1, by_norm=by_norm)
         found = form.logits(form.summary(here.keys), queries)
         torch.testing.assert_close(found, ORACLE.logits(here.keys, queries), rtol=1e-4, atol=1e-4)
 
@@ -149,7 +149,7 @@ def test_answers_of_texts_stand_before_the_tail(number: int) -> None:
 
 
 @torch.no_grad()
-def test_a_share_of_all_units_is_the_exact_model(tmp_path: Path) -> None:
+def test_a_share_of_all_pages_is_the_exact_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(

@@ -17,13 +17,13 @@ from safetensors.numpy import save_file
 from headrace.config import ConfigError
 from headrace.config.load import load_config
 from headrace.config.techniques import SparseSection, TechniquesSection
-from headrace.sparse import add_sparse
-from headrace_decode.sparse import calibration_file as files
+from headrace.deploy.sparse_attention import add_sparse_attention
+from headrace_decode.attention import calibration_file as files
+from headrace_decode.attention.calibration_file import CalibrationError, ModelShape
+from headrace_decode.attention.settings import settings_of
+from headrace_decode.attention_backend.worker import bases_for
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.calibration_file import CalibrationError, Shape
 from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, read_bases, write
-from headrace_decode.sparse.engine.settings import settings_of
-from headrace_decode.sparse.engine.worker import bases_for
 from headrace_engine.connector.identity.engine_identity import SPARSE_KEY
 from headrace_lab.sparse.calibrate import least_share
 
@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "rope_theta": 100000.0,
 }
-SHAPE = Shape.of(CONFIG)
+SHAPE = ModelShape.of(CONFIG)
 KL = {0.05: 0.2, 0.1: 0.05, 0.2: 0.01, 0.3: 0.004}
 FOUND = Calibration("smol", SHAPE, 32, KL, target_kl=0.02, share=0.2)
 RANK = 8
@@ -84,7 +84,7 @@ def test_a_file_brings_back_what_was_written(file: Path) -> None:
     ],
 )
 def test_one_model_has_one_shape_however_its_configuration_is_written(same: Any) -> None:
-    assert Shape.of(CONFIG | same) == SHAPE
+    assert ModelShape.of(CONFIG | same) == SHAPE
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_one_model_has_one_shape_however_its_configuration_is_written(same: Any)
 )
 def test_a_file_of_another_model_is_refused_by_name(file: Path, other: dict[str, Any]) -> None:
     with pytest.raises(CalibrationError, match=r"of another model, smol: \w+ .+ instead of"):
-        read_bases(file, Shape.of(CONFIG | other), 32)
+        read_bases(file, ModelShape.of(CONFIG | other), 32)
 
 
-def test_a_file_for_another_unit_is_refused(file: Path) -> None:
-    with pytest.raises(CalibrationError, match="units of 32 tokens instead of 16"):
+def test_a_file_for_another_page_is_refused(file: Path) -> None:
+    with pytest.raises(CalibrationError, match="pages of 32 tokens instead of 16"):
         read_bases(file, SHAPE, 16)
 
 
@@ -190,8 +190,8 @@ def test_tensors_that_are_no_bases_of_the_model_are_refused(
         {"target_kl": float("inf")},
         {"kl": 3},
         {"kl": [[1]]},
-        {"unit_tokens": None},
-        {"unit_tokens": float("inf")},
+        {"page_tokens": None},
+        {"page_tokens": float("inf")},
         {"shape": {}},
         {"shape": [1]},
         {"model": None, "shape": {"hidden_size": 1}},
@@ -235,7 +235,7 @@ def test_the_share_is_the_files_where_none_is_set(
 ) -> None:
     engine: dict[str, Any] = {}
     section = SparseSection(mode="auto", share=share, calibration=str(file))
-    add_sparse(TechniquesSection(sparse=section), [engine])
+    add_sparse_attention(TechniquesSection(sparse=section), [engine])
     settings = settings_of(engine["additional_config"])
     assert settings is not None and settings.share == wanted
     assert (
@@ -264,7 +264,7 @@ def test_a_configuration_names_its_file_from_its_own_folder(
     [
         ("{mode: auto, calibration: none.st}", "No such file"),
         ("{mode: auto, calibration: app.yaml}", "is not of"),
-        ("{mode: auto, unit_tokens: 16, calibration: smol.safetensors}", "for units of 32 tokens"),
+        ("{mode: auto, page_tokens: 16, calibration: smol.safetensors}", "for pages of 32 tokens"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_field_and_command(
@@ -283,7 +283,7 @@ def test_an_app_whose_file_went_away_says_which_field_named_it(file: Path) -> No
     section = SparseSection(mode="auto", calibration=str(file))
     file.unlink()
     with pytest.raises(ValueError, match=r"^techniques\.sparse\.calibration: "):
-        add_sparse(TechniquesSection(sparse=section), [{}])
+        add_sparse_attention(TechniquesSection(sparse=section), [{}])
 
 
 def test_a_shape_that_is_not_the_basiss_is_not_hidden_by_the_name(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Summaries of units, the scores made of them, and the choice."""
+"""Summaries of pages, the scores made of them, and the choice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace_decode.sparse.basis import Basis, Moments
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.lanes import AVX2, VNNI, Dot
-from headrace_decode.sparse.layout import Layout
-from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.page_scores import score_pages
+from headrace_decode.sparse.page_selection import select_pages
+from headrace_decode.sparse.simd_dot import AVX2, VNNI, Dot
 from headrace_decode.sparse.summaries import Summaries
+from headrace_decode.sparse.summary_layout import SummaryLayout
 from headrace_lab.sparse.reference import Coordinates, Form
 from tests.support import sparse_summaries as stored
 
@@ -31,18 +31,18 @@ SHAPES = st.sampled_from(
 GROUPS = {16: 3, 32: 4, 8: 1, 6: 8}
 
 
-def keys_of(seed: int, units: int, tokens: int, dim: int) -> Tensor:
-    """Units around means of their own, with a few directions that matter."""
+def keys_of(seed: int, pages: int, tokens: int, dim: int) -> Tensor:
+    """Pages around means of their own, with a few directions that matter."""
     draw = torch.Generator().manual_seed(seed)
-    mean = 2 * torch.randn(units, HEADS, 1, dim, generator=draw)
-    weights = torch.randn(units, HEADS, tokens, 3, generator=draw)
-    few = weights @ torch.randn(units, HEADS, 3, dim, generator=draw)
-    return mean + few + 0.2 * torch.randn(units, HEADS, tokens, dim, generator=draw)
+    mean = 2 * torch.randn(pages, HEADS, 1, dim, generator=draw)
+    weights = torch.randn(pages, HEADS, tokens, 3, generator=draw)
+    few = weights @ torch.randn(pages, HEADS, 3, dim, generator=draw)
+    return mean + few + 0.2 * torch.randn(pages, HEADS, tokens, dim, generator=draw)
 
 
 def basis_of(keys: Tensor, rank: int, queries: Tensor | None = None) -> Basis:
     moments = Moments(HEADS, keys.shape[-1])
-    moments.add_units(keys.numpy())
+    moments.add_pages(keys.numpy())
     if queries is None:
         queries = torch.randn(
             HEADS, 500, keys.shape[-1], generator=torch.Generator().manual_seed(0)
@@ -51,9 +51,9 @@ def basis_of(keys: Tensor, rank: int, queries: Tensor | None = None) -> Basis:
     return moments.basis(rank)
 
 
-def unpacked(summaries: Summaries, unit: int, head: int) -> tuple[Tensor, Tensor]:
-    """Mean [dim], less the basis's origin, and what the unit's keys add to it [tokens, dim]."""
-    codes, scales = summaries.codes[head, unit], summaries.scales[head, unit]
+def unpacked(summaries: Summaries, page: int, head: int) -> tuple[Tensor, Tensor]:
+    """Mean [dim], less the basis's origin, and what the page's keys add to it [tokens, dim]."""
+    codes, scales = summaries.codes[head, page], summaries.scales[head, page]
     return stored.unpacked(summaries.layout, summaries.basis, codes, scales, head)
 
 
@@ -66,11 +66,11 @@ class TestSummaries:
         tokens, dim, rank = shape
         keys = keys_of(seed, 5, tokens, dim)
         summaries = Summaries(7, HEADS, tokens, dim, rank)
-        units = np.array([6, 0, 3, 1, 5])
-        summaries.put(units, keys)
-        for n, unit in enumerate(units):
+        pages = np.array([6, 0, 3, 1, 5])
+        summaries.put(pages, keys)
+        for n, page in enumerate(pages):
             for head in range(HEADS):
-                mean, rest = unpacked(summaries, unit, head)
+                mean, rest = unpacked(summaries, page, head)
                 exact = keys[n, head].mean(0)
                 centred = keys[n, head] - exact
                 assert (mean - exact).abs().max() <= exact.abs().max() / 14 * 1.001
@@ -93,7 +93,7 @@ class TestSummaries:
         summaries.put(np.array([0]), keys)
         summaries.put(np.array([1]), keys * factor)
         assert (unpacked(summaries, 1, 0)[0] / factor).allclose(unpacked(summaries, 0, 0)[0])
-        a, b = (unpacked(summaries, unit, 0)[1] for unit in (1, 0))
+        a, b = (unpacked(summaries, page, 0)[1] for page in (1, 0))
         torch.testing.assert_close(a / factor, b, rtol=1e-3, atol=1e-3)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -107,7 +107,7 @@ class TestSummaries:
         summaries = Summaries(100, HEADS, 16, 64)
         assert summaries.nbytes / (100 * HEADS * 16 * 64 * 2) == summaries.layout.bytes_vs_k <= 0.12
 
-    def test_of_other_units_stay(self) -> None:
+    def test_of_other_pages_stay(self) -> None:
         summaries = Summaries(3, HEADS, 16, 64)
         summaries.put(np.array([0, 1, 2]), keys_of(3, 3, 16, 64))
         before = summaries.codes.copy()
@@ -115,20 +115,20 @@ class TestSummaries:
         assert (summaries.codes[:, [0, 2]] == before[:, [0, 2]]).all()
         assert (summaries.codes[:, 1] != before[:, 1]).any()
 
-    @pytest.mark.parametrize("unit", [-1, 3])
-    def test_have_no_unit_outside_their_capacity(self, unit: int) -> None:
+    @pytest.mark.parametrize("page", [-1, 3])
+    def test_have_no_page_outside_their_capacity(self, page: int) -> None:
         summaries = Summaries(3, HEADS, 16, 64)
         with pytest.raises(IndexError, match="must be 0 to 2"):
-            summaries.put(np.array([unit]), keys_of(0, 1, 16, 64))
+            summaries.put(np.array([page]), keys_of(0, 1, 16, 64))
         with pytest.raises(IndexError, match="must be 0 to 2"):
-            score(summaries, np.array([unit]), np.zeros((HEADS, 3, 64), np.float32), 1.0)
+            score_pages(summaries, np.array([page]), np.zeros((HEADS, 3, 64), np.float32), 1.0)
 
     def test_refuse_other_shapes(self) -> None:
         summaries = Summaries(3, HEADS, 16, 64)
         with pytest.raises(ValueError, match="must be"):
             summaries.put(np.array([0]), keys_of(0, 1, 32, 64))
         with pytest.raises(ValueError, match="must be"):
-            score(summaries, np.array([0]), np.zeros((HEADS, 3, 32), np.float32), 1.0)
+            score_pages(summaries, np.array([0]), np.zeros((HEADS, 3, 32), np.float32), 1.0)
 
     @pytest.mark.parametrize(
         "shape",
@@ -143,7 +143,7 @@ class TestSummaries:
     )
     def test_have_no_layout_for_some_shapes(self, shape: tuple[int, int, int, int]) -> None:
         with pytest.raises(ValueError):
-            Layout(*shape)
+            SummaryLayout(*shape)
 
 
 class TestABasis:
@@ -208,15 +208,15 @@ class TestABasis:
         keys, queries = self.KEYS.clone(), torch.randn(HEADS, 3, 64, generator=draw)
         keys[..., 24:] = 0
         basis = basis_of(keys, 24)
-        # One key of each unit lies outside the basis: the leading direction of the rest.
+        # One key of each page lies outside the basis: the leading direction of the rest.
         keys[:, :, 7, 24:] = torch.randn(40, HEADS, 40, generator=draw)
         summaries = Summaries(40, HEADS, 16, 64, basis=basis)
         summaries.put(np.arange(40), keys)
-        found = score(summaries, np.arange(40), queries.numpy(), 0.125)
+        found = score_pages(summaries, np.arange(40), queries.numpy(), 0.125)
         logits = Coordinates(basis).logits(keys.transpose(0, 1), queries * 0.125)
         np.testing.assert_allclose(found, logits.softmax(-1).sum(1), rtol=0.02, atol=1e-3)
 
-    def test_finds_a_key_outside_of_it_by_the_units_own_direction(self) -> None:
+    def test_finds_a_key_outside_of_it_by_the_pages_own_direction(self) -> None:
         keys = self.KEYS.clone()
         keys[..., 32:] = 0
         basis = basis_of(keys, 32)
@@ -237,7 +237,7 @@ class TestABasis:
         moments = Moments(HEADS, 64)
         queries = np.random.default_rng(0).standard_normal((HEADS, 300, 64)).astype(np.float32)
         for part in np.split(self.KEYS.numpy(), 4):
-            moments.add_units(part)
+            moments.add_pages(part)
         for part in np.split(queries, 3, axis=1):
             moments.add_queries(part)
         whole = basis_of(self.KEYS, 8, torch.from_numpy(queries))
@@ -256,9 +256,9 @@ class TestABasis:
             Summaries(1, HEADS, 16, 128, basis=basis_of(self.KEYS, 8))
 
 
-def naive(summaries: Summaries, units: list[int], queries: Tensor, scale: float) -> Tensor:
+def naive(summaries: Summaries, pages: list[int], queries: Tensor, scale: float) -> Tensor:
     """By the formula, in float64."""
-    of_heads = zip(summaries.codes[:, units], summaries.scales[:, units], queries, strict=True)
+    of_heads = zip(summaries.codes[:, pages], summaries.scales[:, pages], queries, strict=True)
     found = [
         stored.logits(summaries.layout, summaries.basis, *kept, head, query * scale)
         for head, (*kept, query) in enumerate(of_heads)
@@ -282,9 +282,9 @@ class TestScores:
         summaries.put(np.arange(9), keys_of(seed, 9, tokens, dim))
         draw = torch.Generator().manual_seed(seed)
         queries = size * torch.randn(HEADS, group, dim, generator=draw)
-        units = [8, 0, 3, 5, 4, 7]
-        found = score(summaries, np.array(units), queries.numpy(), dim**-0.5)
-        wanted = naive(summaries, units, queries, dim**-0.5)
+        pages = [8, 0, 3, 5, 4, 7]
+        found = score_pages(summaries, np.array(pages), queries.numpy(), dim**-0.5)
+        wanted = naive(summaries, pages, queries, dim**-0.5)
         torch.testing.assert_close(torch.from_numpy(found).double(), wanted, rtol=2e-4, atol=1e-5)
 
     @given(
@@ -302,34 +302,37 @@ class TestScores:
         summaries.put(np.arange(9), keys)
         draw = torch.Generator().manual_seed(seed)
         queries = size * torch.randn(HEADS, GROUPS[tokens], dim, generator=draw)
-        units = [8, 0, 3, 5, 4, 7]
-        found = score(summaries, np.array(units), queries.numpy(), dim**-0.5)
-        wanted = naive(summaries, units, queries, dim**-0.5)
+        pages = [8, 0, 3, 5, 4, 7]
+        found = score_pages(summaries, np.array(pages), queries.numpy(), dim**-0.5)
+        wanted = naive(summaries, pages, queries, dim**-0.5)
         torch.testing.assert_close(torch.from_numpy(found).double(), wanted, rtol=3e-4, atol=1e-5)
 
     def test_are_nearly_those_of_the_reference(self) -> None:
         keys, queries = keys_of(5, 20, 16, 64), torch.randn(HEADS, 3, 64)
         summaries = Summaries(20, HEADS, 16, 64)
         summaries.put(np.arange(20), keys)
-        found = score(summaries, np.arange(20), queries.numpy(), 0.125)
+        found = score_pages(summaries, np.arange(20), queries.numpy(), 0.125)
         form = Form()
         logits = form.logits(form.summary(keys.transpose(0, 1)), queries * 0.125)
         wanted = logits.softmax(-1).sum(1).numpy()
         assert np.abs(found - wanted).max() < 0.15
         assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.98
 
-    def test_of_logits_that_overflow_are_finite_and_those_of_the_best_unit(self) -> None:
+    def test_of_logits_that_overflow_are_finite_and_those_of_the_best_page(self) -> None:
         keys = keys_of(6, 4, 16, 64)
         keys[2] += 300.0
         summaries = Summaries(4, HEADS, 16, 64)
         summaries.put(np.arange(4), keys)
-        found = score(summaries, np.arange(4), np.full((HEADS, 3, 64), 10.0, np.float32), 1.0)
+        found = score_pages(summaries, np.arange(4), np.full((HEADS, 3, 64), 10.0, np.float32), 1.0)
         np.testing.assert_allclose(found, [[0, 0, 3, 0]] * HEADS, atol=1e-5)
 
-    def test_of_no_units_are_none(self) -> None:
+    def test_of_no_pages_are_none(self) -> None:
         summaries = Summaries(4, HEADS, 16, 64)
         none = np.empty(0, np.int64)
-        assert score(summaries, none, np.zeros((HEADS, 3, 64), np.float32), 1.0).shape == (HEADS, 0)
+        assert score_pages(summaries, none, np.zeros((HEADS, 3, 64), np.float32), 1.0).shape == (
+            HEADS,
+            0,
+        )
 
 
 WAYS = {"vnni": (*VNNI, *AVX2), "avx2": AVX2, "any": ()}
@@ -383,18 +386,18 @@ class TestTheChoice:
     SCORES = np.array([[0, 5, 1, 4, 2, 3, 9, 9], [9, 1, 1, 1, 1, 1, 0, 0]], np.float32)
 
     def test_holds_the_first_the_newest_and_the_best_between_them(self) -> None:
-        assert choose(self.SCORES, 5, 1, 2)[0].tolist() == [0, 1, 3, 6, 7]
+        assert select_pages(self.SCORES, 5, 1, 2)[0].tolist() == [0, 1, 3, 6, 7]
 
     def test_takes_the_earlier_of_equals(self) -> None:
-        assert choose(self.SCORES, 5, 1, 2)[1].tolist() == [0, 1, 2, 6, 7]
+        assert select_pages(self.SCORES, 5, 1, 2)[1].tolist() == [0, 1, 2, 6, 7]
 
     def test_is_never_less_than_what_is_always_chosen(self) -> None:
-        assert choose(self.SCORES, 0, 1, 2).tolist() == [[0, 6, 7]] * 2
+        assert select_pages(self.SCORES, 0, 1, 2).tolist() == [[0, 6, 7]] * 2
 
-    def test_is_all_units_where_these_are_fewer(self) -> None:
-        assert choose(self.SCORES, 50, 1, 2).tolist() == [list(range(8))] * 2
-        assert choose(self.SCORES[:, :2], 1, 1, 2).tolist() == [[0, 1]] * 2
-        assert choose(self.SCORES[:, :0], 1, 1, 2).shape == (2, 0)
+    def test_is_all_pages_where_these_are_fewer(self) -> None:
+        assert select_pages(self.SCORES, 50, 1, 2).tolist() == [list(range(8))] * 2
+        assert select_pages(self.SCORES[:, :2], 1, 1, 2).tolist() == [[0, 1]] * 2
+        assert select_pages(self.SCORES[:, :0], 1, 1, 2).shape == (2, 0)
 
     @given(
         scores=st.lists(st.integers(0, 5), min_size=1, max_size=20),
@@ -409,14 +412,14 @@ class TestTheChoice:
         always = {i for i in range(n) if i < sinks or i >= n - recent}
         rest = sorted(set(range(n)) - always, key=lambda i: (-scores[i], i))
         wanted = sorted(always | set(rest[: max(0, min(count, n) - len(always))]))
-        found = choose(np.array([scores], np.float32), count, sinks, recent)
+        found = select_pages(np.array([scores], np.float32), count, sinks, recent)
         assert found.tolist() == [wanted]
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, -np.inf, -1.0, -0.0])
-def test_whatever_scores_are_as_many_units_are_chosen_as_asked_for(value: float) -> None:
+def test_whatever_scores_are_as_many_pages_are_chosen_as_asked_for(value: float) -> None:
     scores = np.full((2, 50), value, np.float32)
     scores[1, 20:30] = 1.0
-    chosen = choose(scores, 20, 1, 2)
+    chosen = select_pages(scores, 20, 1, 2)
     assert all(len(set(head)) == 20 and 0 <= head[0] <= head[-1] < 50 for head in chosen.tolist())
     assert np.isnan(value) or set(range(20, 30)) <= set(chosen[1].tolist())

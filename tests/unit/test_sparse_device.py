@@ -21,18 +21,19 @@ if INTERPRETED:
     have_vllm_see_triton()
     from vllm.v1.attention.backends import triton_attn
 
-    from headrace_decode.sparse.engine import counts
-    from headrace_decode.sparse.engine.device import card, step
-    from headrace_decode.sparse.kernels import _vllm_compat
+    from headrace_decode.attention import page_counts
+    from headrace_decode.attention_backend import cuda_runtime
+    from headrace_decode.sparse.engine import cuda_step
     from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+    from headrace_engine.vllm.attention import paged_kernels as attention_kernels
     from tests.support import sparse_device as device
 
 
 @pytest.fixture(autouse=INTERPRETED)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter is slow: short rows, few parts."""
-    monkeypatch.setattr(counts, "MIN_TOKENS", device.LEAST)
-    monkeypatch.setattr(_vllm_compat, "SEGMENTS", 2)
+    monkeypatch.setattr(page_counts, "MIN_TOKENS", device.LEAST)
+    monkeypatch.setattr(attention_kernels, "SEGMENTS", 2)
     monkeypatch.setattr(triton_attn, "NUM_PAR_SOFTMAX_SEGMENTS", 2)
     yield
 
@@ -75,7 +76,7 @@ def test_rows_that_are_computed_one_after_another_do_not_touch_each_other(
 ) -> None:
     batch = [device.sequence(tokens, 0.4, seed=tokens) for tokens in (device.LONG, 112, 129)]
     together = device.Rig(True).step(batch)
-    monkeypatch.setattr(step, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(cuda_step, "ROWS_AT_ONCE", 2)
     rig = device.Rig(True)
     metadata = rig.metadata(batch, [rig.write(one) for one in batch])
     assert not metadata.vllms and len(metadata.sparse._parts) == 2
@@ -83,15 +84,15 @@ def test_rows_that_are_computed_one_after_another_do_not_touch_each_other(
 
 
 @inside
-def test_a_row_is_dense_until_its_units_are_summarised() -> None:
-    one, rig = device.sequence(share=0.4), device.Rig(True, step_units=4)
+def test_a_row_is_dense_until_its_pages_are_summarised() -> None:
+    one, rig = device.sequence(share=0.4), device.Rig(True, step_pages=4)
     table = rig.write(one)
     made = []
     for _ in range(3):
         metadata = rig.metadata([one], [table])
         made.append((metadata.sparse.count, len(metadata.sparse._due)))
         output = rig.forward([one], metadata)
-    assert made == [(0, 4), (0, 4), (1, 2)], "10 full units"
+    assert made == [(0, 4), (0, 4), (1, 2)], "10 full pages"
     wanted = device.reference(one, rig.basis)
     torch.testing.assert_close(output[0].double(), wanted, rtol=0, atol=WITHIN)
 
@@ -109,16 +110,16 @@ def test_a_dummy_run_and_rows_that_others_describe_are_vllms() -> None:
 def test_a_card_gives_layers_their_summaries_of_memory_that_the_cache_leaves() -> None:
     rig = device.Rig(True, blocks=50)
     rig.impl.sparse = None
-    mine = card.Card([rig.basis], device.UNIT, device.SHAPE.heads, 40)
+    mine = cuda_runtime.CudaSparseRuntime([rig.basis], device.PAGE, device.SHAPE.heads, 40)
     page = rig.cache[0].nbytes
     available = mine.scratch_bytes + 10**6
-    spec = SimpleNamespace(block_size=device.UNIT, page_size_bytes=page)
+    spec = SimpleNamespace(block_size=device.PAGE, page_size_bytes=page)
     blocks = mine.cache_bytes(available, spec) // page
-    summaries = DeviceSummaries(blocks, device.UNIT, rig.basis, "cpu")
+    summaries = DeviceSummaries(blocks, device.PAGE, rig.basis, "cpu")
     assert 0.99 * 10**6 < blocks * page + summaries.nbytes <= 10**6
     module: Any = SimpleNamespace(kv_cache=rig.cache, impl=rig.impl)
     before = rig.cache.clone()
     assert mine.bind([module]) == rig.impl.sparse.summaries.nbytes
     assert torch.equal(before, rig.cache)
     with pytest.raises(ValueError, match="16 tokens"):
-        card.Card([rig.basis], 32, device.SHAPE.heads, 40).bind([module])
+        cuda_runtime.CudaSparseRuntime([rig.basis], 32, device.SHAPE.heads, 40).bind([module])

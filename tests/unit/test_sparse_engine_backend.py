@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.sparse.backend import Request, Rig, Shape, random_sequence
+from headrace_decode.attention_backend.cpu import SparseImpl
 from headrace_decode.sparse.basis import Moments
 from headrace_decode.sparse.engine.attention import SparseStep
-from headrace_decode.sparse.engine.backend import SparseImpl
 
 BF16 = Shape()
 SHAPES = {
@@ -37,13 +37,13 @@ def sparse_of(metadata: Any) -> SparseStep | None:
     return found
 
 
-def naive(request: Request, shape: Shape, chosen: Tensor, unit: int) -> Tensor:
-    """Attention over chosen units: int [kv_heads, n]."""
+def naive(request: Request, shape: Shape, chosen: Tensor, page: int) -> Tensor:
+    """Attention over chosen pages: int [kv_heads, n]."""
     group, n = shape.heads // shape.kv_heads, len(request.keys)
     out = torch.empty(shape.heads, shape.head_dim)
     for head in range(shape.heads):
         kv = head // group
-        at = (chosen[kv, :, None] * unit + torch.arange(unit)).flatten()
+        at = (chosen[kv, :, None] * page + torch.arange(page)).flatten()
         at = at[at < n]
         keys, values = request.keys[at, kv].float(), request.values[at, kv].float()
         logits = keys @ request.queries[-1, head].float() * shape.scale
@@ -52,43 +52,43 @@ def naive(request: Request, shape: Shape, chosen: Tensor, unit: int) -> Tensor:
 
 
 def chosen_by(step: Any, rig: Rig, number: int, kv_heads: int) -> Tensor:
-    """The units that a row attended to, by their order in the request: int [kv_heads, n]."""
+    """The pages that a row attended to, by their order in the request: int [kv_heads, n]."""
     row = step.rows[number]
     blocks = torch.from_numpy(step._table[number, :, : row.chosen]).long()
     assert (blocks % kv_heads == torch.arange(kv_heads)[:, None]).all()
     order = torch.full((len(rig.cache),), -1)
-    order[torch.from_numpy(row.units)] = torch.arange(len(row.units))
-    order[row.newest] = len(row.units)
+    order[torch.from_numpy(row.pages)] = torch.arange(len(row.pages))
+    order[row.newest] = len(row.pages)
     return order[blocks // kv_heads]
 
 
-@pytest.mark.parametrize("unit", [16, 32])
+@pytest.mark.parametrize("page", [16, 32])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tokens", [LONG, 2560, 2561])
-def test_a_row_attends_to_the_units_that_it_chose(unit: int, shape: Shape, tokens: int) -> None:
-    request, rig = random_sequence(shape, tokens, share=0.2), Rig(shape, unit, True, 400)
+def test_a_row_attends_to_the_pages_that_it_chose(page: int, shape: Shape, tokens: int) -> None:
+    request, rig = random_sequence(shape, tokens, share=0.2), Rig(shape, page, True, 400)
     metadata, output = step_of(rig, [request])
     step = sparse_of(metadata)
     assert step is not None and not metadata.vllms
     chosen = chosen_by(step, rig, 0, shape.kv_heads)
-    n = -(-tokens // unit)
+    n = -(-tokens // page)
     assert chosen.shape == (shape.kv_heads, -(-n // 5)) and (chosen.diff(dim=1) > 0).all()
     assert (chosen[:, 0] == 0).all() and (chosen[:, -2:] == torch.tensor([n - 2, n - 1])).all()
     assert len({tuple(each) for each in chosen.tolist()}) == shape.kv_heads, "each its own"
-    wanted = naive(request, shape, chosen, unit)
+    wanted = naive(request, shape, chosen, page)
     torch.testing.assert_close(output[0].float(), wanted, atol=4e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("unit", [16, 32])
-def test_chosen_units_hold_the_tokens_that_a_query_looks_for(unit: int) -> None:
+@pytest.mark.parametrize("page", [16, 32])
+def test_chosen_pages_hold_the_tokens_that_a_query_looks_for(page: int) -> None:
     request = random_sequence(BF16, LONG, share=0.1)
     wanted = 777
     keys = request.keys.clone()
     keys[wanted] = 4 * request.queries[0].view(3, 3, 64).mean(1) / BF16.scale**0.5
-    rig = Rig(BF16, unit, True, 400)
+    rig = Rig(BF16, page, True, 400)
     metadata, _ = step_of(rig, [Request(keys, request.values, request.queries, 0.1)])
     chosen = chosen_by(sparse_of(metadata), rig, 0, 3)
-    assert (chosen == wanted // unit).any(dim=1).all()
+    assert (chosen == wanted // page).any(dim=1).all()
 
 
 def test_a_share_of_one_is_vllms_attention_bit_for_bit() -> None:
@@ -151,24 +151,24 @@ def test_blocks_of_another_owner_are_summarised_anew() -> None:
     rig = Rig(BF16, 32, True, 400)
     table = rig.write(first.keys, first.values)
     rig.step([first], [table])
-    rig.rows.step_begins({"0"})
-    rig.rows.step_begins(set())
+    rig.rows.begin_step({"0"})
+    rig.rows.begin_step(set())
     rig.overwrite(table, second.keys, second.values)
     assert torch.equal(rig.step([second], [table]), wanted)
 
 
-@pytest.mark.parametrize("unit", [16, 32])
-def test_with_a_basis_too_chosen_units_hold_what_a_query_looks_for(unit: int) -> None:
+@pytest.mark.parametrize("page", [16, 32])
+def test_with_a_basis_too_chosen_pages_hold_what_a_query_looks_for(page: int) -> None:
     request, wanted = random_sequence(BF16, LONG, share=0.1), 777
     keys = request.keys.clone()
     keys[wanted] = 4 * request.queries[0].view(3, 3, 64).mean(1) / BF16.scale**0.5
     moments = Moments(3, 64)
     moments.add_queries(torch.randn(3, 200, 64).numpy())
-    by_unit = keys[: LONG // unit * unit].unflatten(0, (-1, unit)).transpose(1, 2)
-    moments.add_units(by_unit.float().numpy())
-    rig = Rig(BF16, unit, True, 400, basis=moments.basis())
+    by_page = keys[: LONG // page * page].unflatten(0, (-1, page)).transpose(1, 2)
+    moments.add_pages(by_page.float().numpy())
+    rig = Rig(BF16, page, True, 400, basis=moments.basis())
     assert isinstance(rig.impl, SparseImpl) and rig.impl.sparse is not None
     rig.impl.sparse.warm(BF16.heads)
     metadata, output = step_of(rig, [Request(keys, request.values, request.queries, 0.1)])
     chosen = chosen_by(sparse_of(metadata), rig, 0, 3)
-    assert (chosen == wanted // unit).any(dim=1).all() and output.isfinite().all()
+    assert (chosen == wanted // page).any(dim=1).all() and output.isfinite().all()

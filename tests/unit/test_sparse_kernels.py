@@ -27,14 +27,14 @@ def test_kernels_equal_the_reference_in_the_interpreter() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 def test_kernels_compile_for_cards() -> None:
-    from headrace_decode.sparse.kernels import choosing, summaries
+    from headrace_decode.sparse.kernels import page_selection, summaries
 
-    of_unit = {"TOKENS": 16, "DIM": 128, "COORDINATES": 20}
-    scoring = of_unit | {"GROUP": 4, "GROUP_PADDED": 16, "PADDED": 32, "UNITS": 16}
+    of_page = {"TOKENS": 16, "DIM": 128, "COORDINATES": 20}
+    scoring = of_page | {"GROUP": 4, "GROUP_PADDED": 16, "PADDED": 32, "PAGES": 16}
     making = {"PADDED": 16, "WIDE": False, "ROUNDS": 3, "PRODUCTS": 4}
-    _compile(summaries._bring_up, of_unit | making)
-    _compile(choosing._score, scoring)
-    _compile(choosing._choose, {"GROUP": 4, "FIRST": 1, "LAST": 1, "SIZE": 1024})
+    _compile(summaries._refresh, of_page | making)
+    _compile(page_selection._score, scoring)
+    _compile(page_selection._choose, {"GROUP": 4, "FIRST": 1, "LAST": 1, "SIZE": 1024})
 
 
 TYPES = {
@@ -54,7 +54,7 @@ def _compile(kernel: Any, constants: dict[str, Any]) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = TYPES | {"units": "*i64" if "WIDE" in constants else "*i32"}
+    types = TYPES | {"pages": "*i64" if "WIDE" in constants else "*i32"}
     types["found"] = "*i32" if "SIZE" in constants else "*fp32"
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
@@ -72,8 +72,8 @@ def test_summaries_are_the_cpus(dtype: torch.dtype, order: tuple[int, ...]) -> N
 
 
 @inside
-def test_summaries_of_larger_units_and_heads_are_the_cpus() -> None:
-    kernels.check_summaries(kernels.case("cpu", torch.float16, unit_tokens=32, dim=64), "cpu")
+def test_summaries_of_larger_pages_and_heads_are_the_cpus() -> None:
+    kernels.check_summaries(kernels.case("cpu", torch.float16, page_tokens=32, dim=64), "cpu")
 
 
 @inside
@@ -89,20 +89,20 @@ def test_scores_are_what_summaries_say(dtype: torch.dtype, within: float) -> Non
 
 
 @inside
-def test_each_kv_head_takes_the_units_of_the_highest_scores() -> None:
+def test_each_kv_head_takes_the_pages_of_the_highest_scores() -> None:
     kernels.check_tables(kernels.case("cpu", torch.float32, order=NHD), "cpu")
 
 
 @inside
-def test_of_equal_units_the_earlier_ones_are_taken() -> None:
+def test_of_equal_pages_the_earlier_ones_are_taken() -> None:
     kernels.check_ties("cpu")
 
 
 @inside
-def test_vllms_kernel_attends_to_the_chosen_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_kernel_attends_to_the_chosen_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     have_vllm_see_triton()
-    from headrace_decode.sparse.kernels import _vllm_compat
+    from headrace_engine.vllm.attention import paged_kernels as attention_kernels
 
-    monkeypatch.setattr(_vllm_compat, "SEGMENTS", 4)
+    monkeypatch.setattr(attention_kernels, "SEGMENTS", 4)
     one = kernels.case("cpu", torch.float32, order=NHD)
-    kernels.check_attention(one, "cpu", _vllm_compat.triton_attention, 1e-4)
+    kernels.check_attention(one, "cpu", attention_kernels.triton_attention, 1e-4)

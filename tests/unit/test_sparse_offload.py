@@ -9,29 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_decode.sparse.engine.offload.ledger import Ledger
-from headrace_decode.sparse.offload.sizes import Footprint, footprint
-from headrace_decode.sparse.offload.switch import (
-    Busy,
-    Leaver,
-    Mode,
+from headrace_decode.attention.offload.decision import (
+    AttentionMode,
+    OffloadCandidate,
+    RunningRequest,
+    ServingOption,
     StepCosts,
-    Way,
-    cheapest,
-    fitting,
-    leaving,
+    admitted_count,
+    cheapest_option,
+    choose_offloads,
     wait_s,
 )
-from headrace_decode.sparse.offload.working import Moves, WorkingSet
+from headrace_decode.attention.offload.footprint import Footprint, footprint
+from headrace_decode.attention.offload.ledger import Ledger
+from headrace_decode.sparse.offload.working_set import Moves, WorkingSet
 from headrace_lab.sparse.miss_substitution import stand_ins
 
-HEADS, UNITS = 2, 30
+HEADS, PAGES = 2, 30
 
 
 def consistent(one: WorkingSet, layer: int = 0) -> None:
-    """A unit has one slot, and a slot holds one unit."""
-    inside = one.units_in(layer)
-    every = np.tile(np.arange(UNITS), (HEADS, 1))
+    """A page has one slot, and a slot holds one page."""
+    inside = one.pages_in(layer)
+    every = np.tile(np.arange(PAGES), (HEADS, 1))
     slots = one.slots_of(layer, every)
     for head in range(HEADS):
         held = inside[head][inside[head] >= 0]
@@ -41,101 +41,101 @@ def consistent(one: WorkingSet, layer: int = 0) -> None:
 
 
 def scores_of(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).random((HEADS, UNITS)).astype(np.float32)
+    return np.random.default_rng(seed).random((HEADS, PAGES)).astype(np.float32)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000), st.integers(1, UNITS)), max_size=20))
-def test_slots_and_units_agree_whatever_is_asked_for(steps: list[tuple[bool, int, int]]) -> None:
-    one = WorkingSet(1, HEADS, 6, UNITS)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000), st.integers(1, PAGES)), max_size=20))
+def test_slots_and_pages_agree_whatever_is_asked_for(steps: list[tuple[bool, int, int]]) -> None:
+    one = WorkingSet(1, HEADS, 6, PAGES)
     contents = np.full((HEADS, 6), -1)
     for ahead, seed, n in steps:
         one.see(0, scores_of(seed)[:, :n])
         rng = np.random.default_rng(seed)
-        chosen = np.sort([rng.permutation(UNITS)[:6] for _ in range(HEADS)], 1)
+        chosen = np.sort([rng.permutation(PAGES)[:6] for _ in range(HEADS)], 1)
         moves = one.ahead(0, n, 6) if ahead else one.demand(0, chosen, n)
-        contents[moves.heads, moves.slots] = moves.units
+        contents[moves.heads, moves.slots] = moves.pages
         consistent(one)
-        assert (contents == one.units_in(0)).all(), "moves say all that changes"
+        assert (contents == one.pages_in(0)).all(), "moves say all that changes"
         if not ahead:
             assert ((one.slots_of(0, chosen) >= 0) | (chosen >= n)).all()
 
 
 def test_what_is_there_does_not_move_again() -> None:
-    one, chosen = WorkingSet(1, HEADS, 6, UNITS), np.array([[0, 3, 7], [1, 3, 9]])
-    assert len(one.demand(0, chosen, UNITS).units) == 6
-    assert len(one.demand(0, chosen, UNITS).units) == 0
-    assert one.demand(0, chosen + 1, UNITS).units.tolist() == [1, 4, 8, 2, 4, 10]
+    one, chosen = WorkingSet(1, HEADS, 6, PAGES), np.array([[0, 3, 7], [1, 3, 9]])
+    assert len(one.demand(0, chosen, PAGES).pages) == 6
+    assert len(one.demand(0, chosen, PAGES).pages) == 0
+    assert one.demand(0, chosen + 1, PAGES).pages.tolist() == [1, 4, 8, 2, 4, 10]
 
 
-def test_units_of_least_worth_make_room_and_chosen_ones_stay() -> None:
-    one, scores = WorkingSet(1, 1, 3, UNITS), np.zeros((1, UNITS), np.float32)
+def test_pages_of_least_worth_make_room_and_chosen_ones_stay() -> None:
+    one, scores = WorkingSet(1, 1, 3, PAGES), np.zeros((1, PAGES), np.float32)
     scores[0, 1:4] = 0.1, 0.3, 0.2
     one.see(0, scores)
-    one.demand(0, np.array([[1, 2, 3]]), UNITS)
-    one.demand(0, np.array([[5]]), UNITS)
-    assert sorted(one.units_in(0)[0]) == [2, 3, 5]
-    one.demand(0, np.array([[3, 6]]), UNITS)
-    assert sorted(one.units_in(0)[0]) == [2, 3, 6], "5 has drawn no attention"
+    one.demand(0, np.array([[1, 2, 3]]), PAGES)
+    one.demand(0, np.array([[5]]), PAGES)
+    assert sorted(one.pages_in(0)[0]) == [2, 3, 5]
+    one.demand(0, np.array([[3, 6]]), PAGES)
+    assert sorted(one.pages_in(0)[0]) == [2, 3, 6], "5 has drawn no attention"
 
 
 def test_the_sink_keeps_its_slot_whatever_it_draws() -> None:
-    one = WorkingSet(1, 1, 3, UNITS, sinks=1)
-    one.see(0, np.linspace(0, 1, UNITS, dtype=np.float32)[None])
-    one.demand(0, np.array([[0, 1, 2]]), UNITS)
-    one.ahead(0, UNITS, 3)
-    assert sorted(one.units_in(0)[0]) == [0, UNITS - 2, UNITS - 1]
+    one = WorkingSet(1, 1, 3, PAGES, sinks=1)
+    one.see(0, np.linspace(0, 1, PAGES, dtype=np.float32)[None])
+    one.demand(0, np.array([[0, 1, 2]]), PAGES)
+    one.ahead(0, PAGES, 3)
+    assert sorted(one.pages_in(0)[0]) == [0, PAGES - 2, PAGES - 1]
 
 
-def test_units_of_most_worth_come_ahead_and_only_they_move() -> None:
-    one, scores = WorkingSet(1, HEADS, 4, UNITS), scores_of(1)
+def test_pages_of_most_worth_come_ahead_and_only_they_move() -> None:
+    one, scores = WorkingSet(1, HEADS, 4, PAGES), scores_of(1)
     one.see(0, scores)
-    one.demand(0, np.array([[0], [0]]), UNITS)
-    one.ahead(0, UNITS, 4)
+    one.demand(0, np.array([[0], [0]]), PAGES)
+    one.ahead(0, PAGES, 4)
     best = np.sort(np.argsort(-scores, axis=1)[:, :4], axis=1)
-    assert (np.sort(one.units_in(0), axis=1) == best).all()
-    assert len(one.ahead(0, UNITS, 4).units) == 0
+    assert (np.sort(one.pages_in(0), axis=1) == best).all()
+    assert len(one.ahead(0, PAGES, 4).pages) == 0
     one.see(0, scores * 0)
-    assert len(one.ahead(0, UNITS, 4).units) == 0, "all fade alike"
+    assert len(one.ahead(0, PAGES, 4).pages) == 0, "all fade alike"
 
 
-def test_there_is_room_until_each_slot_has_a_unit() -> None:
-    one = WorkingSet(2, HEADS, 4, UNITS)
+def test_there_is_room_until_each_slot_has_a_page() -> None:
+    one = WorkingSet(2, HEADS, 4, PAGES)
     one.see(0, scores_of(1))
-    one.demand(0, np.array([[0], [0]]), UNITS)
+    one.demand(0, np.array([[0], [0]]), PAGES)
     assert one.has_room(0) and one.has_room(1)
-    one.ahead(0, UNITS, 4)
+    one.ahead(0, PAGES, 4)
     assert (one.has_room(0), one.has_room(1)) == (False, True)
 
 
 def test_no_more_move_ahead_than_may() -> None:
-    one = WorkingSet(1, HEADS, 4, UNITS)
+    one = WorkingSet(1, HEADS, 4, PAGES)
     one.see(0, scores_of(1))
-    moves = one.ahead(0, UNITS, 1)
+    moves = one.ahead(0, PAGES, 1)
     assert moves.heads.tolist() == [0, 1]
-    assert moves.units.tolist() == scores_of(1).argmax(1).tolist()
-    assert len(one.ahead(0, UNITS, 0).units) == 0
+    assert moves.pages.tolist() == scores_of(1).argmax(1).tolist()
+    assert len(one.ahead(0, PAGES, 0).pages) == 0
 
 
 def test_moves_that_did_not_happen_are_taken_back() -> None:
-    one = WorkingSet(1, HEADS, 4, UNITS)
-    moves = one.demand(0, np.array([[3, 4], [3, 5]]), UNITS)
+    one = WorkingSet(1, HEADS, 4, PAGES)
+    moves = one.demand(0, np.array([[3, 4], [3, 5]]), PAGES)
     one.forget(0, Moves(*(part[:1] for part in moves)))
     consistent(one)
     assert one.slots_of(0, np.array([[3], [3]])).tolist() == [[-1], [0]]
 
 
-def test_more_units_than_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="more units are chosen"):
-        WorkingSet(1, HEADS, 2, UNITS).demand(0, np.array([[0, 1, 2], [0, 1, 2]]), UNITS)
+def test_more_pages_than_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="more pages are chosen"):
+        WorkingSet(1, HEADS, 2, PAGES).demand(0, np.array([[0, 1, 2], [0, 1, 2]]), PAGES)
 
 
 CHOSEN = np.array([[0, 2, 5, 9]])
 SCORES = np.array([[0.3, 0.02, 0.2, 0.05, 0.06, 0.1, 0.01, 0.01, 0.15, 0.1]], np.float32)
 
 
-def there(*units: int) -> np.ndarray:
+def there(*pages: int) -> np.ndarray:
     slots = np.full((1, 10), -1, np.int32)
-    slots[0, list(units)] = np.arange(len(units))
+    slots[0, list(pages)] = np.arange(len(pages))
     return slots
 
 
@@ -159,9 +159,9 @@ def test_the_sink_and_the_newest_are_never_left_out() -> None:
 @given(st.integers(0, 200), st.floats(0.001, 2.0))
 def test_no_more_attention_is_lost_than_may_be(seed: int, slack: float) -> None:
     rng = np.random.default_rng(seed)
-    scores = rng.dirichlet(np.ones(UNITS), HEADS).astype(np.float32)
+    scores = rng.dirichlet(np.ones(PAGES), HEADS).astype(np.float32)
     chosen = np.sort(np.argsort(-scores, 1)[:, :8], 1)
-    slots = rng.integers(-1, 1, (HEADS, UNITS)).astype(np.int32)
+    slots = rng.integers(-1, 1, (HEADS, PAGES)).astype(np.int32)
     found = stand_ins(scores, chosen, slots, 1, 1, slack)
     before, after = (np.take_along_axis(scores, one, 1).sum(1) for one in (chosen, found))
     assert (before - after <= slack * (1 - before) + 1e-5).all()
@@ -212,23 +212,25 @@ def test_only_blocks_that_the_worker_has_copied_are_cold() -> None:
     assert ledger.cold_blocks("another", 1000, 128) == 0
 
 
-CACHED, OFFLOADED = Way(blocks=64, step_s=0.001), Way(blocks=16, step_s=0.002)
+CACHED, OFFLOADED = ServingOption(blocks=64, step_s=0.001), ServingOption(blocks=16, step_s=0.002)
 
 
-def chosen(free: int, running: list[Busy], queue: list[int], ways: tuple[Way, ...] = ()) -> Way:
+def chosen(
+    free: int, running: list[RunningRequest], queue: list[int], ways: tuple[ServingOption, ...] = ()
+) -> ServingOption:
     ways = ways or (CACHED, OFFLOADED)
-    return ways[cheapest(ways, 100, 0.02, free, running, queue)]
+    return ways[cheapest_option(ways, 100, 0.02, free, running, queue)]
 
 
 def test_with_room_and_nobody_behind_a_request_stays_in_the_cache() -> None:
     assert chosen(100, [], []) is CACHED
-    assert chosen(100, [Busy(60, 5.0)], []) is CACHED
+    assert chosen(100, [RunningRequest(60, 5.0)], []) is CACHED
 
 
 def test_a_request_that_would_wait_long_is_offloaded_and_one_that_waits_little_is_not() -> None:
-    assert chosen(20, [Busy(60, 5.0)], []) is OFFLOADED
-    assert chosen(20, [Busy(60, 0.05)], []) is CACHED
-    assert chosen(5, [Busy(60, 0.05)], []) is CACHED, "either waits"
+    assert chosen(20, [RunningRequest(60, 5.0)], []) is OFFLOADED
+    assert chosen(20, [RunningRequest(60, 0.05)], []) is CACHED
+    assert chosen(5, [RunningRequest(60, 0.05)], []) is CACHED, "either waits"
 
 
 def test_a_request_that_others_would_wait_for_is_offloaded() -> None:
@@ -237,43 +239,45 @@ def test_a_request_that_others_would_wait_for_is_offloaded() -> None:
 
 
 def test_a_request_too_long_for_the_cache_is_offloaded() -> None:
-    assert chosen(100, [], [], (Way(1000, 0.001), OFFLOADED)) is OFFLOADED
+    assert chosen(100, [], [], (ServingOption(1000, 0.001), OFFLOADED)) is OFFLOADED
 
 
 def test_the_price_of_offload_decides() -> None:
-    dear = Way(16, 1.0)
+    dear = ServingOption(16, 1.0)
     assert chosen(100, [], [16] * 4, (CACHED, dear)) is CACHED
-    assert chosen(20, [Busy(60, 5.0)], [], (CACHED, dear)) is CACHED
+    assert chosen(20, [RunningRequest(60, 5.0)], [], (CACHED, dear)) is CACHED
 
 
-LONG, SHORT = Leaver(10, longer_s=4.0), Leaver(6, longer_s=0.6)
+LONG, SHORT = OffloadCandidate(10, longer_s=4.0), OffloadCandidate(6, longer_s=0.6)
 
 
 def test_nobody_leaves_the_cache_while_the_first_of_the_queue_fits() -> None:
-    assert leaving([LONG, SHORT], 5, [], [5, 50]) == []
-    assert leaving([LONG, SHORT], 5, [], []) == []
+    assert choose_offloads([LONG, SHORT], 5, [], [5, 50]) == []
+    assert choose_offloads([LONG, SHORT], 5, [], []) == []
 
 
 def test_those_leave_the_cache_first_that_cost_least_for_a_block_and_no_more_than_let_one_in() -> (
     None
 ):
-    running = [Busy(20, 100.0)]
-    assert leaving([LONG, SHORT], 5, running, [11]) == [1]
-    assert leaving([LONG, SHORT], 5, running, [12]) == [1, 0]
-    assert leaving([LONG, SHORT], 5, running, [22]) == [], "that would not let it in"
+    running = [RunningRequest(20, 100.0)]
+    assert choose_offloads([LONG, SHORT], 5, running, [11]) == [1]
+    assert choose_offloads([LONG, SHORT], 5, running, [12]) == [1, 0]
+    assert choose_offloads([LONG, SHORT], 5, running, [22]) == [], "that would not let it in"
 
 
 def test_nobody_leaves_the_cache_for_less_than_it_costs_all_others() -> None:
-    two = [Busy(20, 2.0), Busy(20, 9.0)]
-    assert leaving([SHORT], 0, two, [6]) == [0], "2 s are saved, and 1.8 s lost"
-    assert leaving([SHORT], 0, [Busy(20, 1.7), two[1]], [6]) == []
-    assert leaving([SHORT], 0, [Busy(20, 1.3), two[1]], [3, 3]) == [0], "two get in"
+    two = [RunningRequest(20, 2.0), RunningRequest(20, 9.0)]
+    assert choose_offloads([SHORT], 0, two, [6]) == [0], "2 s are saved, and 1.8 s lost"
+    assert choose_offloads([SHORT], 0, [RunningRequest(20, 1.7), two[1]], [6]) == []
+    assert choose_offloads([SHORT], 0, [RunningRequest(20, 1.3), two[1]], [3, 3]) == [0], (
+        "two get in"
+    )
 
 
 def test_blocks_come_free_as_requests_end() -> None:
-    running = [Busy(10, 3.0), Busy(5, 1.0)]
+    running = [RunningRequest(10, 3.0), RunningRequest(5, 1.0)]
     assert [wait_s(n, 4, running) for n in (4, 9, 10, 19, 20)] == [0.0, 1.0, 3.0, 3.0, math.inf]
-    assert [fitting([4, 4, 1], n) for n in (-1, 3, 4, 8, 9)] == [0, 0, 1, 2, 3]
+    assert [admitted_count([4, 4, 1], n) for n in (-1, 3, 4, 8, 9)] == [0, 0, 1, 2, 3]
 
 
 def test_steps_tell_what_a_mode_costs() -> None:
@@ -282,7 +286,7 @@ def test_steps_tell_what_a_mode_costs() -> None:
         rows = int(rng.integers(1, 9))
         context = rng.multinomial(rows, [0.25] * 4) * 5000.0
         costs.observe(rows, context.tolist(), float(np.dot(true, [1, rows, *context])))
-    for mode in Mode:
+    for mode in AttentionMode:
         expected = 0.002 + true[2 + mode] * 8000
         assert costs.added_s(mode, 8000) == pytest.approx(expected, rel=0.1)
     assert not costs.observe(0, [0.0] * 4, 1.0)

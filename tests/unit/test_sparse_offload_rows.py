@@ -12,13 +12,13 @@ from torch import Tensor
 
 from benchmarks.sparse.backend import Request, Rig, Shape, random_sequence
 from headrace_decode.sparse.engine.attention import SparseLayer
-from headrace_decode.sparse.engine.book import Book
-from headrace_decode.sparse.engine.offload.held import Memory
-from headrace_decode.sparse.engine.offload.host import HostPool
-from headrace_decode.sparse.engine.offload.rows import Offloading
+from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
+from headrace_decode.sparse.offload.host_pool import HostPool
+from headrace_decode.sparse.offload.offloaded_request import TieredCache
+from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
 
 BF16 = Shape()
-UNIT, PER = 32, 4
+PAGE, PER = 32, 4
 LONG, SLOTS = 2500, 5
 SHARE = 0.2
 
@@ -32,12 +32,14 @@ class OffloadingRig(Rig):
     """
 
     def __init__(self, blocks: int = 400, host_blocks: int = 40, slots: int = SLOTS) -> None:
-        super().__init__(BF16, UNIT, True, blocks)
+        super().__init__(BF16, PAGE, True, blocks)
         keys = self.impl.sparse.keys  # type: ignore[attr-defined]
-        self.book = Book([keys], None, host_blocks * PER)
-        self.impl.sparse = SparseLayer(keys, self.book.summaries[0])  # type: ignore[attr-defined]
+        self.summary_table = PageSummaryTable([keys], None, host_blocks * PER)
+        self.impl.sparse = SparseLayer(keys, self.summary_table.summaries[0])  # type: ignore[attr-defined]
         self.host = HostPool([keys], host_blocks, PER)
-        self.offloading = Offloading(Memory([keys], self.host, self.book, host_blocks * PER), 128)
+        self.offloading = OffloadedRequests(
+            TieredCache([keys], self.host, self.summary_table, host_blocks * PER), 128
+        )
         if slots:
             empty = torch.zeros(slots * 128, BF16.kv_heads, BF16.head_dim, dtype=BF16.dtype)
             self.slots = (self.write(empty, empty)[::PER] // PER).tolist()
@@ -53,7 +55,7 @@ class OffloadingRig(Rig):
     def begin(self) -> None:
         """The request is offloaded."""
         assert self.offloading is not None
-        self.offloading.step_begins((), {"0": self.slots})
+        self.offloading.begin_step((), {"0": self.slots})
         self.held = self.offloading._held["0"]
 
     def put(self, request: Request) -> Tensor:
@@ -87,7 +89,7 @@ def test_a_dense_row_of_which_most_has_left_is_vllms_bit_for_bit(tokens: int, qu
 @pytest.mark.parametrize("tokens", [LONG, 2560, 2561, 2600])
 def test_a_sparse_row_attends_to_what_it_would_if_all_were_there(tokens: int) -> None:
     request = random_sequence(BF16, tokens, share=SHARE)
-    inside, rig = Rig(BF16, UNIT, True, 400), OffloadingRig()
+    inside, rig = Rig(BF16, PAGE, True, 400), OffloadingRig()
     wanted = of_steps(inside, [request], [inside.write(request.keys, request.values)])
     table = rig.put(request)
     assert torch.equal(of_steps(rig, [request], [table]), wanted)
@@ -97,7 +99,7 @@ def test_a_sparse_row_attends_to_what_it_would_if_all_were_there(tokens: int) ->
 
 def test_an_answer_that_leaves_the_cache_goes_on_as_it_did() -> None:
     request = random_sequence(BF16, LONG, share=SHARE)
-    inside, rig = Rig(BF16, UNIT, True, 400), OffloadingRig()
+    inside, rig = Rig(BF16, PAGE, True, 400), OffloadingRig()
     table = rig.write(request.keys, request.values)
     wanted = of_steps(inside, [request], [inside.write(request.keys, request.values)])
     assert torch.equal(of_steps(rig, [request], [table]), wanted), "it is in the cache"
@@ -132,7 +134,7 @@ def test_an_answer_grows_over_many_blocks_and_little_is_waited_for() -> None:
     long, rig, inside = (
         random_sequence(BF16, 3000, 450),
         OffloadingRig(),
-        Rig(BF16, UNIT, True, 400),
+        Rig(BF16, PAGE, True, 400),
     )
     table = rig.write(long.keys, long.values)
     there = inside.write(long.keys, long.values)
@@ -142,7 +144,7 @@ def test_an_answer_grows_over_many_blocks_and_little_is_waited_for() -> None:
         n = 2551 + step
         queries = long.queries[step // 90 * 90 : step // 90 * 90 + 1]
         one = Request(long.keys[:n], long.values[:n], queries, SHARE)
-        tables = [table[: -(-n // UNIT)]], [there[: -(-n // UNIT)]]
+        tables = [table[: -(-n // PAGE)]], [there[: -(-n // PAGE)]]
         repeats = 3 if step == 0 else 1
         for _ in range(repeats):
             found, wanted = rig.step([one], tables[0]), inside.step([one], tables[1])
@@ -160,7 +162,7 @@ def test_what_has_no_working_set_attends_to_everything() -> None:
 
 
 def test_until_its_summaries_are_made_a_row_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_decode.sparse.engine.offload.rows.STEP_WORK", 20)
+    monkeypatch.setattr("headrace_decode.sparse.offload.offloaded_rows.STEP_WORK", 20)
     request, rig = random_sequence(BF16, LONG, share=SHARE), OffloadingRig()
     table, expected = rig.put(request), plain([request])
     found = [torch.equal(rig.step([request], [table]), expected) for _ in range(6)]
@@ -172,12 +174,12 @@ def test_a_request_gives_host_memory_back_and_the_next_one_is_right() -> None:
     assert rig.offloading is not None
     for seed in range(3):
         request = random_sequence(BF16, LONG, share=SHARE, seed=seed)
-        inside = Rig(BF16, UNIT, True, 400)
+        inside = Rig(BF16, PAGE, True, 400)
         wanted = of_steps(inside, [request], [inside.write(request.keys, request.values)])
         table = rig.put(request)
         assert rig.host.free_blocks == 20 - 19
         assert torch.equal(of_steps(rig, [request], [table]), wanted)
-        rig.offloading.step_begins({"0"}, {})
+        rig.offloading.begin_step({"0"}, {})
         assert rig.host.free_blocks == 20 and not rig.offloading
         rig._taken = SLOTS * PER
 
@@ -189,13 +191,13 @@ def test_kv_that_is_computed_again_is_copied_again() -> None:
         torch.cat([first.values[:1024], second.values[1024:]]),
         *(second.queries, SHARE),
     )
-    inside, rig = Rig(BF16, UNIT, True, 400), OffloadingRig()
+    inside, rig = Rig(BF16, PAGE, True, 400), OffloadingRig()
     wanted = of_steps(inside, [mixed], [inside.write(mixed.keys, mixed.values)])
     table = rig.put(first)
     of_steps(rig, [first], [table])
     assert rig.offloading is not None
     rig.offloading.save({"0": 1024}, lambda name: [])
-    assert rig.held.copied == 1024 // UNIT and rig.held.summarised == 1024 // UNIT
+    assert rig.held.copied == 1024 // PAGE and rig.held.summarised == 1024 // PAGE
     fresh = rig.write(mixed.keys, mixed.values)
     rig.leave(fresh, LONG - 1)
     assert torch.equal(of_steps(rig, [mixed], [fresh]), wanted)
@@ -207,12 +209,12 @@ def test_more_than_host_memory_holds_is_an_error_and_not_wrong_kv() -> None:
         rig.put(request)
 
 
-def test_units_that_are_not_chosen_are_not_read() -> None:
+def test_pages_that_are_not_chosen_are_not_read() -> None:
     request, rig = random_sequence(BF16, LONG, share=SHARE), OffloadingRig()
     table = rig.put(request)
     wanted = of_steps(rig, [request], [table])
-    inside = rig.held._working.units_in(0)  # type: ignore[union-attr]
+    inside = rig.held._working.pages_in(0)  # type: ignore[union-attr]
     unused = np.setdiff1d(np.arange(rig.held.gone), inside[inside >= 0])
     assert len(unused)
-    rig.host.layers[0].cache[torch.from_numpy(rig.held.units[unused])] = torch.nan
+    rig.host.layers[0].cache[torch.from_numpy(rig.held.pages[unused])] = torch.nan
     assert torch.equal(rig.step([request], [table]), wanted)

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculative.draft import DraftBatch
-from headrace_decode.speculative.planning.draft_guard import UNDECIDED
-from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Mode, Step
-from headrace_decode.speculative.proposer import FAILURES_MAX, HeadraceProposer
-from headrace_decode.speculative.request import (
+from headrace_decode.speculative.draft_batch import DraftBatch
+from headrace_decode.speculative.planning.draft_guard import CONTROL_WHILE_UNDECIDED
+from headrace_decode.speculative.planning.draft_planner import DraftMode, DraftPlanner, StepRecord
+from headrace_decode.speculative.proposer import MAX_FAILURES, HeadraceProposer
+from headrace_decode.speculative.request_info import (
     OPT_OUT_KEY,
     REQUEST_KEY,
-    Facts,
-    facts_of,
+    RequestInfo,
+    parse_request_info,
     request_arguments,
 )
-from headrace_decode.speculative.session import Rows, Session, kv_room
-from headrace_decode.speculative.settings import CONFIG_KEY, Settings, engine_arguments
+from headrace_decode.speculative.session import BatchRows, SpeculationSession, kv_headroom
+from headrace_decode.speculative.settings import CONFIG_KEY, SpeculationSettings, engine_arguments
 from tests.support.kvnode import until
 
 K, VOCABULARY = 4, 100
@@ -102,11 +102,11 @@ class Engine:
         controls: bool = False,
         **facts: Any,
     ) -> None:
-        self.drafter = drafter or Scripted()
+        self.memory = drafter or Scripted()
         self.planner = DraftPlanner(controls=controls)
-        self.planner.mode = Mode.parse(mode)
-        self.session = Session(
-            self.drafter,
+        self.planner.mode = DraftMode.parse(mode)
+        self.session = SpeculationSession(
+            self.memory,
             self.planner,
             draft_tokens=K,
             model_tokens=50,
@@ -123,7 +123,7 @@ class Engine:
         finished: Sequence[str] = (),
         drafted: int | None = None,
         seconds: float = 0.1,
-        kv_tokens: NDArray[np.int64] | None = None,
+        kv_headroom: NDArray[np.int64] | None = None,
     ) -> dict[str, list[int]]:
         """One step in which these requests emit these tokens; the drafts that follow."""
         ids = list(emitted)
@@ -136,32 +136,32 @@ class Engine:
         for row, request_id in enumerate(ids):
             self.texts[request_id] += emitted[request_id]
             table[row, : len(self.texts[request_id])] = self.texts[request_id]
-        rows = Rows(
+        rows = BatchRows(
             ids,
             [emitted[request_id] for request_id in ids],
             np.array([len(self.texts[request_id]) for request_id in ids]),
             table,
-            kv_tokens,
+            kv_headroom,
         )
-        drafts = self.session.propose(rows, lambda request_id: Facts(3, **self.facts))
+        drafts = self.session.propose(rows, lambda request_id: RequestInfo(3, **self.facts))
         return dict(zip(ids, drafts, strict=True))
 
 
-# What the memory is told
+# Calls of the memory
 
 
 def test_a_request_is_opened_with_its_prompt_and_extended_by_what_it_emits() -> None:
     engine = Engine(tenant="blue")
     engine.step({"a": [5]})
     engine.step({"a": [6, 7]})
-    assert engine.drafter.opened == {"a": (0, [9, 8, 7], "blue")}
-    assert engine.drafter.extended == [(0, [5]), (0, [6, 7])]
+    assert engine.memory.opened == {"a": (0, [9, 8, 7], "blue")}
+    assert engine.memory.extended == [(0, [5]), (0, [6, 7])]
 
 
 def test_a_row_whose_prompt_is_still_computed_gets_no_draft_and_is_not_opened() -> None:
     engine = Engine()
     assert engine.step({"a": [], "b": [5]}) == {"a": [], "b": [1, 2, 3, 4]}
-    assert list(engine.drafter.opened) == ["b"]
+    assert list(engine.memory.opened) == ["b"]
 
 
 def test_a_request_that_was_preempted_goes_on_where_it_was() -> None:
@@ -169,7 +169,7 @@ def test_a_request_that_was_preempted_goes_on_where_it_was() -> None:
     engine.step({"a": [5], "b": [5]})
     engine.step({"b": [6]})
     engine.step({"a": [6]})
-    assert engine.drafter.extended == [(0, [5]), (1, [5]), (1, [6]), (0, [6])]
+    assert engine.memory.extended == [(0, [5]), (1, [5]), (1, [6]), (0, [6])]
 
 
 @pytest.mark.parametrize(
@@ -183,43 +183,41 @@ def test_a_request_that_was_preempted_goes_on_where_it_was() -> None:
     ],
     ids=["all", "two and a refusal", "refused", "cut to nothing, then right", "cut short"],
 )
-def test_a_drafts_verdict_is_read_off_the_text(
-    emitted: list[int], verdict: tuple[int, int]
-) -> None:
+def test_a_draft_is_judged_by_the_text(emitted: list[int], verdict: tuple[int, int]) -> None:
     engine = Engine()
     engine.step({"a": [5]})
     engine.step({"a": emitted})
-    assert engine.drafter.verdicts == [verdict]
+    assert engine.memory.verdicts == [verdict]
 
 
-def test_a_draft_of_a_row_that_is_gone_gets_no_verdict() -> None:
+def test_a_draft_of_a_missing_row_is_not_judged() -> None:
     engine = Engine()
     engine.step({"a": [5], "b": [5]})
     engine.step({"b": [1, 50]}, finished=["a"])
-    assert engine.drafter.verdicts == [(0, 0), (2, 1)]
+    assert engine.memory.verdicts == [(0, 0), (2, 1)]
 
 
 def test_an_ended_request_is_closed_and_kept() -> None:
     engine = Engine()
     engine.step({"a": [5]})
     engine.step({"b": [5]}, finished=["a", "never seen"])
-    assert engine.drafter.closed == {0: True}
+    assert engine.memory.closed == {0: True}
 
 
-def test_who_is_not_kept_is_drafted_for_all_the_same() -> None:
+def test_drafts_are_made_for_a_request_whose_answer_is_not_kept() -> None:
     engine = Engine(keeps=False)
     engine.step({"a": [5]})
     engine.step({"b": [5]}, finished=["a"])
-    assert set(engine.drafter.opened) == {"a", "b"}
-    assert engine.drafter.closed == {0: False}
+    assert set(engine.memory.opened) == {"a", "b"}
+    assert engine.memory.closed == {0: False}
 
 
-def test_who_opted_out_is_neither_drafted_for_nor_kept() -> None:
+def test_a_request_that_opted_out_is_neither_drafted_for_nor_kept() -> None:
     engine = Engine(drafts=False)
     assert engine.step({"a": [5]}) == {"a": []}
     engine.step({"b": [5]}, finished=["a"])
-    assert engine.drafter.opened == {}
-    assert engine.drafter.closed == {}
+    assert engine.memory.opened == {}
+    assert engine.memory.closed == {}
 
 
 # How long drafts may be
@@ -239,24 +237,24 @@ def test_a_draft_ends_before_the_longest_sequence() -> None:
 
 def test_a_draft_fits_the_kv_blocks_that_there_are() -> None:
     engine = Engine()
-    drafts = engine.step({"a": [5], "b": [5]}, kv_tokens=np.array([1, 0]))
+    drafts = engine.step({"a": [5], "b": [5]}, kv_headroom=np.array([1, 0]))
     assert drafts == {"a": [1], "b": []}
 
 
 def test_a_row_may_fill_its_own_block_when_no_other_is_free() -> None:
     num_tokens, blocks = np.array([15, 16, 3]), np.array([1, 1, 1])
-    assert kv_room(num_tokens, blocks, 16, 2, 8) is None
-    room = kv_room(num_tokens, blocks, 16, 1, 8)
+    assert kv_headroom(num_tokens, blocks, 16, 2, 8) is None
+    room = kv_headroom(num_tokens, blocks, 16, 1, 8)
     assert room is not None
     assert room.tolist() == [1, 0, 13]
 
 
-def test_what_is_no_token_ends_a_draft() -> None:
+def test_an_invalid_token_ends_a_draft() -> None:
     assert Engine(Scripted([1, VOCABULARY, 2])).step({"a": [5]}) == {"a": [1]}
     assert Engine(Scripted([-1, 2])).step({"a": [5]}) == {"a": []}
 
 
-# What the planner is told
+# Observations of the planner
 
 
 def test_a_step_lasts_until_the_next_one_begins() -> None:
@@ -276,34 +274,38 @@ def test_the_time_between_two_requests_is_no_steps_time() -> None:
     assert engine.planner.counts["steps"] == 0
 
 
-def test_looked_at_but_not_verified_a_draft_still_gets_its_verdict() -> None:
+def test_a_draft_that_was_not_verified_is_still_judged() -> None:
     engine = Engine(mode="auto")
     for _ in range(2000):
-        engine.planner.saw(np.zeros((1, 1), np.float32), np.ones(1, np.int32))
-    engine.drafter.survival = 0.0
+        engine.planner.record_survival(np.zeros((1, 1), np.float32), np.ones(1, np.int32))
+    engine.memory.survival = 0.0
     for _ in range(40):
         assert engine.step({"a": [1]}) == {"a": []}
-    assert engine.drafter.looked == 2
-    assert engine.drafter.verdicts == [(1, 1)] * 2
+    assert engine.memory.looked == 2
+    assert engine.memory.verdicts == [(1, 1)] * 2
 
 
-def test_a_step_that_chance_leaves_without_drafts_is_told_with_its_odds() -> None:
+def test_a_control_step_is_observed_with_its_probability() -> None:
     engine = Engine(mode="auto", controls=True)
-    told: list[Step] = []
+    told: list[StepRecord] = []
     engine.planner.observe = told.append  # type: ignore[method-assign]
     for number in range(200):
         name = f"request {number // 20}"
         engine.drafted = len(engine.step({name: [1]})[name])
-    tossed = [step for step in told if step.toss is not None]
+    tossed = [step for step in told if step.control_draw is not None]
     assert len(tossed) > 150
-    assert all(step.toss.control is (step.drafted == 0) for step in tossed if step.toss)
-    assert {step.toss.share for step in tossed if step.toss} == {UNDECIDED}
+    assert all(
+        step.control_draw.is_control is (step.drafted == 0) for step in tossed if step.control_draw
+    )
+    assert {step.control_draw.probability for step in tossed if step.control_draw} == {
+        CONTROL_WHILE_UNDECIDED
+    }
 
 
-# Settings
+# SpeculationSettings
 
 
-def test_an_engines_arguments_say_who_proposes_and_how_much() -> None:
+def test_engine_arguments_name_proposer_and_draft_tokens() -> None:
     arguments = engine_arguments(12, mode="off")
     assert arguments["speculative_config"]["num_speculative_tokens"] == 12
     assert arguments["additional_config"] == {CONFIG_KEY: {"mode": "off"}}
@@ -313,28 +315,27 @@ def test_an_engines_arguments_say_who_proposes_and_how_much() -> None:
     ("settings", "said"),
     [
         ({"mode": "sometimes"}, "expected auto, off or static:K"),
-        ({"drafter": "eagle"}, "drafter"),
         ({"modes": "auto"}, "unknown field `modes`"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Settings.read(settings)
+        SpeculationSettings.read(settings)
 
 
-def test_a_client_cannot_say_whose_it_is_but_may_opt_out() -> None:
+def test_a_client_cannot_name_its_tenant_but_may_opt_out() -> None:
     sent = {REQUEST_KEY: {"tenant": "mallory"}, OPT_OUT_KEY: 0, "kept": 1}
     told = request_arguments(sent, tenant="blue", itl_s=0.05)
     assert told["kept"] == 1
-    facts = facts_of(7, 20, told)
+    facts = parse_request_info(7, 20, told)
     assert (facts.tenant, facts.drafts, facts.itl_s, facts.max_tokens) == ("blue", False, 0.05, 20)
     refused = request_arguments({OPT_OUT_KEY: 1}, tenant="blue", drafts=False)
-    assert not facts_of(7, None, refused).drafts
+    assert not parse_request_info(7, None, refused).drafts
 
 
 @pytest.mark.parametrize("itl_s", [None, "soon", -1, float("nan"), 0])
 def test_a_target_that_is_none_is_left_out(itl_s: Any) -> None:
-    assert facts_of(1, None, {REQUEST_KEY: {"itl_s": itl_s}}).itl_s == float("inf")
+    assert parse_request_info(1, None, {REQUEST_KEY: {"itl_s": itl_s}}).itl_s == float("inf")
 
 
 # The proposer
@@ -369,20 +370,20 @@ class OneRow:
     def __init__(self, broken: bool = False) -> None:
         self.broken = broken
 
-    def rows(self, sampled: Any, num_tokens: Any, token_ids: Any, scheduled: Any) -> Rows:
+    def rows(self, sampled: Any, num_tokens: Any, token_ids: Any, scheduled: Any) -> BatchRows:
         if self.broken:
             raise RuntimeError("a bug")
-        return Rows(["a"], sampled, num_tokens, token_ids)
+        return BatchRows(["a"], sampled, num_tokens, token_ids)
 
-    def facts(self, request_id: str) -> Facts:
-        return Facts(prompt_tokens=11)
+    def request_info(self, request_id: str) -> RequestInfo:
+        return RequestInfo(prompt_tokens=11)
 
 
 TEXT = np.array([[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6] + [0] * 20])
 
 
 def propose(told: HeadraceProposer) -> list[list[int]]:
-    told.step_begins({"a": 1}, {}, set())
+    told.begin_step({"a": 1}, {}, set())
     return told.propose([[6]], np.array([12]), TEXT)
 
 
@@ -391,46 +392,40 @@ def test_an_unbound_proposer_drafts_nothing() -> None:
 
 
 def test_a_bound_one_drafts_from_the_requests_own_text() -> None:
-    for drafter in ("memory", "ngram"):
-        told = proposer(mode="static:4", drafter=drafter)
-        told.bind(OneRow())
-        assert propose(told) == [[1, 2, 3, 4]]
+    told = proposer(mode="static:4")
+    told.bind(OneRow())
+    assert propose(told) == [[1, 2, 3, 4]]
 
 
 def test_a_memory_is_shared_from_the_time_that_the_engine_is_there(tmp_path: Path) -> None:
     told = proposer(
-        mode="static:4", exchange={"store": "none", "socket_folder": str(tmp_path), "poll_s": 0.01}
+        mode="static:4",
+        replication={"store": "none", "socket_folder": str(tmp_path), "poll_s": 0.01},
     )
-    assert told.carrier is not None
-    assert told.command({})["exchange"]["state"] == "not started"
+    assert told.replicator is not None
+    assert told.command({})["replication"]["state"] == "not started"
     told.bind(OneRow())
     try:
-        until(lambda: told.command({})["exchange"]["state"] == "away")
+        until(lambda: told.command({})["replication"]["state"] == "away")
         assert propose(told) == [[1, 2, 3, 4]]
     finally:
-        told.carrier.close()
+        told.replicator.close()
 
 
-def test_only_a_memory_is_shared() -> None:
-    told = proposer(drafter="ngram", exchange={"store": "kv"})
-    assert told.carrier is None
-    assert told.command({})["exchange"] is None
-
-
-def test_a_failure_costs_one_steps_drafts_and_many_stop_drafting_until_told() -> None:
-    told, engine = proposer(mode="static:4", drafter="ngram"), OneRow(broken=True)
+def test_a_failure_costs_one_steps_drafts_and_many_stop_speculation_until_the_mode_is_set() -> None:
+    told, engine = proposer(mode="static:4"), OneRow(broken=True)
     told.bind(engine)
     assert propose(told) == [[]]
     engine.broken = False
     assert propose(told) == [[1, 2, 3, 4]]
     engine.broken = True
-    for _ in range(FAILURES_MAX):
+    for _ in range(MAX_FAILURES):
         assert propose(told) == [[]]
     engine.broken = False
     assert propose(told) == [[]]
     told.command({"mode": "static:2"})
     assert propose(told) == [[1, 2]]
-    assert told.command({})["failures"] == FAILURES_MAX + 1
+    assert told.command({})["failures"] == MAX_FAILURES + 1
 
 
 @pytest.mark.parametrize(

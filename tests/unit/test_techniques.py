@@ -12,18 +12,24 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from headrace.gateway.backend import NoMetrics
-from headrace_decode._vllm_request import lossy_of, with_technique, with_tenant
+from headrace_decode.llm.request_params import lossy_store_of, with_technique, with_tenant
 from headrace_decode.techniques import (
-    Asked,
+    RequestedTechniques,
     TechniqueError,
-    applied,
-    exact_of,
-    salt_for,
-    wants_exact,
+    applied_techniques,
+    is_exact_requested,
+    requires_exact,
+    salt_with_technique,
 )
 from headrace_engine.connector.identity.engine_identity import lossy_codec
-from headrace_kvstore.prompt_hash import hash_prompt, root_hash
-from headrace_kvstore.salts import EXACT, is_marked, marked, salt_of, tenant_of
+from headrace_kvstore.identity.prompt_hash import hash_prompt, root_hash
+from headrace_kvstore.identity.salts import (
+    EXACT,
+    is_isolated,
+    isolated_salt,
+    tenant_of,
+    tenant_salt,
+)
 from tests.support.kvscheduling import B, Engine, Store, Tiers, hashes, request
 from tests.unit.gateway_fakes import (
     CHAT,
@@ -37,7 +43,7 @@ from tests.unit.gateway_fakes import (
 
 OFF = {"techniques": "off"}
 INT4 = "store=int4"
-salts = st.text().filter(lambda salt: not is_marked(salt))
+salts = st.text().filter(lambda salt: not is_isolated(salt))
 
 
 # ---- what a request may say -----------------------------------------------------------------
@@ -48,27 +54,31 @@ salts = st.text().filter(lambda salt: not is_marked(salt))
     [(None, False), ({}, False), ({"techniques": "auto"}, False), (OFF, True), ({"slo": 1}, False)],
 )
 def test_exact_only_is_asked_for_by_one_word(extra: Any, exact: bool) -> None:
-    assert wants_exact(extra) is exact
+    assert is_exact_requested(extra) is exact
 
 
 @pytest.mark.parametrize("value", ["on", "", "OFF", 0, False, None, ["off"]])
 def test_any_other_word_is_an_error(value: Any) -> None:
     with pytest.raises(TechniqueError) as error:
-        wants_exact({"techniques": value})
+        is_exact_requested({"techniques": value})
     assert error.value.param == "vllm_xargs.techniques"
 
 
 def test_a_beam_search_cannot_be_exact_only_since_vllm_loses_the_word() -> None:
-    assert not exact_of({"use_beam_search": True})
+    assert not requires_exact({"use_beam_search": True})
     with pytest.raises(TechniqueError, match="beam search"):
-        exact_of({"use_beam_search": True, "vllm_xargs": OFF})
+        requires_exact({"use_beam_search": True, "vllm_xargs": OFF})
 
 
 def test_an_answer_tells_what_could_touch_its_kv() -> None:
-    exact = Asked(exact=True)
-    told = [applied(Asked(), ""), applied(exact, ""), applied(exact, INT4)]
+    exact = RequestedTechniques(exact=True)
+    told = [
+        applied_techniques(RequestedTechniques(), ""),
+        applied_techniques(exact, ""),
+        applied_techniques(exact, INT4),
+    ]
     assert told == ["exact"] * 3
-    assert applied(Asked(), INT4) == INT4
+    assert applied_techniques(RequestedTechniques(), INT4) == INT4
 
 
 # ---- salts ----------------------------------------------------------------------------------
@@ -76,39 +86,39 @@ def test_an_answer_tells_what_could_touch_its_kv() -> None:
 
 @given(salts)
 def test_salts_are_as_ever_where_no_technique_matters(salt: str) -> None:
-    assert salt_for(salt, None, INT4) == salt_for(salt, OFF, "") == salt
+    assert salt_with_technique(salt, None, INT4) == salt_with_technique(salt, OFF, "") == salt
 
 
 @given(salts, salts)
 def test_a_marked_salt_equals_no_other(one: str, other: str) -> None:
-    assert marked(one, EXACT) != other
-    assert (marked(one, EXACT) == marked(other, EXACT)) == (one == other)
+    assert isolated_salt(one, EXACT) != other
+    assert (isolated_salt(one, EXACT) == isolated_salt(other, EXACT)) == (one == other)
 
 
 @given(st.text(st.characters(exclude_characters=":"), min_size=1), st.text())
 def test_a_marked_salt_tells_its_tenant(tenant: str, own: str) -> None:
-    assert tenant_of(marked(salt_of(tenant, own), EXACT)) == tenant
+    assert tenant_of(isolated_salt(tenant_salt(tenant, own), EXACT)) == tenant
 
 
 def test_a_mark_is_given_once_and_cannot_be_mistaken() -> None:
     for wrong in ("", "a:b"):
         with pytest.raises(ValueError, match="no mark"):
-            marked("s", wrong)
+            isolated_salt("s", wrong)
     with pytest.raises(ValueError, match="already"):
-        marked(marked("s", EXACT), EXACT)
+        isolated_salt(isolated_salt("s", EXACT), EXACT)
 
 
 @pytest.mark.parametrize("lossy", ["", INT4])
 def test_no_client_may_send_a_salt_that_looks_marked(lossy: str) -> None:
     with pytest.raises(TechniqueError) as error:
-        salt_for("technique:exact:", None, lossy)
+        salt_with_technique("technique:exact:", None, lossy)
     assert error.value.param == "cache_salt"
 
 
 def test_exact_and_lossy_requests_share_no_block_hash() -> None:
     tokens, root = list(range(64)), root_hash("0")
-    plain = hash_prompt(tokens, B, root, salt_for("s", None, INT4))
-    exact = hash_prompt(tokens, B, root, salt_for("s", OFF, INT4))
+    plain = hash_prompt(tokens, B, root, salt_with_technique("s", None, INT4))
+    exact = hash_prompt(tokens, B, root, salt_with_technique("s", OFF, INT4))
     assert plain == hash_prompt(tokens, B, root, "s")
     assert not set(plain) & set(exact)
 
@@ -117,7 +127,7 @@ def test_exact_and_lossy_requests_share_no_block_hash() -> None:
 
 
 def transfer(codec: str | None) -> SimpleNamespace:
-    """A KVTransferConfig as `headrace.store` makes it."""
+    """A KVTransferConfig as `headrace.deploy.store` makes it."""
     stored = {} if codec is None else {"codec": codec}
     children = [
         {"kv_connector": "NixlConnector"},
@@ -131,7 +141,7 @@ def test_the_engines_connectors_tell_whether_the_store_is_lossy() -> None:
     alone = SimpleNamespace(kv_connector_extra_config={"codec": "fp8"})
     assert lossy_codec(alone) == "fp8" and lossy_codec(None) == ""
     config: Any = SimpleNamespace(kv_transfer_config=transfer("int4"))
-    assert lossy_of(config) == INT4
+    assert lossy_store_of(config) == INT4
 
 
 def test_the_mark_stands_before_the_tenant_so_no_tenant_can_forge_it() -> None:
@@ -166,17 +176,17 @@ def test_the_decode_replica_refuses_what_the_gateway_did_not_see() -> None:
 
 def test_the_store_neither_supplies_nor_keeps_blocks_under_a_mark() -> None:
     told: list[Any] = []
-    salt, tiers = marked("s", EXACT), Tiers(*hashes(4))
+    salt, tiers = isolated_salt("s", EXACT), Tiers(*hashes(4))
     for cache_salt, loaded in (("s", 3 * B), (salt, 0)):
         engine = Engine(
             Store(set(hashes(4))), request(4 * B, cache_salt=cache_salt), prompted=told.append
         )
-        assert engine.half.matched(engine.request, 0) == loaded
+        assert engine.scheduler.matched(engine.request, 0) == loaded
     assert told == [hashes(4)], "the policy learns of the first request only"
     asks = Engine(Store(), request(4 * B, cache_salt=salt), slow=tiers, prompted=told.append)
-    asks.half.added(asks.request)
-    assert asks.half.matched(asks.request, 0) == 0
-    asks.half.finished(asks.request, [1, 2, 3, 4])
+    asks.scheduler.added(asks.request)
+    assert asks.scheduler.matched(asks.request, 0) == 0
+    asks.scheduler.finished(asks.request, [1, 2, 3, 4])
     assert (tiers.asked, told[1:], asks.pool.held) == ([], [], [])
 
 
@@ -189,8 +199,8 @@ class Techniques(NoMetrics):
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def techniques(self, applied: str) -> None:
-        self.told.append(applied)
+    def techniques(self, applied_techniques: str) -> None:
+        self.told.append(applied_techniques)
 
 
 @pytest.mark.parametrize("handler", [answer, stream])

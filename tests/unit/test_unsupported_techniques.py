@@ -9,25 +9,27 @@ from typing import Any, cast
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from headrace_decode._vllm_compat import PlannedLLM, Planning
-from headrace_decode.orchestrate import Orchestrator, Work
-from headrace_decode.resume.scheduler import TakingUp
-from headrace_decode.reusing import Reuse, Reusing, reusing_work
-from headrace_engine.handoff import REUSED_KEY, PrefillRequest
-from headrace_prefill.blending.engine.worker import ModelInReach
+from headrace_decode.llm.planned_llm import PlannedLLM, Planning
+from headrace_decode.planning.blending_planner import BlendingPlan, BlendingPlanner, blending_work
+from headrace_decode.planning.orchestrator import Orchestrator, Work
+from headrace_decode.resume.scheduler import ResumeScheduler
+from headrace_engine.kv_transfer.handoff import REUSED_KEY, PrefillRequest
+from headrace_prefill.blending.engine.worker import BlendingWorkerMixin
 from headrace_prefill.server import PrefillServer
 from tests.support.orchestrated import Planner
 
-MODES = {"sparse": ("auto", 0.1), "bounded": ("request", 0.25)}
+MODES = {"sparse": ("auto", 0.1), "compression": ("request", 0.25)}
 
 
-def llm(answers: Any, scheduler: type = TakingUp, reuses: bool = True) -> PlannedLLM:
+def llm(answers: Any, scheduler: type = ResumeScheduler, blends: bool = True) -> PlannedLLM:
     """A frontend whose engine's workers answer so."""
     made = cast(Any, object.__new__(PlannedLLM))
-    reusing = Reusing(cast(Any, None), lambda ids, salt: [], "auto", 0.1) if reuses else None
+    blending = None
+    if blends:
+        blending = BlendingPlanner(cast(Any, None), lambda ids, salt: [], "auto", 0.1)
     parts = cast(Any, None)
-    made.planning = Planning(parts, parts, parts, parts, reusing=reusing)
-    made._apart, made._stream, made.lossy = dict(MODES), False, ""
+    made.planning = Planning(parts, parts, parts, parts, blending=blending)
+    made._lossy_modes, made._compresses_prompts, made.lossy_store = dict(MODES), False, ""
     config = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
     made.vllm_config = SimpleNamespace(scheduler_config=config)
 
@@ -44,37 +46,39 @@ def llm(answers: Any, scheduler: type = TakingUp, reuses: bool = True) -> Planne
 @pytest.mark.parametrize(
     ("answers", "offered"),
     [
-        ([{}], "reuse=auto, sparse=auto, bounded=request"),
-        ([{"reuse": "no rows"}], "sparse=auto, bounded=request"),
-        ([{"bounded": "YaRN"}], "reuse=auto, sparse=auto"),
-        ([{}, {"sparse": "no", "bounded": "no"}], "reuse=auto"),
-        ([{"sparse": "no", "bounded": "no", "reuse": "no"}], ""),
+        ([{}], "blending=auto, sparse=auto, compression=request"),
+        ([{"blending": "no rows"}], "sparse=auto, compression=request"),
+        ([{"compression": "YaRN"}], "blending=auto, sparse=auto"),
+        ([{}, {"sparse": "no", "compression": "no"}], "blending=auto"),
+        ([{"sparse": "no", "compression": "no", "blending": "no"}], ""),
         (RuntimeError("no such method"), ""),
     ],
 )
 async def test_what_every_worker_can_do_is_offered(answers: Any, offered: str) -> None:
     one = llm(answers)
-    await one.learn_techniques()
+    await one.withdraw_unsupported_techniques()
     assert one.offered == offered
 
 
 async def test_why_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    await llm([{"reuse": "rows of Mixtral cannot be recomputed"}]).learn_techniques()
+    await llm(
+        [{"blending": "rows of Mixtral cannot be recomputed"}]
+    ).withdraw_unsupported_techniques()
     [record] = caplog.records
     assert "as if they had not asked for reuse: rows of Mixtral" in record.getMessage()
 
 
 async def test_a_scheduler_of_the_users_own_shares_answers_so_none_may_be_approximate() -> None:
     one = llm([{}], Scheduler)
-    await one.learn_techniques()
-    assert one.offered == "reuse=auto"
+    await one.withdraw_unsupported_techniques()
+    assert one.offered == "blending=auto"
 
 
 async def test_an_engine_without_techniques_is_asked_nothing() -> None:
-    one = llm(AssertionError("asked"), reuses=False)
-    one._apart = {}
-    await one.learn_techniques()
+    one = llm(AssertionError("asked"), blends=False)
+    one._lossy_modes = {}
+    await one.withdraw_unsupported_techniques()
     assert one.offered == ""
 
 
@@ -107,17 +111,17 @@ def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_sta
     class Plain:
         def initialize_from_config(self, config: Any) -> None: ...
 
-    class Mine(ModelInReach, Plain): ...
+    class Mine(BlendingWorkerMixin, Plain): ...
 
     mine = Mine()
     mine.initialize_from_config(None)
     told = mine.headrace_unsupported()
-    assert str(error) in told["reuse"] and connector.why == told["reuse"]
+    assert str(error) in told["blending"] and connector.why == told["blending"]
 
 
 @pytest.mark.parametrize(
     ("told", "reuse"),
-    [([{}], {"runs": []}), ([{"reuse": "no"}], None), (RuntimeError("gone"), None)],
+    [([{}], {"runs": []}), ([{"blending": "no"}], None), (RuntimeError("gone"), None)],
 )
 async def test_a_prefill_engine_that_cannot_reuse_is_not_asked_to(told: Any, reuse: Any) -> None:
     asked: list[Any] = []
@@ -167,12 +171,12 @@ def work(cached: int) -> Work[Any]:
 async def test_who_computed_the_prompt_tells_whether_kv_was_reused(
     params: Any, cached: int, happened: bool
 ) -> None:
-    reuse = Reuse("technique:reuse-1:ann", {}, 30, 80)
-    one = reusing_work(work(cached), reuse)
+    reuse = BlendingPlan("technique:reuse-1:ann", {}, 30, 80)
+    one = blending_work(work(cached), reuse)
     assert (one.salt, one.computed) == (reuse.salt, 30)
     [output] = [each async for each in one.submit("r", params)]
     assert one.cached_tokens(output) == (min(70, cached) if happened else cached)
-    assert reuse.happened == happened
+    assert reuse.was_blended == happened
 
 
 async def test_planners_hear_which_answers_others_can_use() -> None:

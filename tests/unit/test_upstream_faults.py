@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway.reply import MAX_WAITING_BYTES
 from headrace.gateway.upstream import ReplicaLost, Upstream
+from headrace.gateway.upstream_reply import MAX_WAITING_BYTES
 from tests.unit.raw_replica import (
     CHUNKED,
     OK,

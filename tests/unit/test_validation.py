@@ -11,13 +11,13 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from headrace_decode.rendering._vllm_compat import application_without_engine
 from headrace_engine.serving.validation import (
     MAX_ERRORS,
     bound_validation,
     failing_fast,
     message_of,
 )
+from headrace_engine.vllm.openai_app import application_without_engine
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}

@@ -22,7 +22,7 @@ from typing import Any
 
 ORDER, HIT = "CHAOS_KV_ORDER", "CHAOS_KV_HIT"
 """Environment variables: the file that says what happens to pulls, and the one that counts them."""
-PULLS = "headrace_engine.pull_proof.halves"
+PULLS = "headrace_engine.pull_proof.worker_connector"
 
 
 class _Finder(importlib.abc.MetaPathFinder):

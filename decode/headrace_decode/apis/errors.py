@@ -48,12 +48,12 @@ def plain(message: str) -> str:
     found = _WRONG_FIELD.findall(message[:MAX_SEARCHED])[:MAX_FIELDS]
     if not found:
         return message
-    told = []
+    faults = []
     for place, single, double in found:
         names = re.findall(r"[\w-]+", place)
         field = ".".join(names[1:] if names[:1] == ["body"] else names)
-        told.append(f"{field}: {(single or double).removeprefix('Value error, ')}")
-    return "; ".join(told)
+        faults.append(f"{field}: {(single or double).removeprefix('Value error, ')}")
+    return "; ".join(faults)
 
 
 def message_of(body: bytes) -> str | None:

@@ -21,7 +21,7 @@ _SIGNS = (b"uuid", b"\\u0075", b"\\u0069", b"\\u0064")
 """
 
 
-def scoped(body: bytes, tenant: str) -> bytes:
+def with_scoped_media(body: bytes, tenant: str) -> bytes:
     """Return a request's body with the tenant's digest before the name of each of its media.
 
     A body that names no media is returned unchanged.

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from headrace_decode.apis import checks, errors, media, messages, responses, usage
-from headrace_decode.apis.checks import Abilities, Fields, Refusal
+from headrace_decode.apis import errors, media, messages, request_checks, responses, usage
+from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
 from headrace_decode.apis.usage import USAGE, RequestUsage
-from headrace_decode.internal import TENANT
+from headrace_decode.http.internal_port import TENANT
 
 logger = logging.getLogger("headrace.decode")
 
@@ -42,51 +42,55 @@ class ApiMiddleware:
         engine_died: returns whether the engine died; then a 500 is not the client's fault.
     """
 
-    def __init__(self, app: ASGIApp, abilities: Abilities, engine_died: Callable[[], bool]) -> None:
+    def __init__(
+        self, app: ASGIApp, abilities: EngineAbilities, engine_died: Callable[[], bool]
+    ) -> None:
         self._app, self._abilities, self._engine_died = app, abilities, engine_died
         self._long_body = asyncio.Lock()
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer one request."""
         path = scope["path"] if scope["type"] == "http" else ""
-        anthropic = path.startswith(checks.MESSAGES)
+        anthropic = path.startswith(request_checks.MESSAGES)
         tenant = TENANT.get()
-        if path not in checks.PATHS or scope["method"] != "POST":
+        if path not in request_checks.PATHS or scope["method"] != "POST":
             if tenant is not None and path and scope["method"] == "POST":
                 if (read := await _read(receive)) is None:
                     return
-                scope, receive = _with_body(scope, await _scoped(read, tenant), receive)
-            answer = _Errors(send) if anthropic else None
+                scope, receive = _with_body(scope, await _with_scoped_media(read, tenant), receive)
+            answer = _AnthropicErrors(send) if anthropic else None
             await self._app(scope, receive, send if answer is None else answer.send)
             return
         body = await _read(receive)
         if body is None:
             return
         if tenant is not None:
-            body = await _scoped(body, tenant)
+            body = await _with_scoped_media(body, tenant)
         scope, receive = _with_body(scope, body, receive)
-        await self._rested(body)
-        fields = checks.fields_of(body)
+        await self._rest_before_pass(body)
+        fields = request_checks.fields_of(body)
         if fields is not None:
-            refusal = checks.check(path, fields, self._abilities)
+            refusal = request_checks.find_refusal(path, fields, self._abilities)
             if refusal is not None:
                 await _refuse(send, path, refusal)
                 return
             scope = _named(scope, path, fields)
-        await self._rested(body)
+        await self._rest_before_pass(body)
         counted = RequestUsage()
         before = USAGE.set(counted)
         try:
-            shaped = _Shaped(path, fields or Fields(), counted, send, self._engine_died)
+            shaper = _AnswerShaper(
+                path, fields or RequestFields(), counted, send, self._engine_died
+            )
             try:
-                await self._app(scope, receive, shaped.send)
+                await self._app(scope, receive, shaper.send)
             except Exception:
-                if not await shaped.refuse_late():
+                if not await shaper.refuse_late():
                     raise
         finally:
             USAGE.reset(before)
 
-    async def _rested(self, body: bytes) -> None:
+    async def _rest_before_pass(self, body: bytes) -> None:
         """If the body is long, wait for other long bodies, and rest before the next pass over it.
 
         A pass blocks the event loop for 10 to 30 ms, and a token needs several turns of the loop to
@@ -97,7 +101,7 @@ class ApiMiddleware:
                 await asyncio.sleep(len(body) * REST_S_A_BYTE)
 
 
-class _Shaped:
+class _AnswerShaper:
     """The answer of vLLM's application on its way to the client.
 
     A whole answer that must be changed is collected first; streams pass event by event. A stream
@@ -108,7 +112,7 @@ class _Shaped:
     def __init__(
         self,
         path: str,
-        fields: Fields,
+        fields: RequestFields,
         counted: RequestUsage,
         send: Any,
         engine_died: Callable[[], bool],
@@ -120,16 +124,16 @@ class _Shaped:
         self._start: Message | None = None
         self._body: list[bytes] = []
         self._waiting: Message | None = None
-        self._early: list[bytes] = []
+        self._held_events: list[bytes] = []
         self._refused = False
         self._change: Callable[[bytes], bytes] | None = None
         self._rewriter = responses.EventRewriter()
         self._changes: dict[str, Callable[[bytes], bytes]] = {
-            checks.MESSAGES: messages.event,
-            checks.RESPONSES: self._rewriter.rewrite,
+            request_checks.MESSAGES: messages.event,
+            request_checks.RESPONSES: self._rewriter.rewrite,
         }
         if self._corrects:
-            self._changes[checks.COMPLETIONS] = self._completion_event
+            self._changes[request_checks.COMPLETIONS] = self._completion_event
 
     async def send(self, message: Message) -> None:
         """Send an ASGI message, changed for the API's clients."""
@@ -166,7 +170,7 @@ class _Shaped:
         assert self._waiting is not None
         body = message.get("body", b"")
         if body.startswith(_BEFORE_ENGINE) and message.get("more_body", False):
-            self._early.append(body)
+            self._held_events.append(body)
             return False
         if self._counted.refusal is not None:
             if not message.get("more_body", False):
@@ -174,11 +178,11 @@ class _Shaped:
             return False
         start, self._waiting = self._waiting, None
         await self._send(start)
-        message["body"] = b"".join([*self._early, body])
+        message["body"] = b"".join([*self._held_events, body])
         return True
 
     async def _begin(self, message: Message) -> None:
-        if _kind(message).startswith(b"text/event-stream"):
+        if _content_type(message).startswith(b"text/event-stream"):
             self._change = self._changes.get(self._path)
             self._waiting = message
         elif message["status"] == 200 and self._path not in self._changes:
@@ -192,9 +196,9 @@ class _Shaped:
         if message["status"] != 200:
             status, body = self._error(message["status"], body)
             message["status"] = status
-        elif path == checks.MESSAGES:
+        elif path == request_checks.MESSAGES:
             body = messages.answer(body)
-        elif path == checks.RESPONSES:
+        elif path == request_checks.RESPONSES:
             body = responses.answer(body)
         else:
             body = usage.completion(body, self._counted, only_echo=self._only_echo)
@@ -207,12 +211,12 @@ class _Shaped:
         request's fault.
         """
         if status == 500 and not self._counted.prompts and not self._engine_died():
-            said = errors.message_of(body) or "no reason is known"
-            logger.warning("a request was not understood: %s", said)
+            reason = errors.message_of(body) or "no reason is known"
+            logger.warning("a request was not understood: %s", reason)
             status = 400
-            message = f"This request cannot be made into a prompt: {said}"
+            message = f"This request cannot be made into a prompt: {reason}"
             body = json.dumps(errors.openai_error(message, None)).encode()
-        if self._path == checks.MESSAGES:
+        if self._path == request_checks.MESSAGES:
             body = messages.error(status, body)
         return status, body
 
@@ -233,7 +237,7 @@ class _Shaped:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class _Errors:
+class _AnthropicErrors:
     """An answer whose errors are changed to Anthropic's format; anything else is unchanged."""
 
     def __init__(self, send: Any) -> None:
@@ -254,9 +258,11 @@ class _Errors:
                 await _send_whole(self._send, self._start, body)
 
 
-def _named(scope: Message, path: str, fields: Fields) -> Message:
+def _named(scope: Message, path: str, fields: RequestFields) -> Message:
     """Return the scope with the body's request id in the header, from which vLLM takes it."""
-    if path not in (checks.CHAT, checks.COMPLETIONS) or not isinstance(fields.request_id, str):
+    if path not in (request_checks.CHAT, request_checks.COMPLETIONS) or not isinstance(
+        fields.request_id, str
+    ):
         return scope
     headers = [head for head in scope["headers"] if head[0] != _REQUEST_ID]
     return {**scope, "headers": [*headers, (_REQUEST_ID, fields.request_id.encode())]}
@@ -268,15 +274,15 @@ def _are_several(prompt: msgspec.Raw) -> bool:
     return start.startswith(b"[") and not start[1:].lstrip()[:1].isdigit()
 
 
-def _kind(message: Message) -> bytes:
+def _content_type(message: Message) -> bytes:
     return next((value for name, value in message["headers"] if name == b"content-type"), b"")
 
 
-async def _scoped(body: bytes, tenant: str) -> bytes:
-    """Run `media.scoped`, in a thread for a long body: one of megabytes takes tens of ms."""
+async def _with_scoped_media(body: bytes, tenant: str) -> bytes:
+    """Scope the media of a body; in a thread for a long one, since megabytes take tens of ms."""
     if len(body) <= LONG_BYTES:
-        return media.scoped(body, tenant)
-    return await asyncio.to_thread(media.scoped, body, tenant)
+        return media.with_scoped_media(body, tenant)
+    return await asyncio.to_thread(media.with_scoped_media, body, tenant)
 
 
 async def _read(receive: Any) -> bytes | None:
@@ -315,7 +321,7 @@ async def _send_whole(send: Any, start: Message, body: bytes) -> None:
 
 
 async def _refuse(send: Any, path: str, refusal: Refusal) -> None:
-    if path == checks.MESSAGES:
+    if path == request_checks.MESSAGES:
         document = errors.anthropic_error(400, refusal.message)
     else:
         document = errors.openai_error(refusal.message, refusal.param)

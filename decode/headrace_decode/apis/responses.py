@@ -90,8 +90,8 @@ class EventRewriter:
         if [item.get("type") for item in output] != [item.get("type") for item in self._items]:
             response["output"] = self._items  # the items that the client has
             return
-        for item, came in zip(output, self._items, strict=True):
-            item.update({name: came[name] for name in _CALL if name in came and name in item})
+        for item, sent in zip(output, self._items, strict=True):
+            item.update({name: sent[name] for name in _CALL if name in sent and name in item})
 
 
 def _mark_cut(response: dict[str, Any]) -> bool:

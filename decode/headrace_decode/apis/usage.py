@@ -35,7 +35,7 @@ class RequestUsage:
         self.prompts += 1
         return self.prompts
 
-    def tell(self, prompt: int, cached_tokens: int) -> None:
+    def record(self, prompt: int, cached_tokens: int) -> None:
         """Record the number of a prompt's tokens that were cached and not computed."""
         self._cached[prompt] = cached_tokens
 
@@ -58,11 +58,11 @@ class CachedTokens:
     def __init__(self, usage: RequestUsage | None) -> None:
         self._usage = usage
         self._prompt = 0 if usage is None else usage.begin()
-        self._most: int | None = None
+        self._limit: int | None = None
 
-    def at_most(self, tokens: int) -> None:
+    def limit(self, tokens: int) -> None:
         """Record that the engines computed all but at most `tokens` tokens of the prompt."""
-        self._most = tokens if self._most is None else min(self._most, tokens)
+        self._limit = tokens if self._limit is None else min(self._limit, tokens)
 
     def correct(self, output: Any) -> None:
         """Set the right number of cached tokens in an output (vLLM's `RequestOutput`)."""
@@ -71,9 +71,9 @@ class CachedTokens:
         for sample in samples:  # all but the first sample find the KV that the first one computed
             if not sample.is_prefilling:
                 tokens = min(tokens, sample.num_cached_tokens)
-        output.num_cached_tokens = tokens if self._most is None else min(tokens, self._most)
+        output.num_cached_tokens = tokens if self._limit is None else min(tokens, self._limit)
         if self._usage is not None:
-            self._usage.tell(self._prompt, output.num_cached_tokens)
+            self._usage.record(self._prompt, output.num_cached_tokens)
 
 
 USAGE: ContextVar[RequestUsage | None] = ContextVar("headrace_usage", default=None)
@@ -87,16 +87,16 @@ def completion(body: bytes, usage: RequestUsage, *, only_echo: bool) -> bytes:
         only_echo: whether the client wants only its prompts back, without an answer.
     """
     document = json.loads(body)
-    told = document.get("usage")
-    if not isinstance(told, dict):
+    usage_fields = document.get("usage")
+    if not isinstance(usage_fields, dict):
         return body
     if only_echo:
-        told["completion_tokens"] = 0
-        told["total_tokens"] = told.get("prompt_tokens") or 0
+        usage_fields["completion_tokens"] = 0
+        usage_fields["total_tokens"] = usage_fields.get("prompt_tokens") or 0
         for choice in document.get("choices") or ():
             if choice.get("token_ids"):
                 choice["token_ids"] = []
-    if isinstance(details := told.get("prompt_tokens_details"), dict):
+    if isinstance(details := usage_fields.get("prompt_tokens_details"), dict):
         details["cached_tokens"] = usage.cached_tokens
     return _encoded(document)
 

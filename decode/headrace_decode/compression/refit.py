@@ -37,7 +37,7 @@ FITTED_ROWS = 64
 """Number of query rows that an engine fits to, or a few more."""
 
 
-Kept = tuple[Tensor, Tensor]
+HeadKV = tuple[Tensor, Tensor]
 """K and V that one KV head keeps, each [k, head_dim]."""
 
 
@@ -48,7 +48,7 @@ def fit(
     queries: Tensor,
     ridge: float | None = RIDGE,
     key_ridge: float | None = KEY_RIDGE,
-) -> Kept:
+) -> HeadKV:
     """Fit the keys and values of one head.
 
     Args:
@@ -104,31 +104,33 @@ def _attention(logits: Tensor) -> tuple[Tensor, Tensor]:
     return weights, logits.gather(-1, at[:, None])[:, 0] - most.log()
 
 
-def some(asked: Tensor) -> Tensor:
+def sample_rows(asked: Tensor) -> Tensor:
     """Return evenly spaced rows of these, `FITTED_ROWS` or a few more."""
     return asked[:: max(1, len(asked) // FITTED_ROWS)]
 
 
-def fitted(
+def fit_layer(
     keys: Tensor,
     values: Tensor,
     kept: Tensor,
     asked: Tensor,
     scale: float,
     there: Tensor | None = None,
-) -> list[Kept]:
+) -> list[HeadKV]:
     """Fit the keys and values of all heads of a layer, as engines do; in the dtype of the input.
 
     Args:
         keys, values: [kv_heads, places, head_dim], of one float dtype, keys rotated.
         kept: bool [kv_heads, places].
         asked: queries of the context's newest rows, turned to later positions, fp32
-            [rows, heads, head_dim], rotated. Only the rows that `some` selects count.
+            [rows, heads, head_dim], rotated. Only the rows that `sample_rows` selects count.
         scale: scale of the logits.
         there: bool [kv_heads, places], True where a place has a token; None: everywhere.
     """
-    found: list[Kept] = []
-    for head, queries in enumerate((some(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)):
+    found: list[HeadKV] = []
+    for head, queries in enumerate(
+        (sample_rows(asked) * scale).unflatten(1, (len(keys), -1)).unbind(1)
+    ):
         here = torch.ones_like(kept[head]) if there is None else there[head]
         k, v = keys[head, here], values[head, here]
         at = kept[head, here].nonzero()[:, 0]

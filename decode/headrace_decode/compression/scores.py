@@ -3,16 +3,16 @@
 The later questions are not known when KV is dropped. Two kinds of queries stand for them:
 
     repeating   queries of rows that repeat the context after its end. Every token is looked up
-                once, by the heads that look up (KVzip, arXiv 2505.23416). `repeats` plans these
-                rows.
+                once, by the heads that look up (KVzip, arXiv 2505.23416). `plan_repeats` plans
+                these rows.
     earlier     queries of the context's own last rows, turned to positions after its end. They ask
                 for what the text needs as it continues (Expected Attention, arXiv 2510.00636,
                 models these queries as normally distributed)
 
-Facts are lost without the first, and the thread of a text without the second. `Received` sums the
-attention that queries pay; `pooled` combines both kinds. KVzip keeps the largest weight that a key
-gets. The root mean square is better here: a key that many queries need a little counts as well,
-and a single query counts less.
+Facts are lost without the first, and the thread of a text without the second. `AttentionReceived`
+sums the attention that queries pay; `combined_scores` combines both kinds. KVzip keeps the largest
+weight that a key gets. The root mean square is better here: a key that many queries need a little
+counts as well, and a single query counts less.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PART_TOKENS = 256
 part and less into the context."""
 LEAD_TOKENS = 8
 """Context tokens repeated before each part, so that heads know where to look."""
-BEHIND_TOKENS = 64
+LATER_POSITIONS = 64
 """Number of positions after a context that its own rows are turned to, in rotation."""
-NOWHERE = -1.0
+ABSENT = -1.0
 """Score of a place without a token: below all others."""
 
 
-def repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, int, int]]:
+def plan_repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, int, int]]:
     """Yield (lead, begin, end) of each part: tokens `lead` to `end` are appended to the context.
 
     Only the attention of the rows from `begin` on counts.
@@ -50,23 +50,23 @@ def repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, 
         yield max(0, begin - LEAD_TOKENS), begin, min(tokens, begin + part_tokens)
 
 
-def turned_by(rows: Tensor, first: int, tokens: int) -> Tensor:
+def later_offsets(rows: Tensor, first: int, tokens: int) -> Tensor:
     """Return the positions by which a context's own rows are turned: int64 [rows].
 
     Args:
         rows: int64 [rows], their positions. first: position of the first row that counts.
         tokens: number of tokens of the context.
     """
-    return tokens + (rows - first) % BEHIND_TOKENS - rows
+    return tokens + (rows - first) % LATER_POSITIONS - rows
 
 
-def as_later(asked: Tensor, rope: Rope) -> Tensor:
+def to_later_positions(asked: Tensor, rope: Rope) -> Tensor:
     """Turn queries of the newest rows, fp32 [rows, heads, head_dim], to positions after the last of
     these rows."""
-    return rope.shift(asked, turned_by(torch.arange(len(asked)), 0, len(asked)))
+    return rope.shift(asked, later_offsets(torch.arange(len(asked)), 0, len(asked)))
 
 
-class Received:
+class AttentionReceived:
     """Attention that the keys of one layer get, summed over queries that come in parts.
 
     Args:
@@ -92,9 +92,9 @@ class Received:
             logits = some @ keys.transpose(1, 2)
             if absent is not None:
                 logits.masked_fill_(absent[:, None], -torch.inf)
-            self.see(logits.softmax(-1))
+            self.add_weights(logits.softmax(-1))
 
-    def see(self, weights: Tensor) -> None:
+    def add_weights(self, weights: Tensor) -> None:
         """Add the attention weights of some rows, fp32 [heads, rows, tokens]; overwrites them."""
         self._squares += weights.square_().sum(1)
 
@@ -109,7 +109,7 @@ class Received:
         return (self._squares / self._rows).sqrt()
 
 
-def pooled(parts: Sequence[Received]) -> Tensor:
+def combined_scores(parts: Sequence[AttentionReceived]) -> Tensor:
     """Combine kinds of queries into the scores of one layer. Kinds have equal weight, whatever
     their numbers of queries.
 
@@ -120,14 +120,14 @@ def pooled(parts: Sequence[Received]) -> Tensor:
     return torch.stack(squares).sum(0).sqrt()
 
 
-def with_gate(told: Tensor, asked: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Return one layer's scores: fp32 [kv_heads, places], `NOWHERE` where a place has no token.
+def predicted_scores(predicted: Tensor, asked: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return one layer's scores: fp32 [kv_heads, places], `ABSENT` where a place has no token.
 
     Args:
-        told: the gate's scores, fp32 [kv_heads, places], below 0 where a place has no token.
-        asked: queries that `as_later` returned.
+        told: the predictor's scores, fp32 [kv_heads, places], below 0 where a place has no token.
+        asked: queries that `to_later_positions` returned.
         keys: fp32 [kv_heads, places, head_dim], rotated. scale: scale of the logits.
     """
-    own = Received(len(told), told.shape[1], scale)
-    own.add(asked, keys, told < 0)
-    return torch.hypot(told, own.root_mean_square()).masked_fill_(told < 0, NOWHERE)
+    own = AttentionReceived(len(predicted), predicted.shape[1], scale)
+    own.add(asked, keys, predicted < 0)
+    return torch.hypot(predicted, own.root_mean_square()).masked_fill_(predicted < 0, ABSENT)

@@ -3,7 +3,7 @@
 xgrammar may drop a part of a schema that it compiles, and reports it only on its standard error.
 Each rule here was found by compiling a schema with the keyword and having the grammar accept an
 instance that violates it (xgrammar of vLLM 0.29; `tests/unit/test_grammar_keywords.py` repeats
-that). vLLM's second backend, guidance, enforces most of them and refuses the others by name.
+that). vLLM's second backend, guidance, enforces max_named of them and refuses the others by name.
 
 Pure, in time linear in the schema.
 """
@@ -62,10 +62,10 @@ def unenforced(schema: Any) -> list[Found]:
     return found
 
 
-def named(found: list[Found], most: int = 5) -> str:
+def named(found: list[Found], max_named: int = 5) -> str:
     """Return the keywords with their places, in words."""
-    text = ", ".join(f'"{keyword}" at {place[:200]}' for keyword, place in found[:most])
-    return text + (f" and {len(found) - most} more" if len(found) > most else "")
+    text = ", ".join(f'"{keyword}" at {place[:200]}' for keyword, place in found[:max_named])
+    return text + (f" and {len(found) - max_named} more" if len(found) > max_named else "")
 
 
 def _of(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Tries each grammar in another process, and remembers the results.
+"""Tries each grammar in another process, and caches the results.
 
 A grammar is a program of a client's: compiling or following it can take minutes, use all memory, or
 crash. The replica therefore asks a worker process (`worker`) to check and compile it within the
@@ -35,7 +35,7 @@ from headrace_decode.grammars.limits import (
 logger = logging.getLogger("headrace.decode")
 
 START_S = 120.0
-REMEMBERED_BYTES = 32 * 2**20
+MAX_CACHED_BYTES = 32 * 2**20
 
 Spec = Mapping[str, Any]
 
@@ -53,12 +53,13 @@ class _Trial:
 
     Attributes:
         waiting: number of requests that still wait for the trial.
-        began: whether the worker has the grammar; before that the trial ends with its last request.
+        has_begun: whether the worker has the grammar; before that the trial ends with its last
+            request.
     """
 
     def __init__(self) -> None:
         self.task: asyncio.Task[dict[str, Any]] | None = None
-        self.waiting, self.began = 0, False
+        self.waiting, self.has_begun = 0, False
 
     async def answer(self) -> dict[str, Any]:
         """Wait for the answer. A client that disconnects does not interrupt a trial that began."""
@@ -68,7 +69,7 @@ class _Trial:
             return await asyncio.shield(self.task)
         finally:
             self.waiting -= 1
-            if not self.waiting and not self.began:
+            if not self.waiting and not self.has_begun:
                 self.task.cancel()
 
 
@@ -91,13 +92,13 @@ class GrammarTrials:
         self._command = command or (python, "-m", "headrace_decode.grammars.worker")
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
-        self._places = asyncio.Semaphore(MAX_TRIALS)
+        self._slots = asyncio.Semaphore(MAX_TRIALS)
         self._tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         """Pending answers of the worker, by the number of the trial."""
         self._trials: dict[bytes, _Trial] = {}
-        self._found: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
-        self._found_bytes = 0
+        self._cached: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
+        self._cached_bytes = 0
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.trials_total = 0
@@ -119,7 +120,7 @@ class GrammarTrials:
         """
         job = json.dumps(spec).encode()
         key = hashlib.sha256(job).digest()
-        answer = self._remembered(key)
+        answer = self._cached_answer(key)
         if answer is None:
             trial = self._trials.get(key)
             if trial is None:
@@ -155,25 +156,25 @@ class GrammarTrials:
     async def _try(self, trial: _Trial, key: bytes, job: bytes, tenant: str) -> dict[str, Any]:
         of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(MAX_TENANT_TRIALS))
         try:
-            async with of_tenant, self._places:
-                trial.began = True
+            async with of_tenant, self._slots:
+                trial.has_begun = True
                 answer = await self._ask(job)
         finally:
             del self._trials[key]
         if "unfinished" in answer:
             raise TrialUnfinished(answer["unfinished"])
-        self._remember(key, answer)
+        self._cache_answer(key, answer)
         return answer
 
     async def _ask(self, job: bytes) -> dict[str, Any]:
         """Return the worker's answer."""
         self.trials_total += 1
-        number, asked = self.trials_total, self._asked
+        number, pending = self.trials_total, self._pending
         try:
             process = await self._worker()
             assert process.stdin is not None
-            asked, answer = self._asked, asyncio.get_running_loop().create_future()
-            asked[number] = answer
+            pending, answer = self._pending, asyncio.get_running_loop().create_future()
+            pending[number] = answer
             process.stdin.write(b'{"id": %d, "spec": %s}\n' % (number, job))
             await process.stdin.drain()
             async with asyncio.timeout(2 * COMPILE_WALL_S):
@@ -182,25 +183,27 @@ class GrammarTrials:
             self._end()
             raise TrialUnfinished(f"the grammar could not be tried ({error!r})") from error
         finally:
-            asked.pop(number, None)
+            pending.pop(number, None)
 
     async def _read(
-        self, process: asyncio.subprocess.Process, asked: dict[int, asyncio.Future[dict[str, Any]]]
+        self,
+        process: asyncio.subprocess.Process,
+        pending: dict[int, asyncio.Future[dict[str, Any]]],
     ) -> None:
         """Pass on each answer of a worker. When the worker ends, trials without an answer fail."""
         assert process.stdout is not None
         try:
             while line := await process.stdout.readline():
                 answer = dict(json.loads(line))
-                waiting = asked.get(answer.pop("id"))
+                waiting = pending.get(answer.pop("id"))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
             why = "the worker for grammars has ended"
         except Exception as error:
-            why = f"the worker for grammars cannot be understood: {error!r}"
+            why = f"the worker for grammars answers incorrectly: {error!r}"
         if process is self._process:
             self._end()
-        for waiting in asked.values():
+        for waiting in pending.values():
             if not waiting.done():
                 waiting.set_exception(RuntimeError(why))
 
@@ -210,8 +213,8 @@ class GrammarTrials:
             if self._closed:
                 raise RuntimeError("the replica ends")
             if self._process is None or self._process.returncode is not None:
-                self._process, self._asked = await self._started(), {}
-                self._spawn(self._read(self._process, self._asked))
+                self._process, self._pending = await self._started(), {}
+                self._spawn(self._read(self._process, self._pending))
             return self._process
 
     async def _started(self) -> asyncio.subprocess.Process:
@@ -237,18 +240,18 @@ class GrammarTrials:
         if process is not None:
             _kill(process)
 
-    def _remembered(self, key: bytes) -> dict[str, Any] | None:
-        answer = self._found.get(key)
+    def _cached_answer(self, key: bytes) -> dict[str, Any] | None:
+        answer = self._cached.get(key)
         if answer is not None:
-            self._found.move_to_end(key)
+            self._cached.move_to_end(key)
         return answer
 
-    def _remember(self, key: bytes, answer: dict[str, Any]) -> None:
-        self._found[key] = answer
-        self._found_bytes += _bytes(answer)
-        while self._found_bytes > REMEMBERED_BYTES:
-            _, oldest = self._found.popitem(last=False)
-            self._found_bytes -= _bytes(oldest)
+    def _cache_answer(self, key: bytes, answer: dict[str, Any]) -> None:
+        self._cached[key] = answer
+        self._cached_bytes += _bytes(answer)
+        while self._cached_bytes > MAX_CACHED_BYTES:
+            _, oldest = self._cached.popitem(last=False)
+            self._cached_bytes -= _bytes(oldest)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

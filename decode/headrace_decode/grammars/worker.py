@@ -20,7 +20,6 @@ import contextlib
 import copy
 import ctypes
 import faulthandler
-import importlib
 import json
 import math
 import os
@@ -43,6 +42,7 @@ import numpy as np
 
 from headrace_decode.grammars import limits
 from headrace_decode.grammars.keywords import named, unenforced
+from headrace_engine.vllm.structured_output import backend_class, grammar_key, grammar_tokenizer
 
 STACK_BYTES = 4 * 2**20
 """Half the stack of a thread of the engine: a recursion that would be too deep there crashes here.
@@ -50,34 +50,22 @@ STACK_BYTES = 4 * 2**20
 PR_SET_PDEATHSIG = 1
 NICE = 10
 
-Pick = Callable[[Sequence[int]], int]
+TokenChooser = Callable[[Sequence[int]], int]
 """Function that chooses a walk's next token among the allowed ones."""
-PICKS: tuple[Pick, ...] = (itemgetter(0), itemgetter(-1), Random(1).choice)
-
-BACKENDS = {
-    "either": ("headrace_decode.grammars.backends", "EitherBackend"),
-    "xgrammar": ("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend"),
-    "guidance": ("vllm.v1.structured_output.backend_guidance", "GuidanceBackend"),
-    "outlines": ("vllm.v1.structured_output.backend_outlines", "OutlinesBackend"),
-    "lm-format-enforcer": (
-        "vllm.v1.structured_output.backend_lm_format_enforcer",
-        "LMFormatEnforcerBackend",
-    ),
-}
-"""Module and class of each backend; the names but the first are vLLM's."""
+TOKEN_CHOOSERS: tuple[TokenChooser, ...] = (itemgetter(0), itemgetter(-1), Random(1).choice)
 
 Answer = dict[str, Any]
 Spec = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Confines:
+class TrialLimits:
     """The limits of one child."""
 
     cpu_s: int = limits.COMPILE_CPU_S
     wall_s: float = limits.COMPILE_WALL_S
     added_bytes: int = limits.COMPILE_BYTES
-    answer_bytes: int = limits.ANSWER_BYTES
+    max_answer_bytes: int = limits.ANSWER_BYTES
 
 
 class Matcher(Protocol):
@@ -90,44 +78,44 @@ class Matcher(Protocol):
         """Continue with this token; return False if that is not possible."""
 
 
-def run_confined(work: Callable[[], Answer], confines: Confines) -> Answer:
+def run_confined(work: Callable[[], Answer], trial_limits: TrialLimits) -> Answer:
     """Run `work` in a forked child; return its answer, or why it gave none."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _child(work, confines, writer)
+        _child(work, trial_limits, writer)
     os.close(writer)
-    said, end = b"", "failed"
+    data, end = b"", "failed"
     try:
-        until_s = time.monotonic() + confines.wall_s
-        with _Pace(pid) as pace:
-            said, end = _read(reader, until_s, confines.answer_bytes, pace)
+        until_s = time.monotonic() + trial_limits.wall_s
+        with _CpuThrottle(pid) as throttle:
+            data, end = _read(reader, until_s, trial_limits.max_answer_bytes, throttle)
     finally:
         os.close(reader)
         # A child that closed its pipe without an answer is ending, and its status says why.
-        died = end == "closed" and not said
+        died = end == "closed" and not data
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT if died else signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    if said:
+    if data:
         with contextlib.suppress(ValueError):
-            answer = json.loads(said)
+            answer = json.loads(data)
             if isinstance(answer, dict):
                 return answer
     if end == "late":
-        return _unfinished(f"its trial did not end within {confines.wall_s:g} s")
+        return _unfinished(f"its trial did not end within {trial_limits.wall_s:g} s")
     died_of = os.WTERMSIG(status) if died and os.WIFSIGNALED(status) else None
     if died_of == signal.SIGKILL:
         return _unfinished("another process killed its trial")
     if died_of == signal.SIGXCPU:
         return _refused(
-            f"it takes more than {confines.cpu_s} s to compile; use a simpler or shorter one"
+            f"it takes more than {trial_limits.cpu_s} s to compile; use a simpler or shorter one"
         )
     return _refused("compiling it takes too much memory or recursion; use a simpler one")
 
 
-def walk(matcher: Matcher, pick: Pick, tokens: int, step_s: float) -> str | None:
+def walk(matcher: Matcher, pick: TokenChooser, tokens: int, step_s: float) -> str | None:
     """Follow a grammar for some tokens.
 
     Returns:
@@ -136,13 +124,13 @@ def walk(matcher: Matcher, pick: Pick, tokens: int, step_s: float) -> str | None
     for done in range(tokens):
         began = time.thread_time()
         allowed = matcher.allowed()
-        went_on = len(allowed) > 0 and matcher.accept(int(pick(allowed)))
+        can_continue = len(allowed) > 0 and matcher.accept(int(pick(allowed)))
         if time.thread_time() - began > step_s:
             return (
                 f"following it takes more than {step_s:g} s a token after {done} tokens; make it "
                 "unambiguous, or use a simpler one"
             )
-        if not went_on:
+        if not can_continue:
             return None
     return None
 
@@ -155,52 +143,48 @@ class Compiler:
     """
 
     def __init__(self, config: Any) -> None:
-        from vllm.tokenizers import cached_tokenizer_from_config
-        from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
-
-        from headrace_decode.grammars.backends import chooses
+        from headrace_decode.grammars.combined_backend import is_backend_automatic
 
         self._config = config
-        self._tokenizer = maybe_wrap_mistral_common_tokenizer(
-            cached_tokenizer_from_config(model_config=config.model_config)
-        )
-        # An engine without Headrace's scheduler has only the backend of its first grammar.
-        scheduler = str(config.scheduler_config.scheduler_cls)
-        self._either = chooses(config) and scheduler.startswith("headrace_decode.")
+        self._tokenizer = grammar_tokenizer(config.model_config)
+        # An engine without such a scheduler has only the backend of its first grammar.
+        scheduler = config.scheduler_config.get_scheduler_cls()
+        has_combined = getattr(scheduler, "has_combined_grammar_backend", False)
+        self._combined = has_combined and is_backend_automatic(config)
         self._backends: dict[str, Any] = {}
-        for name in ("either",) if self._either else ("xgrammar",):
+        for name in ("combined",) if self._combined else ("xgrammar",):
             self._backends[name] = self._backend(name)
-        if self._either:
-            self._backends["either"].prepare(wait=True)
+        if self._combined:
+            self._backends["combined"].prepare(wait=True)
 
     def _backend(self, name: str) -> Any:
-        module, kind = BACKENDS[name]
+        from headrace_decode.grammars.combined_backend import CombinedBackend
+
         size = self._config.model_config.get_vocab_size()
-        make = getattr(importlib.import_module(module), kind)
+        make = CombinedBackend if name == "combined" else backend_class(name)
         return make(self._config, tokenizer=self._tokenizer, vocab_size=size)
 
     def __call__(self, spec: Spec) -> Answer:
         """Check, compile and follow a grammar; return it as vLLM's check changed it."""
         from vllm.sampling_params import StructuredOutputsParams
-        from vllm.v1.structured_output.request import get_structured_output_key
 
         try:
             wanted = StructuredOutputsParams(**spec)
             if (why := self._check(wanted)) is not None:
                 return _refused(why)
-            kind, text = get_structured_output_key(wanted)
+            kind, text = grammar_key(wanted)
             chosen = wanted._backend or "xgrammar"
             automatic = self._config.structured_outputs_config.backend == "auto"
             names = {chosen, "xgrammar"} if automatic else {chosen}
-            for name in ("either",) if self._either else names:
+            for name in ("combined",) if self._combined else names:
                 backend = self._backends.get(name) or self._backend(name)
-                for pick in PICKS:
-                    follower = _Follower(
+                for pick in TOKEN_CHOOSERS:
+                    matcher = _GrammarMatcher(
                         backend.compile_grammar(kind, text),
                         backend.allocate_token_bitmask(1),
                         self._tokenizer.eos_token_id,
                     )
-                    slow = walk(follower, pick, limits.WALK_TOKENS, limits.MASK_S)
+                    slow = walk(matcher, pick, limits.WALK_TOKENS, limits.MASK_S)
                     if slow is not None:
                         return _refused(slow)
         except MemoryError:
@@ -231,7 +215,7 @@ class Compiler:
         if wanted.json is not None and settings.backend in ("auto", "xgrammar"):
             schema = json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json
             found = unenforced(schema)
-        if found and not self._either:
+        if found and not self._combined:
             return f"xgrammar does not enforce {named(found)}; leave that out"
         if found:
             settings = copy.copy(settings)
@@ -247,7 +231,7 @@ class Compiler:
         return None
 
 
-class _Follower:
+class _GrammarMatcher:
     """A `Matcher` of a grammar that vLLM compiled."""
 
     def __init__(self, grammar: Any, mask: Any, end: int | None) -> None:
@@ -266,12 +250,14 @@ class _Follower:
         return bool(self._grammar.accept_tokens("trial", [token]))
 
 
-def serve(compiler: Callable[[Spec], Answer], confines: Confines, jobs: Any, answers: Any) -> None:
+def serve(
+    compiler: Callable[[Spec], Answer], trial_limits: TrialLimits, jobs: Any, answers: Any
+) -> None:
     """Try each grammar as soon as it arrives, until the input ends."""
     one_writes = threading.Lock()
 
     def try_one(number: int, spec: Spec) -> None:
-        answer = run_confined(partial(compiler, spec), confines)
+        answer = run_confined(partial(compiler, spec), trial_limits)
         size = len(json.dumps(answer))
         line = json.dumps({**answer, "bytes": size, "id": number}).encode() + b"\n"
         with one_writes:
@@ -283,24 +269,24 @@ def serve(compiler: Callable[[Spec], Answer], confines: Confines, jobs: Any, ans
         threading.Thread(target=try_one, args=(job["id"], job["spec"]), daemon=True).start()
 
 
-def _child(work: Callable[[], Answer], confines: Confines, writer: int) -> None:
+def _child(work: Callable[[], Answer], trial_limits: TrialLimits, writer: int) -> None:
     """Do the work in the child process within its limits, and exit. Never returns."""
     try:
         _end_with_parent()
         _yield_to_engines()
         faulthandler.disable()  # a crash is an answer here
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_CPU, (confines.cpu_s, confines.cpu_s + 1))
-        resource.setrlimit(resource.RLIMIT_AS, (used + confines.added_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (trial_limits.cpu_s, trial_limits.cpu_s + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (used + trial_limits.added_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        said: list[bytes] = []
+        data: list[bytes] = []
         threading.stack_size(STACK_BYTES)
-        thread = threading.Thread(target=lambda: said.append(json.dumps(work()).encode()))
+        thread = threading.Thread(target=lambda: data.append(json.dumps(work()).encode()))
         thread.start()
         thread.join()
         with open(writer, "wb") as out:
-            out.write(said[0])
+            out.write(data[0])
     finally:
         os._exit(0)
 
@@ -319,8 +305,8 @@ def _yield_to_engines() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-class _Pace:
-    """The pace of a child, which computes freely for `FREE_S` and then a quarter of the time.
+class _CpuThrottle:
+    """Throttle of a child: it computes freely for `FREE_S`, and then a quarter of the time.
 
     A compiler that fills memory slows engines on other cores, even at the lowest priority. All
     children that have used up their free time share that quarter.
@@ -335,7 +321,7 @@ class _Pace:
         self._pid, self._runs = pid, True
         self._change_s = time.monotonic() + limits.FREE_S
 
-    def __enter__(self) -> _Pace:
+    def __enter__(self) -> _CpuThrottle:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -353,23 +339,23 @@ class _Pace:
         return self._change_s - now_s
 
 
-def _read(reader: int, until_s: float, most_bytes: int, pace: _Pace) -> tuple[bytes, str]:
+def _read(reader: int, until_s: float, max_bytes: int, throttle: _CpuThrottle) -> tuple[bytes, str]:
     """Return the bytes of a pipe, and why they end: `closed`, `late` or `long`.
 
     Bytes are returned only if the pipe was closed in time.
     """
-    said = bytearray()
+    data = bytearray()
     while True:
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             return b"", "late"
-        if not select.select([reader], [], [], min(left_s, pace.due_s()))[0]:
+        if not select.select([reader], [], [], min(left_s, throttle.due_s()))[0]:
             continue
         part = os.read(reader, 1 << 16)
         if not part:
-            return bytes(said), "closed"
-        said += part
-        if len(said) > most_bytes:
+            return bytes(data), "closed"
+        data += part
+        if len(data) > max_bytes:
             return b"", "long"
 
 
@@ -394,7 +380,7 @@ def main() -> None:
     compiler = Compiler(pickle.loads(jobs.read(int.from_bytes(jobs.read(8)))))
     answers.write(b"ready\n")
     answers.flush()
-    serve(compiler, Confines(), jobs, answers)
+    serve(compiler, TrialLimits(), jobs, answers)
 
 
 if __name__ == "__main__":

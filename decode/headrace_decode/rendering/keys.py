@@ -4,8 +4,8 @@ A gateway that chooses among several replicas needs to know how much of a prompt
 Only vLLM knows the prompt's tokens: it validates the body, fills in the chat template and
 tokenises. This route therefore hands the client's body to vLLM's own handler of the endpoint, which
 processes it as it will process the request itself. Where the handler would start the engine, the
-engine raises `Rendered` with the prompt. Nothing is computed, and no request is counted. Errors in
-the body are not reported here: the request itself reports them.
+engine raises `PromptRendered` with the prompt. Nothing is computed, and no request is counted.
+Errors in the body are not reported here: the request itself reports them.
 
 Prompts with media (images, sound) are not rendered, since the media would be fetched twice.
 
@@ -29,16 +29,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_decode.internal import KEYS_TARGET, ASGIApp
-from headrace_kvstore.prompt_hash import keys_of
-from headrace_kvstore.supply import Supply
+from headrace_decode.http.internal_port import KEYS_TARGET, ASGIApp
+from headrace_kvstore.identity.prompt_hash import keys_of
+from headrace_kvstore.lookup.availability import AvailableRun
 
 logger = logging.getLogger("headrace.decode")
 
 RENDER_ONLY: ContextVar[bool] = ContextVar("headrace_render_only", default=False)
 """Whether this task only renders a prompt and does not compute it."""
 
-Supplies = Callable[[Sequence[int], str], Awaitable[Sequence[Supply]]]
+Supplies = Callable[[Sequence[int], str], Awaitable[Sequence[AvailableRun]]]
 
 _TEXT = frozenset(
     [
@@ -50,7 +50,7 @@ _TEXT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RenderedPrompt:
     """One prompt as the engine would get it.
 
     Attributes:
@@ -66,15 +66,15 @@ class Prompt:
     plain: bool = True
 
 
-class Rendered(Exception):
+class PromptRendered(Exception):
     """Exception that is raised instead of computing a prompt if `RENDER_ONLY` is set."""
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: RenderedPrompt) -> None:
         super().__init__("the prompt was rendered only")
         self.prompt = prompt
 
 
-class KeysRoute:
+class BlockKeysRoute:
     """ASGI application that answers `KEYS_TARGET`, and passes on all other requests.
 
     Args:
@@ -88,13 +88,13 @@ class KeysRoute:
     def __init__(
         self,
         app: ASGIApp,
-        render: Callable[[str, dict[str, Any]], Awaitable[Prompt | None]],
+        render: Callable[[str, dict[str, Any]], Awaitable[RenderedPrompt | None]],
         hashes: Callable[[Sequence[int], str], list[bytes]],
-        supplies: Supplies | None = None,
+        available_runs: Supplies | None = None,
         machine: str = "",
     ) -> None:
         self._app, self._render, self._hashes = app, render, hashes
-        self._supplies, self._machine = supplies, machine
+        self._supplies, self._machine = available_runs, machine
         self._logged: set[type] = set()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -110,10 +110,10 @@ class KeysRoute:
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
-                told = json.dumps(work.result(), separators=(",", ":")).encode()
+                answer = json.dumps(work.result(), separators=(",", ":")).encode()
                 headers = [(b"content-type", b"application/json")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": told})
+                await send({"type": "http.response.body", "body": answer})
         finally:
             work.cancel()
             left.cancel()
@@ -123,13 +123,13 @@ class KeysRoute:
         try:
             asked = json.loads(data)
             target, body = asked["target"], asked["body"]
-            why = why_not(body)
+            why = why_not_rendered(body)
             if why is not None:
                 return {"keys": None, "why": why}
             prompt = await self._render(target, body)
             if prompt is None or not prompt.token_ids:
                 return {"keys": None, "why": "there is no prompt of tokens"}
-            return await self._told(prompt)
+            return await self._keys_answer(prompt)
         except Exception as error:
             # Usually the client's error, which the request itself will report.
             level = logging.DEBUG if type(error) in self._logged else logging.INFO
@@ -137,10 +137,10 @@ class KeysRoute:
             logger.log(level, "a prompt was not rendered for a gateway: %r", error)
             return {"keys": None, "why": type(error).__name__}
 
-    async def _told(self, prompt: Prompt) -> dict[str, Any]:
+    async def _keys_answer(self, prompt: RenderedPrompt) -> dict[str, Any]:
         named = (prompt.token_ids, prompt.salt)
         hashes = self._hashes(*named) if prompt.plain else []
-        stored: Sequence[Supply] = ()
+        stored: Sequence[AvailableRun] = ()
         if self._supplies is not None and prompt.plain and prompt.local_only is None:
             stored = await self._supplies(*named)
         return {
@@ -152,7 +152,7 @@ class KeysRoute:
         }
 
 
-def why_not(body: dict[str, Any]) -> str | None:
+def why_not_rendered(body: dict[str, Any]) -> str | None:
     """Return why a request is not rendered in advance, or None if it may be."""
     prompts = body.get("prompt")
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):

@@ -1,4 +1,4 @@
-"""Inserts the lines of `said` into a replica's streams, and reads those of a resumed request.
+"""Inserts the lines of `emitted` into a replica's streams, and reads those of a resumed request.
 
 ASGI, around vLLM's application. It acts only on requests with the header `HEADER`, and on their
 answers that are event streams.
@@ -11,52 +11,59 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from headrace_decode.rests import PIECE_BYTES, then_rest
-from headrace_decode.resume.said import END, HEADER, MAX_BYTES, Output, line, read
+from headrace_decode.http.event_loop import PIECE_BYTES, run_then_rest
+from headrace_decode.resume.emitted import (
+    END,
+    HEADER,
+    MAX_LINES_BYTES,
+    EmittedOutput,
+    decode_lines,
+    encode_line,
+)
 
 Message = MutableMapping[str, Any]
 ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
 
 
-class Recorder:
+class OutputRecorder:
     """The lines of one request: the ones to resume from, and the ones to send.
 
     Attributes:
-        again: outputs of the lost replica's engine.
-        has_told: whether an output was added.
+        earlier: outputs of the lost replica's engine.
+        has_output: whether an output was added.
     """
 
     def __init__(self) -> None:
-        self.again: list[Output] = []
-        self.has_told = False
-        self._began = False
+        self.earlier: list[EmittedOutput] = []
+        self.has_output = False
+        self._has_begun = False
         self._lines: list[bytes] = []
-        self._silent = False
+        self._is_stopped = False
 
-    def begin(self, why_not: str | None) -> list[Output]:
+    def begin(self, why_not: str | None) -> list[EmittedOutput]:
         """Return the earlier outputs of a request that the engine gets now.
 
         Args:
             why_not: why another replica cannot resume the stream; None if it can.
         """
-        if self._began:
-            why_not = "one request asks the engine several times"
-        self._began = True
+        if self._has_begun:
+            why_not = "one request has several prompts"
+        self._has_begun = True
         if why_not is not None:
             self.stop(why_not)
-        return self.again
+        return self.earlier
 
     def stop(self, why: str) -> None:
         """Send the reason why the stream cannot be resumed, and no more lines."""
-        if not self._silent:
-            self._lines.append(line(why))
-            self._silent = True
+        if not self._is_stopped:
+            self._lines.append(encode_line(why))
+            self._is_stopped = True
 
-    def add(self, output: Output) -> None:
+    def add(self, output: EmittedOutput) -> None:
         """Record an output of the engine that the serving layer gets now."""
-        self.has_told = True
-        if not self._silent:
-            self._lines.append(line(output))
+        self.has_output = True
+        if not self._is_stopped:
+            self._lines.append(encode_line(output))
 
     def take(self) -> bytes:
         """Return the lines that were added since the last call."""
@@ -67,34 +74,34 @@ class Recorder:
         return lines
 
 
-RECORDER: ContextVar[Recorder | None] = ContextVar("headrace_recorder", default=None)
+RECORDER: ContextVar[OutputRecorder | None] = ContextVar("headrace_recorder", default=None)
 """Recorder of the request that this task answers; None if the request does not ask for lines."""
 
 
-class Recorded:
-    """ASGI application that gives each request with `HEADER` a `Recorder` and sends its lines."""
+class RecordingMiddleware:
+    """ASGI application that gives requests with `HEADER` a recorder and sends its lines."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer one request."""
-        size = size_told(scope, HEADER)
+        size = prefix_bytes_of(scope, HEADER)
         if size is None:
             await self._app(scope, receive, send)
             return
-        recorder = Recorder()
-        if size > MAX_BYTES:
-            await _refuse(send, f"{HEADER.decode()}: must be 0 to {MAX_BYTES}")
+        recorder = OutputRecorder()
+        if size > MAX_LINES_BYTES:
+            await _refuse(send, f"{HEADER.decode()}: must be 0 to {MAX_LINES_BYTES}")
             return
         if size:
             try:
-                lines, receive = await split(receive, size)
-                recorder.again = await _outputs(lines)
+                lines, receive = await split_body(receive, size)
+                recorder.earlier = await _outputs(lines)
             except ValueError as error:
                 await _refuse(send, f"{HEADER.decode()}: {error}")
                 return
-            scope = {**scope, "headers": shorter(scope["headers"], size)}
+            scope = {**scope, "headers": with_shorter_body(scope["headers"], size)}
         before = RECORDER.set(recorder)
         try:
             await self._app(scope, receive, _with_lines(send, recorder))
@@ -102,19 +109,19 @@ class Recorded:
             RECORDER.reset(before)
 
 
-async def _outputs(lines: bytes) -> list[Output]:
-    """Run `read` in pieces with rests between them, since many lines take long."""
-    outputs: list[Output] = []
+async def _outputs(lines: bytes) -> list[EmittedOutput]:
+    """Run `decode_lines` in pieces with rests between them, since many lines take long."""
+    outputs: list[EmittedOutput] = []
     start = 0
     while start < len(lines):
         cut = lines.find(END, start + PIECE_BYTES)
         end = len(lines) if cut < 0 else cut + len(END)
-        outputs += await then_rest(read, lines[start:end])
+        outputs += await run_then_rest(decode_lines, lines[start:end])
         start = end
     return outputs
 
 
-def _with_lines(send: Any, recorder: Recorder) -> Callable[[Message], Awaitable[None]]:
+def _with_lines(send: Any, recorder: OutputRecorder) -> Callable[[Message], Awaitable[None]]:
     streams = False
 
     async def sending(message: Message) -> None:
@@ -133,7 +140,7 @@ def _with_lines(send: Any, recorder: Recorder) -> Callable[[Message], Awaitable[
     return sending
 
 
-def size_told(scope: Message, header: bytes) -> int | None:
+def prefix_bytes_of(scope: Message, header: bytes) -> int | None:
     """Return the number of body bytes that a request's header names.
 
     Returns:
@@ -141,13 +148,13 @@ def size_told(scope: Message, header: bytes) -> int | None:
     """
     if scope["type"] != "http":
         return None
-    told = next((value for name, value in scope["headers"] if name == header), None)
-    if told is None:
+    size = next((value for name, value in scope["headers"] if name == header), None)
+    if size is None:
         return None
-    return int(told) if told.isdigit() and len(told) < 10 else sys.maxsize
+    return int(size) if size.isdigit() and len(size) < 10 else sys.maxsize
 
 
-async def split(receive: Any, size: int) -> tuple[bytes, Any]:
+async def split_body(receive: Any, size: int) -> tuple[bytes, Any]:
     """Return the first `size` bytes of a body, and a `receive` that gives the rest.
 
     Raises:
@@ -176,7 +183,7 @@ async def split(receive: Any, size: int) -> tuple[bytes, Any]:
     return whole[:size], receiving
 
 
-def shorter(headers: Any, size: int) -> list[tuple[bytes, bytes]]:
+def with_shorter_body(headers: Any, size: int) -> list[tuple[bytes, bytes]]:
     """Return the headers with a content length reduced by `size`."""
     return [
         (name, b"%d" % (int(value) - size) if name == b"content-length" else value)

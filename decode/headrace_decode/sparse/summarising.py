@@ -1,7 +1,7 @@
-"""Makes summaries: the mean of each unit's keys, and each key's deviation from it, in 4 bits.
+"""Makes summaries: the mean of each page's keys, and each key's deviation from it, in 4 bits.
 
 Coordinates in a shared basis are one product. The part of the deviations that they leave out, C, is
-approximated by U V, directions of the unit's own: U [tokens, rank] is orthonormal, the leading
+approximated by U V, directions of the page's own: U [tokens, rank] is orthonormal, the leading
 eigenvectors of the Gram matrix C C^T, and V = U^T C. The eigenvectors come from orthogonal
 iteration (Golub and Van Loan, section 8.2.4). It starts from the tokens that lie farthest from the
 span of earlier ones (pivoted Cholesky). A few steps are enough, since only the energy that U spans
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace_decode.sparse.layout import jit
+from headrace_decode.sparse.summary_layout import jit
 
 STEPS, PRODUCTS = 3, 4
 """Steps of orthogonal iteration, and products with the Gram matrix in each step."""
@@ -23,13 +23,13 @@ TINY = np.float32(1e-30)
 
 @jit
 def summarise(
-    keys: Any, units: Any, codes: Any, scales: Any, origin: Any, into: Any, back: Any, rank: int
+    keys: Any, pages: Any, codes: Any, scales: Any, origin: Any, into: Any, back: Any, rank: int
 ) -> None:
-    """Summarise each unit and head and store it.
+    """Summarise each page and head and store it.
 
     Args:
         keys: float32 [n, kv_heads, tokens, dim], contiguous.
-        units: int64 [n], where each is stored.
+        pages: int64 [n], where each is stored.
         codes: uint8 [kv_heads, capacity, code bytes].
         scales: float32 [kv_heads, capacity, scales].
         origin: float32 [kv_heads, dim].
@@ -49,9 +49,9 @@ def summarise(
     first_own = 2 if coordinates else 1
     coordinates_at = (1 + rank) * dim // 2
     coefficients_at = coordinates_at + coordinates * tokens // 2
-    for n in range(units.size):
+    for n in range(pages.size):
         for head in range(codes.shape[0]):
-            code, scale = codes[head, units[n]], scales[head, units[n]]
+            code, scale = codes[head, pages[n]], scales[head, pages[n]]
             _centre(keys[n, head], mean, centred)
             for d in range(dim):
                 mean[d] -= origin[head, d]
@@ -82,7 +82,7 @@ def summarise(
 
 @jit
 def _placed(centred: Any, into: Any, back: Any, placed: Any) -> Any:
-    """Write the coordinates of deviations, divided by the width of the unit's steps; return that.
+    """Write the coordinates of deviations, divided by the width of the page's steps; return that.
 
     The values that their codes stand for are subtracted from the deviations.
     """

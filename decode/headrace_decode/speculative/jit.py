@@ -6,6 +6,6 @@ that it receives is also raised and lowered with locked instructions. Therefore,
 inlined into its compiled callers, and a division by zero gives inf or NaN instead of an error.
 """
 
-from headrace_kvstore import compiled
+from headrace_kvstore import numba_jit as compiled
 
 jit = compiled.jit(nogil=True, forceinline=True, error_model="numpy")

@@ -1,12 +1,12 @@
 """The proposer class that vLLM loads: it connects a session to the engine and never raises.
 
     speculative_config={"method": "custom_class", "model": "<this module>.HeadraceProposer", ...}
-    worker_cls="headrace_decode.speculative.drafting_worker.SpeculatingWorker"
+    worker_cls="headrace_decode.speculative.speculative_worker.SpeculativeWorker"
 
 vLLM passes rows without request ids to a proposer. Therefore, the worker class binds the proposer
 to the model runner and announces each step; an unbound proposer drafts nothing. An exception from
 `propose` would end the engine with all its requests. Here it costs one step's drafts, and after a
-few in a row drafting stops until it is switched on again.
+few in a row speculative decoding stops until it is switched on again.
 """
 
 from __future__ import annotations
@@ -15,98 +15,36 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculative.draft import Source
-from headrace_decode.speculative.held_blocks import HeldBlocks
-from headrace_decode.speculative.order import FOR_MAX_S, Order, is_duration
-from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Mode
-from headrace_decode.speculative.publish import figures, prices
-from headrace_decode.speculative.request import Facts, facts_of
-from headrace_decode.speculative.retrieval.corpus_loads import Corpora
-from headrace_decode.speculative.retrieval.draft_memory import OWN_TEXT, Memory
-from headrace_decode.speculative.retrieval.draft_memory import Settings as MemorySettings
-from headrace_decode.speculative.session import Rows, Session, kv_room
-from headrace_decode.speculative.settings import CONFIG_KEY, Settings
-from headrace_decode.speculative.sharing.carrier import Carrier
-from headrace_decode.speculative.sharing.exchange import Exchange
+from headrace_decode.speculative.planning.draft_planner import DraftMode, DraftPlanner
+from headrace_decode.speculative.replication.replication_log import ReplicationLog
+from headrace_decode.speculative.replication.segment_replicator import SegmentReplicator
+from headrace_decode.speculative.retrieval.corpus_manager import CorpusManager
+from headrace_decode.speculative.retrieval.draft_memory import DraftMemory, MemorySettings
+from headrace_decode.speculative.session import SpeculationSession
+from headrace_decode.speculative.settings import CONFIG_KEY, SpeculationSettings
+from headrace_decode.speculative.speculation_report import figures, prices
+from headrace_decode.speculative.timed_setting import (
+    MAX_DURATION_S,
+    TimedSetting,
+    is_valid_duration,
+)
+
+if TYPE_CHECKING:
+    from headrace_decode.speculative.runner_view import RunnerView
 
 logger = logging.getLogger("headrace.speculation")
 
-FAILURES_MAX = 8
-"""Number of failures in a row after which drafting stops."""
-
-
-class RunnerView:
-    """The facts in vLLM's model runner that a proposer needs."""
-
-    def __init__(self, runner: Any, draft_tokens: int) -> None:
-        self._runner, self._draft_tokens = runner, draft_tokens
-        self._held: HeldBlocks | None = None
-
-    def rows(
-        self,
-        sampled: Sequence[Sequence[int]],
-        num_tokens: NDArray[np.integer],
-        token_ids: NDArray[np.integer],
-        scheduled: Mapping[str, int],
-    ) -> Rows:
-        """Return the batch of the step that has just been sampled.
-
-        Args:
-            sampled, num_tokens, token_ids: the arguments that vLLM passes to `propose`.
-            scheduled: number of tokens of each request in this step.
-        """
-        batch, count = self._runner.input_batch, len(sampled)
-        request_ids = batch.req_ids[:count]
-        lengths = num_tokens[:count]
-        computed = batch.num_computed_tokens_cpu
-        prefill = sum(
-            max(int(lengths[row]) - int(computed[row]) - scheduled.get(request_ids[row], 0), 0)
-            for row, tokens in enumerate(sampled)
-            if not tokens
-        )
-        room = self._kv_tokens(request_ids, lengths)
-        return Rows(request_ids, sampled, lengths, token_ids, room, prefill)
-
-    def facts(self, request_id: str) -> Facts:
-        """Return the facts about a request."""
-        request = self._runner.requests[request_id]
-        params = request.sampling_params
-        return facts_of(
-            request.num_prompt_tokens,
-            None if params is None else params.max_tokens,
-            None if params is None else params.extra_args,
-            0.0 if params is None else params.temperature,
-        )
-
-    def _kv_tokens(
-        self, names: Sequence[str], num_tokens: NDArray[np.integer]
-    ) -> NDArray[np.integer] | None:
-        """Return the room for drafts in the KV cache, by the blocks of the rows in the batch.
-
-        Shared blocks count once, and blocks of requests outside the batch do not count.
-        """
-        table = self._runner.input_batch.block_table[0]
-        blocks = table.num_blocks_per_row[: len(num_tokens)]
-        # No request has block 0. Attention kernels may divide the scheduler's blocks.
-        total = (self._runner.kv_cache_config.num_blocks - 1) * table.blocks_per_kv_block
-        room = kv_room(
-            num_tokens, blocks, table.block_size, total - int(blocks.sum()), self._draft_tokens
-        )
-        if room is None:
-            return None
-        if self._held is None:
-            self._held = HeldBlocks(total + table.blocks_per_kv_block)
-        free = total - self._held.update(names, table.block_table.np, blocks)
-        return kv_room(num_tokens, blocks, table.block_size, free, self._draft_tokens)
+MAX_FAILURES = 8
+"""Number of failures in a row after which speculative decoding stops."""
 
 
 class HeadraceProposer:
-    """The proposer through which vLLM uses a `Session`."""
+    """The proposer through which vLLM uses a `SpeculationSession`."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Create the session from vLLM's configuration.
@@ -114,18 +52,17 @@ class HeadraceProposer:
         Raises:
             ValueError: a setting is invalid; vLLM aborts its start.
         """
-        settings = Settings.read((vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
+        additional = vllm_config.additional_config or {}
+        settings = SpeculationSettings.read(additional.get(CONFIG_KEY, {}))
         scheduler = vllm_config.scheduler_config
         self.planner = DraftPlanner(
-            padded_sizes=vllm_config.compilation_config.cudagraph_capture_sizes or (),
-            seed=settings.seed,
-            controls=settings.controls,
+            padded_sizes=vllm_config.compilation_config.cudagraph_capture_sizes or ()
         )
-        self._mode = Order(Mode.parse(settings.mode))
-        self._draft_cap: Order[int | None] = Order(None)
-        self._rows_max = scheduler.max_num_seqs
-        memory = load_memory(settings, vllm_config.model_config)
-        self.session = Session(
+        self._mode = TimedSetting(DraftMode.parse(settings.mode))
+        self._draft_cap: TimedSetting[int | None] = TimedSetting(None)
+        self._max_rows = scheduler.max_num_seqs
+        memory = create_memory(settings, vllm_config.model_config)
+        self.session = SpeculationSession(
             memory,
             self.planner,
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
@@ -133,40 +70,39 @@ class HeadraceProposer:
             step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
             vocabulary=vllm_config.model_config.get_vocab_size(),
         )
-        keeps = settings.drafter == "memory"
-        self.corpora = Corpora(memory) if keeps else None
-        self.carrier: Carrier | None = None
-        if settings.exchange is not None and keeps:
-            self.carrier = Carrier(Exchange(memory), settings.exchange)
-        self._obey()
+        self.corpus_manager = CorpusManager(memory)
+        self.replicator: SegmentReplicator | None = None
+        if settings.replication is not None:
+            self.replicator = SegmentReplicator(ReplicationLog(memory), settings.replication)
+        self._apply_settings()
         self.failures = 0
-        self._failures_in_a_row = 0
-        self._engine: RunnerView | None = None
+        self._consecutive_failures = 0
+        self._runner: RunnerView | None = None
         self._scheduled: Mapping[str, int] = {}
         try:
             self.session.compile()
         except Exception:
-            self._failed()
+            self._on_failure()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no model, but vLLM calls this method."""
 
-    def bind(self, engine: RunnerView) -> None:
+    def bind(self, runner: RunnerView) -> None:
         """Begin to draft with the worker's view of the model runner.
 
         The memory also begins to receive text from other replicas, if it is shared with them.
         """
-        self._engine = engine
-        if self.carrier is not None:
-            self.carrier.start()
+        self._runner = runner
+        if self.replicator is not None:
+            self.replicator.start()
 
-    def step_begins(
+    def begin_step(
         self,
         scheduled: Mapping[str, int],
         drafts: Mapping[str, Sequence[int]],
         finished: Sequence[str] | set[str],
     ) -> None:
-        """Record the begin of a step.
+        """Record the start of a step.
 
         Args:
             scheduled: number of tokens of each request in the step.
@@ -178,7 +114,7 @@ class HeadraceProposer:
             drafted = sum(map(len, drafts.values()))
             self.session.begin(sum(scheduled.values()), drafted, scheduled, finished)
         except Exception:
-            self._failed()
+            self._on_failure()
 
     def propose(
         self,
@@ -189,26 +125,26 @@ class HeadraceProposer:
     ) -> list[list[int]]:
         """Return the draft tokens of each row, at most `num_speculative_tokens` each."""
         try:
-            if self._engine is None or self._failures_in_a_row >= FAILURES_MAX:
+            if self._runner is None or self._consecutive_failures >= MAX_FAILURES:
                 return [[] for _ in sampled_token_ids]
-            self._obey()
-            rows = self._engine.rows(
+            self._apply_settings()
+            rows = self._runner.rows(
                 sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._scheduled
             )
-            drafts = self.session.propose(rows, self._engine.facts)
-            self._failures_in_a_row = 0
+            drafts = self.session.propose(rows, self._runner.request_info)
+            self._consecutive_failures = 0
             return drafts
         except Exception:
-            self._failed()
+            self._on_failure()
             return [[] for _ in sampled_token_ids]
 
     def command(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Change the settings that the command names, and return the state of drafting.
+        """Change the settings that the command names, and return the state of speculative decoding.
 
         Args:
             command: any of `mode` ("auto", "off", "static:K"), `draft_cap` (tokens a step, None for
                 no cap) and `for_s` (seconds after which mode and cap of this command expire, and
-                the standing values apply again).
+                the permanent values apply again).
 
         Raises:
             ValueError: a key or a value is not one of these; then nothing is changed.
@@ -216,79 +152,71 @@ class HeadraceProposer:
         unknown = sorted(set(command) - {"mode", "draft_cap", "for_s"})
         if unknown:
             raise ValueError(f"speculation: unknown {unknown}")
-        mode = Mode.parse(command["mode"]) if "mode" in command else None
+        mode = DraftMode.parse(command["mode"]) if "mode" in command else None
         cap, for_s = command.get("draft_cap"), command.get("for_s")
         if not (cap is None or (isinstance(cap, int) and cap >= 0)):
-            raise ValueError(f"speculation: draft_cap {cap!r} is no count of tokens")
-        if not (for_s is None or is_duration(for_s)):
+            raise ValueError(f"speculation: draft_cap {cap!r} is not a number of tokens")
+        if not (for_s is None or is_valid_duration(for_s)):
             raise ValueError(
-                f"speculation: for_s {for_s!r}: expected seconds above 0 and up to {FOR_MAX_S:g}"
+                f"speculation: for_s {for_s!r}: expected seconds above 0 and up to "
+                f"{MAX_DURATION_S:g}"
             )
         now_s = time.monotonic()
         if mode is not None:
-            self._mode.give(mode, now_s, for_s)
-            self._failures_in_a_row = 0
+            self._mode.set(mode, now_s, for_s)
+            self._consecutive_failures = 0
         if "draft_cap" in command:
-            self._draft_cap.give(cap, now_s, for_s)
+            self._draft_cap.set(cap, now_s, for_s)
         return self._report()
 
     def _report(self) -> dict[str, Any]:
-        self._obey()
+        self._apply_settings()
         now_s = time.monotonic()
-        drafts = self._failures_in_a_row < FAILURES_MAX
+        drafts = self._consecutive_failures < MAX_FAILURES
         return {
             **self.planner.snapshot(),
             **figures(self.planner, self.session),
-            "prices": prices(self.planner, self.session, self._rows_max, drafts),
+            "prices": prices(self.planner, self.session, self._max_rows, drafts),
             "failures": self.failures,
-            "exchange": None if self.carrier is None else self.carrier.stats(),
+            "replication": None if self.replicator is None else self.replicator.stats(),
             "draft_cap": self.session.draft_cap,
-            "mode_left_s": self._mode.left_s(now_s),
-            "draft_cap_left_s": self._draft_cap.left_s(now_s),
+            "mode_left_s": self._mode.remaining_s(now_s),
+            "draft_cap_left_s": self._draft_cap.remaining_s(now_s),
         }
 
-    def memory_command(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Run `Corpora.command`; return an empty answer if another worker of this model drafts."""
-        if self._engine is None:
-            return {}
-        if self.corpora is None:
-            return {"error": "speculation.drafter keeps no memory: set it to memory"}
-        return self.corpora.command(command)
+    def corpus_command(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Run `CorpusManager.command`; return {} if another worker of this model drafts."""
+        return {} if self._runner is None else self.corpus_manager.command(command)
 
-    def _obey(self) -> None:
-        """Apply the orders that are in force now."""
+    def _apply_settings(self) -> None:
+        """Apply the settings that are in force now."""
         now_s = time.monotonic()
-        self.planner.mode = self._mode.at(now_s)
-        self.session.draft_cap = self._draft_cap.at(now_s)
+        self.planner.mode = self._mode.value(now_s)
+        self.session.draft_cap = self._draft_cap.value(now_s)
 
-    def _failed(self) -> None:
+    def _on_failure(self) -> None:
         self.failures += 1
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row <= FAILURES_MAX:
-            logger.exception("drafting failed; the step goes on without drafts")
-        if self._failures_in_a_row == FAILURES_MAX:
-            logger.error("drafting failed %d times in a row and is off now", FAILURES_MAX)
+        self._consecutive_failures += 1
+        if self._consecutive_failures <= MAX_FAILURES:
+            logger.exception("making drafts failed; the step continues without drafts")
+        if self._consecutive_failures == MAX_FAILURES:
+            logger.error("speculative decoding is off: it failed %d times in a row", MAX_FAILURES)
 
 
-def load_memory(settings: Settings, model_config: Any) -> Memory:
+def create_memory(settings: SpeculationSettings, model_config: Any) -> DraftMemory:
     """Create the memory according to the settings.
 
     Raises:
         ValueError: the options of the memory are invalid.
     """
     model, tokenizer = _digests(model_config)
-    wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
-    options = dict(settings.drafter_options or {})
-    if settings.drafter == "ngram":
-        options["sources"] = OWN_TEXT
     try:
-        return Memory(
+        return DraftMemory(
             MemorySettings(
                 model=model,
                 tokenizer=tokenizer,
-                for_all=frozenset(source for source, on in wanted.items() if on),
-                shared_k=settings.shared_k,
-                **options,
+                public_corpora=settings.corpora,
+                **(settings.drafter_options or {}),
             )
         )
     except TypeError as error:

@@ -5,7 +5,7 @@ and an engine, which passes rows of token ids and takes lists of tokens. It does
 particular engine.
 
 A draft is judged by the text: the tokens that the engine emitted next are compared with the draft,
-whether the draft was verified or not. For greedy decoding this equals the engine's verdict. For
+whether the draft was verified or not. For greedy decoding this equals verification. For
 sampling it has the same distribution: a draft token ``d`` is accepted with its probability ``p(d)``
 (Leviathan et al., ICML 2023, with a deterministic draft), and ``p(d)`` is also the probability that
 the engine itself samples ``d``. Therefore, the token after the last accepted one counts, too; a
@@ -22,17 +22,22 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculative.draft import DraftBatch
+from headrace_decode.speculative.acceptance_counter import AcceptanceCounter
+from headrace_decode.speculative.draft_batch import DraftBatch
 from headrace_decode.speculative.jit import jit
-from headrace_decode.speculative.planning.budget import best_budget
-from headrace_decode.speculative.planning.draft_planner import DraftPlanner, Limits, Load, Step
-from headrace_decode.speculative.request import Facts
-from headrace_decode.speculative.retrieval.draft_memory import Memory
-from headrace_decode.speculative.tally import Tally
+from headrace_decode.speculative.planning.draft_budget import best_draft_budget
+from headrace_decode.speculative.planning.draft_planner import (
+    DraftPlanner,
+    StepLimits,
+    StepLoad,
+    StepRecord,
+)
+from headrace_decode.speculative.request_info import RequestInfo
+from headrace_decode.speculative.retrieval.draft_memory import DraftMemory
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """The batch after a step's tokens have been sampled.
 
     Attributes:
@@ -40,8 +45,8 @@ class Rows:
         sampled: tokens that each row emitted in this step; none while its prompt is computed.
         num_tokens: int [n], length of prompt and answer of each row, with these tokens.
         token_ids: int [n, *], token ids of prompt and answer of each row.
-        kv_tokens: int [n], number of draft tokens for which each row has room in the KV cache; None
-            if there is room for all.
+        kv_headroom: int [n], number of draft tokens for which each row has room in the KV cache;
+            None if there is room for all.
         prefill_tokens: number of prompt tokens still to be computed.
     """
 
@@ -49,44 +54,44 @@ class Rows:
     sampled: Sequence[Sequence[int]]
     num_tokens: NDArray[np.integer]
     token_ids: NDArray[np.integer]
-    kv_tokens: NDArray[np.integer] | None = None
+    kv_headroom: NDArray[np.integer] | None = None
     prefill_tokens: int = 0
 
 
 @dataclass
-class _Request:
+class _RequestState:
     handle: int
-    facts: Facts
-    seen_tokens: int
+    info: RequestInfo
+    known_tokens: int
 
 
 @dataclass
-class _Running:
+class _RunningStep:
     """The step in progress, as far as it is known."""
 
     started_s: float
     request_ids: frozenset[str]
-    step: Step
+    step: StepRecord
 
 
 @dataclass
-class _Pending:
+class _PendingDrafts:
     """Drafts that the engine's next tokens will test.
 
     Attributes:
         batch: the drafts.
-        caps: int32 [n], maximum number of tokens that were looked up for each draft.
+        limits: int32 [n], maximum number of tokens that were looked up for each draft.
         taken: int32 [n], number of tokens of each draft given to the engine.
         place: request id -> index of its draft in the batch.
     """
 
     batch: DraftBatch
-    caps: NDArray[np.int32]
+    limits: NDArray[np.int32]
     taken: NDArray[np.int32]
     place: dict[str, int] = field(default_factory=dict)
 
 
-class Session:
+class SpeculationSession:
     """All requests of one engine, for use by one thread.
 
     Call `begin` before each step, and `propose` after it.
@@ -94,7 +99,7 @@ class Session:
 
     def __init__(
         self,
-        drafter: Memory,
+        memory: DraftMemory,
         planner: DraftPlanner,
         *,
         draft_tokens: int,
@@ -103,24 +108,24 @@ class Session:
         vocabulary: int,
     ) -> None:
         """Args:
-        drafter: the memory that drafts.
+        memory: the memory that drafts.
         planner: decides how many draft tokens to verify.
         draft_tokens: maximum number of tokens that the engine verifies for one row in one step.
         model_tokens: maximum length of a sequence in the engine.
         step_tokens: the engine's token budget for a step.
         vocabulary: number of tokens in the vocabulary.
         """
-        self.drafter, self.planner = drafter, planner
+        self.memory, self.planner = memory, planner
         self.draft_cap: int | None = None
         """Cap on draft tokens of one step, set from outside; None for no cap."""
         self.propose_s = 0.0
         """Seconds spent in `propose` so far."""
         self.draft_tokens, self._model_tokens = draft_tokens, model_tokens
         self._step_tokens, self._vocabulary = step_tokens, vocabulary
-        self._requests: dict[str, _Request] = {}
-        self._running: _Running | None = None
-        self._pending: _Pending | None = None
-        self.tally = Tally()
+        self._requests: dict[str, _RequestState] = {}
+        self._running: _RunningStep | None = None
+        self._pending: _PendingDrafts | None = None
+        self.acceptance_counts = AcceptanceCounter()
         """Counts of drafted and accepted tokens, by source."""
 
     def begin(
@@ -131,7 +136,7 @@ class Session:
         finished: Iterable[str] = (),
         now_s: float | None = None,
     ) -> None:
-        """Record the begin of a step, which is the end of the step before it.
+        """Record the start of a step, which is the end of the step before it.
 
         Args:
             tokens: number of tokens that the step computes.
@@ -148,18 +153,28 @@ class Session:
         for request_id in finished:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                keep = request.facts.drafts and request.facts.keeps
-                self.drafter.close_request(request.handle, keep=keep)
-        toss, self.planner.toss = self.planner.toss, None
-        step = Step(tokens, drafted, rows=0, emitted=0, context_tokens=0, seconds=0.0, toss=toss)
-        self._running = _Running(now, ids, step) if tokens else None
+                keep = request.info.drafts and request.info.keeps
+                self.memory.close_request(request.handle, keep=keep)
+        control_draw, self.planner.control_draw = self.planner.control_draw, None
+        step = StepRecord(
+            tokens,
+            drafted,
+            rows=0,
+            emitted=0,
+            context_tokens=0,
+            seconds=0.0,
+            control_draw=control_draw,
+        )
+        self._running = _RunningStep(now, ids, step) if tokens else None
 
-    def propose(self, rows: Rows, facts: Callable[[str], Facts]) -> list[list[int]]:
-        """Return draft tokens for each row's next step; `facts` is called once for each request."""
+    def propose(
+        self, rows: BatchRows, request_info: Callable[[str], RequestInfo]
+    ) -> list[list[int]]:
+        """Return draft tokens for each row's next step; `request_info` is called once a request."""
         started_s = time.perf_counter()
         live = [row for row, sampled in enumerate(rows.sampled) if len(sampled)]
-        requests = [self._known(rows, row, facts) for row in live]
-        self._take_in(rows, live, requests)
+        requests = [self._request_state(rows, row, request_info) for row in live]
+        self._record_outputs(rows, live, requests)
         if self._running is not None:
             self._running.step = replace(
                 self._running.step,
@@ -169,126 +184,135 @@ class Session:
             )
         drafts: list[list[int]] = [[] for _ in rows.sampled]
         if live:
-            self._draft(rows, live, requests, self._caps(rows, live, requests), drafts)
+            self._draft(rows, live, requests, self._draft_limits(rows, live, requests), drafts)
         self.propose_s += time.perf_counter() - started_s
         return drafts
 
     def compile(self) -> None:
         """Have numba compile or load the functions used here before the first step.
 
-        Errors of the drafter are raised.
+        Errors of the memory are raised.
         """
         text = np.arange(8, dtype=np.int32) % 3
-        handle = self.drafter.open_request("compile", text)
-        self.drafter.extend_many([handle], text, np.array([len(text)], np.int32))
-        batch = self.drafter.draft_many([handle], np.array([2], np.int32))
-        self.drafter.feedback_many(batch, np.zeros(1, np.int32), np.zeros(1, np.int32))
-        self.drafter.close_request(handle, keep=False)
+        handle = self.memory.open_request("compile", text)
+        self.memory.extend_many([handle], text, np.array([len(text)], np.int32))
+        batch = self.memory.draft_many([handle], np.array([2], np.int32))
+        self.memory.feedback_many(batch, np.zeros(1, np.int32), np.zeros(1, np.int32))
+        self.memory.close_request(handle, keep=False)
         one, chance = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
         count, places = np.ones(1, np.int32), np.zeros(1, np.int64)
-        _gathered(one, places, places, count)
-        _verdict(one, count, count, count, places)
-        best_budget(chance, _usable(one, count, 1), np.ones(2))
+        _gather_tokens(one, places, places, count)
+        _count_accepted(one, count, count, count, places)
+        best_draft_budget(chance, _valid_lengths(one, count, 1), np.ones(2))
 
-    def _known(self, rows: Rows, row: int, facts: Callable[[str], Facts]) -> _Request:
+    def _request_state(
+        self, rows: BatchRows, row: int, request_info: Callable[[str], RequestInfo]
+    ) -> _RequestState:
         request_id = rows.request_ids[row]
         request = self._requests.get(request_id)
         if request is None:
-            told = facts(request_id)
-            prompt = rows.token_ids[row, : told.prompt_tokens].astype(np.int32)
+            info = request_info(request_id)
+            prompt = rows.token_ids[row, : info.prompt_tokens].astype(np.int32)
             handle = -1
-            if told.drafts:
-                handle = self.drafter.open_request(
-                    request_id, prompt, told.tenant, temperature=told.temperature
+            if info.drafts:
+                handle = self.memory.open_request(
+                    request_id, prompt, info.tenant, temperature=info.temperature
                 )
-            request = _Request(handle, told, told.prompt_tokens)
+            request = _RequestState(handle, info, info.prompt_tokens)
             self._requests[request_id] = request
         return request
 
-    def _take_in(self, rows: Rows, live: list[int], requests: list[_Request]) -> None:
-        """Hand the step's tokens to the memory, with their verdict on the last drafts."""
+    def _record_outputs(
+        self, rows: BatchRows, live: list[int], requests: list[_RequestState]
+    ) -> None:
+        """Pass the step's tokens to the memory, and the outcome of the last drafts."""
         if not live:
             return
         at = np.array(live)
-        seen = np.array([request.seen_tokens for request in requests])
+        seen = np.array([request.known_tokens for request in requests])
         ends = rows.num_tokens[at].astype(np.int64)
         counts = np.maximum(ends - seen, 0).astype(np.int32)
-        tokens = _gathered(rows.token_ids, at, seen, counts)
+        tokens = _gather_tokens(rows.token_ids, at, seen, counts)
         pending, self._pending = self._pending, None
         if pending is not None:
             places = np.array([pending.place.get(rows.request_ids[row], -1) for row in live])
             batch = pending.batch
-            offered, accepted = _verdict(batch.tokens, batch.lengths, tokens, counts, places)
-            self.drafter.feedback_many(batch, offered, accepted)
-            self.tally.book(batch.source, pending.caps, pending.taken, offered, accepted, places)
-        self.drafter.extend_many([request.handle for request in requests], tokens, counts)
+            offered, accepted = _count_accepted(batch.tokens, batch.lengths, tokens, counts, places)
+            self.memory.feedback_many(batch, offered, accepted)
+            self.acceptance_counts.record(
+                batch.source, pending.limits, pending.taken, offered, accepted, places
+            )
+        self.memory.extend_many([request.handle for request in requests], tokens, counts)
         for end, request in zip(ends.tolist(), requests, strict=True):
-            request.seen_tokens = end
+            request.known_tokens = end
 
-    def _caps(self, rows: Rows, live: list[int], requests: list[_Request]) -> NDArray[np.int32]:
+    def _draft_limits(
+        self, rows: BatchRows, live: list[int], requests: list[_RequestState]
+    ) -> NDArray[np.int32]:
         """Return the maximum number of useful draft tokens of each live row.
 
         A step emits one token more than it accepts, so the last of a row's allowed tokens is never
         drafted. Tokens without room in the KV cache are not drafted either.
         """
         num_tokens = rows.num_tokens[live]
-        caps = np.minimum(self.draft_tokens, self._model_tokens - num_tokens - 1)
+        limits = np.minimum(self.draft_tokens, self._model_tokens - num_tokens - 1)
         left = np.fromiter(
             (
                 self.draft_tokens
-                if r.facts.max_tokens is None
-                else r.facts.prompt_tokens + r.facts.max_tokens - r.seen_tokens - 1
+                if r.info.max_tokens is None
+                else r.info.prompt_tokens + r.info.max_tokens - r.known_tokens - 1
                 for r in requests
             ),
             np.int64,
             len(requests),
         )
-        caps = np.minimum(caps, left)
-        if rows.kv_tokens is not None:
-            caps = np.minimum(caps, rows.kv_tokens[live])
-        wanted = np.fromiter((r.facts.drafts for r in requests), bool, len(requests))
-        return np.where(wanted, np.maximum(caps, 0), 0).astype(np.int32)
+        limits = np.minimum(limits, left)
+        if rows.kv_headroom is not None:
+            limits = np.minimum(limits, rows.kv_headroom[live])
+        wanted = np.fromiter((r.info.drafts for r in requests), bool, len(requests))
+        return np.where(wanted, np.maximum(limits, 0), 0).astype(np.int32)
 
     def _draft(
         self,
-        rows: Rows,
+        rows: BatchRows,
         live: list[int],
-        requests: list[_Request],
-        caps: NDArray[np.int32],
+        requests: list[_RequestState],
+        limits: NDArray[np.int32],
         drafts: list[list[int]],
     ) -> None:
-        load = Load(
+        """Fill in the drafts of the live rows, at most `limits` tokens each."""
+        load = StepLoad(
             rows=len(live),
             context_tokens=int(rows.num_tokens[live].sum()),
             prefill_tokens=rows.prefill_tokens,
         )
-        limits = Limits(
+        step_limits = StepLimits(
             step_tokens=self._step_tokens,
-            itl_s=min(request.facts.itl_s for request in requests),
+            itl_s=min(request.info.itl_s for request in requests),
             draft_tokens=self.draft_cap,
         )
-        look = self.planner.looks(load, limits, int(caps.sum()))
-        if look == "nothing":
+        purpose = self.planner.plan_lookup(load, step_limits, int(limits.sum()))
+        if purpose == "nothing":
             return
-        batch = self.drafter.draft_many([request.handle for request in requests], caps)
-        lengths = _usable(batch.tokens, np.minimum(batch.lengths, caps), self._vocabulary)
-        self._pending = _Pending(
+        batch = self.memory.draft_many([request.handle for request in requests], limits)
+        lengths = _valid_lengths(batch.tokens, np.minimum(batch.lengths, limits), self._vocabulary)
+        self._pending = _PendingDrafts(
             batch,
-            caps,
+            limits,
             np.zeros(len(live), np.int32),
             {rows.request_ids[row]: place for place, row in enumerate(live)},
         )
-        if look == "compare":
-            self.planner.saw(batch.survival, lengths)
+        if purpose == "compare":
+            self.planner.record_survival(batch.survival, lengths)
             return
-        self._pending.taken = self.planner.choose(load, limits, batch.survival, lengths)
+        self._pending.taken = self.planner.choose(load, step_limits, batch.survival, lengths)
         take = self._pending.taken.tolist()
         for place, (row, count) in enumerate(zip(live, take, strict=True)):
             if count:
                 drafts[row] = batch.tokens[place, :count].tolist()
 
 
-def kv_room(
+def kv_headroom(
     num_tokens: NDArray[np.integer],
     blocks: NDArray[np.integer],
     block_tokens: int,
@@ -308,14 +332,14 @@ def kv_room(
         free_blocks: number of free blocks.
         draft_tokens: maximum number of draft tokens of a row.
     """
-    most = -(-(num_tokens + draft_tokens) // block_tokens) - blocks
-    if int(np.maximum(most, 0).sum()) <= free_blocks:
+    needed = -(-(num_tokens + draft_tokens) // block_tokens) - blocks
+    if int(np.maximum(needed, 0).sum()) <= free_blocks:
         return None
     return np.maximum(blocks * block_tokens - num_tokens, 0)
 
 
 @jit
-def _gathered(
+def _gather_tokens(
     token_ids: NDArray[np.integer],
     rows: NDArray[np.int64],
     starts: NDArray[np.int64],
@@ -332,7 +356,7 @@ def _gathered(
 
 
 @jit
-def _verdict(
+def _count_accepted(
     drafted: NDArray[np.int32],
     lengths: NDArray[np.int32],
     tokens: NDArray[np.int32],
@@ -364,7 +388,7 @@ def _verdict(
 
 
 @jit
-def _usable(
+def _valid_lengths(
     tokens: NDArray[np.int32], lengths: NDArray[np.int32], vocabulary: int
 ) -> NDArray[np.int32]:
     """Return `lengths`, cut before the first id that is not in the vocabulary."""

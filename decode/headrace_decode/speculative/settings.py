@@ -1,4 +1,4 @@
-"""Settings that enable PMR-Tree drafting in an engine.
+"""Settings that enable PMR-Tree speculative decoding in an engine.
 
     AsyncEngineArgs(model=..., **engine_arguments(16))
 
@@ -9,23 +9,23 @@ To use one of vLLM's own drafters instead, set its configuration as vLLM documen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from headrace_decode.speculative.planning.draft_planner import Mode
+from headrace_decode.speculative.planning.draft_planner import DraftMode
 
 CONFIG_KEY = "headrace_speculation"
 """Key of the settings in the engine's `additional_config`."""
 
 PROPOSER = "headrace_decode.speculative.proposer.HeadraceProposer"
-WORKER = "headrace_decode.speculative.drafting_worker.SpeculatingWorker"
+WORKER = "headrace_decode.speculative.speculative_worker.SpeculativeWorker"
 
 Positive = Annotated[float, Meta(gt=0)]
 
 
-class CarrierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The board over which replicas share their memories, and the limits of the transfers.
 
     Attributes:
@@ -43,45 +43,34 @@ class CarrierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: Positive = 1.0
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings of one engine's drafting.
+class SpeculationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of one engine's speculative decoding.
 
     Attributes:
-        mode: "auto", "off" or "static:K" (`draft_planner.Mode`).
-        drafter: "memory" (`draft_memory.Memory`) or "ngram" (the same with only the request's own
-            text).
-        drafter_options: arguments of `draft_memory.Settings`.
+        mode: "auto", "off" or "static:K" (`draft_planner.DraftMode`).
+        drafter_options: arguments of `draft_memory.MemorySettings`.
         corpora: whether operators may load corpora for all tenants.
-        shared_k: number of tenants whose answers must contain the same text before it is drafted
-            for all tenants; None: no text is.
-        controls: whether to run random steps without drafts, and stop drafting where these are
-            better.
-        seed: seed of the random steps.
-        exchange: how the memory is shared with other replicas through the StoreNode; None: it is
+        replication: how the memory is shared with other replicas through the StoreNode; None: it is
             not shared.
     """
 
     mode: str = "auto"
-    drafter: Literal["memory", "ngram"] = "memory"
     drafter_options: dict[str, Any] | None = None
     corpora: bool = False
-    shared_k: int | None = None
-    controls: bool = True
-    seed: int = 0
-    exchange: CarrierSettings | None = None
+    replication: ReplicationSettings | None = None
 
     @staticmethod
-    def read(config: Mapping[str, Any]) -> Settings:
+    def read(config: Mapping[str, Any]) -> SpeculationSettings:
         """Read the settings from `additional_config[CONFIG_KEY]`.
 
         Raises:
             ValueError: a key is unknown, or a value is invalid.
         """
         try:
-            settings = msgspec.convert(dict(config), Settings)
+            settings = msgspec.convert(dict(config), SpeculationSettings)
         except msgspec.ValidationError as error:
             raise ValueError(f"{CONFIG_KEY}: {error}") from error
-        Mode.parse(settings.mode)
+        DraftMode.parse(settings.mode)
         return settings
 
 
@@ -95,7 +84,7 @@ def engine_arguments(draft_tokens: int, **settings: Any) -> dict[str, Any]:
     Raises:
         ValueError: a key is unknown, or a value is invalid.
     """
-    Settings.read(settings)
+    SpeculationSettings.read(settings)
     return {
         "worker_cls": WORKER,
         "speculative_config": {

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from headrace_engine.vllm.connectors import MultiConnector
 
 
 class HeadracePDConnector(MultiConnector):

@@ -1,17 +1,15 @@
-"""`StoreConnector`, which hands vLLM's calls to the scheduler half or the worker half.
+"""`HeadraceConnector`, which passes vLLM's calls to its scheduler side or its worker side.
 
-The two halves of an engine may live in different processes; each maps the arena for itself. Blocks
-are found by vLLM's own block hashes, within a namespace that both halves derive from the same
-configuration. A subclass sets the model of the engine's step times that prices loads
-(`headrace_engine.store_connector`).
+The two sides of an engine may live in different processes; each maps the arena for itself. Blocks
+are found by vLLM's own block hashes, within a namespace that both sides derive from the same
+configuration.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,15 +29,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_engine.connector.cache import EngineCache
-from headrace_engine.connector.coded import CodedCache
-from headrace_engine.connector.files import DIRECT_BACKEND, FileTier
+from headrace_engine.connector.arena_index import ArenaIndex
+from headrace_engine.connector.caches.engine_cache import EngineCache
+from headrace_engine.connector.caches.quantized_cache import QuantizedCache
+from headrace_engine.connector.engine_arena import EngineArena
 from headrace_engine.connector.identity.adapters import BlockNames
-from headrace_engine.connector.learning import PromptLearner
-from headrace_engine.connector.load_price import Price, StepTime
+from headrace_engine.connector.load_price import LoadPrice
+from headrace_engine.connector.loading.file_loader import DIRECT_BACKEND, FileLoader
+from headrace_engine.connector.messages import LoadSample, StepMetadata, StepSample, WorkerReport
 from headrace_engine.connector.node_tiers import NodeTiers
-from headrace_engine.connector.opened import OpenedArena
-from headrace_engine.connector.scheduler import ArenaIndex, SchedulerHalf
+from headrace_engine.connector.prompt_reporter import PromptReporter
+from headrace_engine.connector.scheduler_connector import SchedulerConnector
 from headrace_engine.connector.stats import (
     LOSSES,
     LoadTime,
@@ -47,14 +47,12 @@ from headrace_engine.connector.stats import (
     StorePromMetrics,
     StoreStats,
 )
-from headrace_engine.connector.work import Work
-from headrace_engine.connector.worker import LoadSample, StepSample, WorkerHalf
+from headrace_engine.connector.worker_connector import WorkerConnector
+from headrace_engine.step_time import StepTime
 from headrace_engine.vllm.kv_cache import recovers_failed_loads, runs_layer_hooks
 from headrace_kvstore.arena.arena import LockBusyError
-from headrace_kvstore.device.placing import place_worker
-from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.parts import WHOLE
-from headrace_kvstore.protocol.wire import BadBlock
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.sharding import WHOLE_LAYER
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -64,57 +62,12 @@ LEARNER_END_S = 1.0
 """Maximum wait, once, for a thread that reports prompts to the replaced arena's policy."""
 
 
-@dataclass
-class StepMetadata(KVConnectorMetadata):
-    """Message from the scheduler half to the worker half."""
-
-    work: Work
-
-
-@dataclass
-class WorkerReport(KVConnectorWorkerMetadata):
-    """Message from the worker half to the scheduler half.
-
-    Attributes:
-        jobs: how many workers ended each save job.
-        bad_in_files: blocks whose bytes in files were wrong.
-        samples: durations of steps and loads.
-    """
-
-    jobs: dict[int, int]
-    bad_in_files: list[BadBlock]
-    samples: list[StepSample | LoadSample]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, WorkerReport)
-        jobs = dict(self.jobs)
-        for job, workers in other.jobs.items():
-            jobs[job] = jobs.get(job, 0) + workers
-        bad = list(dict.fromkeys(self.bad_in_files + other.bad_in_files))
-        return WorkerReport(jobs, bad, slowest(self.samples, other.samples))
-
-
-def slowest(
-    mine: list[StepSample | LoadSample], theirs: list[StepSample | LoadSample]
-) -> list[StepSample | LoadSample]:
-    """Merge the samples of two workers: for the same step or load, keep the slower one's.
-
-    Workers may report a step or load at different times: a load ahead may end with a different step
-    on each worker, and a device's time is read when it is available.
-    """
-    found, others = [], list(theirs)
-    for each in mine:
-        same = next((i for i, other in enumerate(others) if other[:-1] == each[:-1]), None)
-        pair = [each] if same is None else [each, others.pop(same)]
-        found.append(max(pair, key=lambda one: one.seconds))
-    return found + others
-
-
-class StoreConnector(KVConnectorBase_V1):
+class HeadraceConnector(KVConnectorBase_V1):
     """The node's KV store as a connector; settings as `StoreSettings`.
 
+    KV in a slow tier is computed if that is faster, by the engine's step times.
+
     Attributes:
-        make_step_time: makes the model that is fitted to the engine's steps.
         may_wait: whether an offer may take time, as `HeadracePDConnector` asks.
 
     Raises:
@@ -122,7 +75,6 @@ class StoreConnector(KVConnectorBase_V1):
         ValueError: this engine's cache cannot be stored (several cache groups, pipeline stages).
     """
 
-    make_step_time: Callable[[], StepTime]
     may_wait = True
 
     def __init__(
@@ -136,22 +88,20 @@ class StoreConnector(KVConnectorBase_V1):
                 f'kv_transfer_config.kv_load_failure_policy: is "{transfer.kv_load_failure_policy}"'
                 ', which fails a request whose KV was lost; give "recompute"'
             )
-        if role == KVConnectorRole.WORKER and vllm_config.device_config.device_type == "cuda":
-            place_worker(torch.cuda.current_device())
-        self._opened = opened = OpenedArena.of(vllm_config, role, kv_cache_config)
+        self._opened = opened = EngineArena.of(vllm_config, role, kv_cache_config)
         self._settings, self._arena = opened.settings, opened.arena
         self._num_blocks = kv_cache_config.num_blocks
         [group] = kv_cache_config.kv_cache_groups
         self._keeping = tuple(group.layer_names)
         self._reporter = Reporter()
-        self._scheduler: SchedulerHalf | None = None
-        self._price: Price | None = None
-        self._learner: PromptLearner | None = None
+        self._scheduler: SchedulerConnector | None = None
+        self._price: LoadPrice | None = None
+        self._learner: PromptReporter | None = None
         self._node: NodeTiers | None = None
-        self._worker: WorkerHalf | None = None
+        self._worker: WorkerConnector | None = None
         self._introduced = False
         self._look_at_s = 0.0
-        self._moves_to: OpenedArena | None = None
+        self._moves_to: EngineArena | None = None
         self._epochs: list[str] = []
         if role == KVConnectorRole.SCHEDULER:
             self._workers = opened.parts.ranks
@@ -163,16 +113,16 @@ class StoreConnector(KVConnectorBase_V1):
                 vllm_config.cache_config.block_size, recovers_failed_loads(vllm_config)
             )
 
-    def _make_scheduler(self, block_tokens: int, under_steps: bool) -> SchedulerHalf:
+    def _make_scheduler(self, block_tokens: int, under_steps: bool) -> SchedulerConnector:
         opened, settings, ranks = self._opened, self._settings, self._opened.parts.ranks
         logger.info("KV store %s: %s", settings.name, opened.about or "not used")
         if settings.node and settings.load:
             self._node = NodeTiers(settings, opened.digest)
-        self._price = Price(block_tokens, opened.layers, self.make_step_time())
+        self._price = LoadPrice(block_tokens, opened.layers, StepTime())
         priced = self._node is not None and settings.priced
         self._learn()
         self._index = ArenaIndex(self._arena, opened.row, settings.lease_s, ranks)
-        return SchedulerHalf(
+        return SchedulerConnector(
             self._index,
             block_tokens,
             load=settings.load,
@@ -182,37 +132,37 @@ class StoreConnector(KVConnectorBase_V1):
             price=self._price if priced else None,
             window_tokens=opened.codec.window_tokens,
             costs=self._price,
-            prompted=self._prompted,
+            record_prompt=self._prompted,
             ended=self._give_up if opened.parts.writers > 1 else None,
             under_steps=under_steps,
             names=self._names,
         )
 
-    # Scheduler half
+    # The scheduler's side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.half.bind(gpu_block_pool)
+        self.scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        self.half.added(request)
+        self.scheduler.added(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tokens = self.half.matched(request, num_computed_tokens)
-        return tokens, bool(tokens) and self.half.loads_ahead(request)
+        tokens = self.scheduler.matched(request, num_computed_tokens)
+        return tokens, bool(tokens) and self.scheduler.loads_ahead(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._follow_arena()
-        return StepMetadata(self.half.step(scheduler_output))
+        return StepMetadata(self.scheduler.step(scheduler_output))
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.half.finished(request, block_ids)
+        self.scheduler.finished(request, block_ids)
         return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -231,24 +181,24 @@ class StoreConnector(KVConnectorBase_V1):
             self._ended[job] = self._ended.get(job, 0) + workers
             if self._ended[job] >= self._workers:
                 del self._ended[job]
-                self.half.saved([job])
+                self.scheduler.saved([job])
 
-    def _loaded(self, price: Price, sample: LoadSample) -> None:
+    def _loaded(self, price: LoadPrice, sample: LoadSample) -> None:
         price.loaded(*sample)
         more_s = price.more_s(sample.medium)
         if more_s is not None:
-            self._arena.measured(sample.medium, more_s / self._opened.block_bytes)
+            self._arena.set_load_cost(sample.medium, more_s / self._opened.block_bytes)
 
     @classmethod
-    def exact_half(cls, connector: Any) -> SchedulerHalf | None:
-        """Return the scheduler half of the store in a scheduler's connector, unless its codec is
+    def exact_scheduler(cls, connector: Any) -> SchedulerConnector | None:
+        """Return the scheduler's side of the store in a scheduler's connector, unless its codec is
         lossy.
 
         Args:
             connector: vLLM's, or None; the store's may be one of several in it.
         """
         found = [c for c in getattr(connector, "_connectors", [connector]) if isinstance(c, cls)]
-        return found[0].half if found and not found[0]._opened.codec.lossy else None
+        return found[0].scheduler if found and not found[0]._opened.codec.lossy else None
 
     def reset_cache(self) -> bool:
         """Stop using all KV so far. vLLM calls this when the weights change or all caches are
@@ -260,7 +210,7 @@ class StoreConnector(KVConnectorBase_V1):
         """
         if self._scheduler is None:
             return True
-        done = self.half.reset()
+        done = self.scheduler.reset()
         self._tell_epoch()
         if not done:
             logger.warning(
@@ -277,9 +227,9 @@ class StoreConnector(KVConnectorBase_V1):
         return self._scheduler is not None and self._scheduler.busy
 
     def _counts(self) -> dict[str, int]:
-        """Return the scheduler half's counts."""
+        """Return the scheduler side's counts."""
         unanswered = 0 if self._node is None else self._node.unanswered
-        return {**self.half.counts, "node_unanswered": unanswered}
+        return {**self.scheduler.counts, "node_unanswered": unanswered}
 
     def _give_up(self, hashes: Sequence[bytes]) -> None:
         """Free the slots of these blocks that are not filled: all workers have ended their
@@ -290,19 +240,19 @@ class StoreConnector(KVConnectorBase_V1):
             logger.warning("blocks that were not saved whole keep their room a while: %s", error)
 
     @property
-    def half(self) -> SchedulerHalf:
-        """The scheduler half, in a scheduler."""
-        assert self._scheduler is not None, "a call for the scheduler half"
+    def scheduler(self) -> SchedulerConnector:
+        """The scheduler's side, in a scheduler."""
+        assert self._scheduler is not None, "a call for the scheduler's side"
         return self._scheduler
 
-    # Worker half
+    # The worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # vLLM also names layers that read another layer's cache: that is stored once.
         kv_caches = {name: kv_caches[name] for name in self._keeping}
         opened, held = self._opened, self._opened.held
         coded = opened.shape is not None
-        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, WHOLE if coded else held)
+        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, WHOLE_LAYER if coded else held)
         if layout.block_bytes != opened.engine_block_bytes:
             raise ValueError(
                 f"the engine's blocks have {layout.block_bytes} bytes, not the "
@@ -312,20 +262,20 @@ class StoreConnector(KVConnectorBase_V1):
         cache: EngineCache
         if device.type != "cpu":
             # Triton is installed on machines with a GPU.
-            from headrace_engine.connector.device_cache import DeviceCache
+            from headrace_engine.connector.caches.device_cache import DeviceCache
 
             cache = DeviceCache(kv_caches, layout, opened.codec, opened.shape, held)
             cache.warm()
         elif opened.shape is not None:
-            cache = CodedCache(layout, opened.codec, opened.shape, held)
+            cache = QuantizedCache(layout, opened.codec, opened.shape, held)
         else:
             cache = EngineCache(layout, self._settings.copy_threads)
         files = partial(
-            FileTier,
+            FileLoader,
             staging_bytes=self._settings.staging_bytes,
             backend="" if device.type == "cpu" else DIRECT_BACKEND,
         )
-        self._worker = WorkerHalf(
+        self._worker = WorkerConnector(
             *(self._arena, opened.row, cache, opened.seeds, self._settings, files),
             writes=opened.writes,
             writer=opened.writer,
@@ -372,7 +322,7 @@ class StoreConnector(KVConnectorBase_V1):
             return None
         return WorkerReport(dict.fromkeys(jobs, 1), bad, samples)
 
-    # Both halves
+    # Both sides
 
     def _follow_arena(self) -> None:
         """Move to the arena that has taken this one's name, once nothing uses this one; called
@@ -406,11 +356,11 @@ class StoreConnector(KVConnectorBase_V1):
     def _learn(self) -> None:
         """Begin to report prompts to the arena's policy, if the policy learns."""
         learns = self._arena.policy.learns and bool(self._opened.about)
-        self._learner = PromptLearner(self._arena, [self._opened.row]) if learns else None
+        self._learner = PromptReporter(self._arena, [self._opened.row]) if learns else None
 
     def _prompted(self, hashes: Sequence[bytes]) -> None:
         if self._learner is not None:
-            self._learner.prompted(hashes)
+            self._learner.record_prompt(hashes)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:

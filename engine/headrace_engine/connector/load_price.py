@@ -23,7 +23,7 @@ delays no other request, but nothing then hides the load. So KV is loaded ahead 
 A tier without measurements counts as free, and so is tried. A tier that lost is tried again with a
 single block, as soon as its expected loss is within `PROBE_SHARE` of the seconds that declining it
 spent on computing. So a disk that has recovered is found, at a bounded price. A load that takes
-longer than computing its blocks would have is given up (`Choice.limit_s`). So the choice never
+longer than computing its blocks would have is given up (`LoadChoice.limit_s`). So the choice never
 costs more than twice the better of the two (A. Karlin et al., Competitive snoopy caching,
 Algorithmica 3, 1988).
 
@@ -35,9 +35,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from headrace_kvstore.fitting import LinearTime
+from headrace_engine.step_time import StepTime, pairs_of
+from headrace_kvstore.least_squares import LinearTime
 
 PROBE_SHARE = 0.02
 """Part of the seconds spent on computing blocks that a tier could have supplied, which may be spent
@@ -51,24 +51,8 @@ LOAD_STD_S = 10.0, 10.0
 nothing is assumed about a medium."""
 
 
-class StepTime(Protocol):
-    """The part of the engine's step-time model that is used here."""
-
-    samples: int
-
-    def observe(
-        self, prompt: float, rows: float, draft: float, context: float, pairs: float, seconds: float
-    ) -> bool:
-        """Learn one step (`work.Shape`)."""
-        ...
-
-    def added_s(self, prompt: float, pairs: float) -> float:
-        """Return the predicted seconds by which prompt tokens make a step longer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Run:
+class TierRun:
     """Blocks that follow each other and lie in one medium."""
 
     medium: str
@@ -76,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LoadChoice:
     """The blocks to load.
 
     Attributes:
@@ -88,7 +72,7 @@ class Choice:
     limit_s: float
 
 
-class Price:
+class LoadPrice:
     """One engine's models, and the decision.
 
     Args:
@@ -106,7 +90,7 @@ class Price:
     def computed(
         self, prompt: int, rows: int, draft: int, context: int, pairs: int, seconds: float
     ) -> None:
-        """Learn a step's shape (`work.Shape`) and its seconds, without any waiting for KV."""
+        """Learn a step's shape (`work.StepShape`) and its seconds, without any waiting for KV."""
         self._step.observe(prompt, rows, draft, context, pairs, seconds)
 
     def loaded(self, medium: str, blocks: int, seconds: float) -> None:
@@ -135,7 +119,7 @@ class Price:
         before the first measured step."""
         if not self._step.samples:
             return None
-        return self._step.added_s(last_token - first_token, pairs(first_token, last_token))
+        return self._step.added_s(last_token - first_token, pairs_of(first_token, last_token))
 
     def block_s(self, first_block: int, blocks: int) -> float | None:
         """Return the mean predicted seconds to compute one of these blocks: the limit that a pull
@@ -145,8 +129,8 @@ class Price:
         return None if seconds is None else seconds / blocks
 
     def choose(
-        self, first_block: int, runs: Sequence[Run], tokens: int, ahead: bool = False
-    ) -> Choice:
+        self, first_block: int, runs: Sequence[TierRun], tokens: int, ahead: bool = False
+    ) -> LoadChoice:
         """Choose how many of the offered blocks to load.
 
         Args:
@@ -160,7 +144,7 @@ class Price:
         first = first_block * size
         all_s = self.compute_s(first, tokens)
         if not runs or all_s is None:
-            return Choice(offered, math.inf)
+            return LoadChoice(offered, math.inf)
         best_s, best, loads_s, taken = all_s, 0, 0.0, 0
         for run in runs:
             taken += run.blocks
@@ -174,7 +158,7 @@ class Price:
             best = 1
         return self._choice(first, best)
 
-    def ahead(self, runs: Sequence[Run], first_token: int, tokens: int, others: int) -> bool:
+    def ahead(self, runs: Sequence[TierRun], first_token: int, tokens: int, others: int) -> bool:
         """Whether to load ahead of the step that needs it.
 
         Args:
@@ -186,13 +170,13 @@ class Price:
         tail_s = self.compute_s(first_token, tokens) or 0.0
         return max(load_s / self._layers, load_s - tail_s) * (1 + others) > load_s
 
-    def _choice(self, first: int, blocks: int) -> Choice:
+    def _choice(self, first: int, blocks: int) -> LoadChoice:
         """Return the choice with its limit; no blocks if they take no time to compute, since no
         load ends within such a limit."""
         limit_s = self.compute_s(first, first + blocks * self._block_tokens) or 0.0
-        return Choice(blocks, limit_s) if limit_s > 0 else Choice(0, 0.0)
+        return LoadChoice(blocks, limit_s) if limit_s > 0 else LoadChoice(0, 0.0)
 
-    def _probes(self, first: int, run: Run, tokens: int) -> bool:
+    def _probes(self, first: int, run: TierRun, tokens: int) -> bool:
         """Whether the seconds saved up for a tier that lost suffice to try it."""
         declined_s = self.compute_s(first, first + run.blocks * self._block_tokens) or 0.0
         one_s = self.compute_s(first, first + self._block_tokens) or 0.0
@@ -203,9 +187,3 @@ class Price:
             return False
         self._credit_s[run.medium] = 0.0
         return True
-
-
-def pairs(first_token: int, last_token: int) -> int:
-    """Return how many tokens the tokens from `first_token` up to `last_token` (not included) attend
-    to, each itself included: the sum of (t + 1)."""
-    return (last_token * (last_token + 1) - first_token * (first_token + 1)) // 2

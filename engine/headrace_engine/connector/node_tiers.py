@@ -1,4 +1,4 @@
-"""The scheduler half's questions to the local StoreNode: which blocks its tiers below DRAM hold."""
+"""The scheduler side's questions to the local StoreNode: which blocks its tiers below DRAM hold."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import NodeAway, NodeClient
-from headrace_kvstore.settings import StoreSettings
+from headrace_kvstore.protocol.client import NodeClient, NodeUnavailable
+from headrace_kvstore.settings.store_settings import StoreSettings
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -64,7 +64,7 @@ class NodeTiers:
             if not isinstance(reply, wire.Located):
                 raise wire.WireError(f"it answers {reply}")
             found = wire.unpack_locations(reply, self._digest, names)
-        except (NodeAway, wire.WireError) as error:
+        except (NodeUnavailable, wire.WireError) as error:
             self.unanswered += len(names)
             # One late answer is not worth a warning: the node is busy.
             if self._answers is not False and not getattr(error, "late", False):
@@ -83,7 +83,7 @@ class NodeTiers:
     def report_bad(self, blocks: Sequence[wire.BadBlock]) -> None:
         """Have the node check blocks whose bytes were wrong. It drops those that are damaged.
         Blocks beyond the size of one report are reported when they are read again."""
-        self._client.tell(wire.ReportBad(self._digest, [*blocks[: wire.MAX_REPORTED]]))
+        self._client.send(wire.ReportBad(self._digest, [*blocks[: wire.MAX_REPORTED]]))
 
     def close(self) -> None:
         self._client.close()

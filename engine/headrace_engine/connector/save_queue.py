@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from headrace_engine.connector.work import Save
+from headrace_engine.connector.store_work import BlockSave
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -55,11 +55,11 @@ class SaveQueue:
     ) -> None:
         self._index, self._counts, self._ended = index, counts, ended
         self._pool: Any = None
-        self._waiting: deque[Save] = deque()
+        self._waiting: deque[BlockSave] = deque()
         self._waiting_blocks = self._copied_blocks = 0
         self._names: Counter[bytes] = Counter()
-        self._jobs: dict[int, Save] = {}
-        self._begun: dict[int, Save] = {}
+        self._jobs: dict[int, BlockSave] = {}
+        self._begun: dict[int, BlockSave] = {}
         self._next_job = 0
 
     def bind(self, pool: Any) -> None:
@@ -100,7 +100,7 @@ class SaveQueue:
         """Return how many of these blocks are held."""
         return sum(name in self._names for name in names)
 
-    def add(self, save: Save) -> None:
+    def add(self, save: BlockSave) -> None:
         """Hold blocks until they are copied, in the order in which they arrive. Needs a pool."""
         pieces = min(JOB_BLOCKS, self._limit)
         for first in range(0, len(save.blocks), pieces):
@@ -109,7 +109,7 @@ class SaveQueue:
             self._waiting.append(piece)
             self._waiting_blocks += len(piece.blocks)
 
-    def add_at_once(self, save: Save) -> bool:
+    def add_at_once(self, save: BlockSave) -> bool:
         """Copy blocks with the next step.
 
         Returns:
@@ -124,7 +124,7 @@ class SaveQueue:
         self._begin(save)
         return True
 
-    def step(self) -> dict[int, Save]:
+    def step(self) -> dict[int, BlockSave]:
         """Begin the copies for which there is room; return those that begin with this step, by
         job."""
         while self._waiting:
@@ -171,22 +171,22 @@ class SaveQueue:
                 self._ended(save.hashes)
             self._let_go(save)
 
-    def _begin(self, save: Save) -> None:
+    def _begin(self, save: BlockSave) -> None:
         self._jobs[self._next_job] = self._begun[self._next_job] = save
         self._copied_blocks += len(save.blocks)
         self._next_job += 1
 
-    def _hold(self, save: Save) -> None:
+    def _hold(self, save: BlockSave) -> None:
         self._pool.touch([self._pool.blocks[block] for block in save.blocks])
         self._names.update(save.hashes)
 
-    def _let_go(self, save: Save) -> None:
+    def _let_go(self, save: BlockSave) -> None:
         """Free the end of the prefix first, because the pool evicts in that order."""
         self._names -= Counter(save.hashes)
         self._pool.free_blocks(self._pool.blocks[block] for block in reversed(save.blocks))
 
 
-def _cut(save: Save, part: slice) -> Save:
+def _cut(save: BlockSave, part: slice) -> BlockSave:
     each_s = save.compute_s
     return replace(
         save,

@@ -3,8 +3,8 @@
     kv_connector: NixlConnector
     kv_connector_module_path: headrace_engine.pull_proof.connector
 
-vLLM's class only makes its two halves and passes calls on. This class does the same with our
-halves.
+vLLM's class only makes its two sides and passes calls on. This class does the same with our
+sides.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetric,
     PromMetricT,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as VllmNixlConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from headrace_engine.kv_transfer.nixl_cpu_usage import limit_cpu_usage
 from headrace_engine.pull_events import EPOCHS
-from headrace_engine.pull_proof.halves import ProvenScheduler, ProvenWorker
+from headrace_engine.pull_proof.scheduler_connector import ProvenScheduler
 from headrace_engine.pull_proof.stats import TransferPromMetrics, TransferStats
-from headrace_engine.quiet_nixl import quieten
+from headrace_engine.pull_proof.worker_connector import ProvenWorker
+from headrace_engine.vllm.connectors import NixlBaseConnector
+from headrace_engine.vllm.connectors import NixlConnector as VllmNixlConnector
 
 
 class NixlConnector(VllmNixlConnector):
-    """vLLM's connector with our halves. vLLM finds it by the module path; Ray and vLLM know it by
+    """vLLM's connector with our sides. vLLM finds it by the module path; Ray and vLLM know it by
     the name.
 
     Raises:
@@ -49,7 +50,7 @@ class NixlConnector(VllmNixlConnector):
         cores = os.sched_getaffinity(0)
         self.connector_worker = ProvenWorker(*args)
         if vllm_config.device_config.device_type == "cpu":
-            quieten(self.connector_worker, cores)
+            limit_cpu_usage(self.connector_worker, cores)
 
     def reset_cache(self) -> bool:
         """Stop proving KV that was computed so far. vLLM calls this when the weights change or all

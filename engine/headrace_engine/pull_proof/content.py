@@ -1,9 +1,9 @@
 """Fingerprints of KV blocks: one u64 a block over all its layers, made where the KV lies.
 
-The sums are those of the store (`headrace_kvstore.checksum`): one for each layer, with a seed of
-its own, and one more over these, with the block's seed. Seeds come from the hand-out, so the sums
-of two hand-outs are never confused. A separate thread computes them: no step of the engine waits
-for them.
+The sums are those of the store (`headrace_kvstore.blocks.checksum`): one for each layer, with a
+seed of its own, and one more over these, with the block's seed. Seeds come from the hand-out, so
+the sums of two hand-outs are never confused. A separate thread computes them: no step of the engine
+waits for them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace_engine.connector.cache import EngineCache
+from headrace_engine.connector.caches.engine_cache import EngineCache
 from headrace_engine.pull_proof.identity import Identity
-from headrace_kvstore.checksum import checksum, layer_seeds
-from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.blocks.block_layout import BlockLayout
+from headrace_kvstore.blocks.checksum import checksum, layer_seeds
 
 _PERSON = b"headrace-content"
 
@@ -47,7 +47,7 @@ class BlockSums:
         self._cache = EngineCache(layout)
         if next(iter(caches.values())).device.type != "cpu":
             # Triton is installed where there is a GPU.
-            from headrace_engine.connector.device_cache import DeviceCache
+            from headrace_engine.connector.caches.device_cache import DeviceCache
 
             self._cache = DeviceCache(caches, layout, staging_bytes=0)
         self._layers = len(layout.names)

@@ -1,7 +1,7 @@
 """The producer's records of its hand-outs: the row of each, and the memory that holds the rows.
 
-`Grants` gives rows to hand-outs (the scheduler's half), `RecordTable` is the memory (the worker's
-half; one for each rank). A row is a record of 64 bytes and room for one fingerprint a block:
+`Grants` gives rows to hand-outs (the scheduler's side), `RecordTable` is the memory (the worker's
+side; one for each rank). A row is a record of 64 bytes and room for one fingerprint a block:
 
     row = record, u64[blocks of the longest prompt]
 

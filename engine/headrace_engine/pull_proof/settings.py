@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from headrace_engine.exchange import CHECKS_KEY
+from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
 
 Check = Literal["sampled", "all", "off"]
 

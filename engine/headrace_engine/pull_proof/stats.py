@@ -11,12 +11,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
-    NixlKVConnectorStats,
-    NixlPromMetrics,
-)
 
 from headrace_engine.pull_events import EPOCHS, PIECES, PROVED, UNPROVED, transfers_by_event
+from headrace_engine.vllm.connectors import NixlKVConnectorStats, NixlPromMetrics
 
 
 class TransferStats(NixlKVConnectorStats):

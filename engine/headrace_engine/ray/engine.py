@@ -22,11 +22,12 @@ from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_engine.kv_transfer.ports import ReservedPorts, reserve_ports
 from headrace_engine.meter import EngineMeter
-from headrace_engine.ports import ReservedPorts, reserve_ports
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
+from headrace_engine.rehearsal_cache import machine_facts, read_steps, steps_file, write_steps
 from headrace_engine.reporting.engine_events import EngineEvents
-from headrace_engine.vllm.engine import engine_events, start_engine
+from headrace_engine.vllm.engine import engine_events, start_engine, step_time_facts
 from headrace_engine.vllm.parsers import set_parsers
 
 IN_PROCESS_KEY = "headrace_in_process"
@@ -76,7 +77,12 @@ class MeteredVLLMEngine(VLLMEngine):
         model = self.vllm_config.model_config
         prompts = rehearsal_prompts(model.max_model_len, model.get_vocab_size())
         most_rows = self.vllm_config.scheduler_config.max_num_seqs
-        await rehearse(self._generate, self.meter, prompts, most_rows)
+        in_process = self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True)
+        path = steps_file(step_time_facts(self.vllm_config, in_process) | machine_facts())
+        known = await asyncio.to_thread(read_steps, path)
+        steps = await rehearse(self._generate, self.meter, prompts, most_rows, known=known)
+        if not known:
+            await asyncio.to_thread(write_steps, path, steps)
 
     def _generate(
         self, ids: list[int], tokens: int, name: str, salt: str

@@ -37,17 +37,17 @@ def shutdown_seconds() -> tuple[float, float]:
     return config.graceful_shutdown_timeout_s, config.graceful_shutdown_wait_loop_s
 
 
-def read_note(key: str) -> bytes | None:
+def read_cluster_value(key: str) -> bytes | None:
     """Read a note that a process of the cluster left. It lives as long as the cluster. Blocks."""
     note: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
     return note
 
 
-def write_note(key: str, note: bytes) -> None:
+def write_cluster_value(key: str, note: bytes) -> None:
     """Leave a note for every process of the cluster, in place of the last one. Blocks."""
     _internal_kv_put(key, note, namespace=NAMESPACE)
 
 
-def drop_notes(prefix: str) -> None:
+def remove_cluster_values(prefix: str) -> None:
     """Remove the notes whose keys begin with `prefix`. Blocks."""
     _internal_kv_del(prefix, del_by_prefix=True, namespace=NAMESPACE)

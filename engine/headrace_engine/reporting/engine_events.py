@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from headrace_kvstore.protocol.batch_sequence import BatchAction, BatchSequence
 from headrace_kvstore.protocol.events import END_SEQ, LOCAL, Change
-from headrace_kvstore.protocol.sequence import Fate, Sequence
-from headrace_kvstore.protocol.wake import Wake
+from headrace_kvstore.protocol.wakeup import WakeupSignal
 
 logger = logging.getLogger("headrace.engine")
 
@@ -175,9 +175,9 @@ class EngineEvents:
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-events-", dir=beside))
         self.events, self.replay = (f"ipc://{self._folder / name}" for name in ("events", "replay"))
         self.held = HeldBlocks()
-        self._numbers = Sequence()
+        self._numbers = BatchSequence()
         self._told: tuple[Callable[[list[Change]], None], Callable[[], None]] | None = None
-        self._stop, self._wake = threading.Event(), Wake()
+        self._stop, self._wake = threading.Event(), WakeupSignal()
         self._thread: threading.Thread | None = None
         self.batches = self.replays = self.lost = 0
 
@@ -252,13 +252,13 @@ class EngineEvents:
         """Apply a published batch, after those before it."""
         _, number, payload = frames
         seq = int.from_bytes(number, "big")
-        if self._numbers.judge(seq, whole=False) is Fate.WAIT:
+        if self._numbers.classify(seq, whole=False) is BatchAction.WAIT:
             self._mend(context)
-            if self._numbers.judge(seq, whole=False) is Fate.WAIT:
+            if self._numbers.classify(seq, whole=False) is BatchAction.WAIT:
                 self._forget()
                 self._apply(seq, payload)
                 return
-        if self._numbers.judge(seq, whole=False) is Fate.TAKE:
+        if self._numbers.classify(seq, whole=False) is BatchAction.TAKE:
             self._apply(seq, payload)
 
     def _mend(self, context: zmq.Context[Any]) -> None:
@@ -277,14 +277,14 @@ class EngineEvents:
                 if number == END_SEQ:
                     return
                 seq = int.from_bytes(number, "big")
-                fate = self._numbers.judge(seq, whole=False)
-                if fate is Fate.WAIT:  # vLLM no longer keeps those before it
+                fate = self._numbers.classify(seq, whole=False)
+                if fate is BatchAction.WAIT:  # vLLM no longer keeps those before it
                     self._forget()
-                if fate is not Fate.SKIP:
+                if fate is not BatchAction.SKIP:
                     self._apply(seq, payload)
 
     def _apply(self, seq: int, payload: bytes) -> None:
-        self._numbers.taken(seq)
+        self._numbers.mark_applied(seq)
         self.batches += 1
         changes = self.held.apply(payload)
         if self._told is not None:

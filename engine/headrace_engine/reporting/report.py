@@ -67,8 +67,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         seq: number of the report. Its sender counts from 0; there may be gaps.
-        kv: a `headrace_engine.exchange.KvKind` as text, which decides with which replicas it can
-            exchange KV. Empty: with all others.
+        kv: a `headrace_engine.kv_transfer.compatibility.KvKind` as text, which decides with which
+            replicas it can exchange KV. Empty: with all others.
         replica: the replica's id. machine: Ray's id of its node.
         block_tokens: tokens of a KV block. token_bytes: KV bytes of a token.
         step_tokens: maximum number of tokens of one prompt that the engine computes in a step.
@@ -77,7 +77,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             the tokens of their prompts.
         prompts: prompts that the engine computes before that of a new request.
         queued_tokens: prompt tokens ahead of a new request. queued_pairs: pairs of these and the
-            tokens that they attend to (`headrace_engine.steptime.pairs_of`).
+            tokens that they attend to (`headrace_engine.step_time.pairs_of`).
         free_blocks: KV blocks that no request uses; -1 if that is not known.
         steps: the engine's step times; None before they are known.
         draining: the replica takes no new requests.

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from headrace_engine.meter import EngineMeter, Step
-from headrace_engine.reporting.line import Line
+from headrace_engine.reporting.replica_publisher import ReplicaPublisher
 from headrace_engine.reporting.report import Report
-from headrace_kvstore.protocol.events import REPORT_GAP_S
+from headrace_kvstore.protocol.events import MIN_REPORT_INTERVAL_S
 
 logger = logging.getLogger("headrace.engine")
 
@@ -86,7 +86,7 @@ class Reporter:
         facts: give the fields of a report; where two give the same field, the later one counts.
     """
 
-    def __init__(self, line: Line, *facts: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, line: ReplicaPublisher, *facts: Callable[[], Mapping[str, Any]]) -> None:
         self._line, self._facts = line, facts
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -99,7 +99,7 @@ class Reporter:
         """Report soon, because something in the report has changed. Returns at once."""
         if not self._line.followed:
             return
-        due_s = max(self._loop.time(), self._reported_s + REPORT_GAP_S)
+        due_s = max(self._loop.time(), self._reported_s + MIN_REPORT_INTERVAL_S)
         if due_s < self._due_s and not self._closed:
             self._arm(due_s)
 

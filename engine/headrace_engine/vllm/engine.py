@@ -14,8 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import vllm
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
@@ -23,7 +25,6 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from headrace_engine.gate import ComputeGate
 from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
@@ -34,6 +35,7 @@ from headrace_engine.meter import (
     Transfer,
     Unproven,
 )
+from headrace_engine.prefill_admission import PrefillAdmission
 from headrace_engine.pull_events import EPOCHS, PIECES, seconds_by_event, transfers_by_event
 from headrace_engine.reporting.engine_events import (
     REPLAYED_STEPS,
@@ -41,7 +43,7 @@ from headrace_engine.reporting.engine_events import (
     EngineEvents,
 )
 from headrace_engine.reporting.reporter import EngineFacts
-from headrace_engine.steptime import StepTime
+from headrace_engine.step_time import StepTime
 from headrace_engine.vllm.executor import InProcessExecutor
 
 logger = logging.getLogger("headrace.engine")
@@ -81,7 +83,7 @@ class MeterStatLogger(StatLoggerBase):
         details, finished = stats.iteration_details, _finished(iteration_stats)
         told = connector_stats(stats.kv_connector_stats or {})
         # The seconds of other work in the step are not counted for its tokens.
-        side_s = sum(data.get("side_s", 0.0) for data in told)
+        recompute_s = sum(data.get("recompute_s", 0.0) for data in told)
         cache = self._vllm_config.cache_config
         held = stats.kv_cache_usage * (cache.num_gpu_blocks or 0) * cache.block_size
         idle = not (stats.num_running_reqs + waiting)
@@ -92,15 +94,15 @@ class MeterStatLogger(StatLoggerBase):
                 rows = details.num_generation_requests
                 draft = details.num_generation_tokens - rows
                 prompt, prompts = details.num_ctx_tokens, details.num_ctx_requests
-                self._step(prompt, prompts, rows, draft, held, finished, seconds - side_s)
+                self._step(prompt, prompts, rows, draft, held, finished, seconds - recompute_s)
         elif iteration_stats is not None:
             seconds = self._between_records(idle)
             prompt = finished.computed
             rows = max(0, iteration_stats.num_generation_tokens - finished.prompts)
             if seconds is not None and (prompt or rows):
-                self._step(prompt, finished.prompts, rows, 0, held, finished, seconds - side_s)
+                self._step(prompt, finished.prompts, rows, 0, held, finished, seconds - recompute_s)
         for data in told:
-            if "side_s" in data:
+            if "recompute_s" in data:
                 continue
             for epoch in data.get(EPOCHS, ()):
                 meter.renewed(str(epoch))
@@ -301,11 +303,38 @@ def prompt_step_tokens(vllm_config: VllmConfig) -> int:
     return min(scheduler.long_prefill_token_threshold or step_tokens, step_tokens)
 
 
-def compute_gate(vllm_config: VllmConfig, meter: EngineMeter) -> ComputeGate:
+def step_time_facts(vllm_config: VllmConfig, in_process: bool) -> dict[str, Any]:
+    """Return the options of an engine on which its step times depend, as JSON values."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    drafts, adapters = vllm_config.speculative_config, vllm_config.lora_config
+    chosen = {
+        "parallel": [
+            getattr(parallel, f"{kind}_parallel_size", 1)
+            for kind in ("tensor", "pipeline", "data", "prefill_context", "decode_context")
+        ],
+        "kernels": [vllm_config.attention_config.backend, model.enforce_eager],
+        "graphs": vllm_config.compilation_config.cudagraph_capture_sizes,
+        "scheduler": [scheduler.max_num_seqs, scheduler.max_num_batched_tokens],
+        "steps": [scheduler.async_scheduling, vllm_config.use_v2_model_runner, in_process],
+        "drafts": drafts and [drafts.method, drafts.num_speculative_tokens],
+        "adapters": adapters and [adapters.max_loras, adapters.max_lora_rank],
+        "techniques": vllm_config.additional_config,
+    }
+    return {
+        "vllm": vllm.__version__,
+        "device": current_platform.get_device_name(),
+        "model": model.hf_config.to_json_string(use_diff=True),
+        "dtypes": [model.dtype, model.quantization, cache.cache_dtype, cache.block_size],
+        **chosen,
+    }
+
+
+def make_prefill_admission(vllm_config: VllmConfig, meter: EngineMeter) -> PrefillAdmission:
     """Return the gate of a started engine."""
     most = prompt_step_tokens(vllm_config)
     spare = vllm_config.scheduler_config.max_num_batched_tokens - most
-    return ComputeGate(meter, most, spare)
+    return PrefillAdmission(meter, most, spare)
 
 
 def engine_progress(vllm_config: VllmConfig, meter: EngineMeter, llm: AsyncLLM) -> Progress:

@@ -1,4 +1,5 @@
-"""This package's only uses of vLLM beyond its documented API; an upgrade breaks this file first.
+"""vLLM's KV cache: its layout, the specs of its layers, its block hashes, and the facts on which
+its bytes depend.
 
 `tests/unit/test_contracts_store.py` pins what is used here.
 """
@@ -12,12 +13,15 @@ from typing import Any
 
 import vllm
 from pydantic.fields import FieldInfo
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config.utils import normalize_value
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_cache_spec_kind, iter_layer_specs
 
-from headrace_kvstore.prompt_hash import hash_prompt
+from headrace_kvstore.identity.prompt_hash import hash_prompt
+
+__all__ = ["MLAAttentionSpec", "get_kv_cache_spec_kind", "iter_layer_specs"]
 
 FILE_FORMATS = frozenset(
     {
@@ -136,6 +140,12 @@ class BlockHasher:
             hashes.append(bytes(parent))
             extra = None
         return hashes
+
+
+def block_hasher(vllm_config: VllmConfig) -> BlockHasher:
+    """Return a function: (token ids, salt) -> an engine's hashes of a prompt's full blocks."""
+    cache = vllm_config.cache_config
+    return BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
 
 
 def hash_seed(algorithm: str) -> str:

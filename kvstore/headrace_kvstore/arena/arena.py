@@ -1,6 +1,6 @@
 """The DRAM tier: one shared-memory file per machine, mapped by every engine process.
 
-A block is found by (namespace row, block hash) and occupies a slot. A writer reserves a slot,
+A block is found by (namespace id, block hash) and occupies a slot. A writer reserves a slot,
 copies the block in, and publishes it with its checksums. A reader takes a lease, copies the block
 out and compares checksums. No bytes are copied under the lock, which is held for microseconds.
 
@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena import kernels
-from headrace_kvstore.arena.arena_map import Refused, Section
+from headrace_kvstore.arena.arena_map import RejectedError, Section
+from headrace_kvstore.arena.evicting_arena import Chosen, EvictingArena, Hashes
 from headrace_kvstore.arena.geometry import (
     DISCARDED_TOTAL,
     DROPPED,
@@ -46,11 +47,10 @@ from headrace_kvstore.arena.geometry import (
 )
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.pins import MAX_PINNED_SHARE
-from headrace_kvstore.arena.policed import Chosen, Hashes, PolicedArena
 from headrace_kvstore.arena.shared_file import SharedFile
-from headrace_kvstore.arena.writers import Filling, Writer
+from headrace_kvstore.arena.writer_group import Writer, WriterToken
+from headrace_kvstore.blocks.slot_record import FREE, READY, WRITING, pack_hashes
 from headrace_kvstore.policy import shared as policies
-from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -59,12 +59,12 @@ WRITER_TIMEOUT_S = 120.0
 """Age at which a reservation that was not renewed may be given to another writer: its own writer
 died or hangs. If that writer still writes, checksums detect it."""
 INF = float("inf")
-TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
-"""Answers of `reserve` in place of a slot. TAKEN: the block is stored, or being written.
+EXISTS, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
+"""Answers of `reserve` in place of a slot. EXISTS: the block is stored, or being written.
 NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held."""
 
 
-class Arena(PolicedArena):
+class Arena(EvictingArena):
     """One process's handle on a node's arena. Threads may share it, and a forked child may use it.
 
     `policy` chooses the blocks that are evicted for new ones (see `policy.shared`). It belongs to
@@ -139,113 +139,125 @@ class Arena(PolicedArena):
 
     # What is stored
 
-    def namespace(self, digest: bytes, block_bytes: int, layers: int, keep: bool = True) -> int:
-        """Return the row of a namespace; register the namespace if it is new.
+    def register_namespace(
+        self, digest: bytes, block_bytes: int, layers: int, keep: bool = True
+    ) -> int:
+        """Return the id of a namespace; register the namespace if it is new.
 
-        digest: 16 bytes. With `keep` the row stays this namespace's as long as this handle lives.
-        If the table is full, the new namespace gets a row that no process keeps, preferably one
+        digest: 16 bytes. With `keep` the id stays this namespace's as long as this handle lives.
+        If the table is full, the new namespace gets an id that no process keeps, preferably one
         without blocks. Raises ValueError if the namespace is registered with another block size or
-        number of layers, if a segment is too small for its blocks, or if all rows are kept.
+        number of layers, if a segment is too small for its blocks, or if all ids are kept.
         """
         if len(digest) != 16 or block_bytes < 1 or layers < 1:
             raise ValueError(
                 "a namespace has a digest of 16 bytes, and blocks with bytes and layers"
             )
-        spaces = self._t.spaces
+        namespaces = self._t.namespaces
         with self._section:
             count = int(self._words[NAMESPACE_COUNT])
-            for row in range(count):
-                if spaces["digest"][row].tobytes() == digest:
-                    known = int(spaces["block_bytes"][row]), int(spaces["layers"][row])
+            for namespace_id in range(count):
+                if namespaces["digest"][namespace_id].tobytes() == digest:
+                    known = (
+                        int(namespaces["block_bytes"][namespace_id]),
+                        int(namespaces["layers"][namespace_id]),
+                    )
                     if known != (block_bytes, layers):
-                        raise Refused(
+                        raise RejectedError(
                             f"namespace {digest.hex()} has blocks of {known[0]} bytes and "
                             f"{known[1]} layers, not {block_bytes} and {layers}"
                         )
                     if keep:
-                        self._file.use(row)
-                    return row
+                        self._file.use(namespace_id)
+                    return namespace_id
             needed = self.geometry.slot_bytes(block_bytes, layers)
             if needed > int(self._t.segments["bytes"].max()):
-                raise Refused(
+                raise RejectedError(
                     f"a block of {block_bytes} bytes, {layers} layers, exceeds a segment of this "
                     f"arena: {self.geometry.segment_bytes} bytes"
                 )
-            row = count if count < NAMESPACES else self._reclaimed_row()
-            spaces[row] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
-            self._words[NAMESPACE_COUNT] = max(count, row + 1)
+            namespace_id = count if count < NAMESPACES else self._reclaim_namespace()
+            namespaces[namespace_id] = (
+                np.frombuffer(digest, np.uint64),
+                block_bytes,
+                needed,
+                layers,
+            )
+            self._words[NAMESPACE_COUNT] = max(count, namespace_id + 1)
             if keep:
-                self._file.use(row)
-            return row
+                self._file.use(namespace_id)
+            return namespace_id
 
-    def _reclaimed_row(self) -> int:
-        """Drop the blocks of the least recently used row that no process keeps, and return the row.
-        In a section."""
+    def _reclaim_namespace(self) -> int:
+        """Drop the blocks of the least recently used namespace that no process keeps; return its
+        id. In a section."""
         used_s = np.full(NAMESPACES, -INF)
         held = self.table["state"] != FREE
         np.maximum.at(used_s, self.table["namespace"][held], self.table["used_s"][held])
-        for row in np.argsort(used_s, kind="stable").tolist():
-            if not self._file.unused(row):
+        for namespace_id in np.argsort(used_s, kind="stable").tolist():
+            if not self._file.unused(namespace_id):
                 continue
-            slots = np.flatnonzero(held & (self.table["namespace"] == row))
+            slots = np.flatnonzero(held & (self.table["namespace"] == namespace_id))
             generations = self.table["generation"][slots]
             for state in (READY, WRITING):
                 self._drop(slots, generations, state, EVICTED_TOTAL)
-            return int(row)
-        raise Refused(f"the arena has {NAMESPACES} namespaces in use already")
+            return int(namespace_id)
+        raise RejectedError(f"the arena has {NAMESPACES} namespaces in use already")
 
-    def lookup(self, row: int, hashes: Hashes) -> np.ndarray:
+    def lookup(self, namespace_id: int, hashes: Hashes) -> np.ndarray:
         """Return the slots (int64 [n]) of the blocks that are stored, -1 for others. No side
         effects.
 
         Each hit was checked against its slot's record. If other processes change the index all the
         time and keep the lock, the lookup may miss a block whose index entry is being moved.
         """
-        self._check_row(row)
+        self._check_namespace(namespace_id)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
         for _ in range(LOOKUP_TRIES):
             before = self._words[SECTION]
-            kernels.lookup(self._t, row, keys, slots)
+            kernels.lookup(self._t, namespace_id, keys, slots)
             if before % 2 == 0 and self._words[SECTION] == before:
                 return slots
         try:
             with self._brief_section:  # repairs the tables if a process died inside
-                kernels.lookup(self._t, row, keys, slots)
+                kernels.lookup(self._t, namespace_id, keys, slots)
         except LockBusyError:
             pass
         return slots
 
-    def lease(self, row: int, hashes: Hashes, lease_s: float, readers: int = 1) -> np.ndarray:
+    def lease(
+        self, namespace_id: int, hashes: Hashes, lease_s: float, readers: int = 1
+    ) -> np.ndarray:
         """Look blocks up, and lease those that are stored: they stay for `lease_s` seconds, or
         until `readers` readers have each called `release`. Each also counts as used once more.
         Returns slots as `lookup`; -1 for all if the lock is not free at once, since an engine's
         step waits for this."""
         try:
-            return self._leased(self._brief_section, row, hashes, lease_s, True, readers)
+            return self._leased(self._brief_section, namespace_id, hashes, lease_s, True, readers)
         except LockBusyError as error:
             logger.warning("no lease: %s", error)
             return np.full(len(hashes), -1, np.int64)
 
-    def hold(self, row: int, hashes: Hashes, hold_s: float) -> np.ndarray:
+    def hold(self, namespace_id: int, hashes: Hashes, hold_s: float) -> np.ndarray:
         """Lease blocks without counting them as used: policies see readers only. Returns slots as
         `lookup`."""
-        return self._leased(self._section, row, hashes, hold_s, used=False)
+        return self._leased(self._section, namespace_id, hashes, hold_s, used=False)
 
     def _leased(
         self,
         section: Section,
-        row: int,
+        namespace_id: int,
         hashes: Hashes,
         lease_s: float,
         used: bool,
         readers: int = 1,
     ) -> np.ndarray:
-        self._check_row(row)
+        self._check_namespace(namespace_id)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.empty(len(keys), np.int64)
         with section:
-            kernels.lease(self._t, row, keys, now_s, now_s + lease_s, used, readers, slots)
+            kernels.lease(self._t, namespace_id, keys, now_s, now_s + lease_s, used, readers, slots)
         return slots
 
     def release(self, slots: np.ndarray) -> None:
@@ -256,7 +268,7 @@ class Arena(PolicedArena):
 
     def reserve(
         self,
-        row: int,
+        namespace_id: int,
         hashes: Hashes,
         parents: Sequence[int] | np.ndarray,
         depths: Sequence[int] | np.ndarray,
@@ -267,7 +279,7 @@ class Arena(PolicedArena):
     ) -> np.ndarray:
         """Return slots (int64 [n]) to copy these blocks into, with this process as their writer.
 
-        A block that gets no slot has TAKEN or NO_ROOM instead, both below 0. parents, depths and
+        A block that gets no slot has EXISTS or NO_ROOM instead, both below 0. parents, depths and
         compute_s as in SLOT, one a block (compute_s may be one for all). Each slot must be given to
         `publish` or `abandon`, with its generation (`generations`) if another thread of this
         process may get the slot later. A slot is this writer's for WRITER_TIMEOUT_S; `renew`
@@ -276,15 +288,15 @@ class Arena(PolicedArena):
         With `writer` this process is one of several, and gets the slot that another one has begun
         to fill. When all have ended, `give_up` frees the slots that they did not finish.
         """
-        owner, bit, awaits = Filling.of(writer)
-        self._check_row(row)
+        owner, bit, pending_writers = WriterToken.of(writer)
+        self._check_namespace(namespace_id)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.full(len(keys), NO_ROOM, np.int64)
         blocks = np.zeros(len(keys), KERNEL_SLOT)
         blocks["hash"], blocks["parent"], blocks["depth"] = keys, parents, depths
-        blocks["namespace"], blocks["tenant"] = row, tenant
+        blocks["namespace"], blocks["tenant"] = namespace_id, tenant
         blocks["compute_s"] = compute_s
-        blocks["owner"], blocks["awaits"] = owner, awaits
+        blocks["owner"], blocks["pending_writers"] = owner, pending_writers
         blocks["stored_s"], blocks["used_s"] = now_s, now_s
 
         def place() -> int:
@@ -293,26 +305,26 @@ class Arena(PolicedArena):
             return int(left)
 
         try:
-            absent = np.flatnonzero(self.lookup(row, keys) < 0)
-            asked_bytes = len(absent) * float(self._t.spaces["slot_bytes"][row])
+            absent = np.flatnonzero(self.lookup(namespace_id, keys) < 0)
+            asked_bytes = len(absent) * float(self._t.namespaces["slot_bytes"][namespace_id])
             own = self._over_quota(tenant, asked_bytes, now_s)
             with self._section:
                 self._drop(*own, READY, EVICTED_TOTAL, now_s)
                 left = place()
             if left:
-                slots_left, generations = self._left_behind(now_s)
+                slots_left, generations = self._stale_reservations(now_s)
                 if len(slots_left):  # they may be room enough, so nothing is evicted before
                     with self._section:
                         self._drop(slots_left, generations, WRITING, RECLAIMED_TOTAL)
                         left = place()
             if left:
-                given_up = self._victims(row, left, now_s)
+                given_up = self._victims(namespace_id, left, now_s)
                 with self._section:
                     self._drop(*given_up, READY, EVICTED_TOTAL, now_s)
                     place()
         except LockBusyError as error:
             logger.warning("not all blocks are stored: %s", error)
-        return np.where(slots == kernels.STUCK, TAKEN, slots)
+        return np.where(slots == kernels.STALE, EXISTS, slots)
 
     def publish(
         self,
@@ -339,7 +351,7 @@ class Arena(PolicedArena):
         places = 0 <= filled.min() <= filled.max() < every
         if given.shape != (len(wanted), len(filled)) or not places:
             raise ValueError(f"checksums {given.shape} for {len(wanted)} blocks")
-        owner, bit, _ = Filling.of(writer)
+        owner, bit, _ = WriterToken.of(writer)
         tickets = wanted, self._tickets(wanted, generations)
         kernels.write_sums(self._t, self._sums_at(wanted), *tickets, owner, filled, given)
         try:
@@ -379,56 +391,56 @@ class Arena(PolicedArena):
             return self.table["generation"][wanted]
         return np.array(generations, np.uint32, order="C").reshape(len(wanted))
 
-    def give_up(self, row: int, hashes: Hashes, group: int) -> int:
+    def give_up(self, namespace_id: int, hashes: Hashes, group: int) -> int:
         """Free the slots that a group of writers has begun to fill with these blocks and will not
         finish; return their number. No writer may still be copying."""
-        self._check_row(row)
+        self._check_namespace(namespace_id)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
         with self._brief_section:
-            kernels.unfinished(self._t, row, keys, group, slots)
+            kernels.unfinished(self._t, namespace_id, keys, group, slots)
             begun = slots[slots >= 0]
             return self._drop(begun, self.table["generation"][begun], WRITING, DROPPED)
 
-    def discard(self, row: int, hashes: Hashes) -> int:
+    def discard(self, namespace_id: int, hashes: Hashes) -> int:
         """Drop blocks that were found corrupt, leased or not; return how many were stored."""
-        self._check_row(row)
+        self._check_namespace(namespace_id)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
         with self._section:
-            kernels.lookup(self._t, row, keys, slots)
+            kernels.lookup(self._t, namespace_id, keys, slots)
             there = slots[slots >= 0]
             return self._drop(there, self.table["generation"][there], READY, DISCARDED_TOTAL)
 
-    def pin(self, row: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
+    def pin(self, namespace_id: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
         """Pin blocks, which keeps them from eviction, or unpin them.
 
         Returns bool [n]: whether the block is stored and, with `pinned`, is pinned. All pins
         together take at most MAX_PINNED_SHARE of the arena; the first of these blocks take
         precedence. If there is no room, the pins of namespaces that no process uses are removed.
         """
-        self._check_row(row)
+        self._check_namespace(namespace_id)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
         room = self.pin_limit_bytes - self.table["bytes"][self.table["pinned"] == 1].sum()
         with self._section:
-            kernels.lookup(self._t, row, keys, slots)
+            kernels.lookup(self._t, namespace_id, keys, slots)
             there = slots[slots >= 0]
             if pinned:
                 new = self.table["pinned"][there] == 0
                 taken = np.cumsum(self.table["bytes"][there] * new)
                 if len(taken) and taken[-1] > room:
-                    room += self._unpin_left(row)
+                    room += self._unpin_unused_namespaces(namespace_id)
                 fits = taken <= room
                 slots[np.flatnonzero(slots >= 0)[~fits & new]] = -1
                 there = there[fits | ~new]
             self.table["pinned"][there] = pinned
         return slots >= 0
 
-    def _unpin_left(self, row: int) -> float:
+    def _unpin_unused_namespaces(self, namespace_id: int) -> float:
         """Unpin the blocks of namespaces that no living process uses, such as those of replaced
         weights; return their bytes. In a section."""
-        pinned = (self.table["pinned"] == 1) & (self.table["namespace"] != row)
+        pinned = (self.table["pinned"] == 1) & (self.table["namespace"] != namespace_id)
         freed = 0.0
         for other in np.unique(self.table["namespace"][pinned]).tolist():
             if self._file.unused(other):
@@ -451,20 +463,20 @@ class Arena(PolicedArena):
         """Unpin blocks, so that they may be evicted; return how many were unpinned. rows: SLOT [n],
         copies."""
         count = 0
-        for row in np.unique(rows["namespace"]).tolist():
-            names = [h.tobytes() for h in rows["hash"][rows["namespace"] == row]]
-            count += int(self.pin(row, names, pinned=False).sum())
+        for namespace_id in np.unique(rows["namespace"]).tolist():
+            names = [h.tobytes() for h in rows["hash"][rows["namespace"] == namespace_id]]
+            count += int(self.pin(namespace_id, names, pinned=False).sum())
         return count
 
-    def clear(self, row: int | None = None) -> int:
+    def clear(self, namespace_id: int | None = None) -> int:
         """Drop all blocks, or one namespace's, also pinned and leased ones; return their number.
 
         Blocks being written are not touched.
         """
-        if row is not None:
-            self._check_row(row)
+        if namespace_id is not None:
+            self._check_namespace(namespace_id)
         with self._section:
-            its = True if row is None else self.table["namespace"] == row
+            its = True if namespace_id is None else self.table["namespace"] == namespace_id
             slots = np.flatnonzero((self.table["state"] == READY) & its)
             return self._drop(slots, self.table["generation"][slots], READY, DROPPED)
 
@@ -483,7 +495,7 @@ class Arena(PolicedArena):
             return 0
         return int(kernels.drop(self._t, slots, generations, state, now_s, total))
 
-    def _left_behind(self, now_s: float) -> Chosen:
+    def _stale_reservations(self, now_s: float) -> Chosen:
         """Return the slots whose writers are past WRITER_TIMEOUT_S, with their generations."""
         generations = self.table["generation"].copy()
         reserved = self.table["state"] == WRITING

@@ -26,8 +26,8 @@ from headrace_kvstore.arena.geometry import (
     Tables,
 )
 from headrace_kvstore.arena.locking import PATIENCE_S, FileLock
-from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
-from headrace_kvstore.table import EVENT, READY, SLOT, WRITING
+from headrace_kvstore.arena.shared_file import SharedFile, huge_page_mode
+from headrace_kvstore.blocks.slot_record import EVENT, READY, SLOT, WRITING
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -36,7 +36,7 @@ BRIEF_S = 0.2e-3
 Sections take microseconds."""
 
 
-class Space(NamedTuple):
+class NamespaceInfo(NamedTuple):
     """A namespace of the arena."""
 
     digest: bytes
@@ -44,7 +44,7 @@ class Space(NamedTuple):
     layers: int
 
 
-class Refused(ValueError):
+class RejectedError(ValueError):
     """Error raised in a section that has changed nothing."""
 
 
@@ -84,7 +84,7 @@ class Section:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None or kind is Refused:
+        if kind is None or kind is RejectedError:
             self._words[SECTION] += 1
         self._lock.release()
 
@@ -120,24 +120,29 @@ class ArenaMap:
 
     # Namespaces and blocks
 
-    def spaces(self) -> list[Space]:
-        """Return the namespaces by row."""
-        return [self.space(row) for row in range(int(self._words[NAMESPACE_COUNT]))]
+    def namespaces(self) -> list[NamespaceInfo]:
+        """Return the namespaces, by their ids."""
+        return [
+            self.namespace_info(namespace_id)
+            for namespace_id in range(int(self._words[NAMESPACE_COUNT]))
+        ]
 
-    def space(self, row: int) -> Space:
-        """Return the namespace of a row."""
-        found = self._t.spaces[row]
-        return Space(found["digest"].tobytes(), int(found["block_bytes"]), int(found["layers"]))
+    def namespace_info(self, namespace_id: int) -> NamespaceInfo:
+        """Return the namespace of this id."""
+        found = self._t.namespaces[namespace_id]
+        return NamespaceInfo(
+            found["digest"].tobytes(), int(found["block_bytes"]), int(found["layers"])
+        )
 
-    def row_of(self, digest: bytes) -> int | None:
-        """Return a namespace's row, if it is registered."""
-        return next((i for i, s in enumerate(self.spaces()) if s.digest == digest), None)
+    def find_namespace(self, digest: bytes) -> int | None:
+        """Return a namespace's id, if it is registered."""
+        return next((i for i, s in enumerate(self.namespaces()) if s.digest == digest), None)
 
     def offsets(self, slots: np.ndarray) -> np.ndarray:
         """Return the bytes (int64 [n]) from the start of the arena to each slot's block."""
         wanted = self._slots(slots, least=0)
         segment, place = np.divmod(wanted, self._per_segment)
-        stride = self._t.spaces["slot_bytes"][self.table["namespace"][wanted]].astype(np.int64)
+        stride = self._t.namespaces["slot_bytes"][self.table["namespace"][wanted]].astype(np.int64)
         start = self.geometry.data_offset + segment * self.geometry.segment_bytes
         offsets: np.ndarray = start + place * stride
         return offsets
@@ -163,8 +168,8 @@ class ArenaMap:
     def view(self, slot: int) -> np.ndarray:
         """Return the slot's block: u8 [block_bytes], shared memory itself."""
         start = int(self.offsets(np.array([slot]))[0])
-        row = int(self.table["namespace"][slot])
-        return self._bytes[start : start + int(self._t.spaces["block_bytes"][row])]
+        namespace_id = int(self.table["namespace"][slot])
+        return self._bytes[start : start + int(self._t.namespaces["block_bytes"][namespace_id])]
 
     def sums(self, slots: np.ndarray) -> np.ndarray:
         """Return the checksums of published blocks of one namespace: u64 [n, layers], a copy."""
@@ -172,10 +177,6 @@ class ArenaMap:
         if not len(wanted):
             return np.zeros((0, 0), np.uint64)
         return self._t.sums[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
-
-    def prefault(self) -> None:
-        """Fill this process's page tables (about 0.1 s a GiB), so that copies do not fault."""
-        self._file.memory.madvise(MADV_POPULATE_WRITE)
 
     # What happened
 
@@ -200,7 +201,7 @@ class ArenaMap:
             found = ring[np.arange(since_seq, upto) % len(ring)]
         return found.view(EVENT), upto, False
 
-    def blocks(self, row: int | None = None) -> tuple[np.ndarray, int]:
+    def blocks(self, namespace_id: int | None = None) -> tuple[np.ndarray, int]:
         """Return all readable blocks (SLOT [n], a copy), and the sequence number from which events
         add.
 
@@ -209,8 +210,8 @@ class ArenaMap:
         """
         head, generations = int(self._words[EVENT_HEAD]), self.table["generation"].copy()
         wanted = self.table["state"] == READY
-        if row is not None:
-            wanted &= self.table["namespace"] == row
+        if namespace_id is not None:
+            wanted &= self.table["namespace"] == namespace_id
         slots = np.flatnonzero(wanted)
         rows = self.table[slots]
         same = (self.table["generation"][slots] == generations[slots]) & (rows["state"] == READY)
@@ -233,12 +234,12 @@ class ArenaMap:
             "segments_free": int((t.segments["namespace"] == NONE).sum()),
             "namespaces": [
                 {
-                    "digest": space.digest.hex(),
-                    "block_bytes": space.block_bytes,
-                    "layers": space.layers,
-                    "blocks": int((ready & (self.table["namespace"] == row)).sum()),
+                    "digest": namespace.digest.hex(),
+                    "block_bytes": namespace.block_bytes,
+                    "layers": namespace.layers,
+                    "blocks": int((ready & (self.table["namespace"] == namespace_id)).sum()),
                 }
-                for row, space in enumerate(self.spaces())
+                for namespace_id, namespace in enumerate(self.namespaces())
             ],
             **{name: int(self._words[word]) for name, word in TOTALS.items()},
         }
@@ -276,11 +277,11 @@ class ArenaMap:
 
     # Inside
 
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < self._words[NAMESPACE_COUNT]:
-            raise ValueError(f"{row} is no namespace of this arena")
+    def _check_namespace(self, namespace_id: int) -> None:
+        if not 0 <= namespace_id < self._words[NAMESPACE_COUNT]:
+            raise ValueError(f"{namespace_id} is no namespace of this arena")
 
-    def _slots(self, slots: np.ndarray, least: int = kernels.STUCK) -> np.ndarray:
+    def _slots(self, slots: np.ndarray, least: int = kernels.STALE) -> np.ndarray:
         wanted = np.array(slots, np.int64, order="C").reshape(-1)
         if len(wanted) and not least <= wanted.min() <= wanted.max() < len(self.table):
             raise IndexError("no such slot")
@@ -290,7 +291,7 @@ class ArenaMap:
         rows = self.table["namespace"][slots]
         if np.any(rows != rows[0]):
             raise ValueError("slots of more than one namespace")
-        return int(self._t.spaces["layers"][rows[0]])
+        return int(self._t.namespaces["layers"][rows[0]])
 
     def _sums_at(self, slots: np.ndarray) -> np.ndarray:
         """Return where each slot's checksums begin in `sums`."""

@@ -9,7 +9,7 @@ to whole pages. So slot i of segment s is always row `s * slots_per_segment + i`
 and memory moves between namespaces of different block sizes a segment at a time. The checksums of
 a segment's blocks lie block after block in its part of `sums`: peers may reach the data, and
 nothing before it. Below the connector a block is a number of equal "layers" with a checksum each.
-These are the parts of the model's layers (`headrace_kvstore.parts`).
+These are the parts of the model's layers (`headrace_kvstore.blocks.sharding`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace_kvstore.table import EVENT, SLOT
+from headrace_kvstore.blocks.slot_record import EVENT, SLOT
 
 MAGIC = b"HRARENA\0"
 VERSION = 4
@@ -108,7 +108,7 @@ class Tables(NamedTuple):
     """
 
     words: np.ndarray
-    spaces: np.ndarray
+    namespaces: np.ndarray
     segments: np.ndarray
     table: np.ndarray
     readers: np.ndarray
@@ -237,7 +237,7 @@ def _regions(geometry: Geometry) -> list[tuple[str, int, np.dtype, int]]:
     u4, u8 = np.dtype("u4"), np.dtype("u8")
     sizes = [
         ("words", u8, WORDS),
-        ("spaces", NAMESPACE, NAMESPACES),
+        ("namespaces", NAMESPACE, NAMESPACES),
         ("segments", SEGMENT, geometry.segments),
         ("table", KERNEL_SLOT, slots),
         ("readers", u4, slots),

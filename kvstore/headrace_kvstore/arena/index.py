@@ -1,4 +1,4 @@
-"""The arena's index: from (namespace row, block hash) to the slot that holds it, compiled.
+"""The arena's index: from (namespace id, block hash) to the slot that holds it, compiled.
 
 Open addressing with linear probing over `Tables.buckets`, derived from the slot table. `lookup`
 runs without the arena's lock: all its loops are bounded, it writes nothing shared, and each hit is
@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace_kvstore.arena.geometry import Tables
-from headrace_kvstore.compiled import jit
-from headrace_kvstore.table import READY
+from headrace_kvstore.blocks.slot_record import READY
+from headrace_kvstore.numba_jit import jit
 
 Int = int | np.int64
 
@@ -23,20 +23,21 @@ _HALF = np.uint64(32)
 
 
 @jit()
-def mix(row: int, key: np.ndarray) -> int:
-    """Return 64 well-mixed bits of (row, key); vLLM's hashes are uniform, others need not be."""
+def mix(namespace_id: int, key: np.ndarray) -> int:
+    """Return 64 well-mixed bits of the key in its namespace. (vLLM's hashes are uniform, others
+    need not be.)"""
     x = key[0] ^ (key[1] * np.uint64(0x9E3779B97F4A7C15))
     x ^= (key[2] * np.uint64(0xC2B2AE3D27D4EB4F)) ^ (key[3] * np.uint64(0x165667B19E3779F9))
-    x = (x ^ (x >> np.uint64(29)) ^ np.uint64(row)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(29)) ^ np.uint64(namespace_id)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _HALF)) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 @jit()
-def find(t: Tables, row: int, key: np.ndarray) -> Int:
+def find(t: Tables, namespace_id: int, key: np.ndarray) -> Int:
     """Return the slot that holds the key in any state, or ABSENT."""
     mask = t.buckets.size - 1
-    tag = mix(row, key) >> _HALF
+    tag = mix(namespace_id, key) >> _HALF
     at = np.int64(tag) & mask
     for _ in range(t.buckets.size):
         entry = t.buckets[at]
@@ -48,7 +49,7 @@ def find(t: Tables, row: int, key: np.ndarray) -> Int:
                 record = t.table[slot]
                 stored = record.hash
                 if (
-                    record.namespace == row
+                    record.namespace == namespace_id
                     and stored[0] == key[0]
                     and stored[1] == key[1]
                     and stored[2] == key[2]
@@ -91,10 +92,10 @@ def remove(t: Tables, slot: Int) -> None:
 
 
 @jit()
-def lookup(t: Tables, row: int, keys: np.ndarray, slots: np.ndarray) -> None:
+def lookup(t: Tables, namespace_id: int, keys: np.ndarray, slots: np.ndarray) -> None:
     """Set slots[i] to the READY slot of keys[i], or ABSENT. Runs without the lock."""
     for i in range(keys.shape[0]):
-        slot = find(t, row, keys[i])
+        slot = find(t, namespace_id, keys[i])
         if slot != ABSENT and t.table[slot].state != READY:
             slot = ABSENT
         slots[i] = slot

@@ -39,11 +39,11 @@ from headrace_kvstore.arena.geometry import (
     Tables,
 )
 from headrace_kvstore.arena.index import ABSENT, Int, find, insert, lookup, remove
-from headrace_kvstore.compiled import jit
-from headrace_kvstore.table import FREE, READY, REMOVED, STORED, WRITING
+from headrace_kvstore.blocks.slot_record import FREE, READY, REMOVED, STORED, WRITING
+from headrace_kvstore.numba_jit import jit
 
 NO_ROOM = -2  # `place`: no slot was free
-STUCK = -3  # `place`: the slot's writer has exceeded its time
+STALE = -3  # `place`: the slot's writer has exceeded its time
 
 _ONE = np.uint64(1)
 
@@ -54,8 +54,8 @@ def _per_segment(t: Tables) -> int:
 
 
 @jit()
-def _capacity(t: Tables, segment: Int, row: int) -> Int:
-    fit: Int = np.int64(t.segments[segment].bytes // t.spaces[row].slot_bytes)
+def _capacity(t: Tables, segment: Int, namespace_id: int) -> Int:
+    fit: Int = np.int64(t.segments[segment].bytes // t.namespaces[namespace_id].slot_bytes)
     return min(fit, np.int64(_per_segment(t)))
 
 
@@ -66,16 +66,16 @@ def _chain(t: Tables, slot: Int, segment: Int) -> None:
 
 
 @jit()
-def _chain_free(t: Tables, segment: Int, row: int) -> None:
+def _chain_free(t: Tables, segment: Int, namespace_id: int) -> None:
     """Chain all FREE slots of a segment that the namespace holds, in ascending order."""
     first = segment * _per_segment(t)
-    for slot in range(first + _capacity(t, segment, row) - 1, first - 1, -1):
+    for slot in range(first + _capacity(t, segment, namespace_id) - 1, first - 1, -1):
         if t.table[slot].state == FREE:
             _chain(t, slot, segment)
 
 
 @jit()
-def _take_slot(t: Tables, row: int, segment: Int) -> tuple[Int, Int]:
+def _take_slot(t: Tables, namespace_id: int, segment: Int) -> tuple[Int, Int]:
     """Take a FREE slot for the namespace; return it and its segment, or (ABSENT, ABSENT).
 
     The slot is from `segment` if that has one, else from the namespace's fullest segment that has
@@ -85,17 +85,17 @@ def _take_slot(t: Tables, row: int, segment: Int) -> tuple[Int, Int]:
         segment, unheld = ABSENT, ABSENT
         for other in range(t.segments.size):
             held = t.segments[other]
-            if held.namespace == row and held.free != NONE:
+            if held.namespace == namespace_id and held.free != NONE:
                 if segment == ABSENT or held.used > t.segments[segment].used:
                     segment = other
-            elif held.namespace == NONE and unheld == ABSENT and _capacity(t, other, row):
+            elif held.namespace == NONE and unheld == ABSENT and _capacity(t, other, namespace_id):
                 unheld = other
         if segment == ABSENT:
             if unheld == ABSENT:
                 return ABSENT, ABSENT
             segment = unheld
-            t.segments[segment].namespace = row
-            _chain_free(t, segment, row)
+            t.segments[segment].namespace = namespace_id
+            _chain_free(t, segment, namespace_id)
     slot: Int = np.int64(t.segments[segment].free)
     t.segments[segment].free = t.free[slot]
     t.segments[segment].used += 1
@@ -111,7 +111,7 @@ def _wipe(record: Any) -> None:
 
 
 @jit()
-def _give_back(t: Tables, slot: Int) -> None:
+def _free_slot(t: Tables, slot: Int) -> None:
     """Make the slot FREE; a segment without blocks then belongs to no namespace."""
     remove(t, slot)
     _wipe(t.table[slot])
@@ -124,7 +124,7 @@ def _give_back(t: Tables, slot: Int) -> None:
 
 
 @jit()
-def _announce(t: Tables, kind: int, slot: Int) -> None:
+def _append_event(t: Tables, kind: int, slot: Int) -> None:
     head = t.words[EVENT_HEAD]
     at = np.int64(head) & (t.events.size - 1)
     event, record = t.events[at], t.table[slot]
@@ -139,7 +139,7 @@ def _announce(t: Tables, kind: int, slot: Int) -> None:
 @jit()
 def lease(
     t: Tables,
-    row: int,
+    namespace_id: int,
     keys: np.ndarray,
     now_s: float,
     until_s: float,
@@ -149,7 +149,7 @@ def lease(
 ) -> None:
     """Look blocks up, and lease those that are there until `until_s` or until `readers` more
     readers have released them. With `used` they also count as used once."""
-    lookup(t, row, keys, slots)
+    lookup(t, namespace_id, keys, slots)
     for slot in slots:
         if slot == ABSENT:
             t.words[MISSES_TOTAL] += np.uint64(used)
@@ -183,35 +183,41 @@ def place(
 ) -> int:
     """Fill a slot for each block whose slots[i] is NO_ROOM; `commit` must follow.
 
-    rows: KERNEL_SLOT [n], FREE, of one namespace and owner; writer: the caller's bit of `awaits`.
+    rows: KERNEL_SLOT [n], FREE, of one namespace and owner; writer: the caller's bit of
+        `pending_writers`.
     slots[i] becomes the slot, which may be one that the caller's group has begun to fill and the
-    caller has not. It becomes ABSENT if the key is stored or being written by others, and STUCK if
+    caller has not. It becomes ABSENT if the key is stored or being written by others, and STALE if
     they have had the slot since before `stuck_before_s`. Else it stays NO_ROOM. Returns how many
-    are STUCK or NO_ROOM.
+    are STALE or NO_ROOM.
     """
     segment: Int = ABSENT
     left = 0
     for i in range(rows.size):
-        if slots[i] != NO_ROOM and slots[i] != STUCK:
+        if slots[i] != NO_ROOM and slots[i] != STALE:
             continue
-        row = np.int64(rows[i].namespace)
-        there = find(t, row, rows[i].hash)
+        namespace_id = np.int64(rows[i].namespace)
+        there = find(t, namespace_id, rows[i].hash)
         if there != ABSENT:
             record = t.table[there]
             stuck = record.state == WRITING and record.stored_s < stuck_before_s
-            slots[i] = STUCK if stuck else ABSENT
+            slots[i] = STALE if stuck else ABSENT
             left += stuck
             shared = record.state == WRITING and record.owner < 0
-            if shared and record.owner == rows[i].owner and not stuck and record.awaits & writer:
+            if (
+                shared
+                and record.owner == rows[i].owner
+                and not stuck
+                and record.pending_writers & writer
+            ):
                 slots[i] = there
             continue
-        slot, segment = _take_slot(t, row, segment)
+        slot, segment = _take_slot(t, namespace_id, segment)
         if slot == ABSENT:
             slots[i] = NO_ROOM
             left += 1
             continue
         rows[i].generation = t.table[slot].generation + 1
-        rows[i].bytes = t.spaces[row].slot_bytes
+        rows[i].bytes = t.namespaces[namespace_id].slot_bytes
         t.table[slot] = rows[i]
         t.readers[slot] = 0
         insert(t, slot)
@@ -269,27 +275,29 @@ def publish(
     done: np.ndarray,
 ) -> None:
     """Mark slots as filled by one writer of `owner`; the last writer makes them READY. done[i]
-    becomes whether the slot was this writer's to fill. writer: its bit of `awaits`."""
+    becomes whether the slot was this writer's to fill. writer: its bit of `pending_writers`."""
     for i in range(slots.size):
         ours = _is_ticket(t, slots[i], generations[i], owner)
-        done[i] = ours and t.table[slots[i]].awaits & writer != 0
+        done[i] = ours and t.table[slots[i]].pending_writers & writer != 0
         if done[i]:
             record = t.table[slots[i]]
-            record.awaits &= ~np.uint32(writer)
-            if record.awaits:
+            record.pending_writers &= ~np.uint32(writer)
+            if record.pending_writers:
                 continue
             record.stored_s = now_s
             record.used_s = now_s
             record.state = READY
             t.words[STORED_TOTAL] += _ONE
-            _announce(t, STORED, slots[i])
+            _append_event(t, STORED, slots[i])
 
 
 @jit()
-def unfinished(t: Tables, row: int, keys: np.ndarray, owner: int, slots: np.ndarray) -> None:
+def unfinished(
+    t: Tables, namespace_id: int, keys: np.ndarray, owner: int, slots: np.ndarray
+) -> None:
     """Set slots[i] to the slot of keys[i] that `owner` has begun to fill, or ABSENT."""
     for i in range(keys.shape[0]):
-        slot = find(t, row, keys[i])
+        slot = find(t, namespace_id, keys[i])
         slots[i] = slot if slot != ABSENT and _is_mine(t, slot, owner) else ABSENT
 
 
@@ -308,8 +316,8 @@ def drop(
         if (record.pinned and now_s != np.inf) or record.lease_until_s > now_s:
             continue
         if state == READY:
-            _announce(t, REMOVED, slots[i])
-        _give_back(t, slots[i])
+            _append_event(t, REMOVED, slots[i])
+        _free_slot(t, slots[i])
         dropped += 1
     t.words[total] += np.uint64(dropped)
     return dropped
@@ -332,25 +340,25 @@ def repair(t: Tables) -> None:
             _wipe(record)
             continue
         segment = slot // _per_segment(t)
-        row = np.int64(record.namespace)
+        namespace_id = np.int64(record.namespace)
         holder = t.segments[segment].namespace
         if (
             (record.state != WRITING and record.state != READY)
-            or row >= np.int64(t.words[NAMESPACE_COUNT])
-            or (holder != NONE and holder != row)
-            or slot - segment * _per_segment(t) >= _capacity(t, segment, row)
-            or find(t, row, record.hash) != ABSENT
+            or namespace_id >= np.int64(t.words[NAMESPACE_COUNT])
+            or (holder != NONE and holder != namespace_id)
+            or slot - segment * _per_segment(t) >= _capacity(t, segment, namespace_id)
+            or find(t, namespace_id, record.hash) != ABSENT
         ):
             _wipe(record)
             t.words[RECLAIMED_TOTAL] += _ONE
             continue
-        t.segments[segment].namespace = row
+        t.segments[segment].namespace = namespace_id
         t.segments[segment].used += 1
         insert(t, slot)
     for segment in range(t.segments.size):
-        row = np.int64(t.segments[segment].namespace)
-        if row != NONE:
-            _chain_free(t, segment, row)
+        namespace_id = np.int64(t.segments[segment].namespace)
+        if namespace_id != NONE:
+            _chain_free(t, segment, namespace_id)
     t.words[EVENT_HEAD] += _ONE
     t.words[EVENT_FLOOR] = t.words[EVENT_HEAD]
     t.words[REPAIRS_TOTAL] += _ONE
@@ -374,11 +382,11 @@ def _compile() -> None:
     memory = np.zeros(geometry.size_bytes, np.uint8)
     t = geometry.tables(memory)
     geometry.format(t)
-    t.spaces["slot_bytes"] = geometry.slot_bytes(4096, 1)
+    t.namespaces["slot_bytes"] = geometry.slot_bytes(4096, 1)
     t.words[NAMESPACE_COUNT] = 1
     keys, rows = np.zeros((1, 4), np.uint64), np.zeros(1, KERNEL_SLOT)
     slots, done = np.full(1, NO_ROOM, np.int64), np.zeros(1, np.bool_)
-    rows["awaits"] = 1
+    rows["pending_writers"] = 1
     place(t, rows, 0.0, 1, slots)
     commit(t, slots)
     offsets, sums = np.zeros(1, np.int64), np.zeros((1, 1), np.uint64)

@@ -15,15 +15,15 @@ MAX_PINNED_SHARE = 0.5
 """Share of the arena that pins may take: the rest always has room for what engines save."""
 
 Key = tuple[int, int]
-"""Namespace row, first 8 bytes of a block hash."""
+"""Namespace id, first 8 bytes of a block hash."""
 
 
 def _index(rows: np.ndarray) -> tuple[dict[Key, int], list[Key]]:
     """Return positions by key, and the key of each block's parent."""
-    spaces = rows["namespace"].tolist()
+    namespaces = rows["namespace"].tolist()
     words = np.array(rows["hash"]).view(np.uint64).reshape(-1, 4)[:, 0].tolist()
-    parents = list(zip(spaces, rows["parent"].tolist(), strict=True))
-    return {key: i for i, key in enumerate(zip(spaces, words, strict=True))}, parents
+    parents = list(zip(namespaces, rows["parent"].tolist(), strict=True))
+    return {key: i for i, key in enumerate(zip(namespaces, words, strict=True))}, parents
 
 
 def leaves(rows: np.ndarray) -> list[int]:

@@ -6,9 +6,8 @@ before that, the next process makes it again. Creation and attachment happen und
 
 Huge pages: the mapping asks for them (MADV_HUGEPAGE); the kernel's `shmem_enabled` decides. If it
 is "advise", pages are allocated through the mapping, because an allocation through the file would
-ignore the advice. NUMA: on a machine with GPUs on several nodes pages are interleaved over these
-nodes (`device.placing.spread`), unless /dev/shm is mounted with `mpol=` or the creator runs under
-`numactl`; else the kernel places them, on the creator's node first.
+ignore the advice. NUMA: the kernel places pages by the policy with which the folder is mounted
+(`mpol=`) or the creator runs (`numactl`), else on the creator's node first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace_kvstore.arena.locking import FileLock, LockBusyError, byte_lock
-from headrace_kvstore.device.placing import spread
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -158,7 +156,7 @@ class SharedFile:
             self.memory.close()
 
 
-def remove_left(folder: Path, pattern: str) -> list[str]:
+def remove_unused_files(folder: Path, pattern: str) -> list[str]:
     """Remove the shared files of that pattern that no living process has open; return their
     names."""
     removed = []
@@ -219,8 +217,6 @@ def _create(path: Path, fd: int, size_bytes: int) -> mmap.mmap:
         os.ftruncate(fd, 0)
         os.ftruncate(fd, size_bytes)
         memory = _map(fd)
-        if lies := spread(memory, path.parent):
-            logger.info("%s lies %s", path.name, lies)
         if huge_page_mode() == "advise":
             _populate(memory)
         os.posix_fallocate(fd, 0, size_bytes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace_kvstore.codec.base import Codec, Coder, Raw, Unfit, tag
+from headrace_kvstore.codec.base import Codec, Coder, QuantizationRangeError, Raw, tag
 from headrace_kvstore.codec.fp8 import Fp8
 from headrace_kvstore.codec.int4 import Int4
 from headrace_kvstore.codec.shape import LayerShape, Order
@@ -21,4 +21,15 @@ from headrace_kvstore.codec.shape import LayerShape, Order
 CODECS: Mapping[str, type[Codec]] = {"raw": Raw, "fp8": Fp8, "int4": Int4}
 """Codecs by the name that an operator gives."""
 
-__all__ = ["CODECS", "Codec", "Coder", "Fp8", "Int4", "LayerShape", "Order", "Raw", "Unfit", "tag"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Coder",
+    "Fp8",
+    "Int4",
+    "LayerShape",
+    "Order",
+    "QuantizationRangeError",
+    "Raw",
+    "tag",
+]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from headrace_kvstore.codec.lanes import BITS
+from headrace_kvstore.codec.bitcast import BITS
 from headrace_kvstore.codec.shape import LayerShape, Order
 
 Bytes = npt.NDArray[np.uint8]
@@ -22,7 +22,7 @@ ALIGN_BYTES = 64
 """Size of a cache line; stored layers are whole lines, so each layer of a payload begins on one."""
 
 
-class Unfit(ValueError):
+class QuantizationRangeError(ValueError):
     """Error: the layer holds a value that the codec cannot keep within its bound. Do not store it.
 
     Such values are NaN, infinity, and magnitudes from 2^126 (float16: 2^15) on, a quarter (half) of
@@ -43,15 +43,14 @@ class Coder:
     """
 
     def __init__(self, codec: str, shape: LayerShape, end_bytes: int) -> None:
-        shape.halves(np.empty(2 * shape.plane_elements, np.uint8))
         if shape.dtype not in BITS:
             raise ValueError(f"{codec} takes {', '.join(BITS)}, not {shape.dtype}")
         self.codec, self.layer_bytes, self.end_bytes = codec, shape.layer_bytes, end_bytes
         self._shape, self._vec = shape, replace(shape, order=Order.VEC)
         self.stored_bytes = -(-end_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.bits = BITS[shape.dtype]
-        # Values from here on are refused (see `Unfit`). Below, neither rounding up nor int4's
-        # m + 15 s can reach infinity.
+        # Values from here on are refused (see `QuantizationRangeError`). Below, neither rounding up
+        # nor int4's m + 15 s can reach infinity.
         limit = 2.0**15 if shape.dtype == "float16" else 2.0**126
         self.limit = int(np.float32(limit).view(np.int32))
 
@@ -68,13 +67,15 @@ class Coder:
 
         Both are contiguous uint8 arrays of exactly `layer_bytes` and `stored_bytes`, the layer
         aligned to its elements and `stored` to 2 bytes. Raises ValueError if they are not, and
-        `Unfit` for values that the codec refuses (`stored` is then undefined).
+        `QuantizationRangeError` for values that the codec refuses (`stored` is then undefined).
         """
         source = view("layer", layer, self.layer_bytes, self.bits)
         if self._shape != self._vec:
             source = turned(source, self._shape, self._vec)
         if not self.write(source, view("stored", stored, self.stored_bytes, np.uint8)):
-            raise Unfit(f"{self.codec} refuses a layer with values not finite or too large")
+            raise QuantizationRangeError(
+                f"{self.codec} refuses a layer with values not finite or too large"
+            )
         stored[self.end_bytes :] = 0
 
     def decode(self, stored: Bytes, layer: Bytes) -> None:

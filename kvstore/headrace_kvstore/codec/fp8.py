@@ -29,7 +29,7 @@ import numpy as np
 from numba import njit
 
 from headrace_kvstore.codec.base import Bytes, Codec, Coder
-from headrace_kvstore.codec.lanes import (
+from headrace_kvstore.codec.bitcast import (
     as_bits,
     as_float,
     cut,
@@ -41,7 +41,7 @@ from headrace_kvstore.codec.lanes import (
     widen,
 )
 from headrace_kvstore.codec.shape import LayerShape
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 
 K_MIN = {"float32": -100, "bfloat16": -100, "float16": -15}
 """Least scale exponent: keeps 2^(k-9), the smallest code, a normal number (float16: a number)."""
@@ -140,7 +140,7 @@ class Fp8Coder(Coder):
 
 
 class Fp8(Codec):
-    """e4m3 with power-of-two scales; float32, bfloat16, float16 in every order but latent."""
+    """e4m3 with power-of-two scales; float32, bfloat16, float16."""
 
     name = "fp8"
 

@@ -32,7 +32,7 @@ import numpy as np
 from numba import njit
 
 from headrace_kvstore.codec.base import Bytes, Codec, Coder
-from headrace_kvstore.codec.lanes import (
+from headrace_kvstore.codec.bitcast import (
     as_bits,
     larger,
     load,
@@ -44,7 +44,7 @@ from headrace_kvstore.codec.lanes import (
     widen,
 )
 from headrace_kvstore.codec.shape import LayerShape
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 
 PARAMETER: dict[str, Any] = {"float32": np.uint16, "bfloat16": np.uint16, "float16": np.int16}
 """Format of m and s for each dtype, named as in `lanes`."""
@@ -172,7 +172,7 @@ class Int4Coder(Coder):
 
 @dataclass(frozen=True)
 class Int4(Codec):
-    """4-bit codes in groups; float32, bfloat16, float16 in every order but latent.
+    """4-bit codes in groups; float32, bfloat16, float16.
 
     A group is `group` tokens of a key's channel and `group` channels of a value's token, or all
     there are if fewer: an even number that divides them. Attention looks most at the last tokens,

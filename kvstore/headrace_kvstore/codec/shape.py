@@ -23,12 +23,6 @@ class Order(StrEnum):
     """H x N x (D of K, then D of V): vLLM's CUDA cache, head-major (`LBHNC`)."""
     NHD = "nhd"
     """N x H x (D of K, then D of V): vLLM's CUDA cache, token-major (`LBNHC`)."""
-    HND_APART = "hnd_apart"
-    """H x N x D of K, then the same of V: K and V in separate pieces, gathered."""
-    NHD_APART = "nhd_apart"
-    """N x H x D of K, then the same of V."""
-    LATENT = "latent"
-    """N x H x D of one compressed vector (MLA): K and V are not separate."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +52,10 @@ class LayerShape:
     @property
     def layer_bytes(self) -> int:
         """Bytes of the layer as the engine keeps it."""
-        planes = 1 if self.order is Order.LATENT else 2
-        return planes * self.plane_elements * ELEMENT_BYTES[self.dtype]
+        return 2 * self.plane_elements * ELEMENT_BYTES[self.dtype]
 
     def halves(self, layer: Any) -> tuple[Any, Any]:
-        """Return K and V as views [heads, tokens, channels] of the layer's elements.
-
-        Raises ValueError if the layer does not have them separately (MLA).
-        """
+        """Return K and V as views [heads, tokens, channels] of the layer's elements."""
         h, n, d = self.kv_heads, self.block_tokens, self.head_dim
         match self.order:
             case Order.VEC:
@@ -75,10 +65,4 @@ class LayerShape:
                 both = layer.reshape(h, n, 2, d).transpose(2, 0, 1, 3)
             case Order.NHD:
                 both = layer.reshape(n, h, 2, d).transpose(2, 1, 0, 3)
-            case Order.HND_APART:
-                both = layer.reshape(2, h, n, d)
-            case Order.NHD_APART:
-                both = layer.reshape(2, n, h, d).swapaxes(1, 2)
-            case Order.LATENT:
-                raise ValueError("a latent (MLA) layer has no K and V to tell apart: store it raw")
         return both[0], both[1]

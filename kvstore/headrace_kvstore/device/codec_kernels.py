@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace_kvstore.codec import Codec, LayerShape
 from headrace_kvstore.codec.fp8 import Fp8Coder
 from headrace_kvstore.codec.int4 import FLAT, Int4Coder
-from headrace_kvstore.device.numbers import (
+from headrace_kvstore.device.number_formats import (
     EXACT,
     bits_of,
     float_of,

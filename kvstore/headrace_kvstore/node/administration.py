@@ -71,7 +71,7 @@ def list_pins(tiers: Tiers, namespace: bytes | None) -> dict[str, Any]:
         if arena is None:
             return {"pins": [], "blocks": 0, "bytes": 0, "limit_bytes": 0}
         rows, limit = _pinned(arena, namespace), arena.pin_limit_bytes
-        digests = [space.digest.hex() for space in arena.spaces()]
+        digests = [info.digest.hex() for info in arena.namespaces()]
     now_s = time.monotonic()
     found = sorted(pins.leaves(rows), key=lambda i: -int(rows[i]["depth"]))
     return {
@@ -114,9 +114,9 @@ def clear(tiers: Tiers, namespace: bytes | None) -> dict[str, Any]:
     with tiers.arena_lock:
         if tiers.dram is not None:
             arena = tiers.dram.arena
-            row = None if namespace is None else arena.row_of(namespace)
-            if namespace is None or row is not None:
-                dram = arena.clear(row)
+            namespace_id = None if namespace is None else arena.find_namespace(namespace)
+            if namespace is None or namespace_id is not None:
+                dram = arena.clear(namespace_id)
     if tiers.nvme is not None:
         nvme = tiers.nvme.clear(namespace)
     return {"dram": dram, "nvme": nvme}
@@ -126,7 +126,7 @@ def lookup(tiers: Tiers, namespace: bytes | None, block_hash: bytes) -> dict[str
     """Return which tiers hold a block, by namespace."""
     found: dict[str, list[str]] = {}
 
-    def note(digest: bytes, tier: str) -> None:
+    def add(digest: bytes, tier: str) -> None:
         if namespace in (None, digest):
             found.setdefault(digest.hex(), []).append(tier)
 
@@ -134,19 +134,19 @@ def lookup(tiers: Tiers, namespace: bytes | None, block_hash: bytes) -> dict[str
     with tiers.arena_lock:
         if tiers.dram is not None:
             arena = tiers.dram.arena
-            for row, space in enumerate(arena.spaces()):
-                digests.add(space.digest)
-                if arena.lookup(row, [block_hash])[0] >= 0:
-                    note(space.digest, "dram")
+            for namespace_id, info in enumerate(arena.namespaces()):
+                digests.add(info.digest)
+                if arena.lookup(namespace_id, [block_hash])[0] >= 0:
+                    add(info.digest, "dram")
     if tiers.nvme is not None:
         digests |= {digest for digest, _ in tiers.nvme.contents()}
         for digest in digests:
             if tiers.nvme.contains(digest, [block_hash])[0]:
-                note(digest, "nvme")
+                add(digest, "nvme")
     if tiers.objects is not None:
         for digest in digests:
             if tiers.objects.contains(digest, [block_hash])[0]:
-                note(digest, "object")
+                add(digest, "object")
     return {"tiers": found}
 
 
@@ -154,5 +154,5 @@ def _pinned(arena: Arena, namespace: bytes | None) -> np.ndarray:
     rows = arena.pinned()
     if namespace is None:
         return rows
-    row = arena.row_of(namespace)
-    return rows[:0] if row is None else rows[rows["namespace"] == row]
+    namespace_id = arena.find_namespace(namespace)
+    return rows[:0] if namespace_id is None else rows[rows["namespace"] == namespace_id]

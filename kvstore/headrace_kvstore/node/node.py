@@ -23,21 +23,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import LockBusyError
-from headrace_kvstore.checksum import prepare
-from headrace_kvstore.node.board_backup import BoardBackup, FolderPlace, ObjectPlace, Place
-from headrace_kvstore.node.changes import NodeEvents
-from headrace_kvstore.node.dram_work import DramWork
-from headrace_kvstore.node.neighbours import Neighbours
-from headrace_kvstore.node.object_work import open_tier
+from headrace_kvstore.blocks.checksum import prepare
+from headrace_kvstore.node.block_value import BlockValue
+from headrace_kvstore.node.dram_service import DramService
+from headrace_kvstore.node.gossip_backup import (
+    BackupStorage,
+    FolderBackup,
+    GossipBackup,
+    ObjectBackup,
+)
+from headrace_kvstore.node.node_events import NodeEvents
+from headrace_kvstore.node.nvme_tier_manager import NvmeTierManager
+from headrace_kvstore.node.object_service import open_tier
 from headrace_kvstore.node.operations import Operations
-from headrace_kvstore.node.tier_keeper import TierKeeper
+from headrace_kvstore.node.peer_service import PeerService
 from headrace_kvstore.node.tiers import Tiers
-from headrace_kvstore.node.worth import Worth
-from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.board import Board
+from headrace_kvstore.protocol.gossip_log import GossipLog
 from headrace_kvstore.protocol.server import NodeServer
+from headrace_kvstore.settings.node_settings import NodeSettings
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -54,35 +59,35 @@ class StoreNode:
 
     Args:
         settings: what is stored where.
-        mover: shared with other users; None makes one of its own if there is an NVMe tier.
+        file_io: shared with other users; None makes one of its own if there is an NVMe tier.
 
     Attributes:
         tiers: those that exist now.
         operations: the requests of clients.
     """
 
-    def __init__(self, settings: NodeSettings, *, mover: Mover | None = None) -> None:
+    def __init__(self, settings: NodeSettings, *, file_io: FileIo | None = None) -> None:
         self.settings = settings
         self.tiers = Tiers()
-        self._worth = Worth(lambda: self.tiers.dram)
-        self._mover, self._owns_mover = mover, mover is None
+        self._block_value = BlockValue(lambda: self.tiers.dram)
+        self._file_io, self._owns_file_io = file_io, file_io is None
         self._events = NodeEvents(settings, self.tiers)
-        self._board = board = Board(settings.board_bytes, secrets.token_hex(8))
+        self._gossip_log = gossip_log = GossipLog(settings.board_bytes, secrets.token_hex(8))
         self._slow = ThreadPoolExecutor(1, "kv-node-slow")
         self.operations = Operations(
-            settings, self.tiers, self._worth, board, self._events, self._slow
+            settings, self.tiers, self._block_value, gossip_log, self._events, self._slow
         )
         self._server: NodeServer | None = None
-        self._lending = threading.Lock()
+        self._serving_lock = threading.Lock()
         self._engines_end = False
-        self._stop, self._tried = threading.Event(), threading.Event()
+        self._stop, self._first_attempt = threading.Event(), threading.Event()
         self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
 
     def start(self) -> StoreNode:
         """Begin to work and to listen.
 
         Raises:
-            NodeRunning: this arena has a node already.
+            NodeAlreadyRunning: this arena has a node already.
             ValueError: the object store's URL or options are wrong.
             zmq.ZMQError: an event endpoint cannot be bound.
         """
@@ -92,9 +97,9 @@ class StoreNode:
         self._server = NodeServer(path, self.operations.answer, self.operations.requests)
         try:
             self._events.open(for_peers=settings.listen is not None)
-            self.tiers.neighbours = Neighbours(
+            self.tiers.peer_service = PeerService(
                 *(settings, lambda: self.tiers.dram, lambda: self._events.publisher),
-                self.operations.board,
+                self.operations.gossip_log,
             )
             if settings.nvme_folder is not None:
                 self._open_nvme()
@@ -106,14 +111,14 @@ class StoreNode:
         except BaseException:
             self.close()
             raise
-        self._tried.wait(ARENA_S)
+        self._first_attempt.wait(ARENA_S)
         logger.info("store node of %s listens at %s", settings.name, path)
         return self
 
     def _open_nvme(self) -> None:
-        self._mover = self._mover or Mover()
-        self.tiers.keeper = TierKeeper(
-            self.settings, self._mover, self._events.nvme_changed, self._nvme_opened
+        self._file_io = self._file_io or FileIo()
+        self.tiers.nvme_manager = NvmeTierManager(
+            self.settings, self._file_io, self._events.on_nvme_event, self._nvme_opened
         )
 
     def _open_objects(self) -> None:
@@ -125,13 +130,13 @@ class StoreNode:
 
     def _save_board(self) -> None:
         settings = self.settings
-        place: Place | None = None
+        place: BackupStorage | None = None
         if self.tiers.objects is not None:
-            place = ObjectPlace(self.tiers.objects.client)
+            place = ObjectBackup(self.tiers.objects.client)
         elif settings.nvme_folder is not None:
-            place = FolderPlace(settings.nvme_folder)
+            place = FolderBackup(settings.nvme_folder)
         if place is not None:
-            self.operations.backup = BoardBackup(self._board, place).start()
+            self.operations.backup = GossipBackup(self._gossip_log, place).start()
 
     def close(self, engines_end: bool = False) -> bool:
         """End within about `close_s`; blocks that are not written by then are not written at all.
@@ -153,9 +158,9 @@ class StoreNode:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        neighbours, self.tiers.neighbours = self.tiers.neighbours, None
-        if neighbours is not None:
-            neighbours.deafen()
+        peer_service, self.tiers.peer_service = self.tiers.peer_service, None
+        if peer_service is not None:
+            peer_service.stop_listening()
         if self._checker.is_alive():
             self._checker.join(self.settings.close_s)
         self._slow.shutdown(wait=False, cancel_futures=True)
@@ -164,23 +169,23 @@ class StoreNode:
             dram, self.tiers.dram, self.tiers.reasons["dram"] = self.tiers.dram, None, "closed"
             if dram is not None:
                 ended &= self._end(dram, _left(deadline), flush=True)
-        if neighbours is not None:
-            neighbours.close()
+        if peer_service is not None:
+            peer_service.close()
         if self.operations.backup is not None:
             self.operations.backup.close(_left(deadline))
         if self.tiers.objects is not None:
             self.tiers.objects.close(_left(deadline))
-        keeper, self.tiers.keeper = self.tiers.keeper, None
-        if keeper is not None:
-            ended &= keeper.close(_left(deadline))
-        if self._owns_mover and self._mover is not None:
-            ended &= self._mover.close(_left(deadline))
+        nvme_manager, self.tiers.nvme_manager = self.tiers.nvme_manager, None
+        if nvme_manager is not None:
+            ended &= nvme_manager.close(_left(deadline))
+        if self._owns_file_io and self._file_io is not None:
+            ended &= self._file_io.close(_left(deadline))
         self._events.close()
         return ended
 
     # Other nodes
 
-    def lend(self, listen: str) -> str:
+    def serve_peers(self, listen: str) -> str:
         """Lend to peers from now on, at HOST:PORT; return the address. An address in the settings
         takes precedence.
 
@@ -189,21 +194,21 @@ class StoreNode:
             ValueError: there is no secret to know members by.
             zmq.ZMQError: the address cannot be bound.
         """
-        with self._lending:
-            neighbours = self.tiers.neighbours
-            if neighbours is None:
+        with self._serving_lock:
+            peer_service = self.tiers.peer_service
+            if peer_service is None:
                 raise RuntimeError("the store node is closed")
-            if neighbours.address is None:
-                neighbours.open(listen)
+            if peer_service.address is None:
+                peer_service.open(listen)
                 self._events.open(for_peers=True)
-            assert neighbours.address is not None
-            return neighbours.address
+            assert peer_service.address is not None
+            return peer_service.address
 
-    def follow(self, addresses: Sequence[str]) -> None:
+    def set_peers(self, addresses: Sequence[str]) -> None:
         """Pull from these peers, HOST:PORT, and those of the settings, and from no others. Without
-        effect if the node has no peers yet: call `lend` before. Raises ValueError."""
-        if self.tiers.neighbours is not None:
-            self.tiers.neighbours.follow(addresses)
+        effect if the node has no peers yet: call `serve_peers` before. Raises ValueError."""
+        if self.tiers.peer_service is not None:
+            self.tiers.peer_service.set_peers(addresses)
 
     # Inside
 
@@ -221,17 +226,17 @@ class StoreNode:
                 if self.tiers.dram is None:
                     self._open_arena()
                 else:
-                    self.tiers.dram.share(self.tiers.peers)
+                    self.tiers.dram.connect_peers(self.tiers.peers)
                     self.tiers.dram.renew()
             except Exception:
                 logger.exception("looking after the arena failed; it goes on")
-            self._tried.set()
+            self._first_attempt.set()
             pause_s = self.settings.retry_s if self.tiers.dram is None else CHECK_S
 
     def _open_arena(self) -> None:
         settings = self.settings
         try:
-            dram = DramWork(
+            dram = DramService(
                 *(settings, lambda: self.tiers.nvme, self._events.publish),
                 *(self._events.resync, self.tiers.peers, self.tiers.objects),
             )
@@ -262,14 +267,14 @@ class StoreNode:
         except LockBusyError as error:
             logger.warning("the arena %s stays: %s", self.settings.name, error)
 
-    def _end(self, dram: DramWork, timeout_s: float, flush: bool = False) -> bool:
+    def _end(self, dram: DramService, timeout_s: float, flush: bool = False) -> bool:
         self._remove(dram.arena)
         return dram.close(timeout_s, flush)
 
     def _nvme_opened(self) -> None:
         tier = self.tiers.nvme
         if tier is not None:
-            tier.value = self._worth.keeping
+            tier.value = self._block_value.value_on_nvme
         dram = self.tiers.dram
         if dram is not None:
             dram.follower.sweep_soon()

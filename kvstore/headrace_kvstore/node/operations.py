@@ -20,19 +20,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace_kvstore import supply
+from headrace_kvstore.lookup import availability as supply
 from headrace_kvstore.node.administration import administer
-from headrace_kvstore.node.board_backup import BoardBackup
-from headrace_kvstore.node.changes import NodeEvents
-from headrace_kvstore.node.neighbours import Pulling
+from headrace_kvstore.node.block_value import BlockValue, UseHistory, below_dram
+from headrace_kvstore.node.gossip_backup import GossipBackup
+from headrace_kvstore.node.node_events import NodeEvents
+from headrace_kvstore.node.peer_service import PendingPull
 from headrace_kvstore.node.tiers import Tiers
-from headrace_kvstore.node.worth import Uses, Worth, below_dram
-from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.recheck import recheck
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.board import Board
-from headrace_kvstore.protocol.server import Staged
+from headrace_kvstore.protocol.gossip_log import GossipLog
+from headrace_kvstore.protocol.server import StagedReply
+from headrace_kvstore.settings.node_settings import NodeSettings
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -47,12 +47,12 @@ class Operations:
         settings: of the node.
         tiers: where its blocks are.
         worth: values blocks, for `warm`.
-        board: notes that processes of this machine leave for each other.
+        gossip_log: entries that processes of this machine leave for each other.
         events: publish the node's changes.
         slow: runs requests that may take long.
 
     Attributes:
-        backup: of the board, if the node keeps one.
+        backup: of the gossip log, if the node keeps one.
         requests: number of the clients' requests of each kind; the server counts them.
     """
 
@@ -60,38 +60,38 @@ class Operations:
         self,
         settings: NodeSettings,
         tiers: Tiers,
-        worth: Worth,
-        board: Board,
+        block_value: BlockValue,
+        gossip_log: GossipLog,
         events: NodeEvents,
         slow: Executor,
     ) -> None:
-        self.tiers, self.board, self._events, self._slow = tiers, board, events, slow
-        self.backup: BoardBackup | None = None
+        self.tiers, self.gossip_log, self._events, self._slow = tiers, gossip_log, events, slow
+        self.backup: GossipBackup | None = None
         self.requests: Counter[str] = Counter()
-        self._settings, self._worth = settings, worth
-        self._uses = Uses()
+        self._settings, self._block_value = settings, block_value
+        self._uses = UseHistory()
         self._counts: Counter[str] = Counter()
         self._started_s = time.monotonic()
 
-    def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
+    def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | StagedReply:
         """Carry out a request: a `protocol.server.Handle`."""
         match request:
-            case wire.Ping():
-                return wire.Done()
             case wire.Locate(key, digest, hashes, lease_s, compute_s):
                 located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
                 pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
                 return located if pulling is None else _staged(located, pulling)
-            case wire.Survey(digest, hashes, compute_s):
-                found = self.survey(digest, hashes, compute_s)
-                return wire.Surveyed([*found], self.has_more_than_dram)
-            case wire.PostNote(generation, note):
-                if generation == self.board.generation:
-                    self.board.post(note)
-                end = self.board.head
-                return wire.Notes(self.board.generation, end, end)
-            case wire.ReadNotes(generation, after, most_bytes, but):
-                return self.board.read(after, most_bytes, generation=generation, but=but)
+            case wire.Lookup(digest, hashes, compute_s):
+                found = self.find_available(digest, hashes, compute_s)
+                return wire.LookupReply([*found], self.has_more_than_dram)
+            case wire.AppendEntry(generation, entry):
+                if generation == self.gossip_log.generation:
+                    self.gossip_log.append(entry)
+                end = self.gossip_log.head
+                return wire.EntryPage(self.gossip_log.generation, end, end)
+            case wire.ReadEntries(generation, after, most_bytes, except_writer):
+                return self.gossip_log.read(
+                    after, most_bytes, generation=generation, except_writer=except_writer
+                )
         return self._slow.submit(self._answer_slowly, request)
 
     def _answer_slowly(self, request: wire.Request) -> wire.Reply:
@@ -122,39 +122,39 @@ class Operations:
                 self._counts["promoted"] += self.prefetch(digest, again, PROMOTION_PRIORITY)
         return found
 
-    def survey(
+    def find_available(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
-    ) -> list[supply.Supply]:
+    ) -> list[supply.AvailableRun]:
         """Return where the leading run of these blocks would come from: DRAM and NVMe, and after
         these the blocks that `pull` would bring. Nothing is read, leased or counted."""
-        dram, tier, neighbours = self.tiers.dram, self.tiers.nvme, self.tiers.neighbours
-        row = None if dram is None else dram.arena.row_of(digest)
+        dram, tier, peer_service = self.tiers.dram, self.tiers.nvme, self.tiers.peer_service
+        namespace_id = None if dram is None else dram.arena.find_namespace(digest)
         in_dram = on_nvme = np.zeros(len(hashes), np.bool_)
-        if dram is not None and row is not None:
-            in_dram = dram.arena.lookup(row, hashes) >= 0
+        if dram is not None and namespace_id is not None:
+            in_dram = dram.arena.lookup(namespace_id, hashes) >= 0
         if tier is not None:
             on_nvme = tier.contains(digest, hashes)
         here = int(np.append(in_dram | on_nvme, False).argmin())
         media = [supply.DRAM if fast else supply.NVME for fast in in_dram[:here]]
-        found = [supply.Supply(medium, len(list(run))) for medium, run in groupby(media)]
-        if neighbours is not None:
-            found += neighbours.survey(digest, hashes[here:], compute_s)
+        found = [supply.AvailableRun(medium, len(list(run))) for medium, run in groupby(media)]
+        if peer_service is not None:
+            found += peer_service.find_available(digest, hashes[here:], compute_s)
         return found
 
     @property
     def has_more_than_dram(self) -> bool:
-        """Whether `survey` can find blocks anywhere else."""
+        """Whether `find_available` can find blocks anywhere else."""
         tiers, peers = self.tiers, self.tiers.peers
-        below = tiers.keeper is not None or tiers.objects is not None
+        below = tiers.nvme_manager is not None or tiers.objects is not None
         return below or (peers is not None and bool(peers.addresses()))
 
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
-    ) -> Pulling | None:
+    ) -> PendingPull | None:
         """Pull the leading run of blocks into DRAM, from a peer or from objects, if that is worth
         it."""
-        neighbours = self.tiers.neighbours
-        return None if neighbours is None else neighbours.pull(digest, hashes, compute_s)
+        peer_service = self.tiers.peer_service
+        return None if peer_service is None else peer_service.pull(digest, hashes, compute_s)
 
     def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
         """Bring blocks into DRAM, from objects if NVMe lacks them; return how many were queued."""
@@ -187,7 +187,7 @@ class Operations:
         tiers = self.tiers
         with tiers.arena_lock:
             room = 0 if tiers.dram is None else tiers.dram.arena.free_bytes()
-        best = self._worth.best(list(below_dram(tiers.nvme, tiers.objects)), room)
+        best = self._block_value.best(list(below_dram(tiers.nvme, tiers.objects)), room)
         return sum(self.prefetch(digest, hashes, WARM_PRIORITY) for digest, hashes in best)
 
     def administer(
@@ -212,8 +212,8 @@ class Operations:
             "uptime_s": time.monotonic() - self._started_s,
             "tiers": each,
             **work,
-            "remote": {} if tiers.neighbours is None else tiers.neighbours.stats(),
-            "board": {**self.board.stats(), "backup": self.backup and self.backup.stats()},
+            "remote": {} if tiers.peer_service is None else tiers.peer_service.stats(),
+            "board": {**self.gossip_log.stats(), "backup": self.backup and self.backup.stats()},
             "promoted": counts["promoted"],
             "reported_bad": counts["reported_bad"],
             "reported_wrongly": counts["reported_wrongly"],
@@ -222,8 +222,8 @@ class Operations:
         }
 
 
-def _staged(located: wire.Located, pulling: Pulling) -> Staged:
+def _staged(located: wire.Located, pulling: PendingPull) -> StagedReply:
     later: Future[wire.Located] = Future()
     pulling.done.add_done_callback(lambda _: later.set_result(located))
     now = msgspec.structs.replace(located, pulling=pulling.blocks, wait_s=pulling.wait_s)
-    return Staged(now, later)
+    return StagedReply(now, later)

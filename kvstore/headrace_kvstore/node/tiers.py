@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.node.dram_work import DramWork
-from headrace_kvstore.node.neighbours import Neighbours
-from headrace_kvstore.node.tier_keeper import TierKeeper
+from headrace_kvstore.node.dram_service import DramService
+from headrace_kvstore.node.nvme_tier_manager import NvmeTierManager
+from headrace_kvstore.node.peer_service import PeerService
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.peers.peers import Peers
@@ -30,10 +30,10 @@ class Tiers:
     that time.
     """
 
-    dram: DramWork | None = None
-    keeper: TierKeeper | None = None
+    dram: DramService | None = None
+    nvme_manager: NvmeTierManager | None = None
     objects: ObjectTier | None = None
-    neighbours: Neighbours | None = None
+    peer_service: PeerService | None = None
     reasons: dict[str, str] = field(
         default_factory=lambda: {
             "dram": "opening",
@@ -46,14 +46,14 @@ class Tiers:
     @property
     def nvme(self) -> NvmeTier | None:
         """The NVMe tier, once it is open."""
-        keeper = self.keeper
-        return None if keeper is None else keeper.tier
+        nvme_manager = self.nvme_manager
+        return None if nvme_manager is None else nvme_manager.tier
 
     @property
     def peers(self) -> Peers | None:
         """The other nodes that this one pulls from."""
-        neighbours = self.neighbours
-        return None if neighbours is None else neighbours.peers
+        peer_service = self.peer_service
+        return None if peer_service is None else peer_service.peers
 
     def arena_contents(self) -> Contents:
         """Return namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
@@ -61,7 +61,7 @@ class Tiers:
             if self.dram is None:
                 return []
             rows, _ = self.dram.arena.blocks()
-            digests = [space.digest for space in self.dram.arena.spaces()]
+            digests = [namespace.digest for namespace in self.dram.arena.namespaces()]
         numbers = np.unique(rows["namespace"]).tolist()
         return [(digests[number], rows[rows["namespace"] == number]) for number in numbers]
 
@@ -84,8 +84,8 @@ class Tiers:
             found["dram"] |= {"state": "on", "reason": "", **arena, "bytes": arena["held_bytes"]}
             found["dram"] |= {"hits": arena["hits_total"], "misses": arena["misses_total"]}
             found["dram"]["size_bytes"] = arena["data_bytes"]
-        if self.keeper is not None:
-            found["nvme"] |= self.keeper.stats()
+        if self.nvme_manager is not None:
+            found["nvme"] |= self.nvme_manager.stats()
         found["nvme"] |= {"hits": hits, "misses": misses}
         if objects is not None:
             work = None if dram is None else dram.objects

@@ -1,1 +1,1 @@
-"""The NVMe tier: KV blocks in files, and the mover that reads and writes them."""
+"""The NVMe tier: KV blocks in files, and the threads that read and write them."""

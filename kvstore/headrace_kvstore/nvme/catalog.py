@@ -12,8 +12,8 @@ from itertools import groupby
 
 import numpy as np
 
-from headrace_kvstore.nvme.record import Block, Shape, padded
-from headrace_kvstore.table import FREE, READY, SLOT
+from headrace_kvstore.blocks.slot_record import FREE, READY, SLOT
+from headrace_kvstore.nvme.record import BlockShape, RecordHeader, padded
 
 Value = Callable[[bytes, np.ndarray, float], np.ndarray]
 """(namespace digest, rows of SLOT (n,), now in monotonic seconds) -> value of keeping each, f8
@@ -32,7 +32,7 @@ class Segment:
     number: int
     path: str
     file_bytes: int
-    shape: Shape
+    shape: BlockShape
     slots: int
     next_slot: int = 0
     users: int = 0
@@ -97,7 +97,7 @@ class Catalog:
         number, slot = self._place[row]
         return self.segments[int(number)], int(slot)
 
-    def add(self, segment: Segment, slot: int, block: Block, stored_s: float) -> None:
+    def add(self, segment: Segment, slot: int, block: RecordHeader, stored_s: float) -> None:
         """Add a published record. The key must not be in the catalog: of two records of one key the
         caller adds the one with the later sequence."""
         if not self._free:

@@ -33,18 +33,20 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.daemon_thread_pool import DaemonThreadPool
+from headrace_kvstore.lock_file import acquire_lock_file
 from headrace_kvstore.nvme.catalog import Segment, Value, use_per_second
-from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.record import (
     PAGE_BYTES,
-    Block,
-    Save,
-    Shape,
+    BlockShape,
+    RecordHeader,
     TierEvent,
+    WriteRequest,
     pack_header,
     padded,
 )
-from headrace_kvstore.nvme.record_writer import Flight, write_record
+from headrace_kvstore.nvme.record_writer import PendingWrite, write_record
 from headrace_kvstore.nvme.scan import Scan, scan_folder
 from headrace_kvstore.nvme.segment import (
     NO_FILE,
@@ -55,8 +57,6 @@ from headrace_kvstore.nvme.segment import (
     Verify,
 )
 from headrace_kvstore.nvme.segment_space import SegmentSpace
-from headrace_kvstore.ownership import own
-from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -81,15 +81,15 @@ class NvmeTier(SegmentSpace):
     """Blocks on a local disk. Thread-safe; made by `NvmeTier.open`."""
 
     def __init__(
-        self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover, sync: bool = False
+        self, folder: Path, size_bytes: int, segment_bytes: int, file_io: FileIo, sync: bool = False
     ) -> None:
         super().__init__(folder, size_bytes, segment_bytes, sync)
-        self.mover = mover
+        self.file_io = file_io
         self.writing_limit_bytes = WRITING_BYTES
         self.scanned = Scan()
         self._lock_fd = -1
-        self._wiper = Workers(1, "kv-nvme-wipe")
-        self._reader = BlockReader(self.mover, self._files)
+        self._wiper = DaemonThreadPool(1, "kv-nvme-wipe")
+        self._reader = BlockReader(self.file_io, self._files)
         self._writing: dict[bytes, Future[bool]] = {}
         self._writing_bytes = 0
         self._next_sequence = 1
@@ -101,7 +101,7 @@ class NvmeTier(SegmentSpace):
         folder: str | os.PathLike[str],
         size_bytes: int,
         segment_bytes: int,
-        mover: Mover,
+        file_io: FileIo,
         *,
         sync: bool = False,
         owner: str = "",
@@ -115,7 +115,7 @@ class NvmeTier(SegmentSpace):
             size_bytes: maximum size of all segment files together; if they exceed it, segments are
                 removed at once.
             segment_bytes: size of a new segment, a multiple of 4,096.
-            mover: reads and writes the files; shared with others.
+            file_io: reads and writes the files; shared with others.
             sync: whether a write is done only once the disk has it for good (O_DSYNC).
             owner: name that other processes read in the lock.
             value: value of keeping a block; decides which segment is removed.
@@ -124,21 +124,21 @@ class NvmeTier(SegmentSpace):
         Raises:
             FolderBusy: another process owns it. A bad disk does not raise: see `state`.
         """
-        tier = cls(Path(folder), size_bytes, segment_bytes, mover, sync)
+        tier = cls(Path(folder), size_bytes, segment_bytes, file_io, sync)
         tier.value, tier.writing_limit_bytes = value, writing_limit_bytes
         tier.events.extend(events)
         try:
             tier.folder.mkdir(parents=True, exist_ok=True)
-            tier._lock_fd = own(tier.folder / LOCK)
+            tier._lock_fd = acquire_lock_file(tier.folder / LOCK)
             with suppress(OSError):  # a full disk: others wait for this owner's end
                 os.ftruncate(tier._lock_fd, 0)
                 os.pwrite(tier._lock_fd, owner.encode(), 0)
-            tier._find()
+            tier._load()
         except BlockingIOError as error:
             tier.close()
             raise FolderBusy(f"another process owns {folder}") from error
         except OSError as error:
-            tier._turn("off", f"cannot open {folder}: {error}")
+            tier._set_state("off", f"cannot open {folder}: {error}")
         return tier
 
     # Looking
@@ -184,7 +184,7 @@ class NvmeTier(SegmentSpace):
         return found
 
     def _locate_some(
-        self, digest: bytes, hashes: Sequence[bytes], lease_s: float, shape: Shape | None
+        self, digest: bytes, hashes: Sequence[bytes], lease_s: float, shape: BlockShape | None
     ) -> list[Location]:
         if self.state == "off":
             return []
@@ -272,24 +272,26 @@ class NvmeTier(SegmentSpace):
                     segment.users -= 1
 
         try:
-            return self._reader.read(locations, addresses, first_layer, verify, self._bad, done)
+            return self._reader.read(
+                locations, addresses, first_layer, verify, self._on_bad_block, done
+            )
         except BaseException:
             done(False)
             raise
 
-    def _bad(self, place: Location, reason: str) -> None:
+    def _on_bad_block(self, place: Location, reason: str) -> None:
         with self._lock:
             self._counts[f"reads_{reason}"] += 1
             if reason == "unreadable" and place.segment in self._catalog.segments:
                 self._failed_reads += 1
                 if self._failed_reads >= FAILED_READS:
-                    self._turn("off", f"{self._failed_reads} reads failed in a row")
+                    self._set_state("off", f"{self._failed_reads} reads failed in a row")
         if reason != "unopened":
             self._discard(place.shape.digest, place.hash, reason, place)
 
     # Writing
 
-    def write(self, shape: Shape, saves: Sequence[Save]) -> list[Future[bool]]:
+    def write(self, shape: BlockShape, saves: Sequence[WriteRequest]) -> list[Future[bool]]:
         """Start writing blocks. Each future tells whether the block is here in the end; the memory
         must not change before that.
 
@@ -297,23 +299,25 @@ class NvmeTier(SegmentSpace):
         raise nothing.
         """
         futures: list[Future[bool]] = []
-        flights: list[Flight] = []
+        pending_writes: list[PendingWrite] = []
         try:
             for save in saves:
-                taken = self._take(shape, save)
+                taken = self._reserve_slot(shape, save)
                 while taken is None:
-                    taken = self._take(shape, save, full=not self._grow(shape))
-                if isinstance(taken, Flight):
-                    flights.append(taken)
+                    taken = self._reserve_slot(shape, save, full=not self._make_segment(shape))
+                if isinstance(taken, PendingWrite):
+                    pending_writes.append(taken)
                     futures.append(taken.future)
                 else:
                     futures.append(taken)
         finally:
-            for flight in flights:
-                write_record(self.mover, self._files, flight, self._landed)
+            for pending in pending_writes:
+                write_record(self.file_io, self._files, pending, self._on_written)
         return futures
 
-    def _take(self, shape: Shape, save: Save, full: bool = False) -> Flight | Future[bool] | None:
+    def _reserve_slot(
+        self, shape: BlockShape, save: WriteRequest, full: bool = False
+    ) -> PendingWrite | Future[bool] | None:
         """Return a flight with a slot for the block, or a future of the outcome if it needs or gets
         none. None if a segment must be made first; full: no segment can be made.
         """
@@ -326,7 +330,7 @@ class NvmeTier(SegmentSpace):
             if self._catalog.row(shape.digest, key) is not None:
                 future.set_result(True)
                 return future
-            block = Block(
+            block = RecordHeader(
                 key,
                 padded(save.parent),
                 save.depth,
@@ -357,24 +361,24 @@ class NvmeTier(SegmentSpace):
             self._writing[shape.digest + key] = future
             self._writing_bytes += shape.record_bytes
             self._next_sequence += 1
-            return Flight(shape, block, header, save.address, segment, slot, future)
+            return PendingWrite(shape, block, header, save.address, segment, slot, future)
 
-    def _landed(self, flight: Flight, error: OSError | None) -> None:
+    def _on_written(self, pending: PendingWrite, error: OSError | None) -> None:
         """Handle a record that was written, or could not be written."""
         with self._lock:
             if error is None:
-                self._catalog.add(flight.segment, flight.slot, flight.block, flight.taken_s)
+                self._catalog.add(pending.segment, pending.slot, pending.block, pending.taken_s)
             elif error.errno not in NOT_THE_DISK:
-                self._turn("read-only", f"write failed: {error}")
-            elif error.errno in NO_FILE and self._open.get(flight.shape) is flight.segment:
-                del self._open[flight.shape]
+                self._set_state("read-only", f"write failed: {error}")
+            elif error.errno in NO_FILE and self._open.get(pending.shape) is pending.segment:
+                del self._open[pending.shape]
             self._counts["writes" if error is None else "writes_failed"] += 1
-            flight.segment.users -= 1
-            self._writing_bytes -= flight.shape.record_bytes
-            del self._writing[flight.shape.digest + flight.block.hash]
+            pending.segment.users -= 1
+            self._writing_bytes -= pending.shape.record_bytes
+            del self._writing[pending.shape.digest + pending.block.hash]
         if error is None:
-            self._tell(TierEvent(True, flight.shape.digest, flight.block.hash, "written"))
-        flight.future.set_result(error is None)
+            self._notify(TierEvent(True, pending.shape.digest, pending.block.hash, "written"))
+        pending.future.set_result(error is None)
 
     def discard(self, digest: bytes, block_hash: bytes, reason: str = "discarded") -> bool:
         """Discard a block, on disk too, in the background; return False if it was not here."""
@@ -396,7 +400,7 @@ class NvmeTier(SegmentSpace):
             segment.users += wipes
         if wipes:
             self._wiper.submit(lambda: self._wipe(segment, slot))
-        self._tell(TierEvent(False, digest, padded(block_hash), reason))
+        self._notify(TierEvent(False, digest, padded(block_hash), reason))
         return True
 
     def clear(self, digest: bytes | None = None) -> int:
@@ -438,8 +442,8 @@ class NvmeTier(SegmentSpace):
 
     # Beginning and end
 
-    def _find(self) -> None:
-        self.scanned = scan_folder(self.folder, self.mover, self._files, self._catalog)
+    def _load(self) -> None:
+        self.scanned = scan_folder(self.folder, self.file_io, self._files, self._catalog)
         for segment in self._catalog.segments.values():
             if segment.next_slot < segment.slots and segment.file_bytes == self.segment_bytes:
                 self._open[segment.shape] = segment
@@ -450,7 +454,7 @@ class NvmeTier(SegmentSpace):
         logger.info("%s: %d blocks found, %s", self.folder, len(self._catalog), self.scanned)
         for segment in self._catalog.segments.values():
             for _, block_hash in self._catalog.hashes(segment):
-                self._tell(TierEvent(True, segment.shape.digest, block_hash, "scanned"))
+                self._notify(TierEvent(True, segment.shape.digest, block_hash, "scanned"))
 
     def heal(self) -> None:
         """Use the disk again after it failed, until it fails once more."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace_kvstore.checksum import payload_sums
+from headrace_kvstore.blocks.checksum import payload_sums
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES
 from headrace_kvstore.nvme.segment import Location, Read, page_memory
@@ -38,7 +38,7 @@ def recheck(tier: NvmeTier, places: Sequence[Location]) -> int:
         try:
             read.wait(READ_S)
         except TimeoutError:
-            read.call_off()
+            read.abort()
             _keep_until_done(read, memory)
             break
         dropped += sum(reason != "unopened" for reason in read.bad.values())
@@ -48,4 +48,4 @@ def recheck(tier: NvmeTier, places: Sequence[Location]) -> int:
 def _keep_until_done(read: Read, memory: np.ndarray) -> None:
     """Keep memory alive while a disk that hangs may still write to it."""
     held = [memory]
-    read.move.add_done_callback(lambda _: held.clear())
+    read.batch.add_done_callback(lambda _: held.clear())

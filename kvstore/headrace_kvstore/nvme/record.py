@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headrace_kvstore.table import HASH_BYTES
+from headrace_kvstore.blocks.slot_record import HASH_BYTES
 
 PAGE_BYTES = 4096
 DIGEST_BYTES = 16
@@ -36,8 +36,6 @@ _BLOCK = struct.Struct("<32s32sIIf4xdQ")  # the fields of Block in their order, 
 _FIXED_BYTES = _SHAPE.size + _BLOCK.size + _SUM.size
 
 MAX_LAYERS = (0xFFFF * PAGE_BYTES - _FIXED_BYTES) // 8
-ONE_PAGE_LAYERS = (PAGE_BYTES - _FIXED_BYTES) // 8
-"""Number of layers whose sums fit in a header of one page; each further page takes 512 more."""
 
 
 def pages(length: int) -> int:
@@ -53,7 +51,7 @@ def padded(block_hash: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BlockShape:
     """Properties that all records of a namespace share."""
 
     digest: bytes
@@ -95,7 +93,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Block:
+class RecordHeader:
     """A record's facts about its block besides the shape. `hash` and `parent`: 32 bytes."""
 
     hash: bytes
@@ -114,7 +112,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Save:
+class WriteRequest:
     """A block to write. Its payload lies at `address`, layer after layer, until it is written."""
 
     hash: bytes
@@ -139,7 +137,7 @@ class TierEvent:
     """"written", "scanned"; "evicted", "discarded", "corrupt", "unreadable"."""
 
 
-def pack_header(shape: Shape, block: Block) -> bytes:
+def pack_header(shape: BlockShape, block: RecordHeader) -> bytes:
     """Return a record's header, `shape.header_bytes` long."""
     sums = np.ascontiguousarray(block.sums, dtype="<u8")
     if sums.shape != (shape.layers,):
@@ -157,7 +155,7 @@ def pack_header(shape: Shape, block: Block) -> bytes:
     return (head + _checksum(head, tail) + tail).ljust(shape.header_bytes, b"\0")
 
 
-def unpack_header(shape: Shape, header: bytes | memoryview) -> Block | None:
+def unpack_header(shape: BlockShape, header: bytes | memoryview) -> RecordHeader | None:
     """Return the block whose record begins with these bytes, or None if it does not count."""
     sums_end = _FIXED_BYTES + 8 * shape.layers
     if len(header) < sums_end:
@@ -171,16 +169,16 @@ def unpack_header(shape: Shape, header: bytes | memoryview) -> Block | None:
     block_hash, parent, depth, tenant, compute_s, wall_s, sequence = _BLOCK.unpack_from(
         head, _SHAPE.size
     )
-    return Block(block_hash, parent, depth, tenant, compute_s, wall_s, sequence, sums)
+    return RecordHeader(block_hash, parent, depth, tenant, compute_s, wall_s, sequence, sums)
 
 
-def pack_segment(shape: Shape) -> bytes:
+def pack_segment(shape: BlockShape) -> bytes:
     """Return a segment's header, one page."""
     head = _pack_shape(_SEGMENT_MAGIC, shape, 1)
     return (head + _checksum(head)).ljust(PAGE_BYTES, b"\0")
 
 
-def unpack_segment(header: bytes) -> Shape | None:
+def unpack_segment(header: bytes) -> BlockShape | None:
     """Return the shape of a segment's blocks, or None if the header is damaged, unfinished or of
     another version."""
     head = header[: _SHAPE.size]
@@ -190,12 +188,12 @@ def unpack_segment(header: bytes) -> Shape | None:
     if (magic, version) != (_SEGMENT_MAGIC, VERSION):
         return None
     try:
-        return Shape(digest, layers, layer_bytes)
+        return BlockShape(digest, layers, layer_bytes)
     except ValueError:
         return None
 
 
-def _pack_shape(magic: bytes, shape: Shape, header_pages: int) -> bytes:
+def _pack_shape(magic: bytes, shape: BlockShape, header_pages: int) -> bytes:
     return _SHAPE.pack(magic, VERSION, header_pages, shape.layers, shape.layer_bytes, shape.digest)
 
 

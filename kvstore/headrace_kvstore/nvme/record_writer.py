@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.nvme.catalog import Segment
-from headrace_kvstore.nvme.mover import MoveError, Mover
-from headrace_kvstore.nvme.record import Block, Shape, pack_segment
+from headrace_kvstore.nvme.file_io import FileIo, IoBatchError
+from headrace_kvstore.nvme.record import BlockShape, RecordHeader, pack_segment
 from headrace_kvstore.nvme.segment import SegmentFiles, page_memory
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingWrite:
     """One block being written to a slot of its own."""
 
-    shape: Shape
-    block: Block
+    shape: BlockShape
+    block: RecordHeader
     header: bytes
     address: int
     segment: Segment
@@ -35,41 +35,41 @@ class Flight:
 
 
 def write_record(
-    mover: Mover,
+    file_io: FileIo,
     files: SegmentFiles,
-    flight: Flight,
-    landed: Callable[[Flight, OSError | None], None],
+    pending: PendingWrite,
+    on_complete: Callable[[PendingWrite, OSError | None], None],
 ) -> None:
-    """Start writing; `landed` is called once, on any thread, with the error if there was one.
+    """Start writing; `on_complete` is called once, on any thread, with the error if there was one.
 
     Both pieces go through O_DIRECT if `segment.File.choose_fds` allows it. It always does for the
     header, which lies in page-aligned memory of its own.
     """
-    memory, header_address = page_memory(len(flight.header))
-    memory[: len(flight.header)] = np.frombuffer(flight.header, np.uint8)
-    addresses = np.array([flight.address, header_address])
-    shape, slot = flight.shape, flight.slot
+    memory, header_address = page_memory(len(pending.header))
+    memory[: len(pending.header)] = np.frombuffer(pending.header, np.uint8)
+    addresses = np.array([pending.address, header_address])
+    shape, slot = pending.shape, pending.slot
     offsets = np.array([shape.payload_offset(slot), shape.header_offset(slot)])
-    lengths = np.array([shape.payload_bytes, len(flight.header)])
+    lengths = np.array([shape.payload_bytes, len(pending.header)])
     try:
-        file = files.acquire(flight.segment.path)
+        file = files.acquire(pending.segment.path)
     except OSError as error:
-        landed(flight, error)
+        on_complete(pending, error)
         return
 
-    def done(move: Any) -> None:
+    def done(batch: Any) -> None:
         assert memory is not None  # kept until no write uses it
         files.release(file)
-        error = move.exception()
-        if error is not None and not isinstance(error, MoveError):
+        error = batch.exception()
+        if error is not None and not isinstance(error, IoBatchError):
             error = OSError(errno.ECANCELED, str(error))
-        landed(flight, error)
+        on_complete(pending, error)
 
     fds = file.choose_fds(addresses, offsets, lengths)
-    mover.write(addresses, fds, offsets, lengths, in_order=True).add_done_callback(done)
+    file_io.write(addresses, fds, offsets, lengths, in_order=True).add_done_callback(done)
 
 
-def make_segment(path: str, size_bytes: int, shape: Shape) -> None:
+def make_segment(path: str, size_bytes: int, shape: BlockShape) -> None:
     """Make a segment's file with all of its room. Raises OSError, and then leaves no file."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

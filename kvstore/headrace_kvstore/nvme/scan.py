@@ -18,8 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from headrace_kvstore.nvme.catalog import Catalog, Segment
-from headrace_kvstore.nvme.mover import MoveError, Mover
-from headrace_kvstore.nvme.record import PAGE_BYTES, Block, Shape, unpack_header, unpack_segment
+from headrace_kvstore.nvme.file_io import FileIo, IoBatchError
+from headrace_kvstore.nvme.record import (
+    PAGE_BYTES,
+    BlockShape,
+    RecordHeader,
+    unpack_header,
+    unpack_segment,
+)
 from headrace_kvstore.nvme.record_writer import remove_segment
 from headrace_kvstore.nvme.segment import SegmentFiles, page_memory
 
@@ -56,7 +62,7 @@ def new_segment_path(folder: Path, number: int) -> str:
     return str(folder / f"segment-{number:010d}-{secrets.token_hex(4)}.kv")
 
 
-def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalog) -> Scan:
+def scan_folder(folder: Path, file_io: FileIo, files: SegmentFiles, catalog: Catalog) -> Scan:
     """Fill an empty catalog with every block whose header verifies. Raises OSError."""
     started, result = time.monotonic(), Scan()
     segments = []
@@ -75,13 +81,13 @@ def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalo
             segments.append(segment)
     sequences: dict[bytes, int] = {}
     for segment in segments:
-        for slot, block in _read_headers(segment, mover, files):
+        for slot, block in _read_headers(segment, file_io, files):
             if block is None:
                 result.damaged_headers += 1
                 continue
             result.last_sequence = max(result.last_sequence, block.sequence)
             segment.next_slot = max(segment.next_slot, slot + 1)
-            _book(catalog, segment, slot, block, sequences)
+            _add_newest(catalog, segment, slot, block, sequences)
         catalog.segments[segment.number] = segment
     result.segments, result.blocks = len(segments), len(catalog)
     result.seconds = time.monotonic() - started
@@ -91,13 +97,13 @@ def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalo
 def _open_segment(path: str, number: int) -> Segment | None:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        shape: Shape | None = unpack_segment(file.read(PAGE_BYTES))
+        shape: BlockShape | None = unpack_segment(file.read(PAGE_BYTES))
     return None if shape is None else Segment(number, path, size, shape, shape.slots(size))
 
 
 def _read_headers(
-    segment: Segment, mover: Mover, files: SegmentFiles
-) -> Iterator[tuple[int, Block | None]]:
+    segment: Segment, file_io: FileIo, files: SegmentFiles
+) -> Iterator[tuple[int, RecordHeader | None]]:
     """Yield each slot whose header is not blank, with its block or None."""
     length = segment.shape.header_bytes
     memory, address = page_memory(segment.slots * length)
@@ -107,8 +113,8 @@ def _read_headers(
     file = files.acquire(segment.path)
     try:
         fds = file.choose_fds(address + begins, offsets, lengths)
-        mover.read(address + begins, fds, offsets, lengths).result()
-    except MoveError as error:
+        file_io.read(address + begins, fds, offsets, lengths).result()
+    except IoBatchError as error:
         logger.warning("%d headers cannot be read: %s", len(error.pieces), error)
         for i in error.pieces:
             memory[begins[i] : begins[i] + length] = 0
@@ -120,8 +126,8 @@ def _read_headers(
             yield slot, unpack_header(segment.shape, header.tobytes())
 
 
-def _book(
-    catalog: Catalog, segment: Segment, slot: int, block: Block, sequences: dict[bytes, int]
+def _add_newest(
+    catalog: Catalog, segment: Segment, slot: int, block: RecordHeader, sequences: dict[bytes, int]
 ) -> None:
     """Add a block to the catalog unless a later record of its key is known."""
     key = segment.shape.digest + block.hash

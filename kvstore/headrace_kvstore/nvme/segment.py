@@ -31,8 +31,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace_kvstore.nvme.mover import MoveError
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.file_io import IoBatchError
+from headrace_kvstore.nvme.record import PAGE_BYTES, BlockShape
 
 OPEN_FILES = 128
 """Maximum number of unused segments kept open, with two descriptors each."""
@@ -54,7 +54,7 @@ class Location:
     path: str
     segment: int
     slot: int
-    shape: Shape
+    shape: BlockShape
     hash: bytes
     sums: np.ndarray
     """One u64 a layer, (layers,)."""
@@ -169,7 +169,7 @@ class SegmentFiles:
         with self._lock:
             chosen = list(self._files) if paths is None else paths
             found = [self._files[path] for path in chosen if path in self._files]
-            unused = self._taken([file for file in found if not file.users])
+            unused = self._uncached([file for file in found if not file.users])
         for file in unused:
             self._close(file)
 
@@ -195,24 +195,24 @@ class SegmentFiles:
             self._files[path] = file
             self._files.move_to_end(path)
             file.users += 1
-            unused = self._taken([f for f in self._files.values() if not f.users][:-OPEN_FILES])
+            unused = self._uncached([f for f in self._files.values() if not f.users][:-OPEN_FILES])
         for each in unused:
             self._close(each)
         return file
 
-    def _taken(self, files: list[File]) -> list[File]:
+    def _uncached(self, files: list[File]) -> list[File]:
         for file in files:
             file.cached = False
             del self._files[file.path]
         return files
 
 
-class Moving(Protocol):
-    """A scatter list on its way; as `mover.Move`."""
+class PendingIo(Protocol):
+    """A scatter list on its way; as `file_io.IoBatch`."""
 
     def done(self) -> bool: ...
 
-    def call_off(self) -> None: ...
+    def abort(self) -> None: ...
 
     def result(self, timeout: float | None = None) -> None: ...
 
@@ -221,10 +221,10 @@ class Moving(Protocol):
     def add_done_callback(self, call: Callable[[Any], None], /) -> None: ...
 
 
-class Reads(Protocol):
-    """Part of `mover.Mover` that starts to fill memory from files."""
+class FileReads(Protocol):
+    """Part of `file_io.FileIo` that starts to fill memory from files."""
 
-    def read(self, addresses: Any, fds: Any, offsets: Any, lengths: Any) -> Moving: ...
+    def read(self, addresses: Any, fds: Any, offsets: Any, lengths: Any) -> PendingIo: ...
 
 
 class Read:
@@ -232,7 +232,7 @@ class Read:
 
     def __init__(
         self,
-        move: Moving,
+        batch: PendingIo,
         locations: Sequence[Location],
         addresses: np.ndarray,
         first_layer: int,
@@ -241,7 +241,7 @@ class Read:
         verify: Verify | None,
         on_bad: Callable[[Location, str], None] | None,
     ) -> None:
-        self.move = move
+        self.batch = batch
         self._locations, self._addresses, self._first = locations, addresses, first_layer
         self._block_of_piece = block_of_piece
         self.bad: dict[int, str] = missing
@@ -251,11 +251,11 @@ class Read:
 
     def done(self) -> bool:
         """Whether no more bytes will arrive, so that the caller may reuse the memory."""
-        return self.move.done()
+        return self.batch.done()
 
-    def call_off(self) -> None:
+    def abort(self) -> None:
         """Begin no further reads; `wait` then counts all blocks as missing."""
-        self.move.call_off()
+        self.batch.abort()
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
         """Wait, and return whether each block is whole in memory and, with `verify`, proven right:
@@ -264,14 +264,14 @@ class Read:
         Raises TimeoutError while bytes may still arrive; nothing else.
         """
         if self._ok is None:
-            self._ok = self._judge(timeout_s)
+            self._ok = self._verify_blocks(timeout_s)
         return self._ok
 
-    def _judge(self, timeout_s: float | None) -> np.ndarray:
+    def _verify_blocks(self, timeout_s: float | None) -> np.ndarray:
         ok = np.ones(len(self._locations), np.bool_)
         try:
-            self.move.result(timeout_s)
-        except MoveError as error:
+            self.batch.result(timeout_s)
+        except IoBatchError as error:
             for i in np.unique(self._block_of_piece[list(error.pieces)]).tolist():
                 self.bad[i] = "unreadable" if os.path.exists(self._locations[i].path) else "gone"
         except CancelledError:
@@ -294,8 +294,8 @@ class Read:
 class BlockReader:
     """Reader of blocks at their Locations, in any process."""
 
-    def __init__(self, mover: Reads, files: SegmentFiles | None = None) -> None:
-        self._mover = mover
+    def __init__(self, file_io: FileReads, files: SegmentFiles | None = None) -> None:
+        self._file_io = file_io
         self._files = SegmentFiles() if files is None else files
 
     def read(
@@ -344,16 +344,16 @@ class BlockReader:
         for path, file in files.items():
             mine = np.array([place.path == path for place in locations])[blocks]
             fds[mine] = file.choose_fds(targets[mine], offsets[mine], lengths[mine])
-        move = self._mover.read(targets, fds, offsets, lengths)
+        batch = self._file_io.read(targets, fds, offsets, lengths)
 
-        def landed(done: Moving) -> None:
+        def landed(done: PendingIo) -> None:
             for file in files.values():
                 self._files.release(file)
             if on_done is not None:
                 on_done(done.exception() is None)
 
-        move.add_done_callback(landed)
-        return Read(move, locations, addresses, first_layer, blocks, missing, verify, on_bad)
+        batch.add_done_callback(landed)
+        return Read(batch, locations, addresses, first_layer, blocks, missing, verify, on_bad)
 
     def close(self) -> None:
         """Close the files, except those being read."""

@@ -1,7 +1,7 @@
 """The segments of a file tier: how many fit its size, and which one is removed.
 
 A full tier removes the segment whose blocks are worth least. If other files have filled the disk,
-the tier gives up one segment's room, not all segments (`_gives_way`).
+the tier gives up one segment's room, not all segments (`_frees_segment_for_full_disk`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from headrace_kvstore.nvme.catalog import Catalog, Segment, Value, use_per_second
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape, TierEvent
+from headrace_kvstore.nvme.record import PAGE_BYTES, BlockShape, TierEvent
 from headrace_kvstore.nvme.record_writer import make_segment, remove_segment
 from headrace_kvstore.nvme.scan import new_segment_path
 from headrace_kvstore.nvme.segment import NO_RESOURCES, SegmentFiles
@@ -50,7 +50,7 @@ class SegmentSpace:
         self._growing = threading.Lock()
         self._catalog = Catalog()
         self._files = SegmentFiles(writable=True, sync=sync)
-        self._open: dict[Shape, Segment] = {}
+        self._open: dict[BlockShape, Segment] = {}
         self._next_segment = 1
         self._disk_full = False
         """Whether a segment was given up for a full disk, and none could be made since."""
@@ -58,12 +58,12 @@ class SegmentSpace:
         """Size of each removed segment whose file is still there, by path."""
         self._counts: Counter[str] = Counter()
 
-    def _open_segment(self, shape: Shape) -> Segment | None:
+    def _open_segment(self, shape: BlockShape) -> Segment | None:
         """Return this namespace's segment with a free slot, if there is one."""
         segment = self._open.get(shape)
         return segment if segment is not None and segment.next_slot < segment.slots else None
 
-    def _grow(self, shape: Shape) -> bool:
+    def _make_segment(self, shape: BlockShape) -> bool:
         """Make a segment with a free slot for the namespace unless it has one; return False if that
         is impossible.
 
@@ -85,7 +85,7 @@ class SegmentSpace:
                 try:
                     make_segment(path, self.segment_bytes, shape)
                 except OSError as error:
-                    if self._gives_way(error):
+                    if self._frees_segment_for_full_disk(error):
                         continue
                     return False
                 self._disk_full = False
@@ -95,7 +95,7 @@ class SegmentSpace:
                     self._open[shape] = segment
                     return True
 
-    def _gives_way(self, error: OSError) -> bool:
+    def _frees_segment_for_full_disk(self, error: OSError) -> bool:
         """Handle a segment that could not be made; return True if it is to be tried again.
 
         If other files have filled the disk, the tier gives up one segment. If that makes no room,
@@ -112,7 +112,7 @@ class SegmentSpace:
                 freed += more
             if freed:
                 return True
-        self._turn("read-only", f"cannot make a segment: {error}")
+        self._set_state("read-only", f"cannot make a segment: {error}")
         return False
 
     def _make_room(self) -> bool:
@@ -139,12 +139,12 @@ class SegmentSpace:
         now_s = time.monotonic()
         with self._lock:
             segments = [self._catalog.segments[n] for n in sorted(self._catalog.segments)]
-        worth = []
+        values = []
         for segment in segments:
             with self._lock:
                 rows = self._catalog.rows(segment)
-            worth.append(self.value(segment.shape.digest, rows, now_s).sum())
-        for i in np.argsort(worth, kind="stable").tolist():
+            values.append(self.value(segment.shape.digest, rows, now_s).sum())
+        for i in np.argsort(values, kind="stable").tolist():
             segment = segments[i]
             with self._lock:
                 gone = self._catalog.drop(segment, now_s)
@@ -163,7 +163,7 @@ class SegmentSpace:
         it."""
         self._files.close([segment.path])
         for block_hash in gone:
-            self._tell(TierEvent(False, segment.shape.digest, block_hash, reason))
+            self._notify(TierEvent(False, segment.shape.digest, block_hash, reason))
         return self._delete(segment.path, segment.file_bytes)
 
     def _close_open(self, segment: Segment) -> None:
@@ -178,18 +178,18 @@ class SegmentSpace:
             remove_segment(path)
         except OSError as error:
             self._undeleted[path] = size_bytes
-            self._turn("read-only", f"cannot remove {path}: {error}")
+            self._set_state("read-only", f"cannot remove {path}: {error}")
             return False
         self._undeleted.pop(path, None)
         return True
 
-    def _turn(self, state: State, reason: str) -> None:
+    def _set_state(self, state: State, reason: str) -> None:
         if self.state == "off" or self.state == state:
             return
         self.state, self.reason = state, reason
         logger.error("NVMe tier %s is %s: %s", self.folder, state, reason)
 
-    def _tell(self, event: TierEvent) -> None:
+    def _notify(self, event: TierEvent) -> None:
         for listener in self.events:
             try:
                 listener(event)

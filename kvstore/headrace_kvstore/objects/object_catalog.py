@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace_kvstore.blocks.slot_record import READY, SLOT
 from headrace_kvstore.nvme.record import padded
 from headrace_kvstore.objects.object_format import ObjectName
-from headrace_kvstore.table import READY, SLOT
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class StoredObject:
     """One object."""
 
     name: ObjectName
@@ -27,7 +27,7 @@ class Held:
     used_s: float
     """Monotonic seconds of its last use here, or of its making."""
     hits: int = 0
-    walk: int = 0
+    listing: int = 0
     """Number of the last walk in which it was seen or made."""
 
     @property
@@ -42,11 +42,11 @@ class UseOrder:
 
     _SPARE = 1024
 
-    def __init__(self, objects: dict[str, Held]) -> None:
+    def __init__(self, objects: dict[str, StoredObject]) -> None:
         self._objects = objects
         self._heap: list[tuple[float, str]] = []
 
-    def add(self, held: Held) -> None:
+    def add(self, held: StoredObject) -> None:
         """Add an object that is in the dictionary."""
         heapq.heappush(self._heap, (held.used_s, held.text))
         if (
@@ -55,7 +55,7 @@ class UseOrder:
             self._heap = [(each.used_s, each.text) for each in self._objects.values()]
             heapq.heapify(self._heap)
 
-    def pop(self) -> Held:
+    def pop(self) -> StoredObject:
         """Remove and return the object unused longest; the caller removes it from the dictionary.
         Raises IndexError if there is none."""
         while True:
@@ -78,19 +78,19 @@ class ObjectCatalog:
 
     def __init__(self, writer: str) -> None:
         self._writer = writer
-        self.objects: dict[str, Held] = {}
-        self.own: dict[str, Held] = {}
+        self.objects: dict[str, StoredObject] = {}
+        self.own: dict[str, StoredObject] = {}
         self.own_bytes = 0
         self._by_use = UseOrder(self.objects)
         self._own_by_use = UseOrder(self.own)
-        self._by_key: dict[bytes, list[Held]] = {}
+        self._by_key: dict[bytes, list[StoredObject]] = {}
 
     @property
     def blocks(self) -> int:
         """Number of different blocks."""
         return len(self._by_key)
 
-    def add(self, held: Held) -> None:
+    def add(self, held: StoredObject) -> None:
         """Add an object."""
         if held.text in self.objects:
             return
@@ -114,7 +114,7 @@ class ObjectCatalog:
         if not same:
             del self._by_key[held.key]
 
-    def find(self, digest: bytes, block_hash: bytes) -> Held | None:
+    def find(self, digest: bytes, block_hash: bytes) -> StoredObject | None:
         """Return the object found last of those that hold this block."""
         same = self._by_key.get(digest + padded(block_hash))
         return same[-1] if same else None
@@ -124,12 +124,12 @@ class ObjectCatalog:
         known = self._by_key
         return np.fromiter((digest + padded(h) in known for h in hashes), bool, len(hashes))
 
-    def use(self, held: Held, now_s: float) -> None:
+    def use(self, held: StoredObject, now_s: float) -> None:
         """Record that a read begins."""
         held.hits += 1
         held.used_s = now_s
 
-    def is_own(self, held: Held) -> bool:
+    def is_own(self, held: StoredObject) -> bool:
         """Whether this tier's writer made the object."""
         return held.name.writer == self._writer
 
@@ -146,10 +146,10 @@ class ObjectCatalog:
             self.remove(held.text)
         return chosen
 
-    def shrink(self, most_objects: int) -> list[Held]:
+    def shrink(self, most_objects: int) -> list[StoredObject]:
         """Remove the objects unused longest until `most_objects` are left; return the removed
         ones."""
-        gone: list[Held] = []
+        gone: list[StoredObject] = []
         while len(self.objects) > most_objects:
             gone.append(self._by_use.pop())
             self.remove(gone[-1].text)
@@ -157,7 +157,7 @@ class ObjectCatalog:
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
         """Yield namespace digest and rows, SLOT (n,), of all blocks; `namespace` is 0."""
-        by_digest: dict[bytes, list[Held]] = {}
+        by_digest: dict[bytes, list[StoredObject]] = {}
         for same in self._by_key.values():
             by_digest.setdefault(same[-1].name.shape.digest, []).append(same[-1])
         for digest, found in by_digest.items():

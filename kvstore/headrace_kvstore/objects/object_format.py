@@ -20,11 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace_kvstore.checksum import block_seed, copy_sum, layer_seeds
-from headrace_kvstore.nvme.record import Save, Shape, padded
+from headrace_kvstore.blocks.checksum import block_seed, copy_sum, layer_seeds
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest, padded
 
-BOARD_NAME = "board"
-"""Name of the one object that holds no block: the backup of nodes' boards (`node.board_backup`)."""
+BACKUP_NAME = "board"
+"""Name of the one object that holds no block: the backup of the nodes' gossip logs
+(`node.gossip_backup`)."""
 WRITER = r"[A-Za-z0-9_-]{1,64}"
 _PLACE = struct.Struct("<IQQIIxf")
 _NAME = re.compile(
@@ -37,7 +38,7 @@ _SUM_BYTES = 8
 class ObjectName:
     """Fields of an object's name. `hash`: 32 bytes; `parent`: as in SLOT."""
 
-    shape: Shape
+    shape: BlockShape
     hash: bytes
     writer: str
     parent: int = 0
@@ -46,7 +47,7 @@ class ObjectName:
     compute_s: float = 0.0
 
     @classmethod
-    def of(cls, shape: Shape, writer: str, save: Save) -> ObjectName:
+    def of(cls, shape: BlockShape, writer: str, save: WriteRequest) -> ObjectName:
         """Return the name under which a block is stored. Raises ValueError for a hash that is too
         long."""
         parent = int.from_bytes(save.parent[:8], "little")
@@ -64,7 +65,7 @@ class ObjectName:
         if not (math.isfinite(compute_s) and compute_s >= 0):
             return None
         try:
-            shape = Shape(bytes.fromhex(digest), layers, layer_bytes)
+            shape = BlockShape(bytes.fromhex(digest), layers, layer_bytes)
         except ValueError:
             return None
         where = parent, depth, tenant, compute_s
@@ -84,12 +85,12 @@ class ObjectName:
         return object_bytes(self.shape)
 
 
-def object_bytes(shape: Shape) -> int:
+def object_bytes(shape: BlockShape) -> int:
     """Return the size of an object that holds a block of this shape."""
     return _SUM_BYTES * shape.layers + shape.payload_bytes
 
 
-def pack(shape: Shape, save: Save) -> memoryview | None:
+def pack(shape: BlockShape, save: WriteRequest) -> memoryview | None:
     """Return an object's bytes; None if the bytes in memory do not match their sums.
 
     So no lease is needed: another block may take the memory at any time.
@@ -101,7 +102,9 @@ def pack(shape: Shape, save: Save) -> memoryview | None:
     return data.data if same else None
 
 
-def unpack(shape: Shape, block_hash: bytes, data: memoryview, to: np.ndarray) -> np.ndarray | None:
+def unpack(
+    shape: BlockShape, block_hash: bytes, data: memoryview, to: np.ndarray
+) -> np.ndarray | None:
     """Copy an object's layers to u64 addresses (layers,); return their sums, u64 (layers,), or None
     if the bytes do not match them. `data` must have the right length."""
     sums = np.frombuffer(data, "<u8", shape.layers).astype(np.uint64)
@@ -109,12 +112,12 @@ def unpack(shape: Shape, block_hash: bytes, data: memoryview, to: np.ndarray) ->
     return sums if np.array_equal(_copied(shape, block_hash, start, to), sums) else None
 
 
-def _copied(shape: Shape, block_hash: bytes, source: int, to: np.ndarray) -> np.ndarray:
+def _copied(shape: BlockShape, block_hash: bytes, source: int, to: np.ndarray) -> np.ndarray:
     seeds = layer_seeds(block_seed(shape.digest, block_hash), shape.layers)
     return copy_sum(to, _layers(shape, source), shape.layer_bytes, seeds)
 
 
-def _layers(shape: Shape, start: int) -> np.ndarray:
+def _layers(shape: BlockShape, start: int) -> np.ndarray:
     return np.uint64(start) + np.arange(shape.layers, dtype=np.uint64) * np.uint64(
         shape.layer_bytes
     )

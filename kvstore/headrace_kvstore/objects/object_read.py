@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import numpy as np
 
-from headrace_kvstore.objects.object_catalog import Held
+from headrace_kvstore.objects.object_catalog import StoredObject
 from headrace_kvstore.objects.object_format import unpack
 
 
 class ObjectRead:
-    """Blocks on their way from objects into memory: a `staging.sources.Fill`.
+    """Blocks on their way from objects into memory: a `staging.sources.PendingRead`.
 
     One request fetches each block, and the answer lands in memory of its own. The thread that waits
     for the read copies it to its destination, in the same pass that computes its checksums. So a
@@ -30,26 +30,26 @@ class ObjectRead:
 
     def __init__(
         self,
-        objects: Sequence[Held],
+        objects: Sequence[StoredObject],
         addresses: np.ndarray,
         sums: Sequence[np.ndarray],
         deadline_s: float,
-        judge: Callable[[Held, bool], None],
+        on_result: Callable[[StoredObject, bool], None],
     ) -> None:
         self.objects, self._sums = list(objects), sums
         self._addresses = np.ascontiguousarray(addresses, np.uint64)
-        self._deadline_s, self._judge = deadline_s, judge
+        self._deadline_s, self._on_result = deadline_s, on_result
         self._answers: list[Future[memoryview | None]] = [Future() for _ in objects]
-        self.called_off = False
+        self.aborted = False
 
     def answer(self, block: int, data: memoryview | None) -> None:
         """Take a block's bytes, or None if it will not arrive."""
         with suppress(InvalidStateError):  # it was given up
             self._answers[block].set_result(data)
 
-    def call_off(self) -> None:
+    def abort(self) -> None:
         """Give the read up; all its blocks count as missing."""
-        self.called_off = True
+        self.aborted = True
         for block in range(len(self._answers)):
             self.answer(block, None)
 
@@ -60,12 +60,12 @@ class ObjectRead:
             try:
                 data = answer.result(max(0.0, self._deadline_s - time.monotonic()))
             except TimeoutError:
-                self.call_off()
-            if self.called_off:
+                self.abort()
+            if self.aborted:
                 return np.zeros_like(good)
             if data is not None:
                 good[block] = self._copy(block, data)
-                self._judge(self.objects[block], bool(good[block]))
+                self._on_result(self.objects[block], bool(good[block]))
         return good
 
     def _copy(self, block: int, data: memoryview) -> bool:

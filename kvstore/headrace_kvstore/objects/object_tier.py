@@ -28,14 +28,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.record import Save, Shape
-from headrace_kvstore.objects.object_catalog import Held, ObjectCatalog
+from headrace_kvstore.circuit_breaker import CircuitBreaker
+from headrace_kvstore.daemon_thread_pool import DaemonThreadPool
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
+from headrace_kvstore.objects.object_catalog import ObjectCatalog, StoredObject
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
-from headrace_kvstore.objects.object_format import BOARD_NAME, ObjectName, pack
+from headrace_kvstore.objects.object_format import BACKUP_NAME, ObjectName, pack
 from headrace_kvstore.objects.object_read import ObjectRead
-from headrace_kvstore.objects.object_walk import Trim, Walk
-from headrace_kvstore.workers import Workers
+from headrace_kvstore.objects.object_walk import ListingPass, TrimPlan
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -78,7 +78,6 @@ class ObjectTier:
         *,
         refresh_s: float = 30.0,
         timeout_s: float = 10.0,
-        breaker: Callable[[], Breaker] = Breaker,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.writer, self.size_bytes = writer, size_bytes
@@ -86,7 +85,7 @@ class ObjectTier:
         """Set once the first listing is known."""
         self.client, self._ready = client, ready
         self._refresh_s, self._timeout_s = refresh_s, timeout_s
-        self._reads, self._writes = breaker(), breaker()
+        self._reads, self._writes = CircuitBreaker(), CircuitBreaker()
         self._lock = threading.RLock()
         self._catalog = ObjectCatalog(writer)
         self._ignored: dict[str, tuple[str, float | None, int]] = {}
@@ -98,20 +97,22 @@ class ObjectTier:
         self._removed_before: set[str] = set()
         """Names removed since this refresh began (`_removed`), and from the beginning of the
         previous one until then. A listing may still show them."""
-        self._walk: Walk | None = None
-        self._walks = 0
-        self._unindexed = self._unindexed_bytes = self._written_in_walk = 0
-        self._trim = Trim()
+        self._listing: ListingPass | None = None
+        self._listings = 0
+        self._unindexed = self._unindexed_bytes = self._written_in_listing = 0
+        self._trim = TrimPlan()
         self._counts: Counter[str] = Counter()
         self._last_error = ""
-        self._readers = Workers(REQUESTS, "kv-object")
-        self._putters = Workers(REQUESTS, "kv-object-put")
+        self._readers = DaemonThreadPool(REQUESTS, "kv-object")
+        self._putters = DaemonThreadPool(REQUESTS, "kv-object-put")
         self._stop = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="kv-object-keeper", daemon=True)
+        self._refresher = threading.Thread(
+            target=self._refresh_loop, name="kv-object-keeper", daemon=True
+        )
 
     def start(self) -> ObjectTier:
         """Begin to list in the background, and to take requests."""
-        self._keeper.start()
+        self._refresher.start()
         return self
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -120,8 +121,8 @@ class ObjectTier:
         self._stop.set()
         for workers in (self._readers, self._putters):
             workers.close(max(0.0, deadline - time.monotonic()))
-        if self._keeper.ident is not None:
-            self._keeper.join(max(0.0, deadline - time.monotonic()))
+        if self._refresher.ident is not None:
+            self._refresher.join(max(0.0, deadline - time.monotonic()))
 
     # Looking
 
@@ -140,7 +141,7 @@ class ObjectTier:
         with self._lock:
             return self._catalog.contains(digest, hashes)
 
-    def find(self, digest: bytes, block_hash: bytes) -> Held | None:
+    def find(self, digest: bytes, block_hash: bytes) -> StoredObject | None:
         """Return an object that holds a block, or None."""
         with self._lock:
             return self._catalog.find(digest, block_hash)
@@ -171,7 +172,7 @@ class ObjectTier:
     # Reading
 
     def read(
-        self, objects: Sequence[Held], addresses: np.ndarray, sums: Sequence[np.ndarray]
+        self, objects: Sequence[StoredObject], addresses: np.ndarray, sums: Sequence[np.ndarray]
     ) -> ObjectRead:
         """Start reading blocks of one shape to u64 addresses (blocks, layers). Waiting for it ends
         within `READ_TIMEOUTS` request timeouts, whatever the endpoint does.
@@ -180,7 +181,7 @@ class ObjectTier:
         """
         now_s = time.monotonic()
         deadline_s = now_s + READ_TIMEOUTS * self._timeout_s
-        read = ObjectRead(objects, addresses, sums, deadline_s, self._came)
+        read = ObjectRead(objects, addresses, sums, deadline_s, self._on_block_read)
         with self._lock:
             self._counts["reads"] += len(objects)
             for held in objects:
@@ -193,16 +194,16 @@ class ObjectTier:
         """Make one request, in a worker."""
         data = None
         try:
-            data = None if read.called_off else self._get(read.objects[block])
+            data = None if read.aborted else self._get(read.objects[block])
         finally:
             read.answer(block, data)
 
-    def _came(self, held: Held, right: bool) -> None:
+    def _on_block_read(self, held: StoredObject, right: bool) -> None:
         self._count("reads_good" if right else "reads_corrupt", 1)
         if not right:
-            self._forget(held.text, "corrupt")
+            self._ignore_object(held.text, "corrupt")
 
-    def _get(self, held: Held) -> memoryview | None:
+    def _get(self, held: StoredObject) -> memoryview | None:
         """Return an object's bytes; None if the request fails, or another reader found them bad."""
         with self._lock:
             if held.text not in self._catalog.objects:
@@ -213,7 +214,7 @@ class ObjectTier:
                 return self.client.get(held.text, 0, held.name.size_bytes)
             except ObjectError as error:
                 if error.reason == "absent":
-                    self._forget(held.text, "gone")
+                    self._ignore_object(held.text, "gone")
                 raise
 
         data = self._request("reads", self._reads, get)
@@ -222,12 +223,12 @@ class ObjectTier:
         if len(data) == held.name.size_bytes:
             return data
         self._count("reads_truncated", 1)
-        self._forget(held.text, "truncated")
+        self._ignore_object(held.text, "truncated")
         return None
 
     # Writing
 
-    def pack(self, shape: Shape, saves: Sequence[Save]) -> list[Packed]:
+    def pack(self, shape: BlockShape, saves: Sequence[WriteRequest]) -> list[Packed]:
         """Copy blocks that are not here yet into the bytes of new objects.
 
         The memory may change during the copy: blocks that do not match their sums are left out, and
@@ -282,7 +283,7 @@ class ObjectTier:
             return False
         self._count("writes", 1)
         self._count("written_bytes", len(data))
-        self._learned(Held(name, str(name), time.monotonic()))
+        self._add_written(StoredObject(name, str(name), time.monotonic()))
         return True
 
     def _make_room(self, needed_bytes: int) -> bool:
@@ -309,40 +310,40 @@ class ObjectTier:
         that are missing. Returns False if the listing failed."""
         with self._lock:
             self._removed_before, self._removed = self._removed, set()
-        walk = self._walk = self._walk or Walk(self._walks + 1)
-        self._walks = walk.number
+        listing = self._listing = self._listing or ListingPass(self._listings + 1)
+        self._listings = listing.number
         for _ in range(LIST_OBJECTS // BATCH_OBJECTS):
-            listed = self._request("lists", self._reads, lambda: self._next(walk))
+            listed = self._request("lists", self._reads, lambda: self._next(listing))
             if listed is None:
-                walk.names = None
-                if not walk.in_order:
-                    self._walk = None
+                listing.names = None
+                if not listing.in_order:
+                    self._listing = None
                 return False
-            self._learn(walk, listed)
-            if walk.ended:
-                self._end_of(walk)
+            self._add_listed(listing, listed)
+            if listing.ended:
+                self._finish_listing(listing)
                 break
         self._count("lists", 1)
         return True
 
-    def _next(self, walk: Walk) -> list[Listed]:
+    def _next(self, listing: ListingPass) -> list[Listed]:
         """Return the next names, from where the walk stopped."""
-        if walk.names is None:
-            walk.names = self.client.list(walk.after) if walk.after else self.client.list()
-        return walk.take(BATCH_OBJECTS)
+        if listing.names is None:
+            listing.names = self.client.list(listing.after) if listing.after else self.client.list()
+        return listing.take(BATCH_OBJECTS)
 
-    def _learn(self, walk: Walk, listed: Sequence[Listed]) -> None:
+    def _add_listed(self, listing: ListingPass, listed: Sequence[Listed]) -> None:
         """Add new objects as far as there is room; remove own ones that are too many."""
         with self._lock:
-            fresh = [each for each in listed if self._is_new(walk, each)]
-        found: dict[str, tuple[Held, float]] = {}
+            fresh = [each for each in listed if self._is_new(listing, each)]
+        found: dict[str, tuple[StoredObject, float]] = {}
         for each in fresh:
             name = ObjectName.parse(each.name)
             if name is None or name.size_bytes != each.size_bytes:
-                walk.ignored["foreign" if name is None else "truncated"] += 1
+                listing.ignored["foreign" if name is None else "truncated"] += 1
                 continue
             age_s = max(0.0, time.time() - each.modified_s)
-            held = Held(name, each.name, time.monotonic() - age_s, walk=walk.number)
+            held = StoredObject(name, each.name, time.monotonic() - age_s, listing=listing.number)
             found[each.name] = held, each.modified_s
         too_many: list[str] = []
         with self._lock:
@@ -355,49 +356,49 @@ class ObjectTier:
                 else:
                     modified_s = time.time() - (time.monotonic() - held.used_s)
                     self._unindexed_bytes += held.name.size_bytes * self._catalog.is_own(held)
-                if not self._catalog.is_own(held) or held.walk < walk.number:
+                if not self._catalog.is_own(held) or held.listing < listing.number:
                     continue  # this walk will still reach the latter
                 if self._trim.takes(held.name.size_bytes, modified_s):
                     too_many.append(held.text)
                 else:
-                    walk.count(held.name.size_bytes, modified_s)
+                    listing.count(held.name.size_bytes, modified_s)
         self._count("index_full", len(gone))
         if too_many and not self._delete(too_many):
-            self._trim = Trim()  # until the next walk
+            self._trim = TrimPlan()  # until the next walk
 
-    def _is_new(self, walk: Walk, each: Listed) -> bool:
+    def _is_new(self, listing: ListingPass, each: Listed) -> bool:
         """Whether a listed object is neither known nor ignored nor removed by this tier."""
         held = self._catalog.objects.get(each.name)
         if held is not None:
-            held.walk = walk.number
+            held.listing = listing.number
             return False
         if each.name in self._removed or each.name in self._removed_before:
             return False
         why, stamp, _ = self._ignored.pop(each.name, ("", -math.inf, 0))
         if why and stamp in (None, each.modified_s):
-            self._ignored[each.name] = why, each.modified_s, walk.number
+            self._ignored[each.name] = why, each.modified_s, listing.number
             return False
-        return each.name != BOARD_NAME
+        return each.name != BACKUP_NAME
 
-    def _end_of(self, walk: Walk) -> None:
+    def _finish_listing(self, listing: ListingPass) -> None:
         """Drop the objects that the whole walk did not show, and plan the next walk."""
         with self._lock:
             known = list(self._catalog.objects.values())
-        gone = [held for held in known if held.walk < walk.number]
+        gone = [held for held in known if held.listing < listing.number]
         with self._lock:
             for held in gone:
-                if held.walk < walk.number:
+                if held.listing < listing.number:
                     self._catalog.remove(held.text)
-            for name in [n for n, (_, _, seen) in self._ignored.items() if seen < walk.number]:
+            for name in [n for n, (_, _, seen) in self._ignored.items() if seen < listing.number]:
                 del self._ignored[name]
-            self._walk, self._ignored_names = None, walk.ignored
-            self._unindexed, self._unindexed_bytes = walk.own_objects, walk.own_bytes
-            written, self._written_in_walk = self._written_in_walk, 0
+            self._listing, self._ignored_names = None, listing.ignored
+            self._unindexed, self._unindexed_bytes = listing.own_objects, listing.own_bytes
+            written, self._written_in_listing = self._written_in_listing, 0
             # The next walk makes room for the writes until the walk after it has ended.
-            spare = max(self.size_bytes // SPARE_SHARE, 2 * written) if walk.own_objects else 0
+            spare = max(self.size_bytes // SPARE_SHARE, 2 * written) if listing.own_objects else 0
             excess = self._own_bytes - max(0, self.size_bytes - spare)
-            self._trim = Trim.of(walk, excess)
-        if not walk.own_objects:
+            self._trim = TrimPlan.of(listing, excess)
+        if not listing.own_objects:
             self._make_room(0)
         if not self.refreshed.is_set():
             self.refreshed.set()
@@ -408,26 +409,26 @@ class ObjectTier:
         """Bytes of all own objects; for those beyond the index, by the last walk's count."""
         return self._catalog.own_bytes + self._unindexed_bytes
 
-    def _learned(self, held: Held) -> None:
+    def _add_written(self, held: StoredObject) -> None:
         with self._lock:
             self._ignored.pop(held.text, None)
-            held.walk = self._walks
+            held.listing = self._listings
             self._catalog.add(held)
-            self._written_in_walk += held.name.size_bytes
+            self._written_in_listing += held.name.size_bytes
             for gone in self._catalog.shrink(INDEX_BLOCKS):
                 self._unindexed_bytes += gone.name.size_bytes * self._catalog.is_own(gone)
 
-    def _forget(self, name: str, why: str) -> None:
+    def _ignore_object(self, name: str, why: str) -> None:
         """Drop an object, and do not use it until it is written again."""
         with self._lock:
             self._catalog.remove(name)
-            self._ignored[name] = why, None, self._walks
+            self._ignored[name] = why, None, self._listings
             if len(self._ignored) > MAX_IGNORED:
                 del self._ignored[next(iter(self._ignored))]
 
     # Inside
 
-    def _keep(self) -> None:
+    def _refresh_loop(self) -> None:
         """Refresh every `refresh_s`, until `close`."""
         pause_s = 0.0
         while not self._stop.wait(pause_s):
@@ -439,7 +440,7 @@ class ObjectTier:
             except Exception:
                 logger.exception("looking after the object tier failed; it goes on")
 
-    def _request(self, what: str, breaker: Breaker, call: Callable[[], T]) -> T | None:
+    def _request(self, what: str, breaker: CircuitBreaker, call: Callable[[], T]) -> T | None:
         """Make a request and return its answer; None if it fails or the breaker stops it, which is
         counted."""
         if not breaker.allow(time.monotonic()):

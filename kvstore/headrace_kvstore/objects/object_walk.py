@@ -20,7 +20,7 @@ AGE_S = 600.0
 
 
 @dataclass
-class Walk:
+class ListingPass:
     """One walk, from the first name to the last.
 
     Attributes:
@@ -61,7 +61,7 @@ class Walk:
 
 
 @dataclass
-class Trim:
+class TrimPlan:
     """Own objects beyond the index that are to be removed: those of the time stamps up to
     `until_s`, `bytes` in all."""
 
@@ -69,11 +69,11 @@ class Trim:
     until_s: float = -math.inf
 
     @classmethod
-    def of(cls, walk: Walk, excess_bytes: int) -> Trim:
+    def of(cls, listing: ListingPass, excess_bytes: int) -> TrimPlan:
         """Return the oldest objects that a walk has counted, of so many bytes."""
-        left = wanted = min(excess_bytes, walk.own_bytes)
-        for age in sorted(walk.ages) if wanted > 0 else ():
-            left -= walk.ages[age]
+        left = wanted = min(excess_bytes, listing.own_bytes)
+        for age in sorted(listing.ages) if wanted > 0 else ():
+            left -= listing.ages[age]
             if left <= 0:
                 return cls(wanted, (age + 1) * AGE_S)
         return cls()

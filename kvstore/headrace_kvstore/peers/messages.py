@@ -1,10 +1,10 @@
 """The messages between two nodes, over TCP, framed as `wire` frames those of engines.
 
-    Hello  -> Welcome      the owner's generation, and NIXL's metadata of its memory
-    Look   -> News         new notes of the owner's board, and new batches of its events
-    Lease  -> Leased       keep these blocks for the reader, and tell where they lie
-    GetTags -> Tags        the keyed tags of a lease's blocks (`tags`)
-    Release                end a lease; these blocks did not verify
+    HandshakeRequest -> HandshakeResponse  the owner's generation, and NIXL's metadata of its memory
+    PollRequest -> PollResponse            new entries of its gossip log, and new batches of its
+    events Lease -> Leased                        keep these blocks for the reader, and return their
+    addresses GetTags -> Tags                        the keyed tags of a lease's blocks
+    (`block_tags`) Release                                end a lease; these blocks did not verify
 
 Messages hold numbers, names and hashes, no pickle. Addresses lie within the memory that the
 owner's NIXL agent has registered. The agent's metadata is NIXL's own binary form. Only members of
@@ -18,22 +18,21 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headrace_kvstore.peers.tags import TAG_BYTES
-from headrace_kvstore.protocol.board import Number
+from headrace_kvstore.peers.block_tags import TAG_BYTES
+from headrace_kvstore.protocol.gossip_log import EntryPage, Number
 from headrace_kvstore.protocol.wire import (
     MAX_LEASE_S,
     Digest,
     Failed,
     Hash,
     Message,
-    Notes,
     Seconds,
     frame_decoder,
 )
 
 MAX_BLOCKS = 1024
 """Maximum number of blocks in one lease."""
-MAX_LOOK_BYTES = 2**22
+MAX_POLL_BYTES = 2**22
 
 Generation = Annotated[str, Meta(max_length=64)]
 Small = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -41,19 +40,19 @@ Word = Annotated[int, Meta(ge=0)]
 """Up to 64 bits, the largest that msgpack carries."""
 
 
-class Hello(Message):
-    """Greeting of a reader. Answered by `Welcome`."""
+class HandshakeRequest(Message):
+    """Handshake of a reader. Answered by `HandshakeResponse`."""
 
 
-class Look(Message):
-    """Request for the notes after a place on the board, and for the batches of events from a number
-    on. Answered by `News`."""
+class PollRequest(Message):
+    """Request for the log's entries after a place, and for the batches of events from a number
+    on. Answered by `PollResponse`."""
 
-    board: Generation
+    gossip_log: Generation
     after: Number
     batch: Number
-    most_bytes: Annotated[int, Meta(ge=0, le=MAX_LOOK_BYTES)]
-    """Maximum size of the notes, and of the batches as well. A single larger one is sent
+    most_bytes: Annotated[int, Meta(ge=0, le=MAX_POLL_BYTES)]
+    """Maximum size of the entries, and of the batches as well. A single larger one is sent
     nevertheless."""
 
 
@@ -86,29 +85,29 @@ class GetTags(Message):
     lease: Number
 
 
-PeerRequest = Hello | Look | Lease | GetTags | Release
+PeerRequest = HandshakeRequest | PollRequest | Lease | GetTags | Release
 
 
-class Welcome(Message):
-    """Answer to `Hello`. `generation`: changes whenever addresses may have changed. `agent`: NIXL's
-    metadata."""
+class HandshakeResponse(Message):
+    """Answer to `HandshakeRequest`. `generation`: changes whenever addresses may have changed.
+    `agent`: NIXL's metadata."""
 
     generation: Generation
     agent: Annotated[bytes, Meta(max_length=2**20)]
 
 
-class News(Message):
-    """Answer to `Look`. `first`: number of the first of `batches`, each an `events.EventBatch`;
-    `next`: number of the next batch to come."""
+class PollResponse(Message):
+    """Answer to `PollRequest`. `first`: number of the first of `batches`, each an
+    `events.EventBatch`; `next`: number of the next batch to come."""
 
     generation: Generation
-    notes: Notes
+    entries: EntryPage
     first: Number
     batches: list[bytes]
     next: Number
 
 
-class Row(msgspec.Struct, array_like=True):
+class LeasedBlock(msgspec.Struct, array_like=True):
     """One leased block: its index among those asked for, its address, and its place in the
     prefix."""
 
@@ -125,7 +124,7 @@ class Leased(Message):
     little-endian."""
 
     lease: Number = 0
-    rows: Annotated[list[Row], Meta(max_length=MAX_BLOCKS)] = []
+    rows: Annotated[list[LeasedBlock], Meta(max_length=MAX_BLOCKS)] = []
     sums: bytes = b""
 
 
@@ -135,7 +134,7 @@ class Tags(Message):
     tags: Annotated[bytes, Meta(max_length=MAX_BLOCKS * TAG_BYTES)]
 
 
-PeerReply = Welcome | News | Leased | Tags | Failed
+PeerReply = HandshakeResponse | PollResponse | Leased | Tags | Failed
 
 decode_request = frame_decoder(PeerRequest)
 """Decoder of a reader's frame into its id and body. Raises WireError."""

@@ -16,17 +16,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace_kvstore.arena.arena_map import Space
-from headrace_kvstore.nvme.record import Shape
-from headrace_kvstore.peers.agent import Pull, PullError
-from headrace_kvstore.peers.messages import Lease, Leased, Release, Tags, Welcome
+from headrace_kvstore.arena.arena_map import NamespaceInfo
+from headrace_kvstore.blocks.slot_record import HASH_BYTES, SLOT
+from headrace_kvstore.nvme.record import BlockShape
+from headrace_kvstore.peers.agent_pool import AgentPool
+from headrace_kvstore.peers.block_tags import TAG_BYTES, BlockTags
+from headrace_kvstore.peers.messages import HandshakeResponse, Lease, Leased, Release, Tags
+from headrace_kvstore.peers.nixl_agent import Pull, PullError
 from headrace_kvstore.peers.peers import Peers
-from headrace_kvstore.peers.pull_price import Run
-from headrace_kvstore.peers.readers import Readers
-from headrace_kvstore.peers.tags import TAG_BYTES, BlockTags
+from headrace_kvstore.peers.pull_cost import PeerRun
 from headrace_kvstore.protocol.events import DRAM, NVME
-from headrace_kvstore.staging.sources import Fill, Found, Offer, Unavailable
-from headrace_kvstore.table import HASH_BYTES, SLOT
+from headrace_kvstore.staging.sources import (
+    PendingRead,
+    SourceBlock,
+    SourceLease,
+    SourceUnavailable,
+)
 
 READ_BYTES = 64 * 2**20
 """Maximum size of one read; the agent's thread does nothing else during a read."""
@@ -40,7 +45,7 @@ class PullLimits:
     lease_s: float
 
 
-class RemoteSource:
+class PeerSource:
     """Source of pulls into one arena.
 
     Args:
@@ -54,15 +59,15 @@ class RemoteSource:
     def __init__(
         self,
         peers: Peers,
-        readers: Readers,
-        space: Callable[[bytes], Space | None],
+        readers: AgentPool,
+        namespace: Callable[[bytes], NamespaceInfo | None],
         limits: PullLimits,
         secret: str,
     ) -> None:
-        self._peers, self._readers, self._space, self.limits = peers, readers, space, limits
+        self._peers, self._readers, self._namespace, self.limits = peers, readers, namespace, limits
         self._secret = secret
-        self._lock, self._meeting = threading.Lock(), threading.Lock()
-        self._met: dict[str, tuple[str, str]] = {}
+        self._lock, self._connecting = threading.Lock(), threading.Lock()
+        self._connected: dict[str, tuple[str, str]] = {}
         self.counts: Counter[str] = Counter()
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
@@ -77,61 +82,61 @@ class RemoteSource:
             blocks -= sizes[-1]
         return sizes
 
-    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> SourceLease:
         """Lease the blocks from the best peer; see `Source.open`."""
-        space = self._space(digest)
+        namespace = self._namespace(digest)
         runs = self._peers.runs(digest, hashes)
-        if space is None or not runs:
-            raise Unavailable("gone")
-        run = max(runs, key=lambda r: (r.blocks, -r.pull_s(space.block_bytes)))
-        welcome = self._peers.welcome(run.peer)
-        if welcome is None:
-            raise Unavailable("gone")
+        if namespace is None or not runs:
+            raise SourceUnavailable("gone")
+        run = max(runs, key=lambda r: (r.blocks, -r.pull_s(namespace.block_bytes)))
+        handshake = self._peers.handshake(run.peer)
+        if handshake is None:
+            raise SourceUnavailable("gone")
         began_s = time.monotonic()
-        shape = Shape(digest, space.layers, space.block_bytes // space.layers)
+        shape = BlockShape(digest, namespace.layers, namespace.block_bytes // namespace.layers)
         request = Lease(
-            *(welcome.generation, digest, shape.layers, shape.layer_bytes),
+            *(handshake.generation, digest, shape.layers, shape.layer_bytes),
             *(list(hashes), self.limits.lease_s),
         )
         leased = self._peers.lease(run.peer, request, self.limits.pull_s)
         try:
-            name = self._meet(run.peer, welcome)
-            tags = BlockTags(self._secret, welcome.generation)
-            return RemoteOffer(self, run, name, shape, hashes, leased.result(), tags, began_s)
+            name = self._connect(run.peer, handshake)
+            tags = BlockTags(self._secret, handshake.generation)
+            return PeerLease(self, run, name, shape, hashes, leased.result(), tags, began_s)
         except PullError as error:
             word = str(error.args[0])
         except (ValueError, IndexError, OverflowError):
-            word = "nonsense"
+            word = "malformed"
         self.failed(run.peer, word, len(hashes))
-        raise Unavailable(word)
+        raise SourceUnavailable(word)
 
     def failed(self, peer: str, word: str, blocks: int) -> None:
         """Count a lease or a pull that failed, and report the peer's failure."""
         with self._lock:
             self.counts[f"failed_{word}"] += blocks
         if word in ("lost", "slow", "refused"):
-            with self._meeting:
-                self._cut(peer)
+            with self._connecting:
+                self._disconnect(peer)
         self._peers.failed(peer, word)
 
-    def _meet(self, peer: str, welcome: Welcome) -> str:
+    def _connect(self, peer: str, handshake: HandshakeResponse) -> str:
         """Return the agent name to read the peer by; connect first if needed. Raises PullError."""
-        with self._meeting:
-            known = self._met.get(peer)
-            if known is None or known[0] != welcome.generation:
-                self._cut(peer)
-                name = self._readers.meet(welcome.agent, self.limits.pull_s)
-                known = self._met[peer] = welcome.generation, name
+        with self._connecting:
+            known = self._connected.get(peer)
+            if known is None or known[0] != handshake.generation:
+                self._disconnect(peer)
+                name = self._readers.connect(handshake.agent, self.limits.pull_s)
+                known = self._connected[peer] = handshake.generation, name
             return known[1]
 
-    def _cut(self, peer: str) -> None:
+    def _disconnect(self, peer: str) -> None:
         """End the connection; the next lease opens a new one."""
-        known = self._met.pop(peer, None)
+        known = self._connected.pop(peer, None)
         if known is not None:
-            self._readers.forget(known[1])
+            self._readers.disconnect(known[1])
 
 
-class RemoteOffer:
+class PeerLease:
     """Leased blocks of one peer.
 
     Raises ValueError, IndexError or OverflowError if the peer's answer makes no sense.
@@ -139,10 +144,10 @@ class RemoteOffer:
 
     def __init__(
         self,
-        source: RemoteSource,
-        run: Run,
+        source: PeerSource,
+        run: PeerRun,
         name: str,
-        shape: Shape,
+        shape: BlockShape,
         hashes: Sequence[bytes],
         leased: Leased,
         tags: BlockTags,
@@ -160,7 +165,7 @@ class RemoteOffer:
         if not np.isfinite([row.compute_s for row in leased.rows]).all():
             raise ValueError("a block whose seconds are no number")
         self.found = [
-            Found(
+            SourceBlock(
                 *(hashes[row.index].ljust(HASH_BYTES, b"\0"), shape, row_sums, row.parent),
                 *(row.depth, row.tenant, row.compute_s),
             )
@@ -170,9 +175,9 @@ class RemoteOffer:
         self._word = ""
         self._asked: Future[Tags] | None = None
 
-    def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
+    def read(self, which: Sequence[int], addresses: np.ndarray) -> PendingRead:
         """Begin to read blocks from the peer; the first call also asks for the tags. See
-        `Offer.read`."""
+        `SourceLease.read`."""
         limit_s = min(self._source.limits.pull_s, self._until_s - time.monotonic())
         if self._asked is None:
             self._asked = self._source._peers.tags(self._run.peer, self._lease, limit_s)
@@ -183,9 +188,9 @@ class RemoteOffer:
             np.full(len(which), self._shape.payload_bytes),
             limit_s,
         )
-        return RemoteFill(self, pull, which, addresses)
+        return PeerRead(self, pull, which, addresses)
 
-    def right(
+    def verify(
         self, which: Sequence[int], addresses: np.ndarray, timeout_s: float | None
     ) -> np.ndarray:
         """Return whether each block matches its tag at its address, bool (n,). Raises PullError,
@@ -193,18 +198,18 @@ class RemoteOffer:
         assert self._asked is not None  # since the first read
         tags, size = self._asked.result(timeout_s).tags, self._shape.payload_bytes
         if len(tags) != TAG_BYTES * len(self.found):
-            raise PullError("nonsense")
+            raise PullError("malformed")
         right = [
-            self._tags.right(tags[TAG_BYTES * i : TAG_BYTES * (i + 1)], address, size)
+            self._tags.verify(tags[TAG_BYTES * i : TAG_BYTES * (i + 1)], address, size)
             for i, address in zip(which, addresses.tolist(), strict=True)
         ]
         return np.array(right, np.bool_)
 
     def close(self, bad: Sequence[int]) -> None:
-        """End the lease and record the peer's success or failure; see `Offer.close`."""
+        """End the lease and record the peer's success or failure; see `SourceLease.close`."""
         peers, peer = self._source._peers, self._run.peer
         if self._lease:
-            peers.tell(peer, Release(self._lease, list(bad)))
+            peers.send(peer, Release(self._lease, list(bad)))
         if self._word:
             self._source.failed(peer, self._word, len(bad))
         else:
@@ -213,39 +218,39 @@ class RemoteOffer:
             seconds = time.monotonic() - self._began_s
             peers.succeeded(peer, medium, self._good_bytes, seconds)
 
-    def judged(self, pull: Pull, good: int, bad: int, word: str) -> None:
+    def record_result(self, pull: Pull, good: int, bad: int, word: str) -> None:
         """Record the result of one fill."""
         size = self._shape.payload_bytes
         self._good_bytes += good * size
         source = self._source
         if not word and bad:
-            word = "corrupt" if pull.landed_s <= self._until_s else "lease_ran_out"
+            word = "corrupt" if pull.completed_s <= self._until_s else "lease_ran_out"
         self._word = self._word or word
         with source._lock:
             source.counts["pulled"] += good
             source.counts["pulled_bytes"] += good * size
 
 
-class RemoteFill:
+class PeerRead:
     """Blocks being read from a peer."""
 
     def __init__(
-        self, offer: RemoteOffer, pull: Pull, which: Sequence[int], addresses: np.ndarray
+        self, offer: PeerLease, pull: Pull, which: Sequence[int], addresses: np.ndarray
     ) -> None:
         self._offer, self._pull, self._which = offer, pull, which
         self._addresses = addresses
 
-    def call_off(self) -> None:
-        """Call the pull off; see `Fill.call_off`."""
-        self._pull.called_off = True
+    def abort(self) -> None:
+        """Call the pull off; see `PendingRead.abort`."""
+        self._pull.aborted = True
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
-        """Wait for the pull and verify its blocks; see `Fill.wait`."""
+        """Wait for the pull and verify its blocks; see `PendingRead.wait`."""
         good, word = np.zeros(len(self._which), np.bool_), ""
         try:
             self._pull.result(timeout_s)
-            good = self._offer.right(self._which, self._addresses[:, 0], timeout_s)
+            good = self._offer.verify(self._which, self._addresses[:, 0], timeout_s)
         except PullError as error:
             word = str(error.args[0])
-        self._offer.judged(self._pull, int(good.sum()), int((~good).sum()), word)
+        self._offer.record_result(self._pull, int(good.sum()), int((~good).sum()), word)
         return good

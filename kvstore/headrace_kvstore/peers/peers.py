@@ -12,30 +12,30 @@ from typing import Any, TypeVar
 
 import zmq
 
-from headrace_kvstore.node_settings import is_address
-from headrace_kvstore.peers.agent import PullError
-from headrace_kvstore.peers.directory import MEDIA, Directory
-from headrace_kvstore.peers.link import LOOK_S, Link
+from headrace_kvstore.peers.block_directory import MEDIA, BlockDirectory
 from headrace_kvstore.peers.messages import (
     Failed,
     GetTags,
+    HandshakeResponse,
     Lease,
     Leased,
     Tags,
-    Welcome,
     decode_reply,
 )
-from headrace_kvstore.peers.pull_price import Run, pull_cost
+from headrace_kvstore.peers.nixl_agent import PullError
+from headrace_kvstore.peers.peer_link import POLL_INTERVAL_S, PeerLink
+from headrace_kvstore.peers.pull_cost import PeerRun, pull_cost
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.board import Board
-from headrace_kvstore.protocol.client import Client, NodeAway
+from headrace_kvstore.protocol.client import Client, NodeUnavailable
+from headrace_kvstore.protocol.gossip_log import GossipLog
 from headrace_kvstore.protocol.membership import Membership
+from headrace_kvstore.settings.node_settings import is_address
 
 logger = logging.getLogger("headrace.kvstore")
 T = TypeVar("T")
 
-TURN_S = 0.05
-LOOKS_PER_S = 40
+TICK_S = 0.05
+MAX_POLLS_PER_S = 40
 """Maximum number of requests a second to all peers together: with more than eight peers, each is
 asked less often."""
 ANSWER_S, RETRY_S = 3.0, 0.5
@@ -50,7 +50,7 @@ class Peers:
         members: lets this node in at its peers.
         is_own: whether a generation is this node's own.
         pause_s: first pause in which a peer that fails is left alone.
-        board: gets the notes of peers' boards.
+        gossip_log: gets the entries of peers' logs.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class Peers:
         members: Membership,
         is_own: Callable[[str], bool],
         pause_s: float,
-        board: Board,
+        gossip_log: GossipLog,
     ) -> None:
         self._members = members
-        self._is_own, self._pause_s, self._board = is_own, pause_s, board
+        self._is_own, self._pause_s, self._gossip_log = is_own, pause_s, gossip_log
         self._context = zmq.Context()
         self._lock = threading.Lock()
-        self._directory = Directory()
-        self._links: dict[str, Link] = {}
+        self._directory = BlockDirectory()
+        self._links: dict[str, PeerLink] = {}
         self._stop = threading.Event()
         for address in addresses:
             self.add(address)
@@ -83,8 +83,8 @@ class Peers:
                     *(f"tcp://{address}", decode_reply, self._members.enter),
                     *(ANSWER_S, RETRY_S, self._context),
                 )
-                self._links[address] = Link(
-                    *(address, client, self._directory, self._board),
+                self._links[address] = PeerLink(
+                    *(address, client, self._directory, self._gossip_log),
                     *(self._is_own, self._pause_s),
                 )
 
@@ -100,7 +100,7 @@ class Peers:
         with self._lock:
             return set(self._links)
 
-    def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
+    def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[PeerRun]:
         """Return, for each peer that may be asked, the leading run of these blocks that it
         holds."""
         now_s, runs = time.monotonic(), []
@@ -113,18 +113,18 @@ class Peers:
                     (medium, sum(1 for _ in run), link.costs.setdefault(medium, pull_cost()))
                     for medium, run in groupby(found)
                 )
-                runs.append(Run(link.address, parts))
+                runs.append(PeerRun(link.address, parts))
         return runs
 
-    def welcome(self, address: str) -> Welcome | None:
+    def handshake(self, address: str) -> HandshakeResponse | None:
         """Return how a peer's memory is read, if it may be tried now. The caller must then report
         the outcome to `succeeded` or `failed`."""
         with self._lock:
             link = self._links.get(address)
-            welcome = None if link is None else link.welcome
-            if link is None or welcome is None or not link.breaker.allow(time.monotonic()):
+            handshake = None if link is None else link.handshake
+            if link is None or handshake is None or not link.breaker.allow(time.monotonic()):
                 return None
-            return welcome
+            return handshake
 
     def lease(self, address: str, request: Lease, limit_s: float) -> Future[Leased]:
         """Ask a peer for a lease; the future raises `PullError`."""
@@ -152,20 +152,20 @@ class Peers:
                 answer.set_result(reply)
                 return
             if isinstance(reply, Failed) and reply.reason == "generation":
-                link.lost()
-            late = isinstance(error, NodeAway) and error.late
+                link.reconnect()
+            late = isinstance(error, NodeUnavailable) and error.late
             link.counts["lease_timeouts" if late else "leases_refused"] += 1
             answer.set_exception(PullError("slow" if late else "lost" if error else "refused"))
 
         link.client.ask(request, limit_s).add_done_callback(answered)
         return answer
 
-    def tell(self, address: str, body: wire.Message) -> None:
+    def send(self, address: str, body: wire.Message) -> None:
         """Send a message that has no answer."""
         with self._lock:
             link = self._links.get(address)
         if link is not None and link.state == "up":
-            link.client.tell(body)
+            link.client.send(body)
 
     def succeeded(self, address: str, medium: str, size_bytes: int, seconds: float) -> None:
         """Record a peer's success, and the seconds that its bytes took, if there were any."""
@@ -184,11 +184,11 @@ class Peers:
             if link is not None:
                 link.breaker.failure(time.monotonic())
                 link.counts[f"failed_{word}"] += 1
-                link.lost()
+                link.reconnect()
 
     @property
     def blocks_dropped(self) -> int:
-        """Number of the peers' blocks that are not remembered, as `Directory.dropped`."""
+        """Number of the peers' blocks that are not remembered, as `BlockDirectory.dropped`."""
         return self._directory.dropped
 
     def stats(self) -> dict[str, Any]:
@@ -216,17 +216,17 @@ class Peers:
                 link.close(wait)
         self._context.term()
 
-    def _all(self) -> list[Link]:
+    def _all(self) -> list[PeerLink]:
         with self._lock:
             return list(self._links.values())
 
     def _run(self) -> None:
-        while not self._stop.wait(TURN_S):
+        while not self._stop.wait(TICK_S):
             links = self._all()
-            look_s = max(LOOK_S, len(links) / LOOKS_PER_S)
+            poll_interval_s = max(POLL_INTERVAL_S, len(links) / MAX_POLLS_PER_S)
             for link in links:
                 try:
-                    link.turn(time.monotonic(), look_s)
+                    link.poll(time.monotonic(), poll_interval_s)
                 except Exception:  # one peer's fault must not affect the others
                     logger.exception("talking to peer %s failed; it goes on", link.address)
                     link.counts["errors"] += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.table import READY, SLOT
+from headrace_kvstore.blocks.slot_record import READY, SLOT
 
 Table = NDArray[np.void]
 """Slot records, shape (slots,), dtype `table.SLOT`."""
@@ -92,14 +92,14 @@ class Policy:
             AGED_S + np.maximum(0.0, now_s - rows["used_s"].astype(np.float64))
         )
 
-    def measured(self, medium: str, byte_s: float) -> None:
+    def set_load_cost(self, medium: str, seconds_per_byte: float) -> None:
         """Learn the seconds to load one more byte from "dram" or "nvme". Takes no lock."""
 
-    def byte_s(self, medium: str) -> float:
-        """Return the last value of `measured`; 0 if nothing was measured."""
+    def seconds_per_byte(self, medium: str) -> float:
+        """Return the last value of `set_load_cost`; 0 if nothing was measured."""
         return 0.0
 
-    def forget(self) -> None:
+    def reset_history(self) -> None:
         """Start again without history, whatever bytes the policy's own arrays hold."""
 
 
@@ -109,7 +109,7 @@ def proven_rate(rows: Table, now_s: float) -> NDArray[np.float64]:
     return np.asarray(rows["hits"] / (AGED_S + age_s), np.float64)
 
 
-def saved_s(rows: Table, byte_s: float) -> NDArray[np.float64]:
+def saved_s(rows: Table, seconds_per_byte: float) -> NDArray[np.float64]:
     """Return the seconds that loading each block from a tier saves over computing it, (n,), at
     least 0.
 
@@ -120,12 +120,12 @@ def saved_s(rows: Table, byte_s: float) -> NDArray[np.float64]:
     Args:
         byte_s: of a load from the tier; 0 while it is not known.
     """
-    size, told_s = rows["bytes"].astype(np.float64), rows["compute_s"].astype(np.float64)
-    told = told_s > 0.0
-    told_bytes = size[told].sum()
-    usual_s = told_s[told].sum() / told_bytes if told_bytes > 0.0 else 1.0
-    compute_s = np.where(told, told_s, usual_s * size)
-    return np.asarray(np.maximum(compute_s - byte_s * size, 0.0), np.float64)
+    size, known_s = rows["bytes"].astype(np.float64), rows["compute_s"].astype(np.float64)
+    known = known_s > 0.0
+    known_bytes = size[known].sum()
+    usual_s = known_s[known].sum() / known_bytes if known_bytes > 0.0 else 1.0
+    compute_s = np.where(known, known_s, usual_s * size)
+    return np.asarray(np.maximum(compute_s - seconds_per_byte * size, 0.0), np.float64)
 
 
 def candidates(table: Table, now_s: float, among: Mask | None) -> Mask:

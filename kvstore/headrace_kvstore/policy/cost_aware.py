@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 from headrace_kvstore.policy.base import (
     Keys,
     Mask,
@@ -42,7 +42,7 @@ from headrace_kvstore.policy.history import (
     cell_of,
     count_all,
     find,
-    note_prompt,
+    record_prompt,
 )
 from headrace_kvstore.policy.tree import Forest, worst_first
 
@@ -114,7 +114,7 @@ class CostAware(Policy):
         self._fitted_s, self._byte_s = s["fitted_s"], s["byte_s"]
         self._bytes = state.view(np.uint8)
         if self._next_serial[0] == 0:
-            self.forget()
+            self.reset_history()
 
     @classmethod
     def create(cls) -> Self:
@@ -122,7 +122,7 @@ class CostAware(Policy):
         return cls(np.zeros(1, state_dtype()))
 
     def prompt(self, keys: Keys, now_s: float) -> None:
-        note_prompt(
+        record_prompt(
             keys,
             now_s,
             self._prompts,
@@ -152,7 +152,7 @@ class CostAware(Policy):
             *(forest.parents, forest.order), *self._waiting(slot_keys(table), table, now_s)
         )
         return forest.density(
-            rate * saved_s(table, self.byte_s("dram")), table["bytes"].astype(np.float64)
+            rate * saved_s(table, self.seconds_per_byte("dram")), table["bytes"].astype(np.float64)
         )
 
     def _waiting(
@@ -163,15 +163,15 @@ class CostAware(Policy):
         rate[~np.isfinite(rate)] = 0.0
         return serials, rate
 
-    def measured(self, medium: str, byte_s: float) -> None:
-        if medium in MEDIA and 0.0 <= byte_s < np.inf:
-            self._byte_s[MEDIA.index(medium)] = byte_s
+    def set_load_cost(self, medium: str, seconds_per_byte: float) -> None:
+        if medium in MEDIA and 0.0 <= seconds_per_byte < np.inf:
+            self._byte_s[MEDIA.index(medium)] = seconds_per_byte
 
-    def byte_s(self, medium: str) -> float:
-        byte_s = float(self._byte_s[MEDIA.index(medium)])  # others may be writing it
-        return byte_s if 0.0 <= byte_s < np.inf else 0.0
+    def seconds_per_byte(self, medium: str) -> float:
+        seconds_per_byte = float(self._byte_s[MEDIA.index(medium)])  # others may be writing it
+        return seconds_per_byte if 0.0 <= seconds_per_byte < np.inf else 0.0
 
-    def forget(self) -> None:
+    def reset_history(self) -> None:
         self._bytes[:] = 0
         self._next_serial[0] = 1
         self._fit(0.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, FRESH, GAPS, LENGTHS, TURNS
 
 PROMPT = np.dtype(
@@ -104,7 +104,7 @@ def find(blocks, key):  # type: ignore[no-untyped-def]
 
 
 @jit(nogil=True)
-def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s):  # type: ignore[no-untyped-def]
+def record_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s):  # type: ignore[no-untyped-def]
     """Record a prompt's arrival; return its row's serial, 0 for a prompt without blocks."""
     if len(keys) == 0:
         return 0

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from headrace_kvstore.blocks.slot_record import READY, SLOT
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware, history_blocks, state_dtype
 from headrace_kvstore.policy.recency import LRU
-from headrace_kvstore.table import READY, SLOT
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 DEFAULT = "cost-aware"
 HEAD_BYTES = 64
-MAX_OF_STORE = 1 / 8
+MAX_STATE_SHARE = 1 / 8
 """Maximum share of a store that a policy's state may take; if it would be more, LRU decides."""
 
 
@@ -58,7 +58,7 @@ def affordable(name: str, size_bytes: int) -> str:
     """
     if name not in KINDS:
         raise ValueError(f"policy: {name!r} is unknown; give one of {', '.join(KINDS)}")
-    if state_bytes(name, size_bytes) <= MAX_OF_STORE * size_bytes:
+    if state_bytes(name, size_bytes) <= MAX_STATE_SHARE * size_bytes:
         return name
     logger.warning("a store of %d bytes is too small for %s; LRU evicts", size_bytes, name)
     return "lru"
@@ -122,7 +122,7 @@ class SharedPolicy:
             if self._inside is not None:
                 if self._inside[0]:
                     logger.warning("the policy's history begins anew: a process died inside it")
-                    self.policy.forget()
+                    self.policy.reset_history()
                 self._inside[0] = 1
         except BaseException:
             self.lock.__exit__(None, None, None)
@@ -150,4 +150,4 @@ def warm(name: str) -> None:
     policy.prompt(keys, 0.0)
     policy.choose(table, 1.0, 1)
     policy.rates(keys, table, 1.0)
-    policy.forget()
+    policy.reset_history()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.blocks.slot_record import FREE
+from headrace_kvstore.numba_jit import jit
 from headrace_kvstore.policy.base import (
     Mask,
     Slots,
@@ -18,7 +19,6 @@ from headrace_kvstore.policy.base import (
     parent_keys,
     slot_keys,
 )
-from headrace_kvstore.table import FREE
 
 ROOT = -1  # in `parents`: the block has no parent
 ORPHAN = -2  # in `parents`: an ancestor was evicted

@@ -2,9 +2,9 @@
 
 `ask` returns a future; a thread of the client sends and receives. A caller that may block waits
 for the future, an event loop wraps it, an engine's step checks whether it is done. Every future
-ends: with the node's reply, or with `NodeAway` if there is no node or it does not answer within
-`timeout_s`. The client then does not try again for `retry_s`. A request during that time fails at
-once, and costs one look at the clock.
+ends: with the node's reply, or with `NodeUnavailable` if there is no node or it does not answer
+within `timeout_s`. The client then does not try again for `retry_s`. A request during that time
+fails at once, and costs one look at the clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_WAITING = 1000
 CONNECT_POLL_MS = 50
 
 
-class NodeAway(TimeoutError):
+class NodeUnavailable(TimeoutError):
     """Error: there is no node, or it does not answer in time. `late`: the node is there, but this
     one request took longer than the caller allowed."""
 
@@ -39,7 +39,7 @@ class NodeAway(TimeoutError):
 
 
 @dataclass(eq=False)
-class _Asked:
+class _PendingRequest:
     request: wire.Message
     wants_reply: bool
     limit_s: float | None = None
@@ -50,10 +50,10 @@ class _Asked:
     found: wire.Located | None = None
     """First part of the answer, while the blocks after it are being pulled into DRAM."""
 
-    def settle(self, reply: Any) -> None:
-        if self.found is not None and isinstance(reply, NodeAway):
+    def resolve(self, reply: Any) -> None:
+        if self.found is not None and isinstance(reply, NodeUnavailable):
             self.answer.set_result(self.found)
-        elif isinstance(reply, NodeAway):
+        elif isinstance(reply, NodeUnavailable):
             self.answer.set_exception(reply)
         else:
             self.answer.set_result(reply)
@@ -84,8 +84,8 @@ class Client:
         self.endpoint, self.timeout_s, self.retry_s = endpoint, timeout_s, retry_s
         self._decode, self._prepare = decode, prepare
         self._lock = threading.Lock()
-        self._outbox: deque[_Asked] = deque()
-        self._asked: dict[int, _Asked] = {}
+        self._outbox: deque[_PendingRequest] = deque()
+        self._pending: dict[int, _PendingRequest] = {}
         self._last_id = wire.NO_REPLY
         self._away_until_s = 0.0
         self._counts: Counter[str] = Counter()
@@ -96,27 +96,28 @@ class Client:
         self._thread: threading.Thread | None = None
 
     def ask(self, request: wire.Message, limit_s: float | None = None) -> Future[Any]:
-        """Send a request; return a future of the reply, which raises `NodeAway` and nothing else.
+        """Send a request; return a future of the reply, which raises `NodeUnavailable` and nothing
+        else.
 
         A `Locate` whose blocks are being pulled is answered once the pull is over or no longer
         worth waiting for. `limit_s` replaces `timeout_s`; the node does not count as away if it is
         exceeded.
         """
-        asked = _Asked(request, True, limit_s)
-        asked.answer.set_running_or_notify_cancel()
-        if not self._queue(asked):
-            asked.settle(NodeAway(f"no store node answers at {self.endpoint}"))
-        return asked.answer
+        pending = _PendingRequest(request, True, limit_s)
+        pending.answer.set_running_or_notify_cancel()
+        if not self._queue(pending):
+            pending.resolve(NodeUnavailable(f"no store node answers at {self.endpoint}"))
+        return pending.answer
 
-    def tell(self, request: wire.Message) -> bool:
+    def send(self, request: wire.Message) -> bool:
         """Send a request without an answer; return False if it was not sent: the node is away, the
         queue is full, or the client is closed."""
-        return self._queue(_Asked(request, False))
+        return self._queue(_PendingRequest(request, False))
 
     def stats(self) -> dict[str, Any]:
         """Return JSON-able counts, and whether the node is away."""
         away = time.monotonic() < self._away_until_s
-        return {"away": away, "asked": len(self._asked), **self._counts}
+        return {"away": away, "asked": len(self._pending), **self._counts}
 
     def close(self, wait: bool = True) -> None:
         """Disconnect. Later requests find no node."""
@@ -127,9 +128,9 @@ class Client:
         if self._thread is not None and wait:
             self._thread.join()
 
-    def _queue(self, asked: _Asked) -> bool:
+    def _queue(self, pending: _PendingRequest) -> bool:
         with self._lock:
-            full = len(self._outbox) + len(self._asked) >= MAX_WAITING
+            full = len(self._outbox) + len(self._pending) >= MAX_WAITING
             if self._closed or full or time.monotonic() < self._away_until_s:
                 self._counts["unsent"] += 1
                 return False
@@ -138,7 +139,7 @@ class Client:
                 self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 self._thread = threading.Thread(target=self._run, name="kv-client", daemon=True)
                 self._thread.start()
-            self._outbox.append(asked)
+            self._outbox.append(pending)
             os.eventfd_write(self._bell, 1)
             return True
 
@@ -151,7 +152,7 @@ class Client:
                 self._send(self._outbox.popleft())
             self._receive()
             self._expire()
-        self._go_away("closed")
+        self._disconnect("closed")
         with self._lock:
             os.close(self._bell)
         if self._owns_context and self._context is not None:
@@ -163,25 +164,25 @@ class Client:
         poller.register(self._bell, zmq.POLLIN)
         if self._socket is not None:
             poller.register(self._socket, zmq.POLLIN)
-        next_s = min((asked.until_s for asked in self._asked.values()), default=math.inf)
+        next_s = min((pending.until_s for pending in self._pending.values()), default=math.inf)
         left_s = next_s - time.monotonic()
         poller.poll(None if math.isinf(left_s) else max(0, math.ceil(1e3 * left_s)))
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 
-    def _send(self, asked: _Asked) -> None:
-        self._last_id += asked.wants_reply
-        id = self._last_id if asked.wants_reply else wire.NO_REPLY
-        if asked.wants_reply:
-            asked.until_s = time.monotonic() + (asked.limit_s or self.timeout_s)
-            self._asked[id] = asked
+    def _send(self, pending: _PendingRequest) -> None:
+        self._last_id += pending.wants_reply
+        id = self._last_id if pending.wants_reply else wire.NO_REPLY
+        if pending.wants_reply:
+            pending.until_s = time.monotonic() + (pending.limit_s or self.timeout_s)
+            self._pending[id] = pending
         try:
-            self._socket = self._socket or self._dial()
-            self._socket.send(wire.encode(id, asked.request), zmq.NOBLOCK)
+            self._socket = self._socket or self._connect()
+            self._socket.send(wire.encode(id, pending.request), zmq.NOBLOCK)
         except (OSError, zmq.ZMQError) as error:
-            self._go_away(str(error))
+            self._disconnect(str(error))
 
-    def _dial(self) -> zmq.Socket[bytes]:
+    def _connect(self) -> zmq.Socket[bytes]:
         assert self._context is not None
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         try:
@@ -206,49 +207,49 @@ class Client:
             except zmq.ZMQError:
                 return
             try:
-                self._take(*self._decode(frame))
+                self._on_reply(*self._decode(frame))
             except wire.WireError as error:
                 self._counts["unreadable"] += 1
-                self._take(error.id, wire.Failed(str(error)))
+                self._on_reply(error.id, wire.Failed(str(error)))
 
-    def _take(self, id: int, reply: Any) -> None:
-        asked = self._asked.get(id)
-        if asked is None:
+    def _on_reply(self, id: int, reply: Any) -> None:
+        pending = self._pending.get(id)
+        if pending is None:
             return
-        if isinstance(reply, wire.Located) and reply.pulling > 0 and asked.found is None:
-            asked.found = msgspec.structs.replace(reply, pulling=0)
-            asked.until_s = time.monotonic() + min(reply.wait_s, wire.MAX_LEASE_S)
+        if isinstance(reply, wire.Located) and reply.pulling > 0 and pending.found is None:
+            pending.found = msgspec.structs.replace(reply, pulling=0)
+            pending.until_s = time.monotonic() + min(reply.wait_s, wire.MAX_LEASE_S)
             return
-        del self._asked[id]
+        del self._pending[id]
         self._counts["answers"] += 1
-        asked.settle(reply)
+        pending.resolve(reply)
 
     def _expire(self) -> None:
         """Stop waiting for overdue answers. After a late pull the node does not count as away."""
         now_s = time.monotonic()
-        for id, asked in [each for each in self._asked.items() if now_s > each[1].until_s]:
-            if asked.found is None and asked.limit_s is None:
+        for id, pending in [each for each in self._pending.items() if now_s > each[1].until_s]:
+            if pending.found is None and pending.limit_s is None:
                 self._counts["timeouts"] += 1
-                self._go_away(f"no answer within {self.timeout_s:g} s")
+                self._disconnect(f"no answer within {self.timeout_s:g} s")
                 return
             self._counts["late"] += 1
-            late = NodeAway(f"{self.endpoint}: no answer in time")
+            late = NodeUnavailable(f"{self.endpoint}: no answer in time")
             late.late = True
-            self._asked.pop(id).settle(late)
+            self._pending.pop(id).resolve(late)
 
-    def _go_away(self, reason: str) -> None:
-        """Answer all requests with `NodeAway`. A new socket is made later, so late replies are
-        lost."""
+    def _disconnect(self, reason: str) -> None:
+        """Answer all requests with `NodeUnavailable`. A new socket is made later, so late replies
+        are lost."""
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None
         with self._lock:
             self._away_until_s = time.monotonic() + self.retry_s
-            waiting = [*self._asked.values(), *(a for a in self._outbox if a.wants_reply)]
-            self._asked.clear()
+            waiting = [*self._pending.values(), *(a for a in self._outbox if a.wants_reply)]
+            self._pending.clear()
             self._outbox.clear()
-        for asked in waiting:
-            asked.settle(NodeAway(f"{self.endpoint}: {reason}"))
+        for pending in waiting:
+            pending.resolve(NodeUnavailable(f"{self.endpoint}: {reason}"))
 
 
 class NodeClient(Client):
@@ -284,7 +285,7 @@ def call(
     timeout_s: float = 5.0,
     socket_folder: str | os.PathLike[str] | None = None,
 ) -> wire.Reply:
-    """Ask a node once and wait. Raises NodeAway."""
+    """Ask a node once and wait. Raises NodeUnavailable."""
     client = NodeClient(name, timeout_s=timeout_s, socket_folder=socket_folder)
     try:
         return client.ask(request).result()

@@ -48,10 +48,10 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from headrace_kvstore.blocks.slot_record import HASH_BYTES
 from headrace_kvstore.protocol.address import bind
 from headrace_kvstore.protocol.membership import Membership
-from headrace_kvstore.protocol.wake import Wake
-from headrace_kvstore.table import HASH_BYTES
+from headrace_kvstore.protocol.wakeup import WakeupSignal
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -71,9 +71,9 @@ MAX_TOPICS = 64
 """Maximum number of topics that are remembered; a subscriber needs one."""
 MAX_REQUEST_BYTES = 4096
 """Maximum size of a request for replay."""
-REPORT_GAP_S = 0.02
+MIN_REPORT_INTERVAL_S = 0.02
 """Minimum time between two reports."""
-BEAT_S = 0.2
+HEARTBEAT_S = 0.2
 """Silence after which a beat is sent, if reports are published."""
 _SHORT_HASH = 16
 
@@ -179,7 +179,7 @@ class EventLog:
             self._size_bytes += len(batch) + BATCH_COST_BYTES
             return self.next_seq - 1
 
-    def forget_before(self, seq: int) -> None:
+    def drop_before(self, seq: int) -> None:
         """Drop the batches before `seq`: it begins a whole state that the last batch ends."""
         with self._lock:
             self._batches = self._batches[seq - self._first :]
@@ -228,13 +228,16 @@ class EventPublisher:
         contents: Callable[[], Iterable[Change]],
         *,
         kept_bytes: int = KEPT_BYTES,
-        queued_batches: int = QUEUED_BATCHES,
         members: Membership | None = None,
-        beats: bool = False,
-        on_followed: Callable[[], None] = lambda: None,
+        heartbeats: bool = False,
+        on_first_subscriber: Callable[[], None] = lambda: None,
         name: str = "kv-events",
     ) -> None:
-        self._contents, self._beats, self._on_followed = contents, beats, on_followed
+        self._contents, self._heartbeats, self._on_first_subscriber = (
+            contents,
+            heartbeats,
+            on_first_subscriber,
+        )
         self._context = zmq.Context()
         ends = {zmq.XPUB: endpoint, zmq.ROUTER: replay_endpoint}
         self._sockets: dict[int, zmq.Socket[bytes]] = {
@@ -248,16 +251,16 @@ class EventPublisher:
         except BaseException:
             self._destroy(0)
             raise
-        self._queue: queue.Queue[list[Change]] = queue.Queue(queued_batches)
-        self._wake = Wake()
+        self._queue: queue.Queue[list[Change]] = queue.Queue(QUEUED_BATCHES)
+        self._wake = WakeupSignal()
         self._poller = zmq.Poller()
         for socket in (self._wake, *self._sockets.values()):
             self._poller.register(socket, zmq.POLLIN)
-        self._behind = threading.Event()
+        self._resync_due = threading.Event()
         self.resync()
         self._encoder = msgspec.msgpack.Encoder()
         self._report: deque[bytes] = deque(maxlen=1)
-        self._reported_s = -BEAT_S
+        self._reported_s = -HEARTBEAT_S
         self.resyncs = self.dropped_batches = self.replays = self.reports = 0
         self._topics: set[bytes] = set()
         """Topics that have a subscriber."""
@@ -281,22 +284,22 @@ class EventPublisher:
             self._queue.put_nowait(changes)
         except queue.Full:
             self.dropped_batches += 1
-            self._behind.set()
+            self._resync_due.set()
         self._wake.set()
 
     def resync(self) -> None:
         """Publish the whole state: a subscriber may have missed changes."""
-        self._behind.set()
+        self._resync_due.set()
         self._wake.set()
 
     @property
-    def followed(self) -> bool:
+    def has_subscribers(self) -> bool:
         """Whether there is a subscriber. Without one, no reports or beats are sent."""
         return bool(self._topics)
 
     def report(self, report: bytes) -> None:
-        """Publish a report at once, or `REPORT_GAP_S` after the previous one. A newer report that
-        arrives before then replaces it."""
+        """Publish a report at once, or `MIN_REPORT_INTERVAL_S` after the previous one. A newer
+        report that arrives before then replaces it."""
         self._report.append(report)
         self._wake.set()
 
@@ -332,7 +335,7 @@ class EventPublisher:
     def _run(self) -> None:
         while True:
             try:
-                self._turn()
+                self._run_once()
             except Exception:
                 logger.exception("publishing KV events failed; it goes on")
                 time.sleep(0.1)
@@ -340,9 +343,9 @@ class EventPublisher:
             if self._stop.is_set() and self._queue.empty():
                 return
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Wait until there is something to do, and do it."""
-        wait_s = self._send_report() if self._beats and self.followed else None
+        wait_s = self._send_report() if self._heartbeats and self.has_subscribers else None
         ready = self._poller.poll(None if wait_s is None else math.ceil(1e3 * wait_s))
         self._wake.clear()
         for socket, _ in ready:
@@ -350,19 +353,19 @@ class EventPublisher:
                 self._answer(self._sockets[zmq.ROUTER])
             elif socket is self._sockets.get(zmq.XPUB):
                 self._subscribed(self._sockets[zmq.XPUB].recv())
-        if self._behind.is_set():
+        if self._resync_due.is_set():
             # Drop the queue. Its changes were made before the state is taken, and later changes to
             # the same blocks may have been dropped. Changes that are queued from here on are
             # published after the state, in order, so the last change published for a block is the
             # last one made.
-            self._behind.clear()
+            self._resync_due.clear()
             with suppress(queue.Empty):
                 while True:
                     self._queue.get_nowait()
             first = self._send([AllBlocksCleared()])
             for events in batches(self._contents()):
                 self._send(events)
-            self.log.forget_before(first)
+            self.log.drop_before(first)
             self.resyncs += 1
         with suppress(queue.Empty):
             for _ in range(QUEUED_BATCHES):
@@ -375,10 +378,10 @@ class EventPublisher:
         """Handle ZeroMQ's notice that a topic has its first subscriber, or has lost its last."""
         kind, topic = message[:1], message[1:]
         if kind == b"\1" and len(self._topics) < MAX_TOPICS:
-            before = self.followed
+            before = self.has_subscribers
             self._topics.add(topic)
             if not before:
-                self._on_followed()
+                self._on_first_subscriber()
         elif kind == b"\0":
             self._topics.discard(topic)
         if not self._topics:
@@ -394,7 +397,7 @@ class EventPublisher:
     def _send_report(self) -> float:
         """Send a report or a beat if one is due; return the seconds until the next can be due."""
         silent_s = time.monotonic() - self._reported_s
-        due_s = REPORT_GAP_S if self._report else BEAT_S
+        due_s = MIN_REPORT_INTERVAL_S if self._report else HEARTBEAT_S
         if silent_s < due_s:
             return due_s - silent_s
         report = self._report.popleft() if self._report else b""
@@ -403,7 +406,7 @@ class EventPublisher:
             numbers = [each.to_bytes(8, "big") for each in (self.reports, self.log.next_seq)]
             self._sockets[zmq.XPUB].send_multipart((REPORT_TOPIC, *numbers, report))
         self.reports += 1
-        return REPORT_GAP_S if self._report else BEAT_S
+        return MIN_REPORT_INTERVAL_S if self._report else HEARTBEAT_S
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
         frames = socket.recv_multipart()

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from headrace_kvstore.ownership import own
+from headrace_kvstore.lock_file import acquire_lock_file
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.membership import Membership
-from headrace_kvstore.protocol.wake import Wake
+from headrace_kvstore.protocol.wakeup import WakeupSignal
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -36,21 +36,21 @@ CLIENT_QUEUE = 64
 BUSY_POLL_MS = 5
 
 
-class Staged(NamedTuple):
+class StagedReply(NamedTuple):
     """A reply at once, and another one under the same id when there is more."""
 
     now: wire.Body
     later: Future[Any]
 
 
-Handle = Callable[[Any], "wire.Body | Future[Any] | Staged"]
+Handle = Callable[[Any], "wire.Body | Future[Any] | StagedReply"]
 
 
-class NodeRunning(RuntimeError):
+class NodeAlreadyRunning(RuntimeError):
     """Error: another node listens at this socket."""
 
 
-class FrameServer:
+class RpcServer:
     """Server of frames, which listens from the start. `handle` gives each reply, or a future of it,
     or both.
 
@@ -90,7 +90,7 @@ class FrameServer:
         self._slow: list[tuple[bytes, int, Future[Any]]] = []
         self._staged: list[tuple[bytes, int, Future[Any]]] = []
         self.counts = Counter() if counts is None else counts
-        self._stop, self._wake = threading.Event(), Wake()
+        self._stop, self._wake = threading.Event(), WakeupSignal()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -145,8 +145,8 @@ class FrameServer:
             reply = wire.Failed(repr(error))
         self._answer(client, id, reply)
 
-    def _answer(self, client: bytes, id: int, reply: wire.Body | Future[Any] | Staged) -> None:
-        if isinstance(reply, Staged):
+    def _answer(self, client: bytes, id: int, reply: wire.Body | Future[Any] | StagedReply) -> None:
+        if isinstance(reply, StagedReply):
             if len(self._staged) < STAGED_AT_ONCE:
                 self._staged.append((client, id, reply.later))
             reply = reply.now
@@ -178,19 +178,19 @@ class FrameServer:
             self.counts["unsent"] += 1
 
 
-class NodeServer(FrameServer):
+class NodeServer(RpcServer):
     """Server at the socket that engines know by the arena's name.
 
     Raises:
-        NodeRunning: another node has this socket.
+        NodeAlreadyRunning: another node has this socket.
     """
 
     def __init__(self, path: Path, handle: Handle, counts: Counter[str] | None = None) -> None:
         self.path = path
         try:
-            self._lock_fd = own(path.with_suffix(".lock"))
+            self._lock_fd = acquire_lock_file(path.with_suffix(".lock"))
         except BlockingIOError as error:
-            raise NodeRunning(f"another store node listens at {path}") from error
+            raise NodeAlreadyRunning(f"another store node listens at {path}") from error
         try:
             super().__init__(
                 *(lambda s: _bind_private(s, path), wire.decode_request, handle, wire.SLOW),

@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from headrace_kvstore.nvme.record import DIGEST_BYTES, Shape, padded
+from headrace_kvstore.blocks.slot_record import HASH_BYTES
+from headrace_kvstore.nvme.record import DIGEST_BYTES, BlockShape, padded
 from headrace_kvstore.nvme.segment import Location
-from headrace_kvstore.protocol.board import Name, Note, Number, Page
-from headrace_kvstore.table import HASH_BYTES
+from headrace_kvstore.protocol.gossip_log import EntryPage, GossipEntry, Name, Number
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version, incremented when a message changes its meaning; other versions are answered by
 `Failed`."""
 NO_REPLY = 0
@@ -62,10 +62,6 @@ class Message(msgspec.Struct, array_like=True, tag=str.lower):
     """Base of all bodies."""
 
 
-class Ping(Message):
-    """Check that the node answers. Answered by `Done`."""
-
-
 class Locate(Message):
     """Question which leading blocks can be read from NVMe. Answered by `Located`, twice if peers
     have more.
@@ -81,8 +77,8 @@ class Locate(Message):
     compute_s: Seconds = 0.0
 
 
-class Survey(Message):
-    """Question where these blocks, from the first on, would come from. Answered by `Surveyed`.
+class Lookup(Message):
+    """Question where these blocks, from the first on, would come from. Answered by `LookupReply`.
 
     `compute_s`: seconds to compute one of the blocks; blocks that are slower to pull are left out.
     """
@@ -117,21 +113,21 @@ class GetStats(Message):
     """Answered by `Stats`."""
 
 
-class PostNote(Message):
-    """Put a note on the node's board (`board.Board.post`), unless the board has another generation
-    than the one given. Answered by `Notes` that are empty."""
+class AppendEntry(Message):
+    """Append an entry to the node's log (`GossipLog.append`), unless the log has another generation
+    than the one given. Answered by an empty `EntryPage`."""
 
     generation: Annotated[str, Meta(max_length=64)]
-    note: Note
+    entry: GossipEntry
 
 
-class ReadNotes(Message):
-    """Request for the new notes on the node's board (`board.Board.read`). Answered by `Notes`."""
+class ReadEntries(Message):
+    """Request for the new entries of the node's log (`GossipLog.read`). Answered by `EntryPage`."""
 
     generation: Annotated[str, Meta(max_length=64)]
     after: Number
     most_bytes: Annotated[int, Meta(ge=0, le=MAX_MESSAGE_BYTES // 2)]
-    but: Name = b""
+    except_writer: Name = b""
 
 
 class Administer(Message):
@@ -142,7 +138,7 @@ class Administer(Message):
     hash: Hash | None = None
 
 
-Request = Ping | Locate | Survey | ReportBad | GetStats | PostNote | ReadNotes | Administer
+Request = Locate | Lookup | ReportBad | GetStats | AppendEntry | ReadEntries | Administer
 
 
 SLOW = (ReportBad, GetStats, Administer)
@@ -178,9 +174,9 @@ class Located(Message):
     wait_s: float = 0.0
 
 
-class Surveyed(Message):
+class LookupReply(Message):
     """A leading run of blocks: (medium, blocks, predicted seconds until engines can load them), as
-    `supply.Supply`. `below`: whether there is any tier below DRAM; if not, asking makes no
+    `supply.AvailableRun`. `below`: whether there is any tier below DRAM; if not, asking makes no
     sense."""
 
     runs: list[tuple[Medium, Annotated[int, Meta(ge=1)], Annotated[float, Meta(ge=0.0)]]] = []
@@ -193,18 +189,14 @@ class Stats(Message):
     values: dict[str, Any]
 
 
-Notes = Page
-"""Page of a board; the answer to `ReadNotes` and `PostNote`."""
-
-
 class Failed(Message):
     """The request was not understood, or not carried out."""
 
     reason: str
 
 
-Body = Message | Notes
-Reply = Done | Located | Surveyed | Stats | Notes | Failed
+Body = Message | EntryPage
+Reply = Done | Located | LookupReply | Stats | EntryPage | Failed
 
 
 class _Envelope(msgspec.Struct, array_like=True):
@@ -271,7 +263,7 @@ def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -
     if not places:
         return []
     try:
-        shape = Shape(digest, located.layers, located.layer_bytes)
+        shape = BlockShape(digest, located.layers, located.layer_bytes)
         sums = np.frombuffer(b"".join(place.sums for place in places), "<u8").astype(np.uint64)
         return [
             Location(place.path, place.segment, place.slot, shape, padded(name), row)

@@ -17,13 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
+from headrace_kvstore.arena.arena import EXISTS, NO_ROOM, Arena
 from headrace_kvstore.nvme.record import padded
-from headrace_kvstore.staging.crew import Crew
-from headrace_kvstore.staging.sources import Fill, Found, Offer, Source, Unavailable
+from headrace_kvstore.staging.sources import (
+    PendingRead,
+    Source,
+    SourceBlock,
+    SourceLease,
+    SourceUnavailable,
+)
+from headrace_kvstore.staging.transfer_pool import TransferPool
 
 QUEUE_BLOCKS = 1 << 16
-REFUSED = {TAKEN: "already_there", NO_ROOM: "dropped_no_room"}
+REFUSED = {EXISTS: "already_there", NO_ROOM: "dropped_no_room"}
 THREADS = 4
 """Maximum number of batches under way at once."""
 
@@ -41,7 +47,7 @@ class _Ticket:
             self.done.set_result(self.loaded)
 
 
-class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
+class Prefetcher(TransferPool[tuple[bytes, list[bytes]]]):
     """Prefetcher from one source into an arena.
 
     Args:
@@ -58,14 +64,14 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         self._queue: list[tuple[int, int, bytes, bytes]] = []
         self._wanted: dict[bytes, list[_Ticket]] = {}
         self._order = count()
-        self._fills: dict[Fill, tuple[np.ndarray, np.ndarray]] = {}
+        self._fills: dict[PendingRead, tuple[np.ndarray, np.ndarray]] = {}
         """Slots and generations of each read under way."""
-        self._begin()
+        self._start_threads()
 
     @property
     def idle(self) -> bool:
         """Whether no block waits or is being read."""
-        with self._wake:
+        with self._condition:
             return not self._wanted and not self._busy
 
     def ask(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
@@ -77,18 +83,18 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         or given up, with the number of blocks that were loaded into DRAM."""
         ticket = _Ticket(1)
         self._enqueue(digest, hashes, priority, ticket)
-        with self._wake:
-            over = self._leave(ticket)
+        with self._condition:
+            over = self._finish_one(ticket)
         if over:
             ticket.finish()
         return ticket.done
 
     def stats(self) -> dict[str, Any]:
         """Return JSON-able sizes and counts."""
-        with self._wake:
+        with self._condition:
             return {
                 "queued_blocks": len(self._queue),
-                "reading_bytes": self._moving_bytes,
+                "reading_bytes": self._bytes_in_flight,
                 **self._totals(),
             }
 
@@ -96,7 +102,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         self, digest: bytes, hashes: Sequence[bytes], priority: int, ticket: _Ticket | None
     ) -> int:
         taken = 0
-        with self._wake:
+        with self._condition:
             for block_hash in hashes:
                 key = digest + padded(block_hash)
                 tickets = self._wanted.get(key)
@@ -111,12 +117,12 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
                 if ticket is not None:
                     ticket.missing += 1
                     tickets.append(ticket)
-            self._wake.notify_all()
+            self._condition.notify_all()
         return taken
 
-    def _take(self) -> tuple[bytes, list[bytes]] | None:
+    def _next_task(self) -> tuple[bytes, list[bytes]] | None:
         """Take the first blocks of the queue, all of one namespace and priority."""
-        if not self._queue or self._moving_bytes >= self._limit:
+        if not self._queue or self._bytes_in_flight >= self._limit:
             return None
         priority, _, digest, _ = self._queue[0]
         hashes: list[bytes] = []
@@ -128,15 +134,15 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             hashes.append(heapq.heappop(self._queue)[3])
         return digest, hashes
 
-    def _drop_all(self) -> None:
+    def _cancel_all(self) -> None:
         for _, _, digest, name in self._queue:
             for ticket in self._wanted.pop(digest + name, ()):
                 ticket.done.cancel()
         self._queue.clear()
         for fill in self._fills:
-            fill.call_off()
+            fill.abort()
 
-    def _carry_out(self, task: tuple[bytes, list[bytes]]) -> None:
+    def _run_task(self, task: tuple[bytes, list[bytes]]) -> None:
         digest, hashes = task
         left, waiting = len(hashes), set(hashes)
         try:
@@ -155,7 +161,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
                     bad += self._fill(offer, np.array(group)[given], slots[given], waiting)
             finally:
                 offer.close(bad)
-        except (Unavailable, CancelledError) as error:
+        except (SourceUnavailable, CancelledError) as error:
             self._count(f"dropped_{error}" if error.args else "dropped_end", left)
         except Exception:
             self._count("dropped_failed", left)
@@ -163,15 +169,17 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         finally:
             # Close only the tickets of blocks that did not arrive: another task may already have
             # requested a block that did.
-            self._close_wants(digest, list(waiting))
+            self._close_tickets(digest, list(waiting))
 
-    def _reserve(self, found: Sequence[Found]) -> np.ndarray:
+    def _reserve(self, found: Sequence[SourceBlock]) -> np.ndarray:
         """Reserve arena slots for blocks of one kind; below 0 for a block that gets none."""
         first = found[0]
         shape = first.shape
-        row = self._arena.namespace(shape.digest, shape.payload_bytes, shape.layers, keep=False)
+        namespace_id = self._arena.register_namespace(
+            shape.digest, shape.payload_bytes, shape.layers, keep=False
+        )
         slots = self._arena.reserve(
-            row,
+            namespace_id,
             [each.hash for each in found],
             [each.parent for each in found],
             [each.depth for each in found],
@@ -183,13 +191,13 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         return slots
 
     def _fill(
-        self, offer: Offer, which: np.ndarray, slots: np.ndarray, waiting: set[bytes]
+        self, offer: SourceLease, which: np.ndarray, slots: np.ndarray, waiting: set[bytes]
     ) -> list[int]:
         """Read blocks into their slots and publish the right ones; return the positions of the
         others. Removes the blocks whose read was begun from `waiting`."""
         if not len(slots):
             return []
-        fills: list[tuple[slice, Fill]] = []
+        fills: list[tuple[slice, PendingRead]] = []
         generations = self._arena.generations(slots)
         try:
             self._begin_fills(offer, which, slots, generations, fills)
@@ -213,11 +221,11 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
 
     def _begin_fills(
         self,
-        offer: Offer,
+        offer: SourceLease,
         which: np.ndarray,
         slots: np.ndarray,
         generations: np.ndarray,
-        fills: list[tuple[slice, Fill]],
+        fills: list[tuple[slice, PendingRead]],
     ) -> None:
         """Begin to read blocks into their slots; append the reads to `fills`."""
         shape = offer.found[which[0]].shape
@@ -229,24 +237,24 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             part = slice(begin, end)
             fill = offer.read(which[part].tolist(), addresses[part])
             fills.append((part, fill))
-            with self._wake:
-                self._moving_bytes += shape.payload_bytes * (end - begin)
+            with self._condition:
+                self._bytes_in_flight += shape.payload_bytes * (end - begin)
                 self._fills[fill] = slots[part], generations[part]
                 if self._stopping:
-                    fill.call_off()
+                    fill.abort()
 
     def renew(self) -> None:
         """Keep the slots of the reads under way: no other writer may get them while bytes may still
         arrive. Must be called more often than every WRITER_TIMEOUT_S. Raises LockBusyError."""
-        with self._wake:
+        with self._condition:
             fills = list(self._fills.values())
         for slots, generations in fills:
             self._arena.renew(slots, generations)
 
     def _finish(
         self,
-        offer: Offer,
-        fill: Fill,
+        offer: SourceLease,
+        fill: PendingRead,
         which: np.ndarray,
         slots: np.ndarray,
         generations: np.ndarray,
@@ -267,30 +275,30 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             finally:
                 self._arena.abandon(slots[~good], generations[~good])
         finally:
-            with self._wake:
-                self._moving_bytes -= found[0].shape.payload_bytes * len(found)
+            with self._condition:
+                self._bytes_in_flight -= found[0].shape.payload_bytes * len(found)
                 self._fills.pop(fill, None)
-                self._wake.notify_all()
-            self._close_wants(found[0].shape.digest, [each.hash for each in found], done)
+                self._condition.notify_all()
+            self._close_tickets(found[0].shape.digest, [each.hash for each in found], done)
         return good
 
     # Tickets
 
-    def _close_wants(
+    def _close_tickets(
         self, digest: bytes, hashes: Sequence[bytes], loaded: np.ndarray | None = None
     ) -> None:
         """Close the tickets of blocks that were loaded or given up."""
         over = []
-        with self._wake:
+        with self._condition:
             for i, name in enumerate(hashes):
                 for ticket in self._wanted.pop(digest + name, ()):
                     ticket.loaded += int(loaded is not None and loaded[i])
-                    if self._leave(ticket):
+                    if self._finish_one(ticket):
                         over.append(ticket)
         for ticket in over:
             ticket.finish()
 
     @staticmethod
-    def _leave(ticket: _Ticket) -> bool:
+    def _finish_one(ticket: _Ticket) -> bool:
         ticket.missing -= 1
         return not ticket.missing

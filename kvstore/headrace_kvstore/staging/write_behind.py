@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.arena.arena_map import Space
+from headrace_kvstore.arena.arena_map import NamespaceInfo
+from headrace_kvstore.blocks.slot_record import READY
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
-from headrace_kvstore.nvme.record import Save, Shape
-from headrace_kvstore.staging.crew import Crew
-from headrace_kvstore.table import READY
+from headrace_kvstore.nvme.record import BlockShape, WriteRequest
+from headrace_kvstore.staging.transfer_pool import TransferPool
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -34,7 +34,7 @@ THREADS = 2
 """Number of threads: while one checks its written blocks, the other keeps the disk busy."""
 
 
-class WriteBehind(Crew[tuple[int, list[bytes]]]):
+class WriteBehind(TransferPool[tuple[int, list[bytes]]]):
     """Writer of an arena's blocks to the current tier, `tier()`.
 
     Args:
@@ -57,12 +57,12 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         self._backlog_limit, self._writing_limit = backlog_bytes, writing_bytes
         self._backlog: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._backlog_bytes = 0
-        self._begin()
+        self._start_threads()
 
     @property
     def idle(self) -> bool:
         """Whether no block waits or is being written."""
-        with self._wake:
+        with self._condition:
             return not self._backlog and not self._busy
 
     @property
@@ -77,16 +77,16 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         if tier is None or tier.state != "on" or not hashes:
             self.missed |= bool(hashes)
             return
-        space = self._space(row)
+        namespace = self._namespace(row)
         slots = self._arena.lookup(row, hashes)
-        slots[tier.contains(space.digest, hashes)] = -1
+        slots[tier.contains(namespace.digest, hashes)] = -1
         there = np.flatnonzero(slots >= 0)
         if not len(there):
             return
-        with self._wake:
+        with self._condition:
             for i in there.tolist():
-                self._enqueue((row, hashes[i]), space.block_bytes)
-            self._wake.notify_all()
+                self._enqueue((row, hashes[i]), namespace.block_bytes)
+            self._condition.notify_all()
 
     def _enqueue(self, key: tuple[int, bytes], block_bytes: int) -> None:
         """Queue a block. If there is no room it is dropped, since older ones begin their
@@ -109,23 +109,23 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
 
     def stats(self) -> dict[str, Any]:
         """Return JSON-able sizes and counts."""
-        with self._wake:
+        with self._condition:
             return {
                 "backlog_blocks": len(self._backlog),
                 "backlog_bytes": self._backlog_bytes,
                 "backlog_limit_bytes": self._backlog_limit,
-                "writing_bytes": self._moving_bytes,
+                "writing_bytes": self._bytes_in_flight,
                 **self._totals(),
             }
 
-    def _take(self) -> tuple[int, list[bytes]] | None:
+    def _next_task(self) -> tuple[int, list[bytes]] | None:
         """Take the oldest blocks of one namespace, as many as may be written now."""
         if not self._backlog:
             return None
         row, _ = next(iter(self._backlog))
-        size = self._space(row).block_bytes
-        room = min(BATCH_BLOCKS, (self._writing_limit - self._moving_bytes) // size)
-        if room < 1 and self._moving_bytes:
+        size = self._namespace(row).block_bytes
+        room = min(BATCH_BLOCKS, (self._writing_limit - self._bytes_in_flight) // size)
+        if room < 1 and self._bytes_in_flight:
             return None
         hashes: list[bytes] = []
         for key in self._backlog:
@@ -135,17 +135,17 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         for block_hash in hashes:
             del self._backlog[row, block_hash]
         self._backlog_bytes -= size * len(hashes)
-        self._moving_bytes += size * len(hashes)
+        self._bytes_in_flight += size * len(hashes)
         return row, hashes
 
-    def _carry_out(self, task: tuple[int, list[bytes]]) -> None:
+    def _run_task(self, task: tuple[int, list[bytes]]) -> None:
         row, hashes = task
-        space, tier = self._space(row), self._tier()
+        namespace, tier = self._namespace(row), self._tier()
         left = len(hashes)
         try:
             if tier is None or tier.state != "on":
                 return self._count("dropped_off", left)
-            if space.block_bytes % space.layers:
+            if namespace.block_bytes % namespace.layers:
                 return self._count("dropped_shape", left)
             slots = self._arena.hold(row, hashes, HOLD_S)
             there = slots >= 0
@@ -153,32 +153,36 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
             left, slots = int(there.sum()), slots[there]
             names = [name for name, here in zip(hashes, there, strict=True) if here]
             try:
-                self._write(tier, space, names, slots)
+                self._write(tier, namespace, names, slots)
             finally:
                 self._arena.release(slots)
         except Exception:
             self._count("dropped_failed", left)
             raise
         finally:
-            with self._wake:
-                self._moving_bytes -= space.block_bytes * len(hashes)
+            with self._condition:
+                self._bytes_in_flight -= namespace.block_bytes * len(hashes)
 
-    def _drop_all(self) -> None:
+    def _cancel_all(self) -> None:
         self._counts["dropped_end"] += len(self._backlog)
         self._backlog.clear()
         self._backlog_bytes = 0
 
-    def _write(self, tier: NvmeTier, space: Space, names: list[bytes], slots: np.ndarray) -> None:
+    def _write(
+        self, tier: NvmeTier, namespace: NamespaceInfo, names: list[bytes], slots: np.ndarray
+    ) -> None:
         """Write the blocks in these slots; discard records of slots that were overwritten during
         the write."""
         rows = self._arena.table[slots]
-        shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
+        shape = BlockShape(
+            namespace.digest, namespace.layers, namespace.block_bytes // namespace.layers
+        )
         futures = tier.write(shape, arena_saves(self._arena, slots, rows))
         written = np.array([future.result() for future in futures], np.bool_)
         now = self._arena.table[slots]
         same = (now["state"] == READY) & (now["generation"] == rows["generation"])
         for i in np.flatnonzero(written & ~same).tolist():
-            tier.discard(space.digest, names[i], "overwritten")
+            tier.discard(namespace.digest, names[i], "overwritten")
         self._count("written", int((written & same).sum()))
         self._count("dropped_failed", int((~written).sum()))
         self._count("dropped_overwritten", int((written & ~same).sum()))
@@ -188,14 +192,14 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         if blocks:
             self.missed |= name in ("dropped_failed", "dropped_off", "dropped_overwritten")
 
-    def _space(self, row: int) -> Space:
-        return self._arena.space(row)
+    def _namespace(self, row: int) -> NamespaceInfo:
+        return self._arena.namespace_info(row)
 
 
-def arena_saves(arena: Arena, slots: np.ndarray, rows: np.ndarray) -> list[Save]:
+def arena_saves(arena: Arena, slots: np.ndarray, rows: np.ndarray) -> list[WriteRequest]:
     """Return the saves that write these slots of an arena; rows: theirs, SLOT (n,)."""
     return [
-        Save(
+        WriteRequest(
             *(row["hash"].tobytes(), int(address), sums),
             int(row["parent"]).to_bytes(8, "little"),
             *(int(row["depth"]), int(row["tenant"]), float(row["compute_s"])),

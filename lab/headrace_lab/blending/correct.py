@@ -13,8 +13,13 @@ from torch import Tensor
 from headrace_lab.models.exact import Exact
 from headrace_lab.models.lm import KV, LM
 from headrace_lab.texts.prompts import Prompt
-from headrace_prefill.blending.drift import Drift
-from headrace_prefill.blending.rules import DRAFT_TOKENS, LAST_TOKENS, Rule, offsets_of
+from headrace_prefill.blending.kv_correction import KvCorrection
+from headrace_prefill.blending.token_selection import (
+    DRAFT_TOKENS,
+    LAST_TOKENS,
+    SelectionRule,
+    offsets_of,
+)
 
 Int = NDArray[np.int64]
 Sees = Callable[[Tensor], Tensor]
@@ -109,7 +114,7 @@ def corrected(
     lm: LM,
     case: Case,
     budget: float,
-    rule: Rule = Rule(),
+    rule: SelectionRule = SelectionRule(),
     *,
     stand_in: bool = False,
     drafts: int = DRAFT_TOKENS,
@@ -156,7 +161,7 @@ def with_depths(
 
     def keep(layer: int, at: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for run in runs:
-            run.see(layer, at, k, v)
+            run.update(layer, at, k, v)
         # Neither a row's last layer nor the prompt's last token needs attention, only K and V.
         return going[at] > layer + 1
 
@@ -174,9 +179,9 @@ class _Run:
         self._placed, self._into = placed, into
         self._positions = torch.arange(first, first + length)
         mine = depths[self._positions]
-        self._drift = Drift(lm.rope, lm.layers, lm.kv_heads, lm.dim, first, mine)
+        self._correction = KvCorrection(lm.rope, lm.layers, lm.kv_heads, lm.dim, first, mine)
 
-    def see(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    def update(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Correct the chunk by rows that a layer has computed and not yet written."""
         mine = torch.isin(rows, self._positions)
         if not layer or not mine.any():
@@ -184,6 +189,6 @@ class _Run:
         at = rows[mine]
         by_key = keys[mine] - self._placed.keys[layer, at]
         by_value = values[mine] - self._placed.values[layer, at]
-        more = self._drift.saw(layer, at - self._positions[0], by_key, by_value)
+        more = self._correction.update(layer, at - self._positions[0], by_key, by_value)
         self._into.keys[layer, self._positions] += more[0]
         self._into.values[layer, self._positions] += more[1]

@@ -1,8 +1,8 @@
 """Number of tokens that each layer and KV head keeps, from the entropy of its attention.
 
 A head whose attention is spread over e^H tokens, H its entropy, gets a share of one total in
-proportion to e^H, at least a floor and at most the number of tokens. docs/bounded.md has a
-measurement: budgets that follow from scores (`keeping`) are better. These exist for comparison.
+proportion to e^H, at least a floor and at most the number of tokens. docs/compression.md has a
+measurement: budgets that follow from scores (`selection`) are better. These exist for comparison.
 """
 
 from __future__ import annotations

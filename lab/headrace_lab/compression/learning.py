@@ -1,8 +1,8 @@
-"""Training of a model's gate on contexts that were read again.
+"""Training of a model's predictor on contexts that were read again.
 
 The loss is the mean square error of log(s + floor), over tokens and heads. The floor is the median
 score: tokens that are dropped under any budget need not be distinguished. The first tokens are
-always kept, so the gate does not learn from them.
+always kept, so the predictor does not learn from them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_decode.compression.gate import Gate
-from headrace_decode.compression.keeping import Always
+from headrace_decode.compression.importance_predictor import ImportancePredictor
+from headrace_decode.compression.selection import AlwaysKept
 
 WIDTH = 32
 STEPS, TOKENS_A_STEP, RATE = 1000, 384, 3e-3
@@ -34,12 +34,12 @@ class Samples:
             keys, values: [layers, kv_heads, tokens, head_dim]; keys rotated back to position 0.
             scores: fp32 [layers, kv_heads, tokens].
         """
-        first = Always().sinks
+        first = AlwaysKept().sinks
         self._inputs.append(torch.cat([keys, values], -1)[:, :, first:].half())
         self._scores.append(scores[..., first:])
 
-    def learned(self, width: int = WIDTH, steps: int = STEPS) -> Gate:
-        """Return a gate trained to predict the scores."""
+    def learned(self, width: int = WIDTH, steps: int = STEPS) -> ImportancePredictor:
+        """Return a predictor trained to predict the scores."""
         inputs, scores = torch.cat(self._inputs, 2), torch.cat(self._scores, 2)
         logs = (scores + scores.median()).log()
         layers, heads, tokens, size = inputs.shape
@@ -68,11 +68,12 @@ class Samples:
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-        # The gate takes inputs that are not normalised: its weights include centre, spread, scale.
+        # The predictor takes inputs that are not normalised: its weights include centre, spread,
+        # scale.
         into, shift, out, straight, bias = (part.detach() for part in parts)
         into, straight = (part / spread.transpose(-1, -2) for part in (into, straight))
         shift, bias = shift - centre @ into, bias - centre @ straight
-        return Gate(
+        return ImportancePredictor(
             into,
             shift[..., 0, :],
             scale * out[..., 0],

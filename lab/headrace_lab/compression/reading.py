@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_decode.compression.gate import Gate, at_start
-from headrace_decode.compression.keeping import keep_units
-from headrace_decode.compression.refit import fitted
-from headrace_decode.compression.scores import Received, as_later, repeats
+from headrace_decode.compression.importance_predictor import ImportancePredictor, to_position_zero
+from headrace_decode.compression.refit import fit_layer
+from headrace_decode.compression.scores import AttentionReceived, plan_repeats, to_later_positions
+from headrace_decode.compression.selection import select_token_pages
 from headrace_engine.rope import Rope
 from headrace_lab.compression.streaming import Masked, Newest, Streamed
 from headrace_lab.models.lm import LM
@@ -32,7 +32,7 @@ def repeat(
     tokens: Tensor,
     keys: Tensor,
     values: Tensor,
-    repeated: Sequence[Received],
+    repeated: Sequence[AttentionReceived],
     watch: Watch | None = None,
 ) -> None:
     """Compute a context a second time after itself, part by part.
@@ -45,7 +45,7 @@ def repeat(
     """
     n = len(tokens)
     by_head = keys.transpose(1, 2).contiguous()
-    for lead, begin, end in repeats(n):
+    for lead, begin, end in plan_repeats(n):
         again = torch.cat([tokens, tokens[lead:end]])
         longer = model.empty(len(again))
         longer.keys[:, :n], longer.values[:, :n] = keys, values
@@ -87,32 +87,37 @@ class Computed:
 
         for begin in range(0, n, BLOCK_TOKENS):
             model.compute(
-                tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=last.see
+                tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=last.record
             )
-        asked = torch.stack([as_later(last[layer], rope) for layer in range(model.layers)])
+        asked = torch.stack(
+            [to_later_positions(last[layer], rope) for layer in range(model.layers)]
+        )
         latest = []
         for queries, keys in zip(asked, kv.keys, strict=True):
-            received = Received(model.kv_heads, n, model.dim**-0.5)
+            received = AttentionReceived(model.kv_heads, n, model.dim**-0.5)
             received.add(queries, keys.transpose(0, 1))
             latest.append(received.root_mean_square())
-        turned = torch.stack([at_start(rope, keys) for keys in kv.keys])
+        turned = torch.stack([to_position_zero(rope, keys) for keys in kv.keys])
         return cls(tokens, kv.keys, kv.values, turned, asked, torch.stack(latest))
 
     def repeated(self, model: LM) -> Tensor:
         """Return the attention of the repeated rows to each key: fp32 [layers, kv_heads, n]."""
         found = [
-            Received(model.kv_heads, len(self.tokens), model.dim**-0.5) for _ in range(model.layers)
+            AttentionReceived(model.kv_heads, len(self.tokens), model.dim**-0.5)
+            for _ in range(model.layers)
         ]
         repeat(model, self.tokens, self.keys, self.values, found)
         return torch.stack([one.root_mean_square() for one in found])
 
-    def scores(self, gate: Gate) -> Tensor:
+    def scores(self, predictor: ImportancePredictor) -> Tensor:
         """Return the scores that an engine computes: fp32 [layers, kv_heads, n]."""
         pairs = zip(self.turned, self.values, strict=True)
-        told = [gate.scores(n, keys, v.transpose(0, 1)) for n, (keys, v) in enumerate(pairs)]
-        return torch.hypot(torch.stack(told), self.latest)
+        predicted = [
+            predictor.scores(n, keys, v.transpose(0, 1)) for n, (keys, v) in enumerate(pairs)
+        ]
+        return torch.hypot(torch.stack(predicted), self.latest)
 
-    def fitted(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def fit_layer(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Return K and V after an engine's refit of the kept tokens, fp32
         [layers, n, kv_heads, head_dim] each.
 
@@ -120,7 +125,7 @@ class Computed:
         keys, values = self.keys.clone(), self.values.clone()
         for layer, (stays, asked) in enumerate(zip(kept, self.asked, strict=True)):
             k, v = (one[layer].transpose(0, 1) for one in (self.keys, self.values))
-            of_heads = fitted(k, v, stays, asked, k.shape[-1] ** -0.5)
+            of_heads = fit_layer(k, v, stays, asked, k.shape[-1] ** -0.5)
             for head, (moved, changed) in enumerate(of_heads):
                 keys[layer, stays[head], head] = moved
                 values[layer, stays[head], head] = changed
@@ -128,19 +133,19 @@ class Computed:
 
 
 def divergences(
-    model: LM, rope: Rope, text: Sequence[int], gate: Gate, unit_tokens: int
+    model: LM, rope: Rope, text: Sequence[int], predictor: ImportancePredictor, page_tokens: int
 ) -> dict[float, float]:
     """Return the mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`.
 
     It is the larger KL of two: a context that is compressed once, and one that is streamed.
 
     Args:
-        text: the text; its whole units before the last `TAIL_TOKENS` tokens are the context.
+        text: the text; its whole pages before the last `TAIL_TOKENS` tokens are the context.
     """
-    n = (len(text) - TAIL_TOKENS) // unit_tokens * unit_tokens
+    n = (len(text) - TAIL_TOKENS) // page_tokens * page_tokens
     whole = torch.tensor(text[: n + TAIL_TOKENS])
     context = Computed.of(model, rope, whole[:n])
-    scores, rows = context.scores(gate), torch.arange(n, len(whole))
+    scores, rows = context.scores(predictor), torch.arange(n, len(whole))
     tail = torch.ones(*scores.shape[:2], TAIL_TOKENS, dtype=torch.bool)
 
     def follow(keys: Tensor, values: Tensor, kept: Tensor) -> Tensor:
@@ -153,9 +158,9 @@ def divergences(
     exact = follow(*all_of, torch.ones(scores.shape, dtype=torch.bool))
     found = {}
     for share in SHARES:
-        kept = keep_units(scores, int(share * scores.numel()) // unit_tokens, unit_tokens)
-        said = [follow(*context.fitted(kept), kept)]
-        streamed = Streamed.of(model, rope, whole[:n], gate, share, unit_tokens)
+        kept = select_token_pages(scores, int(share * scores.numel()) // page_tokens, page_tokens)
+        said = [follow(*context.fit_layer(kept), kept)]
+        streamed = Streamed.of(model, rope, whole[:n], predictor, share, page_tokens)
         if streamed is not None:
             said.append(follow(streamed.keys, streamed.values, streamed.kept))
         kl = [float((exact.exp() * (exact - one)).sum(-1).double().mean()) for one in said]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_decode.compression.engine.course import EARLIER_TOKENS, Stream
-from headrace_decode.compression.gate import Gate, at_start
-from headrace_decode.compression.keeping import keep_units
-from headrace_decode.compression.refit import fitted
-from headrace_decode.compression.scores import NOWHERE, as_later, with_gate
+from headrace_decode.compression.engine.compression_job import EARLIER_TOKENS, IncrementalJob
+from headrace_decode.compression.importance_predictor import ImportancePredictor, to_position_zero
+from headrace_decode.compression.refit import fit_layer
+from headrace_decode.compression.scores import ABSENT, predicted_scores, to_later_positions
+from headrace_decode.compression.selection import select_token_pages
 from headrace_engine.rope import Rope
 from headrace_lab.models.lm import LM
 
@@ -27,7 +27,7 @@ BLOCK_TOKENS, STEP_TOKENS = 128, 512
 class Newest(dict[int, Tensor]):
     """Queries of the newest rows, by layer, recorded from `LM.compute`."""
 
-    def see(self, layer: int, rows: Tensor, q: Tensor) -> None:
+    def record(self, layer: int, rows: Tensor, q: Tensor) -> None:
         before = [self[layer]] if layer in self else []
         self[layer] = torch.cat([*before, q])[-EARLIER_TOKENS:]
 
@@ -77,63 +77,65 @@ class Streamed:
         model: LM,
         rope: Rope,
         tokens: Tensor,
-        gate: Gate,
+        predictor: ImportancePredictor,
         share: float,
-        unit_tokens: int,
+        page_tokens: int,
         turns: Sequence[int] = (),
     ) -> Streamed | None:
-        """Stream a context.
+        """Compress a context incrementally.
 
-        Return None if, besides the tokens after the last whole block, the share leaves fewer units
+        Return None if, besides the tokens after the last whole block, the share leaves fewer pages
         than there are heads.
 
         Args:
             tokens: int64 [n].
             share: share of all (layer, head, token) triples that is kept in the end.
-            unit_tokens: tokens of a unit that heads keep.
+            page_tokens: tokens of a page that heads keep.
             turns: lengths in tokens of earlier prompts, which are prefixes of `tokens`, ascending.
                 Each continues from the tokens kept of the one before. Prompts that are too short
                 in the same sense are skipped.
         """
         n, heads = len(tokens), model.layers * model.kv_heads
 
-        def units(end: int) -> int:
-            return int(heads * (share * end - end % BLOCK_TOKENS)) // unit_tokens
+        def pages(end: int) -> int:
+            return int(heads * (share * end - end % BLOCK_TOKENS)) // page_tokens
 
-        if units(n) < heads:
+        if pages(n) < heads:
             return None
         kv, most, chosen = model.empty(n), 0, 0
         kept = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.bool)
-        told = torch.zeros(kept.shape)
-        for last in [*(end for end in turns if units(end) >= heads), n]:
-            course, newest = Stream(last, share, BLOCK_TOKENS), Newest()
-            course.begin_at(chosen // BLOCK_TOKENS, 0)
+        predicted = torch.zeros(kept.shape)
+        for last in [*(end for end in turns if pages(end) >= heads), n]:
+            job, newest = IncrementalJob(last, share, BLOCK_TOKENS), Newest()
+            job.begin_at(chosen // BLOCK_TOKENS, 0)
             for begin in range(chosen, last, STEP_TOKENS):
                 rows = torch.arange(begin, min(last, begin + STEP_TOKENS))
                 kept[..., rows] = True
                 most = max(most, int(kept.sum()))
-                model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=newest.see)
-                due = course.due(int(rows[-1]) + 1, 0)
+                model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=newest.record)
+                due = job.due(int(rows[-1]) + 1, 0)
                 if due is None:
                     continue
-                course.dropped = due
+                job.dropped = due
                 new, whole = slice(chosen, due * BLOCK_TOKENS), slice(due * BLOCK_TOKENS)
                 found, asked = list[Tensor](), list[Tensor]()
                 for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-                    turned = at_start(rope, keys[new], chosen)
-                    told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
-                    here, there = told[layer, :, whole], keys[whole].transpose(0, 1)
-                    asked.append(as_later(newest[layer], rope))
-                    found.append(with_gate(here, asked[-1], there, model.dim**-0.5))
-                stays = keep_units(torch.stack(found), units(last), unit_tokens)
+                    turned = to_position_zero(rope, keys[new], chosen)
+                    predicted[layer, :, new] = predictor.scores(
+                        layer, turned, values[new].transpose(0, 1)
+                    )
+                    here, there = predicted[layer, :, whole], keys[whole].transpose(0, 1)
+                    asked.append(to_later_positions(newest[layer], rope))
+                    found.append(predicted_scores(here, asked[-1], there, model.dim**-0.5))
+                stays = select_token_pages(torch.stack(found), pages(last), page_tokens)
                 for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
                     k, v = (one[whole].transpose(0, 1) for one in (keys, values))
                     there, scale = kept[layer, :, whole], model.dim**-0.5
-                    of_heads = fitted(k, v, stays[layer], asked[layer], scale, there)
+                    of_heads = fit_layer(k, v, stays[layer], asked[layer], scale, there)
                     for head, (moved, changed) in enumerate(of_heads):
                         at = stays[layer, head].nonzero()[:, 0]
                         keys[at, head], values[at, head] = moved, changed
                 kept[..., whole] = stays
-                told[..., whole].masked_fill_(~stays, NOWHERE)
+                predicted[..., whole].masked_fill_(~stays, ABSENT)
                 chosen = due * BLOCK_TOKENS
         return cls(kv.keys, kv.values, kept, most)

@@ -54,12 +54,12 @@ def learned(model: Decoder, tokens: Tensor) -> dict[int, tuple[float, float]]:
 
     The result has, by reader, the share of the energy of its keys and that of its values. The share
     is over the sum of the energies drawn from both layers."""
-    kv, fusion, found = Trace.of(model, tokens).kv, model.shape.fusion, {}
-    for layer in range(fusion.layers):
-        if fusion.stores(layer):
+    kv, cross_layer, found = Trace.of(model, tokens).kv, model.shape.cross_layer, {}
+    for layer in range(cross_layer.layers):
+        if cross_layer.stores(layer):
             continue
         mixture = model.model.layers[layer].self_attn.mix
-        first, last = fusion.keys(layer)
+        first, last = cross_layer.keys(layer)
         zero = torch.zeros(())
         shares = []
         for which, of in ((0, mixture.keys), (1, mixture.values)):

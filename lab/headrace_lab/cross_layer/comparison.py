@@ -81,8 +81,8 @@ class Comparison:
     def described(self, kind: Kind) -> dict[str, Any]:
         """Return the config.json of a kind.
 
-        It is not checked here. `KVFusion.of` raises FusionError when it reads it if the number of
-        storage layers does not suit the kind or the model.
+        It is not checked here. `CrossLayerConfig.of` raises CrossLayerConfigError when it reads it
+        if the number of storage layers does not suit the kind or the model.
         """
         layers = self.config["num_hidden_layers"]
         stored = layers if kind == "vanilla" else self.storage_layers
@@ -115,7 +115,7 @@ def compare(
         stop: called after each step; if it returns True, a checkpoint is written and training ends.
 
     Raises:
-        SettingsError, CorpusError, FusionError.
+        SettingsError, CorpusError, CrossLayerConfigError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder, wait=True):

@@ -26,7 +26,7 @@ from headrace_lab.cross_layer.error import Error, Truth
 from headrace_lab.cross_layer.fit import KeyFit, Sums, fit_keys, fit_values
 from headrace_lab.cross_layer.trace import Trace
 from headrace_lab.models.decoder import KV, Decoder
-from headrace_prefill.cross_layer.config import FusionError, KVFusion
+from headrace_prefill.cross_layer.config import CrossLayerConfig, CrossLayerConfigError
 
 Pair = tuple[int, int]
 ConvertKind = Literal["fused", "lite"]
@@ -45,19 +45,19 @@ class Point:
     """One model of the curve.
 
     Attributes:
-        fusion: the readers, and the layers that they read.
+        cross_layer: the readers, and the layers that they read.
         layer: the reader that this point adds.
         error: error against the exact model.
     """
 
-    fusion: KVFusion
+    cross_layer: CrossLayerConfig
     layer: int
     error: Error
 
     @property
     def saved(self) -> float:
         """Saved share of the model's KV."""
-        return len(self.fusion.readers) / self.fusion.layers
+        return len(self.cross_layer.readers) / self.cross_layer.layers
 
 
 class Converter:
@@ -68,56 +68,59 @@ class Converter:
         tokens: int64 [texts, n], to fit and to choose on; at least `CHOOSING` + 1 texts.
 
     Raises:
-        FusionError: it is not a plain Llama, or it has too few layers.
+        CrossLayerConfigError: it is not a plain Llama, or it has too few layers.
     """
 
     def __init__(self, config: Mapping[str, Any], model: Decoder, tokens: Tensor) -> None:
         shape = model.shape
-        if shape.qk_norm or shape.fusion.kind != "vanilla":
-            raise FusionError("only a Llama whose layers all keep KV can be converted")
-        if shape.fusion.layers <= MIN_STORED:
-            raise FusionError(f"a model of {shape.fusion.layers} layers has none to convert")
+        if shape.qk_norm or shape.cross_layer.kind != "vanilla":
+            raise CrossLayerConfigError("only a Llama whose layers all keep KV can be converted")
+        if shape.cross_layer.layers <= MIN_STORED:
+            raise CrossLayerConfigError(
+                f"a model of {shape.cross_layer.layers} layers has none to convert"
+            )
         self._config, self._model, self._choosing = dict(config), model, tokens[-CHOOSING:]
         self._trace = Trace.of(model, tokens[:-CHOOSING])
         self.sums = Sums.of(self._trace.kv)
-        self.layers = shape.fusion.layers
+        self.layers = shape.cross_layer.layers
 
-    def described(self, fusion: KVFusion) -> dict[str, Any]:
+    def described(self, cross_layer: CrossLayerConfig) -> dict[str, Any]:
         """Return the config.json of the converted model."""
         return {
             **self._config,
             "architectures": ["KVFusionLlamaForCausalLM"],
-            "kv_fusion": fusion.section(),
+            "kv_fusion": cross_layer.section(),
         }
 
-    def fusion(self, kind: ConvertKind, readers: Iterable[int]) -> KVFusion:
+    def cross_layer(self, kind: ConvertKind, readers: Iterable[int]) -> CrossLayerConfig:
         """Return these layers as readers, each with the storage layers that fit it best."""
         chosen = frozenset(readers)
         found = {}
         for layer in chosen:
             stored = [below for below in range(layer) if below not in chosen]
             found[layer] = self._best(kind, layer, stored)
-        return KVFusion.parse(
-            KVFusion(kind, self.layers, self.layers - len(found), found).section(), self.layers
+        return CrossLayerConfig.parse(
+            CrossLayerConfig(kind, self.layers, self.layers - len(found), found).section(),
+            self.layers,
         )
 
     @torch.no_grad()
-    def convert(self, fusion: KVFusion) -> Decoder:
+    def convert(self, cross_layer: CrossLayerConfig) -> Decoder:
         """Return the model with these readers."""
-        made = Decoder(self.described(fusion))
+        made = Decoder(self.described(cross_layer))
         kept = made.state_dict().keys()
         weights = {name: one for name, one in self._model.state_dict().items() if name in kept}
         made.load_state_dict(weights, strict=False)
-        first = min(fusion.readers)
+        first = min(cross_layer.readers)
         kv = KV({layer: both for layer, both in self._trace.kv.items() if layer < first})
         hidden = self._trace.inputs[first]
         rope = made.rotation(hidden.shape[1])
         for number in range(first, self.layers):
             layer = made.model.layers[number]
-            if number in fusion.readers:
-                self._fit(made, fusion, number)
+            if number in cross_layer.readers:
+                self._fit(made, cross_layer, number)
                 self._refit_output(made, number, hidden, kv)
-            if number < max(fusion.readers):
+            if number < max(cross_layer.readers):
                 hidden = layer(hidden, rope, kv)
         return made
 
@@ -131,16 +134,16 @@ class Converter:
         order = sorted(alone, key=alone.__getitem__)
         for count in range(1, min(most, len(order)) + 1):
             readers = order[:count]
-            fusion = self.fusion(kind, readers)
-            error = truth.error(self.convert(fusion), first=min(readers))
-            yield Point(fusion, order[count - 1], error)
+            cross_layer = self.cross_layer(kind, readers)
+            error = truth.error(self.convert(cross_layer), first=min(readers))
+            yield Point(cross_layer, order[count - 1], error)
 
     def alone(self, kind: ConvertKind) -> dict[int, float]:
         """Return, by layer, the KL of the model with this layer as its only reader, on texts that
         were left out of the fit."""
         some, found = Truth(self._model, self._choosing), {}
         for layer in range(MIN_STORED, self.layers):
-            made = self.convert(self.fusion(kind, [layer]))
+            made = self.convert(self.cross_layer(kind, [layer]))
             found[layer] = some.error(made, first=layer).kl
         return found
 
@@ -158,16 +161,16 @@ class Converter:
             ),
         )
 
-    def _fit(self, made: Decoder, fusion: KVFusion, layer: int) -> None:
+    def _fit(self, made: Decoder, cross_layer: CrossLayerConfig, layer: int) -> None:
         """Set a reader's mixing weights, and rotate its query projection."""
         attention = made.model.layers[layer].self_attn
-        keys = fit_keys(self.sums, layer, fusion.keys(layer))
-        scale = keys.weights[0] if fusion.kind == "lite" else torch.ones_like(keys.phase)
+        keys = fit_keys(self.sums, layer, cross_layer.keys(layer))
+        scale = keys.weights[0] if cross_layer.kind == "lite" else torch.ones_like(keys.phase)
         for part in (attention.q_proj.weight, attention.q_proj.bias):
             if part is not None:
                 part.copy_(turned(part, keys, scale))
-        if fusion.kind == "fused":
-            values = fit_values(self.sums, layer, fusion.values(layer))
+        if cross_layer.kind == "fused":
+            values = fit_values(self.sums, layer, cross_layer.values(layer))
             for name, weight in (
                 ("first_keys", keys.weights[0]),
                 ("last_keys", keys.weights[1]),

@@ -60,11 +60,11 @@ def distill(
 
 
 def _groups(model: Decoder) -> list[dict[str, Any]]:
-    fusion = model.shape.fusion
+    cross_layer = model.shape.cross_layer
     mixing: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for number, layer in enumerate(model.model.layers):
-        if fusion.stores(number):
+        if cross_layer.stores(number):
             continue
         for name, weight in layer.named_parameters():
             (mixing if ".mix." in name else others).append(weight)

@@ -233,7 +233,7 @@ def begin(model: Decoder, seed: int) -> None:
     They are normal, with a smaller deviation in the projections back to the residual. Norms are 1,
     mixtures are the mean. A parameter's values depend only on its name, its shape, the number of
     layers and the seed."""
-    residual = INITIAL_STD / math.sqrt(2 * model.shape.fusion.layers)
+    residual = INITIAL_STD / math.sqrt(2 * model.shape.cross_layer.layers)
     for name, weight in model.named_parameters():
         if weight.ndim < 2 or ".mix." in name:
             continue

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace_lab.models.decoder import Decoder
-from headrace_prefill.cross_layer.config import FusionError
+from headrace_prefill.cross_layer.config import CrossLayerConfigError
 
 WEIGHTS = "model.safetensors"
 TYPES = ("llama", "qwen3")
@@ -26,12 +26,15 @@ def read(folder: Path, types: Sequence[str] = TYPES) -> tuple[dict[str, Any], De
         types: model types that are accepted.
 
     Raises:
-        FusionError: the model is of another type, or its weights do not match config.json.
+        CrossLayerConfigError: the model is of another type, or its weights do not match
+            config.json.
     """
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") not in types:
         known = ", ".join(types)
-        raise FusionError(f"model_type is {config.get('model_type')!r}, must be one of {known}")
+        raise CrossLayerConfigError(
+            f"model_type is {config.get('model_type')!r}, must be one of {known}"
+        )
     with torch.device("meta"):  # only the weights of the files take memory
         model = Decoder(config)
     weights: dict[str, torch.Tensor] = {}
@@ -43,7 +46,9 @@ def read(folder: Path, types: Sequence[str] = TYPES) -> tuple[dict[str, Any], De
         model.lm_head.weight = model.model.embed_tokens.weight
         missing = [name for name in missing if name != "lm_head.weight"]
     if missing or unknown:
-        raise FusionError(f"the weights do not fit config.json: {[*missing, *unknown][0]}")
+        raise CrossLayerConfigError(
+            f"the weights do not fit config.json: {[*missing, *unknown][0]}"
+        )
     return config, model.eval()
 
 

@@ -1,4 +1,4 @@
-"""A Llama- or Qwen3-shaped decoder whose layers read KV as `KVFusion` says, in plain torch.
+"""A Llama- or Qwen3-shaped decoder whose layers read KV as `CrossLayerConfig` says, in plain torch.
 
 It is the reference of the vLLM models, and it can be trained: no kernel, no cache, autograd
 throughout. Its parameters have the names of the checkpoint, so `load_state_dict` takes a checkpoint
@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from headrace_engine.rope import Rope
 from headrace_prefill.cross_layer.mixing import by_channel, mix
-from headrace_prefill.cross_layer.shape import Shape
+from headrace_prefill.cross_layer.shape import DecoderShape
 
 SHORT = 512
 """Maximum number of tokens for which attention is computed as two matrix products. On a CPU that
@@ -56,7 +56,7 @@ class Mixture(nn.Module):
 class Attention(nn.Module):
     """Causal attention with grouped heads, to this layer's KV or to that of storage layers."""
 
-    def __init__(self, shape: Shape, layer: int) -> None:
+    def __init__(self, shape: DecoderShape, layer: int) -> None:
         super().__init__()
         self._shape, self._layer = shape, layer
         dim, bias = shape.head_dim, shape.attention_bias
@@ -64,12 +64,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * dim, shape.hidden, bias)
         if shape.qk_norm:
             self.q_norm = nn.RMSNorm(dim, shape.eps)
-        if shape.fusion.stores(layer):
+        if shape.cross_layer.stores(layer):
             self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * dim, bias)
             self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * dim, bias)
             if shape.qk_norm:
                 self.k_norm = nn.RMSNorm(dim, shape.eps)
-        elif shape.fusion.mixes:
+        elif shape.cross_layer.mixes:
             self.mix = Mixture(shape.kv_heads, dim)
 
     def forward(self, hidden: Tensor, rope: Rotation, kv: KV) -> Tensor:
@@ -77,11 +77,11 @@ class Attention(nn.Module):
 
         A storage layer adds its K and V to `kv`."""
         shape, query = self._shape, rope(self.query(hidden))
-        if shape.fusion.stores(self._layer):
+        if shape.cross_layer.stores(self._layer):
             key, value = self.key_value(hidden)
             kv[self._layer] = rope(key), value
-        keys = [kv[layer][0] for layer in shape.fusion.keys(self._layer)]
-        values = [kv[layer][1] for layer in shape.fusion.values(self._layer)]
+        keys = [kv[layer][0] for layer in shape.cross_layer.keys(self._layer)]
+        values = [kv[layer][1] for layer in shape.cross_layer.values(self._layer)]
         mixed = attend(
             query.transpose(1, 2),
             (self.mix.keys(*keys) if len(keys) == 2 else keys[0]).transpose(1, 2),
@@ -146,7 +146,7 @@ class Rotation:
 class MLP(nn.Module):
     """A SwiGLU MLP."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, shape.mlp_bias)
         self.up_proj = nn.Linear(shape.hidden, shape.intermediate, shape.mlp_bias)
@@ -159,7 +159,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each after a norm and with a residual connection."""
 
-    def __init__(self, shape: Shape, layer: int) -> None:
+    def __init__(self, shape: DecoderShape, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(shape, layer)
         self.mlp = MLP(shape)
@@ -174,10 +174,10 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """The model without its output head."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape, n) for n in range(shape.fusion.layers))
+        self.layers = nn.ModuleList(Layer(shape, n) for n in range(shape.cross_layer.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
 
 
@@ -185,13 +185,13 @@ class Decoder(nn.Module):
     """The model that a parsed config.json describes, with random weights.
 
     Raises:
-        FusionError: `kv_fusion` is not valid.
+        CrossLayerConfigError: `kv_fusion` is not valid.
         RopeError: its rotary embedding is not known here.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self.shape = Shape.of(config)
+        self.shape = DecoderShape.of(config)
         with torch.device("cpu"):  # its few numbers are also needed if weights are on "meta"
             self.rope = Rope.of(config)
         self.model = Model(self.shape)

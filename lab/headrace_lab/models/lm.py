@@ -58,13 +58,13 @@ class LM:
     def __init__(self, folder: str) -> None:
         config, decoder = checkpoint.read(Path(folder), (*checkpoint.TYPES, "mistral"))
         shape = decoder.shape
-        if shape.fusion.kind != "vanilla":
+        if shape.cross_layer.kind != "vanilla":
             raise ValueError("some of its layers keep no KV")
         if config["model_type"] == "mistral" and config.get("sliding_window"):
             raise ValueError("its attention has a sliding window")
         self._decoder = decoder.requires_grad_(False)
         self._layers: list[Layer] = list(decoder.model.layers)
-        self.layers: int = shape.fusion.layers
+        self.layers: int = shape.cross_layer.layers
         self.heads, self.kv_heads, self.dim = shape.heads, shape.kv_heads, shape.head_dim
         self.rope = decoder.rope
         self.pairs = 0

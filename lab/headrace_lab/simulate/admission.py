@@ -1,9 +1,10 @@
 """The gateway's admission in the simulator, before the gateway's own placement.
 
-SLO classes, tickets, fair shares, costs and the room of the replicas are the gateway's code
-(`headrace.gateway.admission`). The queue around them (`admission.door`: turns, polls of the
+SLO classes, tickets, fair shares, costs and the capacity of the replicas are the gateway's code
+(`headrace.gateway.admission`). The queue around them (`admission.queue`: turns, polls of the
 replicas, reports of other gateways) is implemented again here for the simulation's clock. It leaves
-out two terms of the room: requests that no report shows yet (`sent`), and `stretch`.
+out two terms of the capacity: requests that no report shows yet (`sent`), and
+`prefill_safety_factor`.
 
 A new request is sent, waits or is refused, as at a gateway. A waiting request is placed at its
 turn. A real gateway knows only the number of bytes of a prompt; here the bytes are the tokens. The
@@ -23,16 +24,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.gateway.admission.admission import Admission, Refused, Ticket
-from headrace.gateway.admission.classes import DEFAULT, SloClass
-from headrace.gateway.admission.door import LOOK_S, PEERS_S, TURN_S
-from headrace.gateway.admission.room import Room, room_of
-from headrace.simulate.best import best_case
+from headrace.gateway.admission.admission_controller import AdmissionController, Refusal, Ticket
+from headrace.gateway.admission.admission_queue import (
+    PEER_POLL_INTERVAL_S,
+    POLL_INTERVAL_S,
+    REFRESH_INTERVAL_S,
+)
+from headrace.gateway.admission.capacity import Capacity, compute_capacity
+from headrace.gateway.admission.slo_classes import DEFAULT, SloClass
+from headrace.simulate.best_case import best_case
+from headrace.simulate.cluster_state import EnginePair, PromptRequest
 from headrace.simulate.hardware import Engine, Hardware, prefill_s
-from headrace.simulate.ours import Headrace
-from headrace.simulate.outcome import outcome_of
-from headrace.simulate.run import Player, Run, Settings, check
-from headrace.simulate.sight import Ask, Choice
+from headrace.simulate.headrace_policy import HeadracePolicy
+from headrace.simulate.outcome import measure_outcome
+from headrace.simulate.run import Simulation, SimulationRun, SimulationSettings, check
 from headrace.simulate.state import DONE, NEW
 from headrace.simulate.trace import Workload
 
@@ -70,26 +75,26 @@ class Admitted:
         expired: whether it was refused after it had waited.
         queued_s: its seconds in the queue; nan if it was not admitted.
         retry_s: `Retry-After` of a refused request, else nan.
-        admissions: the gateways' `Admission` objects at the end.
+        admissions: the gateways' `AdmissionController` objects at the end.
     """
 
     refused: NDArray[np.bool_]
     expired: NDArray[np.bool_]
     queued_s: NDArray[np.float64]
     retry_s: NDArray[np.float64]
-    admissions: Sequence[Admission]
+    admissions: Sequence[AdmissionController]
 
 
 @dataclass(slots=True)
 class _Gateway:
-    admission: Admission
-    told: dict[str, float] = field(default_factory=dict)
+    admission: AdmissionController
+    charged_before: dict[str, float] = field(default_factory=dict)
 
 
-class _AdmittedPlayer(Player):
+class _AdmittedSimulation(Simulation):
     """A run with queues before the engines."""
 
-    policy: Headrace
+    policy: HeadracePolicy
 
     def __init__(
         self,
@@ -97,29 +102,29 @@ class _AdmittedPlayer(Player):
         hardware: Hardware,
         prefills: int,
         decodes: int,
-        policy: Headrace,
-        settings: Settings,
+        policy: HeadracePolicy,
+        settings: SimulationSettings,
         tenancy: Tenancy,
     ) -> None:
         super().__init__(work, hardware, prefills, decodes, policy, settings)
         one = int(tenancy.tenant.max(initial=0)) == 0
         self.tenancy = tenancy
         self.gateways = [
-            _Gateway(Admission(tenancy.max_waiting, one_tenant=one))
+            _Gateway(AdmissionController(tenancy.max_waiting, one_tenant=one))
             for _ in range(tenancy.gateways)
         ]
         count = len(work)
-        self.told = Admitted(
+        self.result = Admitted(
             np.zeros(count, np.bool_),
             np.zeros(count, np.bool_),
             np.full(count, np.nan),
             np.full(count, np.nan),
             [gateway.admission for gateway in self.gateways],
         )
-        self._room, self._looked_s = Room(), -math.inf
+        self._capacity, self._looked_s = Capacity(), -math.inf
         self._requests: dict[Ticket, int] = {}
         self._under_way: dict[int, tuple[_Gateway, Ticket]] = {}
-        self._turn_s, self._peers_s = 0.0, PEERS_S
+        self._turn_s, self._peers_s = 0.0, PEER_POLL_INTERVAL_S
         self._now: tuple[_Gateway, Ticket] | None = None
         self._prompt_tokens = _PROMPT_TOKENS
 
@@ -128,7 +133,7 @@ class _AdmittedPlayer(Player):
             if self._turn_s > float(self.s.now_s[0]):
                 super()._advance(self._turn_s)
             self._turn(max(self._turn_s, float(self.s.now_s[0])))
-            self._turn_s += TURN_S
+            self._turn_s += POLL_INTERVAL_S
         super()._advance(until_s)
 
     def _place(self, r: int, now_s: float) -> None:
@@ -140,68 +145,68 @@ class _AdmittedPlayer(Player):
         tenant = int(self.tenancy.tenant[r])
         ticket = gateway.admission.arrive(
             *(str(tenant), self.tenancy.class_of(tenant), int(self.s.req["prompt"][r]), now_s),
-            self._look(now_s, LOOK_S),
+            self._look(now_s, REFRESH_INTERVAL_S),
         )
-        if isinstance(ticket, Refused):
-            self.told.refused[r], self.told.retry_s[r] = True, ticket.retry_after_s
+        if isinstance(ticket, Refusal):
+            self.result.refused[r], self.result.retry_s[r] = True, ticket.retry_after_s
             self.s.ev.count[4] += 1
-        elif ticket.waits:
+        elif ticket.is_waiting:
             self._requests[ticket] = r
-            self._turn_s = max(self._turn_s, now_s + TURN_S)
+            self._turn_s = max(self._turn_s, now_s + POLL_INTERVAL_S)
         else:
             self._go(gateway, ticket, r, now_s)
 
     def _turn(self, now_s: float) -> None:
         for gateway in self.gateways:
             admission = gateway.admission
-            while (ticket := admission.expired(now_s)) is not None:
-                self.told.expired[self._requests.pop(ticket)] = True
+            while (ticket := admission.pop_expired(now_s)) is not None:
+                self.result.expired[self._requests.pop(ticket)] = True
                 self.s.ev.count[4] += 1
-            room = self._look(now_s, TURN_S)
-            while (ticket := admission.next(now_s, room)) is not None:
+            capacity = self._look(now_s, POLL_INTERVAL_S)
+            while (ticket := admission.next(now_s, capacity)) is not None:
                 self._go(gateway, ticket, self._requests.pop(ticket), now_s)
 
     def _go(self, gateway: _Gateway, ticket: Ticket, r: int, now_s: float) -> None:
-        self.told.queued_s[r] = now_s - ticket.arrived_s
+        self.result.queued_s[r] = now_s - ticket.arrived_s
         self._now = self._under_way[r] = gateway, ticket
         super()._place(r, now_s)
         self._now = None
 
-    def _send(self, r: int, choice: Choice, ask: Ask, need: int) -> None:
-        super()._send(r, choice, ask, need)
+    def _send(self, r: int, choice: EnginePair, request: PromptRequest, need: int) -> None:
+        super()._send(r, choice, request, need)
         if self._now is None:
             return
         gateway, ticket = self._now
         e = choice.decode if choice.prefill is None else choice.prefill
         block = self.s.limits.block_tokens
-        tokens = need - min(int(ask.store[e]), (need - 1) // block) * block
+        tokens = need - min(int(request.store[e]), (need - 1) // block) * block
         side = self.work_side(e)
         seconds = prefill_s(side.curve, tokens, need, side.step_tokens)
-        gateway.admission.planned(ticket, seconds)
+        gateway.admission.record_plan(ticket, seconds)
         self._prompt_tokens += _GAIN * (tokens - self._prompt_tokens)
 
     def work_side(self, e: int) -> Engine:
-        hardware = self.sight.hardware
-        return hardware.prefill if e < self.sight.prefills else hardware.decode
+        hardware = self.cluster.hardware
+        return hardware.prefill if e < self.cluster.prefills else hardware.decode
 
-    def _look(self, now_s: float, every_s: float) -> Room:
+    def _look(self, now_s: float, every_s: float) -> Capacity:
         if now_s - self._looked_s < every_s:
-            return self._room
+            return self._capacity
         self._looked_s = now_s
         self._note_ended()
         if now_s >= self._peers_s:
-            self._tell_peers()
-            self._peers_s = now_s + PEERS_S
-        view = self.policy.seen(self.sight, self.reports, now_s)
-        self._room = room_of(
+            self._share_usage()
+            self._peers_s = now_s + PEER_POLL_INTERVAL_S
+        view = self.policy.current_view(self.cluster, self.reports, now_s)
+        self._capacity = compute_capacity(
             view,
             now_s,
             prompt_tokens=self._prompt_tokens,
             itl_s=min(gateway.admission.itl_s for gateway in self.gateways),
         )
         for gateway in self.gateways:
-            gateway.admission.price(known=True, engines=self._room.engines)
-        return self._room
+            gateway.admission.set_engines(priced=True, engines=self._capacity.engines)
+        return self._capacity
 
     def _note_ended(self) -> None:
         numbers = np.fromiter(self._under_way, np.int64, len(self._under_way))
@@ -209,20 +214,22 @@ class _AdmittedPlayer(Player):
             gateway, ticket = self._under_way.pop(r)
             answer_s = float(self.s.req["end_s"][r] - self.s.req["first_s"][r])
             if ticket.sent_s is not None:
-                gateway.admission.began(ticket, float(self.s.req["first_s"][r]) - ticket.sent_s)
-            gateway.admission.ended(ticket, answer_s, self._room.rows)
+                gateway.admission.record_first_token(
+                    ticket, float(self.s.req["first_s"][r]) - ticket.sent_s
+                )
+            gateway.admission.record_end(ticket, answer_s, self._capacity.rows)
 
-    def _tell_peers(self) -> None:
-        told = [dict(gateway.admission.had) for gateway in self.gateways]
+    def _share_usage(self) -> None:
+        charges = [dict(gateway.admission.charged_s) for gateway in self.gateways]
         for at, gateway in enumerate(self.gateways):
-            for other, had in enumerate(told):
+            for other, had in enumerate(charges):
                 if other != at:
                     for tenant, seconds in had.items():
-                        more_s = seconds - self.gateways[other].told.get(tenant, 0.0)
+                        more_s = seconds - self.gateways[other].charged_before.get(tenant, 0.0)
                         if more_s > 0.0:
-                            gateway.admission.had_elsewhere(tenant, more_s)
-        for gateway, had in zip(self.gateways, told, strict=True):
-            gateway.told = had
+                            gateway.admission.record_peer_usage(tenant, more_s)
+        for gateway, had in zip(self.gateways, charges, strict=True):
+            gateway.charged_before = had
 
 
 def simulate_admitted(
@@ -230,23 +237,23 @@ def simulate_admitted(
     hardware: Hardware,
     prefills: int,
     decodes: int,
-    policy: Headrace,
+    policy: HeadracePolicy,
     tenancy: Tenancy,
-    settings: Settings | None = None,
-) -> tuple[Run, Admitted]:
+    settings: SimulationSettings | None = None,
+) -> tuple[SimulationRun, Admitted]:
     """Play a workload as `simulate` does, with admission before the placement.
 
     Raises:
         SimulationError: as in `simulate`.
     """
-    settings = settings or Settings()
+    settings = settings or SimulationSettings()
     check(work, hardware, prefills, decodes, settings)
-    player = _AdmittedPlayer(work, hardware, prefills, decodes, policy, settings, tenancy)
-    player.play(None)
+    simulation = _AdmittedSimulation(work, hardware, prefills, decodes, policy, settings, tenancy)
+    simulation.play(None)
     from_s = settings.warm_share * work.seconds
     reachable = best_case(work, hardware, from_s).hit_rate
     with np.errstate(invalid="ignore"):  # refused requests have no end
-        until_s = float(player.s.now_s[0])
-        outcome = outcome_of(player.s, settings.targets, reachable, from_s, until_s)
-    course = {name: np.array(values) for name, values in player.course.items()}
-    return Run(outcome, course, player.s), player.told
+        until_s = float(simulation.s.now_s[0])
+        outcome = measure_outcome(simulation.s, settings.targets, reachable, from_s, until_s)
+    course = {name: np.array(values) for name, values in simulation.course.items()}
+    return SimulationRun(outcome, course, simulation.s), simulation.result

@@ -1,18 +1,18 @@
-"""Other projects' rules for which units matter, in plain torch, for comparison.
+"""Other projects' rules for which pages matter, in plain torch, for comparison.
 
     mean        q.mu (UCM's GSA: mean of a block's keys)
-    quest       sum_d max(q_d min_d, q_d max_d), an upper bound of the unit's logits (Quest,
+    quest       sum_d max(q_d min_d, q_d max_d), an upper bound of the page's logits (Quest,
                 arXiv 2406.10774)
-    hashed      maximum over the unit's tokens of the agreement in sign of 128 random projections
+    hashed      maximum over the page's tokens of the agreement in sign of 128 random projections
                 (HATA, arXiv 2506.02572, with random hashes in place of trained ones)
     merged      keys on the quarter of dimensions that are largest over the text, each two merged
                 (UCM's KVStar: blk_repre_dim_prune_ratio 0.25, blk_repre_inner_token_merge 2)
     pairs       means of each two keys, in 4 bits
-    clusters    8 centroids of the unit's keys, in 4 bits, with their sizes
+    clusters    8 centroids of the page's keys, in 4 bits, with their sizes
     newest      the later, the better: attention sink and recent tokens (arXiv 2309.17453)
     oracle      the attention itself
 
-Each function takes keys fp32 [H, n, T, D] (KV heads, units, tokens, dimensions) and queries fp32
+Each function takes keys fp32 [H, n, T, D] (KV heads, pages, tokens, dimensions) and queries fp32
 [H, m, D], times the scale of the logits, and returns fp32 [H, m, n].
 """
 
@@ -39,10 +39,10 @@ class Baseline:
     """A rule.
 
     Attributes:
-        logits: returns a number for each query and unit.
-        softmax: whether these are logits of attention. If so, their softmax over units is summed
+        logits: returns a number for each query and page.
+        softmax: whether these are logits of attention. If so, their softmax over pages is summed
             over the query heads of a KV head; else they are summed directly.
-        bytes_vs_k: bytes that the rule keeps, over those of 16-bit keys, for units of 16 tokens and
+        bytes_vs_k: bytes that the rule keeps, over those of 16-bit keys, for pages of 16 tokens and
             64 dimensions.
     """
 

@@ -1,7 +1,8 @@
 """Bases of a model, learned from some texts, and the error of each share, measured on others.
 
 A text's prefix is computed exactly. Then its last rows are computed as in decoding, each over the
-KV of the rows before it, with attention in all layers to the units that an engine would choose.
+KV of the rows before it, with attention in all layers to the pages that an engine would
+select.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_decode.attention.page_counts import RECENT, SINKS, selected_page_count
 from headrace_decode.sparse.basis import COORDINATES, Basis, Moments
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
+from headrace_decode.sparse.page_selection import select_pages
 from headrace_lab.models.lm import LM
 from headrace_lab.sparse.attention import Layer, attended, estimated
 
@@ -28,13 +29,13 @@ EVERY = 8
 class Learning:
     """Sums over texts from which a model's bases are learned."""
 
-    def __init__(self, model: LM, unit_tokens: int) -> None:
-        self._model, self._unit_tokens = model, unit_tokens
+    def __init__(self, model: LM, page_tokens: int) -> None:
+        self._model, self._page_tokens = model, page_tokens
         self._moments = [Moments(model.kv_heads, model.dim) for _ in range(model.layers)]
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Count a text, without its tokens after the last whole unit."""
-        model, whole = self._model, len(tokens) // self._unit_tokens * self._unit_tokens
+        """Count a text, without its tokens after the last whole page."""
+        model, whole = self._model, len(tokens) // self._page_tokens * self._page_tokens
         text, kv = torch.tensor(tokens[:whole]), model.empty(whole)
 
         def keep(layer: int, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class Learning:
 
         model.compute(text, kv, torch.arange(whole), keep, watch)
         for moments, keys in zip(self._moments, kv.keys, strict=True):
-            moments.add_units(keys.unflatten(0, (-1, self._unit_tokens)).transpose(1, 2).numpy())
+            moments.add_pages(keys.unflatten(0, (-1, self._page_tokens)).transpose(1, 2).numpy())
 
     def bases(self) -> list[Basis]:
         """Return the basis of each layer."""
@@ -56,7 +57,7 @@ class Learning:
 
 
 def divergences(
-    model: LM, tokens: Sequence[int], bases: Sequence[Basis], unit_tokens: int
+    model: LM, tokens: Sequence[int], bases: Sequence[Basis], page_tokens: int
 ) -> dict[float, float]:
     """Return the mean KL(exact || sparse) over a text's last tokens, nats, by share of `SHARES`.
 
@@ -76,7 +77,7 @@ def divergences(
         def attend(
             layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, share: float = share
         ) -> Tensor:
-            here = Layer.of(layer, q, rows, keys, values, unit_tokens)
+            here = Layer.of(layer, q, rows, keys, values, page_tokens)
             return attended(here, chosen(estimated(here, bases[layer]), here, share))
 
         # Only the tail's KV is written, and each share writes it again.
@@ -87,7 +88,7 @@ def divergences(
 
 
 def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
-    """Return the units that an engine would choose: bool [H, r, n]; all units for dense rows.
+    """Return the pages that an engine would select: bool [H, r, n]; all pages for dense rows.
 
     Args:
         scores: fp32 [H, r, n].
@@ -95,9 +96,9 @@ def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
     found = torch.zeros(scores.shape, dtype=torch.bool)
     values, marks = scores.numpy(), found.numpy()
     for row, (at, count) in enumerate(zip(layer.rows.tolist(), layer.counts.tolist(), strict=True)):
-        wanted = chosen_units(at + 1, layer.unit_tokens, share) or count
-        units = choose(values[:, row, :count], wanted, SINKS, RECENT)
-        np.put_along_axis(marks[:, row], units, True, axis=-1)
+        wanted = selected_page_count(at + 1, layer.page_tokens, share) or count
+        pages = select_pages(values[:, row, :count], wanted, SINKS, RECENT)
+        np.put_along_axis(marks[:, row], pages, True, axis=-1)
     return found
 
 

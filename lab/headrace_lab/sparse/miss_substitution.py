@@ -1,14 +1,14 @@
-"""Substitution of chosen units that have no slot. Engines do not substitute any:
+"""Substitution of chosen pages that have no slot. Engines do not substitute any:
 `benchmarks.sparse.prefetch` measures what that would cost.
 
-A chosen unit that has no slot is fetched, and the step waits for it. Alternatively, it is replaced
-by the best unit that has a slot and was not chosen. That costs no time, and this much attention:
+A chosen page that has no slot is fetched, and the step waits for it. Alternatively, it is replaced
+by the best page that has a slot and was not chosen. That costs no time, and this much attention:
 
     loss = score(missing) - score(substitute)
 
 Losses of one KV head may add up to `slack` times the attention that the choice itself leaves out.
-Within this limit the smallest losses are taken first. With `slack` 0 no unit is replaced, and a
-step attends to the same units as without offload.
+Within this limit the smallest losses are taken first. With `slack` 0 no page is replaced, and a
+step attends to the same pages as without offload.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.sparse.layout import jit
+from headrace_decode.sparse.summary_layout import jit
 
 
 def stand_ins(
@@ -29,14 +29,14 @@ def stand_ins(
     recent: int,
     slack: float,
 ) -> NDArray[np.int64]:
-    """Return the choice after replacing some units without a slot by units that have one.
+    """Return the choice after replacing some pages without a slot by pages that have one.
 
     Args:
         scores: float32 [kv_heads, n].
         chosen: int64 [kv_heads, c] ascending, as from `choosing.choose`.
-        slots: int [kv_heads, n]; below 0 for units without a slot.
-        sinks, recent: numbers of first and last units, which are never replaced.
-        slack: allowed losses, over the attention to units that are not chosen.
+        slots: int [kv_heads, n]; below 0 for pages without a slot.
+        sinks, recent: numbers of first and last pages, which are never replaced.
+        slack: allowed losses, over the attention to pages that are not chosen.
 
     Returns:
         int64 [kv_heads, c] ascending.
@@ -64,16 +64,16 @@ def _stand_in(
     for head in range(kv_heads):
         taken = np.zeros(n, np.bool_)
         total = np.float32(0)
-        for unit in range(n):
-            total += scores[head, unit]
-        for unit in chosen[head]:
-            taken[unit] = True
-            total -= scores[head, unit]
+        for page in range(n):
+            total += scores[head, page]
+        for page in chosen[head]:
+            taken[page] = True
+            total -= scores[head, page]
         left = slack * total
         # Lowest first: the smallest losses pair the lowest miss with the best substitute.
         for place in order[head]:
-            unit = chosen[head, place]
-            if slots[head, unit] >= 0 or unit < sinks or unit >= n - recent:
+            page = chosen[head, place]
+            if slots[head, page] >= 0 or page < sinks or page >= n - recent:
                 continue
             best = -1
             for other in range(n):
@@ -82,7 +82,7 @@ def _stand_in(
                     best = other
             if best < 0:
                 break
-            left -= scores[head, unit] - scores[head, best]
+            left -= scores[head, page] - scores[head, best]
             if left < 0:
                 break
             chosen[head, place] = best

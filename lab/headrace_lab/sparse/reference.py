@@ -1,6 +1,6 @@
 """Reference of the rule in plain torch, for any rank and precision, to test the compiled code with.
 
-Shapes: H KV heads, n units, T tokens of a unit, D dimensions, m queries of a KV head.
+Shapes: H KV heads, n pages, T tokens of a page, D dimensions, m queries of a KV head.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace_decode.sparse.summaries import RANK_ALONE, RANK_BESIDE
 
 @dataclass(frozen=True)
 class Summary:
-    """Summaries of units; each part is quantised and converted back.
+    """Summaries of pages; each part is quantised and converted back.
 
     Attributes:
         mean: fp32 [H, n, D].
@@ -33,13 +33,13 @@ class Summary:
 
 @dataclass(frozen=True)
 class Form:
-    """Form of a unit's summary.
+    """Form of a page's summary.
 
     Attributes:
         rank: number of directions besides the mean.
         bits: bits of each number; None for fp32. Queries then have 8 bits, or fp32.
-        largest: whether a unit is estimated by its largest logit, not by the sum of exponentials.
-        kept: number of keys of each unit that are kept whole.
+        largest: whether a page is estimated by its largest logit, not by the sum of exponentials.
+        kept: number of keys of each page that are kept whole.
         by_norm: whether these are the keys of largest norm; else those farthest from the mean.
     """
 
@@ -50,7 +50,7 @@ class Form:
     by_norm: bool = False
 
     def nbytes(self, tokens: int, dim: int) -> float:
-        """Return the bytes of one unit and head, with an fp32 scale for each row.
+        """Return the bytes of one page and head, with an fp32 scale for each row.
 
         Kept keys have the same precision."""
         rows = 1 + self.rank + self.kept
@@ -59,7 +59,7 @@ class Form:
         return numbers * (self.bits or 32) / 8 + scales
 
     def summary(self, keys: Tensor) -> Summary:
-        """Summarise units.
+        """Summarise pages.
 
         Args:
             keys: fp32 [H, n, T, D].
@@ -76,7 +76,7 @@ class Form:
         return Summary(self.quantised(mean), *own, self.quantised(kept))
 
     def directions(self, deviations: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the units' own directions and the tokens' coefficients.
+        """Return the pages' own directions and the tokens' coefficients.
 
         Args:
             deviations: fp32 [H, n, T, D].
@@ -95,7 +95,7 @@ class Form:
         return (rows / scale).round() * scale
 
     def logits(self, summary: Summary, queries: Tensor) -> Tensor:
-        """Return the logarithm of the attention of queries to units, without the softmax's sum.
+        """Return the logarithm of the attention of queries to pages, without the softmax's sum.
 
         Args:
             queries: fp32 [H, m, D], times the scale of the logits.
@@ -115,13 +115,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Units as their mean, in 4 bits, and coordinates in a basis.
+    """Pages as their mean, in 4 bits, and coordinates in a basis.
 
     Attributes:
         basis: the layer's basis.
         bits: bits of a coordinate; None for fp32. Queries then have 8 bits, or fp32.
         largest: as in `Form`.
-        own: number of the unit's own directions, for the residual of the coordinates.
+        own: number of the page's own directions, for the residual of the coordinates.
     """
 
     basis: Basis
@@ -130,7 +130,7 @@ class Coordinates:
     own: int = RANK_BESIDE
 
     def nbytes(self, tokens: int, dim: int) -> float:
-        """Return the bytes of one unit and head."""
+        """Return the bytes of one page and head."""
         numbers = self.basis.into.shape[2] * tokens + self.own * (tokens + dim)
         return dim / 2 + 8 + 4 * self.own + numbers * (self.bits or 32) / 8
 

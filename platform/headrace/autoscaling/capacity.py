@@ -2,7 +2,7 @@
 
 Prefill replicas compute a part `1 - x` of the prompts, and decode replicas compute the rest. `x` is
 the part with which most requests are answered in time; the router's prices lead close to it. With
-the symbols of `headrace.advice`::
+the symbols of `headrace.disaggregation`::
 
     in time = (1 - full) (1 - slow) [(1 - x) (1 - late(p, C_p)) + x (1 - late(d, C_d))]
     late(n, C) = ErlangC(n, a) exp(-slack / wait),   wait = E[C^2] / (2 E[C] (n - a))
@@ -27,12 +27,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from headrace.advice import Load, pace, queue_of, step_s
-from headrace.autoscaling.forecast import Ahead
+from headrace.autoscaling.forecast import RateForecast
+from headrace.disaggregation import TrafficLoad, pace, queue_of, step_s
 
-PARTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
+DECODE_SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
 """Values that are tried for the part of the prompts that decode engines compute."""
-CHANCES = ((-1.732, 1 / 6), (0.0, 2 / 3), (1.732, 1 / 6))
+QUADRATURE = ((-1.732, 1 / 6), (0.0, 2 / 3), (1.732, 1 / 6))
 """Deviations of the rate and their weights: Gauss-Hermite quadrature of three points."""
 MAX_SPLITS = 32
 _STALLED = 1e-9
@@ -61,17 +61,17 @@ class Slo:
             raise ValueError(f"share must be between 0 and 1, not {self.share}")
 
 
-def in_time(load: Load, slo: Slo, prefill: int, decode: int) -> float:
+def in_time(load: TrafficLoad, slo: Slo, prefill: int, decode: int) -> float:
     """Return the share of the requests that these replicas answer in time."""
     if decode < 1:
         return 0.0
     if load.rate <= 0.0:
         return 1.0
-    parts = PARTS if prefill else (1.0,)
+    parts = DECODE_SHARES if prefill else (1.0,)
     return max(_in_time(load, slo, prefill, decode, x) for x in parts)
 
 
-def _in_time(load: Load, slo: Slo, prefill: int, decode: int, x: float) -> float:
+def _in_time(load: TrafficLoad, slo: Slo, prefill: int, decode: int, x: float) -> float:
     here, there = load.rate * x, load.rate * (1.0 - x)
     busy = here * load.local_s / decode
     taken = busy + load.share * there * load.remote_s / max(prefill, 1)
@@ -109,7 +109,7 @@ def _prompt_in_time(
     return 1.0 - waits * math.exp(-slack_s / max(wait_s, _STALLED))
 
 
-def _slow(load: Load, slo: Slo, token_s: float, taken: float, here: float) -> float:
+def _slow(load: TrafficLoad, slo: Slo, token_s: float, taken: float, here: float) -> float:
     """Return the share of answers that are slower than the target.
 
     Args:
@@ -129,16 +129,18 @@ def _full(mean: float, places: float, steeper: float) -> float:
     return 0.5 * math.erfc((places + 0.5 - mean) / math.sqrt(2.0 * mean * steeper))
 
 
-def expected_in_time(load: Load, ahead: Ahead, slo: Slo, prefill: int, decode: int) -> float:
+def expected_in_time(
+    load: TrafficLoad, ahead: RateForecast, slo: Slo, prefill: int, decode: int
+) -> float:
     """Return the expected `in_time` over the forecast's distribution of rates."""
     return sum(
         weight * in_time(replace(load, rate=ahead.at(chance)), slo, prefill, decode)
-        for chance, weight in CHANCES
+        for chance, weight in QUADRATURE
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ReplicaBounds:
     """Minimum and maximum number of replicas of each role."""
 
     prefill: tuple[int, int]
@@ -162,7 +164,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ReplicaNeed:
     """The smallest number of replicas that keeps the targets, and its share answered in time.
 
     If no counts within the bounds keep the targets, the counts with the highest share.
@@ -177,13 +179,13 @@ class Need:
         return self.prefill + self.decode
 
 
-def need(
-    load: Load,
-    ahead: Ahead,
+def find_need(
+    load: TrafficLoad,
+    ahead: RateForecast,
     slo: Slo,
-    bounds: Bounds,
+    bounds: ReplicaBounds,
     prefer: tuple[int, int] | None = None,
-) -> Need:
+) -> ReplicaNeed:
     """Return the smallest number of replicas that keeps the targets under a forecast.
 
     The search is a bisection over the total, as more replicas answer more requests in time.
@@ -208,14 +210,16 @@ def need(
 
 
 def _best(
-    load: Load,
-    ahead: Ahead,
+    load: TrafficLoad,
+    ahead: RateForecast,
     slo: Slo,
-    bounds: Bounds,
+    bounds: ReplicaBounds,
     total: int,
     prefer: tuple[int, int] | None,
-) -> Need:
-    found = [Need(p, d, expected_in_time(load, ahead, slo, p, d)) for p, d in bounds.splits(total)]
+) -> ReplicaNeed:
+    found = [
+        ReplicaNeed(p, d, expected_in_time(load, ahead, slo, p, d)) for p, d in bounds.splits(total)
+    ]
     best = max(found, key=lambda one: one.in_time)
     if prefer is None or best.in_time < slo.share:
         return best
@@ -224,5 +228,5 @@ def _best(
     return min(good, key=lambda one: (_moves(one, prefer), -one.in_time))
 
 
-def _moves(one: Need, prefer: tuple[int, int]) -> int:
+def _moves(one: ReplicaNeed, prefer: tuple[int, int]) -> int:
     return abs(one.prefill - prefer[0]) + abs(one.decode - prefer[1])

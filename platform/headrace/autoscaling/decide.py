@@ -18,16 +18,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.advice import Load
-from headrace.autoscaling.capacity import Bounds, Need, Slo, expected_in_time, need
-from headrace.autoscaling.forecast import AHEAD_S, Ahead
+from headrace.autoscaling.capacity import (
+    ReplicaBounds,
+    ReplicaNeed,
+    Slo,
+    expected_in_time,
+    find_need,
+)
+from headrace.autoscaling.forecast import AHEAD_S, RateForecast
+from headrace.disaggregation import TrafficLoad
 
-Forecaster = Callable[[float], Ahead]
+Forecaster = Callable[[float], RateForecast]
 """Function that returns the forecast for a number of seconds from now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class ReplicaCosts:
     """Cost of starting and stopping a replica, in seconds of a replica's time.
 
     Attributes:
@@ -53,7 +59,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ReplicaCounts:
     """Numbers of replicas to have, and the reason."""
 
     prefill: int
@@ -67,12 +73,12 @@ class Counts:
 
 def decide(
     now: tuple[int, int],
-    load: Load,
+    load: TrafficLoad,
     forecast: Forecaster,
     slo: Slo,
-    prices: Prices,
-    bounds: Bounds,
-) -> Counts:
+    prices: ReplicaCosts,
+    bounds: ReplicaBounds,
+) -> ReplicaCounts:
     """Return the counts to have now.
 
     Args:
@@ -83,29 +89,31 @@ def decide(
     soon = _most(forecast, prices.start_s)
     later = _most(forecast, prices.start_s + prices.stop_s)
     if bounds.decode[0] == 0 and later.rate * (prices.start_s + prices.stop_s) < 1.0:
-        return Counts(bounds.prefill[0], 0, f"idle: {3600 * later.rate:.2g} requests an hour")
-    want = need(load, soon, slo, bounds, (prefill, decode))
+        return ReplicaCounts(
+            bounds.prefill[0], 0, f"idle: {3600 * later.rate:.2g} requests an hour"
+        )
+    want = find_need(load, soon, slo, bounds, (prefill, decode))
     rates = f"{soon.rate:.3g} requests/s in {prices.start_s:.0f} s"
     have = expected_in_time(load, soon, slo, prefill, decode)
     if have < slo.share and (want.in_time > have or want.total > prefill + decode):
-        return _told(want, f"{rates}: {have:.1%} in time with {prefill} + {decode}")
-    keep = need(load, later, slo, bounds, (prefill, decode))
+        return _with_reason(want, f"{rates}: {have:.1%} in time with {prefill} + {decode}")
+    keep = find_need(load, later, slo, bounds, (prefill, decode))
     if keep.total < prefill + decode and keep.in_time >= slo.share:
-        return _told(keep, f"{rates}, no more than {later.rate:.3g} until a start would pay")
-    return Counts(prefill, decode, f"{rates}: {have:.1%} in time")
+        return _with_reason(keep, f"{rates}, no more than {later.rate:.3g} until a start would pay")
+    return ReplicaCounts(prefill, decode, f"{rates}: {have:.1%} in time")
 
 
-def _told(found: Need, reason: str) -> Counts:
+def _with_reason(found: ReplicaNeed, reason: str) -> ReplicaCounts:
     counts = f"{found.prefill} + {found.decode} keep {found.in_time:.1%}"
-    return Counts(found.prefill, found.decode, f"{reason}; {counts}")
+    return ReplicaCounts(found.prefill, found.decode, f"{reason}; {counts}")
 
 
-def _bounded(now: tuple[int, int], bounds: Bounds) -> tuple[int, int]:
+def _bounded(now: tuple[int, int], bounds: ReplicaBounds) -> tuple[int, int]:
     (p_least, p_most), (d_least, d_most) = bounds.prefill, bounds.decode
     return min(max(now[0], p_least), p_most), min(max(now[1], d_least), d_most)
 
 
-def _most(forecast: Forecaster, until_s: float) -> Ahead:
+def _most(forecast: Forecaster, until_s: float) -> RateForecast:
     """Return the forecast with the highest rate between now and `until_s`."""
     times = [0.0, *(one for one in AHEAD_S if one < until_s), until_s]
     return max((forecast(one) for one in times), key=lambda one: one.rate)

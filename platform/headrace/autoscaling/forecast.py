@@ -14,8 +14,8 @@ forecast is measured for each of `AHEAD_S`, and sets its weight::
     weight = 1 / error^8,   error = mean of (forecast - count)^2 over about the last three hours
 
 Errors are computed with the square roots of the counts. Their noise is 1/2 for independent arrivals
-at any load, so errors that were learned at night also hold by day. `Forecast.ahead` returns the
-expected rate and the standard deviation of the square root of a count.
+at any load, so errors that were learned at night also hold by day. `RateForecaster.at_horizon`
+returns the expected rate and the standard deviation of the square root of a count.
 
 Memory is bounded: one number for each five minutes of the day, and an hour of forecasts that are
 not yet compared.
@@ -54,7 +54,7 @@ _LEAST = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class RateForecast:
     """A forecast.
 
     Attributes:
@@ -74,7 +74,7 @@ class Ahead:
 
 
 @dataclass(slots=True)
-class Forecast:
+class RateForecaster:
     """Forecaster that learns the counts of bins, in order, and forecasts from the last bin's end.
 
     Attributes:
@@ -127,14 +127,14 @@ class Forecast:
         for open_, ahead_s, row in zip(self._open, AHEAD_S, np.hstack([found, mixed]), strict=True):
             open_.append((self._bins + round(ahead_s / BIN_S), row))
 
-    def ahead(self, ahead_s: float, now_s: float) -> Ahead:
+    def at_horizon(self, ahead_s: float, now_s: float) -> RateForecast:
         """Return the forecast for `ahead_s` seconds after the last bin's end."""
         if self._bins == 0:
-            return Ahead(0.0, 0.5)
+            return RateForecast(0.0, 0.5)
         at = int(np.argmin(np.abs(_AHEAD_S - ahead_s)))
         found = self._each(np.array([ahead_s]), now_s)[0]
         count = float(self._weights()[at] @ found)
-        return Ahead(count / BIN_S, math.sqrt(float(self._errors[at, 4])))
+        return RateForecast(count / BIN_S, math.sqrt(float(self._errors[at, 4])))
 
     def _each(self, ahead_s: NDArray[np.float64], now_s: float) -> NDArray[np.float64]:
         """Return the four forecasts of a bin's count, [times, 4]."""

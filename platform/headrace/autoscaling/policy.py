@@ -3,7 +3,7 @@
 It is named in a deployment's `autoscaling_config`::
 
     policy:
-      policy_function: headrace.autoscaling.policy:ElasticPolicy
+      policy_function: headrace.autoscaling.policy:AutoscalingPolicy
       policy_kwargs: {role: decode, prefill: [1, 4], decode: [1, 8], ttft_s: 2.0, ...}
 
 Both roles name it with the same arguments except `role`. While too little is known, and whenever
@@ -20,14 +20,14 @@ from typing import Any
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingContext
 
-from headrace.autoscaling import board
-from headrace.autoscaling.capacity import Bounds, Slo
-from headrace.autoscaling.decide import Prices
+from headrace.autoscaling import autoscaler_state
+from headrace.autoscaling.capacity import ReplicaBounds, Slo
+from headrace.autoscaling.decide import ReplicaCosts
 
 logger = logging.getLogger("ray.serve")
 
 
-class ElasticPolicy:
+class AutoscalingPolicy:
     """Policy for the replicas of one role.
 
     Args:
@@ -53,13 +53,13 @@ class ElasticPolicy:
         start_s: float,
         drain_s: float = 20.0,
     ) -> None:
-        if role not in board.ROLES:
-            raise ValueError(f"role must be one of {board.ROLES}, not {role!r}")
+        if role not in autoscaler_state.ROLES:
+            raise ValueError(f"role must be one of {autoscaler_state.ROLES}, not {role!r}")
         self.role = role
         self.slo = Slo(ttft_s, ttft_token_s, itl_s, share)
-        self.prices = Prices(start_s, drain_s)
-        self.bounds = Bounds((prefill[0], prefill[1]), (decode[0], decode[1]))
-        self._told = ""
+        self.prices = ReplicaCosts(start_s, drain_s)
+        self.bounds = ReplicaBounds((prefill[0], prefill[1]), (decode[0], decode[1]))
+        self._logged_reason = ""
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int | float, dict[str, Any]]:
         """Return the number of replicas to have, and the state for the next call."""
@@ -74,17 +74,21 @@ class ElasticPolicy:
         return wanted, ctx.policy_state
 
     def _wanted(self, ctx: AutoscalingContext) -> int | None:
-        app = board.board_of(ctx.app_name or "", self.slo, self.prices, self.bounds)
+        app = autoscaler_state.state_of(ctx.app_name or "", self.slo, self.prices, self.bounds)
         now_s = float(ctx.current_time or 0.0)
-        app.saw(self.role, board.Seen(ctx.current_num_replicas, ctx.target_num_replicas), now_s)
-        if self.role == "decode" and app.due(now_s):
-            app.learn(_last(ctx.raw_metrics or {}), now_s)
+        app.record_replicas(
+            self.role,
+            autoscaler_state.RoleStatus(ctx.current_num_replicas, ctx.target_num_replicas),
+            now_s,
+        )
+        if self.role == "decode" and app.is_poll_due(now_s):
+            app.record_metrics(_last(ctx.raw_metrics or {}), now_s)
         counts = app.decide()
         if counts is None:
             return None
         wanted = counts.prefill if self.role == "prefill" else counts.decode
-        if wanted != ctx.target_num_replicas and counts.reason != self._told:
-            self._told = counts.reason
+        if wanted != ctx.target_num_replicas and counts.reason != self._logged_reason:
+            self._logged_reason = counts.reason
             was = ctx.target_num_replicas
             logger.info(f"headrace.autoscaling: {self.role} {was} -> {wanted}: {counts.reason}")
         return wanted

@@ -1,8 +1,8 @@
 """Start and stop a private Ray node with its own ports, its own folder and its own session.
 
 Ray's default ports and folder are not used, so several instances, and other Ray clusters, can share
-a machine. `start` returns when the keeper runs. `wait` returns when Ray answers. `stop` leaves no
-process, no folder and no file in /dev/shm.
+a machine. `start` returns when the supervisor runs. `wait` returns when Ray answers. `stop` leaves
+no process, no folder and no file in /dev/shm.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 
 import psutil
 
-from headrace.cli.keeper import NOTES
-from headrace.cli.reap import Belongings, end
+from headrace.cli.process_matcher import ProcessMatcher, terminate
+from headrace.cli.supervisor import RECORD_FILE
 from headrace.config.schema import MAX_TEMP_DIR_CHARS
 from headrace.forkserver import listen
 from headrace.forkserver.launcher import ADDRESS_VARIABLE
@@ -47,7 +47,7 @@ HOST = "127.0.0.1"
 NODE_HOST = "127.0.0.2"
 FIRST_PORT, LAST_PORT = 11_000, 30_000
 given_ports: set[int] = set()  # by this process: one may be listened on only minutes later
-KEEPER_GRACE_S = 25.0  # to end Ray (5 s), remaining processes (1 s + 10 s), and clean up
+SUPERVISOR_GRACE_S = 25.0  # to end Ray (5 s), remaining processes (1 s + 10 s), and clean up
 NOISY_ENVIRONMENT = (
     "RAY_ADDRESS",  # would connect to another cluster
     "RAY_TMPDIR",
@@ -82,14 +82,14 @@ class Node:
     address: str  # host:port of the GCS
     temp_dir: Path
     dashboard_url: str | None
-    keeper: ProcessId
+    supervisor: ProcessId
     token: str
     shm_before: frozenset[str]
     environment: Mapping[str, str]  # with which a driver of this node's starts
 
-    def belongings(self) -> Belongings:
+    def matcher(self) -> ProcessMatcher:
         """Return the marks by which its processes are found."""
-        return Belongings(self.token, self.temp_dir, [self.keeper], self.shm_before)
+        return ProcessMatcher(self.token, self.temp_dir, [self.supervisor], self.shm_before)
 
 
 def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
@@ -181,7 +181,7 @@ def direct_environment(temp_dir: Path, request_timeout_s: float) -> dict[str, st
 
 
 def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
-    """Start the node's keeper, which starts Ray. Returns at once; see `wait`."""
+    """Start the node's supervisor, which starts Ray. Returns at once; see `wait`."""
     temp_dir = temp_dir or make_temp_dir(spec.name, spec.temp_root)
     gcs, dashboard, metrics, client, agent, agent_grpc, env_agent = free_ports(7)
     dashboard = spec.dashboard_port or dashboard
@@ -225,10 +225,10 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
         "parent": {"pid": parent.pid, "created": parent.created} if parent else None,
         "listener": listener.fileno() if listener else None,
     }
-    (temp_dir / "keeper.json").write_text(json.dumps(instructions))
-    with open(temp_dir / "keeper.log", "ab") as log:
+    (temp_dir / "supervisor.json").write_text(json.dumps(instructions))
+    with open(temp_dir / "supervisor.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.cli.keeper", str(temp_dir / "keeper.json")],
+            [sys.executable, "-m", "headrace.cli.supervisor", str(temp_dir / "supervisor.json")],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -242,7 +242,7 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
         address=f"{NODE_HOST}:{gcs}",
         temp_dir=temp_dir,
         dashboard_url=f"http://{HOST}:{dashboard}" if spec.dashboard else None,
-        keeper=ProcessId.of(psutil.Process(process.pid)),
+        supervisor=ProcessId.of(psutil.Process(process.pid)),
         token=spec.token,
         shm_before=before,
         environment=for_drivers,
@@ -259,7 +259,7 @@ def wait(node: Node, timeout_s: float = 180.0) -> None:
     while time.monotonic() < deadline:
         if "Ray runtime started" in _log(node):
             return
-        if node.keeper.process() is None:
+        if node.supervisor.process() is None:
             raise NodeError(f"Ray ended while starting: {_last_words(node)}")
         time.sleep(0.1)
     raise NodeError(f"Ray did not start within {timeout_s:g} s: {_last_words(node)}")
@@ -281,36 +281,36 @@ def ensure(node: Node, spec: NodeSpec, timeout_s: float = 180.0) -> Node:
     except NodeError:
         if time.monotonic() > deadline - 1.0:
             raise
-    stop(node.belongings())
+    stop(node.matcher())
     node.temp_dir.mkdir(mode=0o700)
     again = start(spec, node.temp_dir)
     wait(again, max(1.0, deadline - time.monotonic()))
     return again
 
 
-def stop(belongings: Belongings, keep_logs: Path | None = None) -> None:
+def stop(matcher: ProcessMatcher, keep_logs: Path | None = None) -> None:
     """End all processes, then remove the folder and the files in /dev/shm. Idempotent.
 
     Args:
-        belongings: of the node, or of an instance from its state file.
+        matcher: of the node, or of an instance from its state file.
         keep_logs: folder that Ray's logs are copied to first; its contents are replaced.
     """
-    shm = belongings.shm_files(belongings.processes().values())
-    for keeper in belongings.pids:
-        process = keeper.process()
+    shm = matcher.shm_files(matcher.processes().values())
+    for supervisor in matcher.pids:
+        process = supervisor.process()
         if process is not None:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGTERM)
-            _wait_gone(keeper, KEEPER_GRACE_S)
-    shm |= end(belongings, grace_s=3.0)
+            _wait_gone(supervisor, SUPERVISOR_GRACE_S)
+    shm |= terminate(matcher, grace_s=3.0)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        notes = json.loads((belongings.temp_dir / NOTES).read_text())
-        shm |= {ShmFile(*each) for each in notes}
-    remove_shm(shm, belongings.shm_before)
-    if belongings.temp_dir.name.startswith("hr-"):
+        record = json.loads((matcher.temp_dir / RECORD_FILE).read_text())
+        shm |= {ShmFile(*each) for each in record}
+    remove_shm(shm, matcher.shm_before)
+    if matcher.temp_dir.name.startswith("hr-"):
         if keep_logs is not None:
-            save_logs(belongings.temp_dir, keep_logs)
-        shutil.rmtree(belongings.temp_dir, ignore_errors=True)
+            save_logs(matcher.temp_dir, keep_logs)
+        shutil.rmtree(matcher.temp_dir, ignore_errors=True)
 
 
 def save_logs(temp_dir: Path, folder: Path) -> None:
@@ -343,7 +343,7 @@ def _log(node: Node) -> str:
 def _last_words(node: Node) -> str:
     text = _log(node)
     with contextlib.suppress(OSError):
-        text += (node.temp_dir / "keeper.log").read_text("utf-8", errors="replace")
+        text += (node.temp_dir / "supervisor.log").read_text("utf-8", errors="replace")
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     return " | ".join(lines[-3:]) or "it logged nothing"

@@ -1,7 +1,7 @@
-"""Deploying and deleting the app through `headrace.cli.driver`, a process of its own.
+"""AppDeployment and deleting the app through `headrace.cli.driver`, a process of its own.
 
-`Deploying` starts that process early, as it imports vLLM for many seconds. `Deletion` deletes the
-app when told to, and also when this process dies without a word.
+`AppDeployment` starts that process early, as it imports vLLM for many seconds. `Deletion` deletes
+the app when told to, and also when this process dies without a word.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Driver:
         return f"{how}: {last}" if last else how
 
 
-class Deploying:
+class AppDeployment:
     """Deploys the app. Make it early: it begins by importing the app's code.
 
     Args:

@@ -67,15 +67,15 @@ def stop(
                 state.save(instance)
                 raise CliError(_still_there(instance, error)) from error
     else:
-        if drain and phase != "starting" and _alive(instance.keeper):
+        if drain and phase != "starting" and _alive(instance.supervisor):
             say("letting requests in flight end")
             environment = cluster.auth_environment(Path(instance.temp_dir))
             with contextlib.suppress(DeployError):
                 Deletion(instance, environment).go(DRAIN_S)
         if instance.temp_dir:
             say("ending its processes")
-            cluster.stop(instance.belongings(), logs_dir(instance.name) if keep_logs else None)
-    state.forget(instance.name, instance.token)
+            cluster.stop(instance.matcher(), logs_dir(instance.name) if keep_logs else None)
+    state.remove(instance.name, instance.token)
 
 
 def stopped_elsewhere(instance: state.Instance) -> bool:
@@ -89,7 +89,7 @@ def stopped_elsewhere(instance: state.Instance) -> bool:
     if instance.phase == "starting":
         return True
     if instance.own_node:
-        return not _alive(instance.keeper)
+        return not _alive(instance.supervisor)
     return found is not None or not state.path_of(instance.name).exists()
 
 

@@ -27,7 +27,7 @@ from headrace.cli import state
 from headrace_kvstore.protocol.address import split_host_port
 
 CONNECT_S = 10.0  # for a connection to the cluster's port
-FOLLOW_S = 1.0  # between two looks at the app's status
+FOLLOW_S = 1.0  # between two reads of the app's status
 DELETE, DISMISS = "delete", "dismiss"  # what `Deletion` may say after its order
 
 Emit = Callable[[dict[str, Any]], None]
@@ -87,7 +87,7 @@ def _delete(orders: TextIO, emit: Emit) -> None:
 
     serve.delete(order["app"])
     if word != DELETE:  # the command line has ended and cannot do it
-        state.forget(order["name"], order["token"])
+        state.remove(order["name"], order["token"])
     emit({"deleted": order["app"]})
 
 

@@ -1,6 +1,6 @@
-"""The commands of the groups `model`, `memory`, `store` and `keys`, and their options.
+"""The commands of the groups `model`, `corpus`, `store` and `keys`, and their options.
 
-Each group is carried out by the module of its name (`model` by `models` and `kvsize`, `store` by
+Each group is carried out by the module of its name (`model` by `models` and `kv_size`, `store` by
 `show.store`).
 """
 
@@ -14,7 +14,7 @@ import typer
 from headrace.cli.options import JsonOption, NameOption
 
 model_app = typer.Typer(help="Download and inspect models.", no_args_is_help=True)
-memory_app = typer.Typer(
+corpus_app = typer.Typer(
     help="Load texts that answers are likely to quote, for speculative decoding.",
     no_args_is_help=True,
 )
@@ -79,7 +79,7 @@ def model_check_kv(
     ] = 80.0,
     gpu_share: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Share of it that the engine takes, as vLLM's option."),
+        typer.Option(min=0.0, max=1.0, help="As vLLM's gpu_memory_utilization."),
     ] = 0.9,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of one request. Default: the model's limit.")
@@ -89,45 +89,43 @@ def model_check_kv(
         float | None,
         typer.Option(
             min=0.001,
-            help="GiB, as techniques.kv_budget.gib: also show what an engine on CPUs would do to "
-            "keep to it, and the error.",
+            help="As techniques.kv_budget.gib: also show which technique keeps an engine on CPUs "
+            "within this many GiB, and its error.",
         ),
     ] = None,
-    contexts: Annotated[int, typer.Option(min=1, help="With --kv-budget: held at once.")] = 1,
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts at once, with --kv-budget.")] = 1,
     answer_tokens: Annotated[
-        int, typer.Option(min=1, help="With --kv-budget: of each context.")
+        int, typer.Option(min=1, help="Answer tokens of each context, with --kv-budget.")
     ] = 512,
     host_memory: Annotated[
-        float, typer.Option(min=0.0, help="With --kv-budget: GiB for KV that leaves the cache.")
+        float, typer.Option(min=0.0, help="GiB for offloaded KV, with --kv-budget.")
     ] = 0.0,
-    calibration: Annotated[
+    sparse_calibration: Annotated[
         Path | None,
-        typer.Option(help="With --kv-budget: the model's file from headrace lab calibrate sparse."),
+        typer.Option(help="File of headrace lab calibrate sparse, with --kv-budget."),
     ] = None,
-    gate: Annotated[
+    compression_calibration: Annotated[
         Path | None,
-        typer.Option(
-            help="With --kv-budget: the model's file from headrace lab calibrate bounded."
-        ),
+        typer.Option(help="File of headrace lab calibrate compression, with --kv-budget."),
     ] = None,
     itl_ms: Annotated[
         float | None,
-        typer.Option(min=0.001, help="With --kv-budget: as techniques.kv_budget.itl_ms."),
+        typer.Option(min=0.001, help="As techniques.kv_budget.itl_ms, with --kv-budget."),
     ] = None,
     memory_gbps: Annotated[
         float | None,
-        typer.Option(min=0.001, help="With --itl-ms: as techniques.kv_budget.memory_gbps."),
+        typer.Option(min=0.001, help="As techniques.kv_budget.memory_gbps, with --itl-ms."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
     or int4: bytes, blocks, contexts that fit."""
-    from headrace.cli import kvsize
-    from headrace.config.techniques import KVBudgetSection
+    from headrace.cli import kv_size
+    from headrace.config.techniques import KvBudgetSection
 
     budget = None
     if kv_budget is not None:
-        budget = KVBudgetSection(
+        budget = KvBudgetSection(
             gib=kv_budget,
             contexts=contexts,
             answer_tokens=answer_tokens,
@@ -135,7 +133,7 @@ def model_check_kv(
             itl_ms=itl_ms,
             memory_gbps=memory_gbps,
         )
-    kvsize.check_kv(
+    kv_size.check_kv(
         source,
         gpu_memory_gib=gpu_memory,
         gpu_share=gpu_share,
@@ -143,8 +141,8 @@ def model_check_kv(
         block_tokens=block_tokens,
         as_json=as_json,
         budget=budget,
-        calibration=calibration,
-        gate=gate,
+        sparse_calibration=sparse_calibration,
+        compression_calibration=compression_calibration,
     )
 
 
@@ -157,8 +155,8 @@ TenantOption = Annotated[
 ]
 
 
-@memory_app.command("load")
-def memory_load(
+@corpus_app.command("load")
+def corpus_load(
     paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of text files.")],
     corpus: Annotated[str, typer.Option(help="Name of the corpus.")],
     tenant: TenantOption = None,
@@ -168,37 +166,37 @@ def memory_load(
     name: NameOption = None,
 ) -> None:
     """Load files as a corpus. An older version stays in use until all files are loaded."""
-    from headrace.cli import memory
+    from headrace.cli import corpus as command
 
-    memory.load(paths, corpus=corpus, tenant=tenant, ttl_s=ttl, name=name)
+    command.load(paths, corpus=corpus, tenant=tenant, ttl_s=ttl, name=name)
 
 
-@memory_app.command("list")
-def memory_list(name: NameOption = None, as_json: JsonOption = False) -> None:
+@corpus_app.command("list")
+def corpus_list(name: NameOption = None, as_json: JsonOption = False) -> None:
     """List the corpora, and how many tokens drafted from them were accepted."""
-    from headrace.cli import memory
+    from headrace.cli import corpus as command
 
-    memory.show_list(name, as_json=as_json)
+    command.show_list(name, as_json=as_json)
 
 
-@memory_app.command("drop")
-def memory_drop(
-    corpus: Annotated[str, typer.Argument(help="Name from headrace memory list.")],
+@corpus_app.command("remove")
+def corpus_remove(
+    corpus: Annotated[str, typer.Argument(help="Name from headrace corpus list.")],
     tenant: TenantOption = None,
     name: NameOption = None,
 ) -> None:
     """Remove a corpus."""
-    from headrace.cli import memory
+    from headrace.cli import corpus as command
 
-    memory.drop(corpus, tenant=tenant, name=name)
+    command.remove(corpus, tenant=tenant, name=name)
 
 
-@memory_app.command("stats")
-def memory_stats(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show how full the drafting memory of each replica is."""
-    from headrace.cli import memory
+@corpus_app.command("stats")
+def corpus_stats(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Show how full each replica's memory of token sequences is."""
+    from headrace.cli import corpus as command
 
-    memory.stats(name, as_json=as_json)
+    command.stats(name, as_json=as_json)
 
 
 NamespaceOption = Annotated[

@@ -16,7 +16,15 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from headrace.cli.console import CliError, stderr, stdout
-from headrace.config.keyfile import KeyEntry, KeyFile, Role, hash_of, new_key, read_keys, write_keys
+from headrace.config.key_file import (
+    KeyEntry,
+    KeyFile,
+    Role,
+    hash_of,
+    new_key,
+    read_keys,
+    write_keys,
+)
 
 
 def add(

@@ -1,6 +1,6 @@
 """The commands and their options. The module of the same name carries out each command.
 
-The groups `model`, `memory`, `store` and `keys` are in `groups`. Other packages add groups by entry
+The groups `model`, `corpus`, `store` and `keys` are in `groups`. Other packages add groups by entry
 points of the group `headrace.commands`, each a `typer.Typer`; `headrace_lab` adds `lab`.
 """
 
@@ -19,7 +19,7 @@ import typer
 
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
-from headrace.cli.groups import keys_app, memory_app, model_app, store_app
+from headrace.cli.groups import corpus_app, keys_app, model_app, store_app
 from headrace.cli.options import JsonOption, NameOption
 from headrace.cli.simulate import simulate
 from headrace.config import ConfigError, HeadraceConfig
@@ -41,7 +41,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check and print configurations.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
-app.add_typer(memory_app, name="memory")
+app.add_typer(corpus_app, name="corpus")
 app.add_typer(store_app, name="store")
 app.add_typer(config_app, name="config")
 for _point in entry_points(group="headrace.commands"):
@@ -202,7 +202,7 @@ def status(name: NameOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 def top(
     name: NameOption = None,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between two updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print the state once, and end.")] = False,
 ) -> None:
     """Show requests in flight, replicas, tiers and hits, live, until Ctrl-C."""

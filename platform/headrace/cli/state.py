@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.reap import Belongings
+from headrace.cli.process_matcher import ProcessMatcher
 from headrace.observability.shared_memory import ProcessId
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
@@ -40,25 +40,27 @@ class Instance:
     tls_cert_file: str | None = None  # the endpoint's own certificate
     starter: ProcessId | None = None  # the `headrace up` process
     stopper: ProcessId | None = None  # the process that stops it, once one does
-    keeper: ProcessId | None = None
+    supervisor: ProcessId | None = None
     started_at: float = 0.0  # seconds since the epoch
     shm_before: list[str] = field(default_factory=list)
     kv_plan: dict[str, Any] | None = None  # for techniques.kv_budget
 
-    def belongings(self) -> Belongings:
+    def matcher(self) -> ProcessMatcher:
         """Return the facts by which its processes and files are recognised."""
-        return Belongings(
+        return ProcessMatcher(
             self.token,
             Path(self.temp_dir),
-            [self.keeper] if self.keeper else [],
+            [self.supervisor] if self.supervisor else [],
             frozenset(self.shm_before),
         )
 
     def running(self) -> bool:
-        """Whether its keeper or its starter lives. On a joined cluster a ready app counts too."""
+        """Whether its supervisor or starter lives. On a joined cluster, a ready app counts too."""
         if not self.own_node and self.phase != "starting":
             return True
-        return any(p is not None and p.process() is not None for p in (self.keeper, self.starter))
+        return any(
+            p is not None and p.process() is not None for p in (self.supervisor, self.starter)
+        )
 
 
 def state_dir() -> Path:
@@ -103,7 +105,7 @@ def load(name: str) -> Instance | None:
     file = path_of(name)
     try:
         data = json.loads(file.read_text("utf-8"))
-        for key in ("starter", "stopper", "keeper"):
+        for key in ("starter", "stopper", "supervisor"):
             data[key] = ProcessId(**data[key]) if data.get(key) else None
         known = {each.name for each in fields(Instance)}  # another version may have written it
         return Instance(**{key: value for key, value in data.items() if key in known})
@@ -111,7 +113,7 @@ def load(name: str) -> Instance | None:
         return None
 
 
-def forget(name: str, token: str) -> None:
+def remove(name: str, token: str) -> None:
     """Remove the state of one instance, if it exists and no other instance has the name now."""
     found = load(name)
     if found is not None and found.token == token:

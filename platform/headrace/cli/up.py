@@ -7,8 +7,8 @@ starts, and the speed of memory is measured while nothing else runs. Once the st
 every way out except success goes through `down.stop`.
 
 In the foreground it also ends when `headrace down` stops it, when Ray ends, and when the process
-that started it ends. If it is killed, the keeper of its Ray node ends the node; on a cluster that
-it joined, the process that waits with a `Deletion` deletes the app.
+that started it ends. If it is killed, the supervisor of its Ray node ends the node. On a cluster
+that it joined, the process that waits with a `Deletion` deletes the app.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import psutil
 from headrace.cli import client, cluster, deploy, down, state
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
-from headrace.cli.show import kvbudget
+from headrace.cli.show import kv_budget
 from headrace.config import HeadraceConfig, to_app_args, warnings
-from headrace.config.appargs import llm_config
-from headrace.config.keyfile import hash_of, new_key
+from headrace.config.app_args import llm_config
+from headrace.config.key_file import hash_of, new_key
 from headrace.forkserver import is_of_imports
 from headrace.observability.shared_memory import ProcessId
 from headrace_kvstore.protocol.address import host_port
@@ -190,7 +190,7 @@ class _Start:
                 _record(self.instance, node)
             environment = node.environment if node else {}
             log = node.temp_dir / "driver.log" if node else None
-            with deploy.Deploying(environment, log) as deploying:
+            with deploy.AppDeployment(environment, log) as deploying:
                 self._deploy(deploying, display, deadline)
             display.step("waiting for the endpoint")
             self._wait_for_endpoint(deadline)
@@ -207,12 +207,12 @@ class _Start:
         self.config = _with_model(self.config, display)
         if self.config.techniques.kv_budget is None:
             return
-        from headrace.config.kvbudget import planned
+        from headrace.config.kv_budget import apply_kv_budget
 
-        self.config, plan = planned(self.config)
-        self.instance.kv_plan = kvbudget.told(plan) if plan is not None else None
+        self.config, plan = apply_kv_budget(self.config)
+        self.instance.kv_plan = kv_budget.to_plain_data(plan) if plan is not None else None
 
-    def _deploy(self, deploying: deploy.Deploying, display: Display, deadline: float) -> None:
+    def _deploy(self, deploying: deploy.AppDeployment, display: Display, deadline: float) -> None:
         instance, config = self.instance, self.config
         display.step("loading the app's code")
         joined = config.ray.address
@@ -288,7 +288,7 @@ def _environment_of_imports(config: HeadraceConfig) -> dict[str, str]:
 
 
 def _record(instance: state.Instance, node: cluster.Node) -> None:
-    instance.keeper, instance.address = node.keeper, node.address
+    instance.supervisor, instance.address = node.supervisor, node.address
     instance.dashboard_url, instance.shm_before = node.dashboard_url, sorted(node.shm_before)
     _save(instance)
 
@@ -341,7 +341,7 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         f"-H 'Content-Type: application/json'{key} -d '{body}'"
     )
     if instance.kv_plan is not None:
-        lines.insert(2, f"kv budget  {kvbudget.summary(instance.kv_plan)}")
+        lines.insert(2, f"kv budget  {kv_budget.summary(instance.kv_plan)}")
     name = "" if instance.name == "default" else f" --name {instance.name}"
     how = f"headrace down{name}" if detach else "Ctrl-C"
     lines.append(f"ready      after {took_s:.0f} s; stop it with {how}")
@@ -353,8 +353,8 @@ def _serve(instance: state.Instance) -> None:
     """Wait until Stopped is raised. Raises CliError if the Ray node ends unexpectedly."""
     while True:
         time.sleep(WATCH_S)
-        keeper = instance.keeper
-        if instance.own_node and (keeper is None or keeper.process() is None):
+        supervisor = instance.supervisor
+        if instance.own_node and (supervisor is None or supervisor.process() is None):
             if down.stopped_elsewhere(instance):
                 raise Stopped
             raise CliError("the Ray node ended unexpectedly")

@@ -6,7 +6,7 @@ turns it into the arguments of `headrace.app:build_app`. `docs` writes docs/conf
 Nothing here imports Ray or vLLM, so a mistake is reported in well under a second.
 """
 
-from headrace.config.appargs import to_app_args
+from headrace.config.app_args import to_app_args
 from headrace.config.checks import check, warnings
 from headrace.config.load import ConfigError, load_config, preset_names
 from headrace.config.schema import (

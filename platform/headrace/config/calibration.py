@@ -1,4 +1,4 @@
-"""Reads the files that `techniques.NAME.calibration` name, and the share in one of them."""
+"""Reads the calibration files of techniques, and the ratio in the one for sparse attention."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, TypeVar
 from headrace.config.techniques import SparseSection, TechniquesSection
 
 if TYPE_CHECKING:
-    from headrace_decode.sparse.calibration_file import Measured
+    from headrace_decode.attention.calibration_file import CalibrationResult
     from headrace_decode.sparse.engine.calibration import Calibration
 
 FIELD = "techniques.sparse.calibration"
-BOUNDED_FIELD = "techniques.bounded.calibration"
-SHARE = 0.1
-"""Share of an app without a calibration."""
+COMPRESSION_FIELD = "techniques.compression.calibration"
+DEFAULT_KEEP_RATIO = 0.1
+"""Ratio without a calibration file."""
 
 
-Found = TypeVar("Found", bound="Measured")
+Found = TypeVar("Found", bound="CalibrationResult")
 
 
-def calibrated(section: SparseSection) -> Calibration | None:
+def sparse_calibration(section: SparseSection) -> Calibration | None:
     """Return the contents of the calibration file of sparse attention; None without one.
 
     Raises:
@@ -31,48 +31,48 @@ def calibrated(section: SparseSection) -> Calibration | None:
         return None
     from headrace_decode.sparse.engine.calibration import COMMAND, read
 
-    return _usable(section.calibration, section.unit_tokens, read, COMMAND)
+    return _usable(section.calibration, section.page_tokens, read, COMMAND)
 
 
-def bounded_calibrated(techniques: TechniquesSection) -> Measured | None:
-    """Return the contents of the calibration file of bounded contexts; None without one.
+def compression_calibration(techniques: TechniquesSection) -> CalibrationResult | None:
+    """Return the contents of the calibration file of compression; None without one.
 
     Raises:
-        ValueError: as `calibrated`.
+        ValueError: as `sparse_calibration`.
     """
-    section = techniques.bounded
+    section = techniques.compression
     if section.calibration is None:
         return None
     from headrace_decode.compression.engine.calibration import COMMAND, read
 
-    return _usable(section.calibration, techniques.sparse.unit_tokens, read, COMMAND)
+    return _usable(section.calibration, techniques.sparse.page_tokens, read, COMMAND)
 
 
-def _usable(file: str, unit_tokens: int, read: Callable[[Path], Found], command: str) -> Found:
-    from headrace_decode.sparse.calibration_file import CalibrationError
+def _usable(file: str, page_tokens: int, read: Callable[[Path], Found], command: str) -> Found:
+    from headrace_decode.attention.calibration_file import CalibrationError
 
     try:
         found = read(Path(file))
-        if found.unit_tokens != unit_tokens:
+        if found.page_tokens != page_tokens:
             raise CalibrationError(
-                f"it is for units of {found.unit_tokens} tokens, and techniques.sparse.unit_tokens "
-                f"is {unit_tokens}"
+                f"it is for pages of {found.page_tokens} tokens, and techniques.sparse.page_tokens "
+                f"is {page_tokens}"
             )
     except CalibrationError as error:
         raise ValueError(
-            f"{file} cannot be used: {error}. `{command} --unit-tokens {unit_tokens}` makes such a "
+            f"{file} cannot be used: {error}. `{command} --page-tokens {page_tokens}` makes such a "
             "file"
         ) from None
     return found
 
 
-def share_of(section: SparseSection) -> float:
-    """Return the share of requests that name none.
+def keep_ratio_of(section: SparseSection) -> float:
+    """Return the ratio of requests that name none.
 
     Raises:
-        ValueError: as `calibrated`.
+        ValueError: as `sparse_calibration`.
     """
-    if section.share is not None:
-        return section.share
-    found = calibrated(section)
-    return SHARE if found is None else found.share
+    if section.keep_ratio is not None:
+        return section.keep_ratio
+    found = sparse_calibration(section)
+    return DEFAULT_KEEP_RATIO if found is None else found.share

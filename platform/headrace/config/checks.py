@@ -15,8 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from headrace.config.calibration import BOUNDED_FIELD, FIELD, bounded_calibrated, calibrated
-from headrace.config.keyfile import read_keys
+from headrace.config.calibration import (
+    COMPRESSION_FIELD,
+    FIELD,
+    compression_calibration,
+    sparse_calibration,
+)
+from headrace.config.key_file import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
@@ -92,7 +97,7 @@ def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
     problems += _cpus(config)
     problems += _kv_holds_one_request(config)
     problems += _objects(config)
-    problems += _saved_memory(config)
+    problems += _saved_token_sequences(config)
     if files_here:
         problems += _calibrations(config.techniques)
     return problems
@@ -128,14 +133,14 @@ def _gateway(config: HeadraceConfig, files_here: bool) -> Iterator[Problem]:
 def _calibrations(techniques: TechniquesSection) -> Iterator[Problem]:
     try:
         if techniques.sparse.mode != "off":
-            calibrated(techniques.sparse)
+            sparse_calibration(techniques.sparse)
     except ValueError as error:
         yield FIELD, str(error)
     try:
-        if techniques.bounded.mode != "off":
-            bounded_calibrated(techniques)
+        if techniques.compression.mode != "off":
+            compression_calibration(techniques)
     except ValueError as error:
-        yield BOUNDED_FIELD, str(error)
+        yield COMPRESSION_FIELD, str(error)
 
 
 def _role(name: str, role: RoleSettings, config: HeadraceConfig) -> Iterator[Problem]:
@@ -254,12 +259,12 @@ def _objects(config: HeadraceConfig) -> Iterator[Problem]:
         )
 
 
-def _saved_memory(config: HeadraceConfig) -> Iterator[Problem]:
-    drafting, store = config.speculation, config.store
-    if not (drafting.enabled and drafting.save):
+def _saved_token_sequences(config: HeadraceConfig) -> Iterator[Problem]:
+    speculation, store = config.speculation, config.store
+    if not (speculation.enabled and speculation.save):
         return
-    if not (drafting.share and store.enabled):
-        missing = "store.enabled" if drafting.share else "speculation.share"
+    if not (speculation.share and store.enabled):
+        missing = "store.enabled" if speculation.share else "speculation.share"
         yield "speculation.save", f"is true, but {missing} is false; set both or neither"
     elif store.nvme_folder is None and store.object_url is None:
         yield (

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config.keyfile import HASH, NAME
+from headrace.config.key_file import HASH, NAME
 from headrace.config.section import Resources, Section
-from headrace.config.tlsfiles import TlsFiles
+from headrace.config.tls_files import TlsFiles
 
 _HOSTNAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _ORIGIN = re.compile(r"https?://[^/\s]+")
@@ -82,8 +82,7 @@ class AdmissionSettings(Section):
     requests_per_replica: int = Field(
         default=64,
         ge=1,
-        description="While no replica has told what its engine's steps take: requests at each "
-        "replica at once.",
+        description="Maximum requests at each replica until its step times are known.",
     )
 
     @model_validator(mode="after")

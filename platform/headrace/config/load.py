@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from headrace.config.checks import check, did_you_mean
+from headrace.config.renamed import renamed
 from headrace.config.schema import HeadraceConfig
 
 
@@ -190,7 +191,7 @@ FILES = (
         for name in ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
     ),
     ("techniques", "sparse", "calibration"),
-    ("techniques", "bounded", "calibration"),
+    ("techniques", "compression", "calibration"),
 )
 """Fields that name files."""
 
@@ -220,6 +221,8 @@ def explain(error: ErrorDetails) -> str:
     context: dict[str, Any] = dict(error.get("ctx") or {})
     kind = error["type"]
     if kind == "extra_forbidden":
+        if now := renamed(path, got):
+            return f"{path}: {now}"
         return f"{path}: unknown field{did_you_mean(str(loc[-1]), _siblings(loc))}"
     if kind == "literal_error":
         expected = str(context.get("expected", "")).replace("'", "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config.elasticity import ElasticitySettings, RoleScaling
+from headrace.config.autoscaling import AutoscalingTargets, RoleAutoscaling
 from headrace.config.gateway import GatewaySettings, Port
 from headrace.config.integrity import IntegritySection
 from headrace.config.section import GIB, Resources, Section
@@ -60,7 +60,7 @@ class RoleSettings(Section):
     replicas: int = Field(
         default=1, ge=1, description="Number of replicas; each is one vLLM engine."
     )
-    autoscaling: RoleScaling | None = Field(
+    autoscaling: RoleAutoscaling | None = Field(
         default=None,
         description="Bounds between which the number of replicas follows the load; `replicas` is "
         "then what there is to begin with. null: it is always `replicas`.",
@@ -150,6 +150,14 @@ class RouterSettings(Section):
         "prefills in the decode replica. `remote` always prefills in a prefill replica, if one is "
         "up.",
     )
+    placement: str = Field(
+        default="cost",
+        min_length=1,
+        max_length=64,
+        description="Placement policy that chooses the replicas. `cost`: the fewest predicted "
+        "seconds. `round-robin`, `least-loaded`, `prefix-affinity`: for comparison. Or the name "
+        "of a policy that a package adds.",
+    )
     itl_target_s: float | None = Field(
         default=None,
         gt=0,
@@ -195,9 +203,15 @@ class RouterSettings(Section):
     )
 
     def to_settings(self) -> CoreRouterSettings:
-        """Return the same settings as the router library's own class."""
-        from headrace.router import RouterSettings as Core
+        """Return the same settings as the router library's own class.
 
+        Raises:
+            ValueError: there is no such placement policy.
+        """
+        from headrace.router import RouterSettings as Core
+        from headrace.router.placement.policies import make_policy
+
+        make_policy(self.placement)
         return Core(**self.model_dump())
 
 
@@ -320,28 +334,28 @@ class AppSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _reuse_takes_from_the_store(self) -> Self:
-        """Refuse reuse without a store of exact KV."""
-        if self.techniques.reuse.mode == "off":
+    def _blending_needs_an_exact_store(self) -> Self:
+        """Refuse blending without a store of exact KV."""
+        if self.techniques.blending.mode == "off":
             return self
         if not self.store.enabled:
             raise ValueError(
-                "techniques.reuse.mode: reused KV comes from the store; set store.enabled: true"
+                "techniques.blending.mode: blended KV comes from the store; set store.enabled: true"
             )
         codec = self.store.engine.get("codec", "raw")
         if codec != "raw":
             raise ValueError(
-                f'techniques.reuse.mode: keys under the codec "{codec}" cannot be moved; set '
+                f'techniques.blending.mode: keys under the codec "{codec}" cannot be moved; set '
                 "store.engine.codec: raw"
             )
         return self
 
     @model_validator(mode="after")
-    def _sparse_attention_goes_with_the_others(self) -> Self:
-        """Refuse settings that need an order of keys which sparse attention does not keep. Contexts
-        are bounded in its units."""
-        sparse, bounded = self.techniques.sparse, self.techniques.bounded
-        modes = {"sparse": sparse.mode, "bounded": bounded.mode}
+    def _techniques_fit_together(self) -> Self:
+        """Refuse settings that need an order of keys which sparse attention does not keep.
+        Compression keeps and drops pages of the same size."""
+        sparse, compression = self.techniques.sparse, self.techniques.compression
+        modes = {"sparse": sparse.mode, "compression": compression.mode}
         used = [name for name, mode in modes.items() if mode != "off"]
         if not used:
             return self
@@ -356,15 +370,15 @@ class AppSection(Section):
                 f'techniques.{used[0]}.mode: the codec "{codec}" does not know the order of its '
                 "keys; set store.engine.codec: raw"
             )
-        if sparse.unit_tokens != 32 and self.techniques.reuse.mode != "off":
+        if sparse.page_tokens != 32 and self.techniques.blending.mode != "off":
             raise ValueError(
-                "techniques.sparse.unit_tokens: reuse does not know the order of keys in units of "
-                f"{sparse.unit_tokens}; set it to 32, or techniques.reuse.mode: off"
+                "techniques.sparse.page_tokens: blending does not know the order of keys in pages "
+                f"of {sparse.page_tokens}; set it to 32, or techniques.blending.mode: off"
             )
-        if sparse.offload_gib and self.techniques.reuse.mode != "off":
+        if sparse.offload_gib and self.techniques.blending.mode != "off":
             raise ValueError(
-                "techniques.sparse.offload_gib: reuse corrects KV where it lies in the cache; set "
-                "it to 0, or techniques.reuse.mode: off"
+                "techniques.sparse.offload_gib: blending corrects KV in the cache; set "
+                "it to 0, or techniques.blending.mode: off"
             )
         return self
 
@@ -400,7 +414,7 @@ class HeadraceConfig(AppSection):
     model: ModelSettings = Field(default_factory=ModelSettings)
     prefill: RoleSettings = Field(default_factory=RoleSettings)
     decode: RoleSettings = Field(default_factory=RoleSettings)
-    elasticity: ElasticitySettings = Field(default_factory=ElasticitySettings)
+    autoscaling: AutoscalingTargets = Field(default_factory=AutoscalingTargets)
     ray: RaySettings = Field(default_factory=RaySettings)
 
     def roles(self) -> dict[str, RoleSettings]:

@@ -112,7 +112,7 @@ class StoreSection(Section):
         Raises:
             ValueError: a setting is unknown or impossible; the text begins with its path.
         """
-        from headrace_kvstore.settings import StoreSettings
+        from headrace_kvstore.settings.store_settings import StoreSettings
 
         own = {"dram_bytes": self._dram_bytes, **self._socket_folder}
         return self._settings("engine", StoreSettings.parse, name, own)
@@ -123,7 +123,7 @@ class StoreSection(Section):
         Raises:
             ValueError: as `engine_settings`.
         """
-        from headrace_kvstore.node_settings import NodeSettings
+        from headrace_kvstore.settings.node_settings import NodeSettings
 
         own: dict[str, Any] = {"dram_bytes": self._dram_bytes, **self._socket_folder}
         if self.nvme_folder is not None:

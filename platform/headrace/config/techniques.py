@@ -22,23 +22,23 @@ def _mode(technique: str, more: str = "") -> Any:
 Mode = Literal["off", "request", "auto"]
 
 
-class ReuseSection(Section):
-    """Reuse of stored KV wherever its tokens stand in a prompt (docs/reuse.md). Needs
-    `store.enabled` with `store.engine.codec: raw`."""
+class BlendingSection(Section):
+    """KV blending: stored KV is reused wherever its tokens occur in a prompt (docs/blending.md).
+    Needs `store.enabled` with `store.engine.codec: raw`."""
 
-    mode: Mode = _mode("reuse", ". It is done only where it saves time")
-    budget: float = Field(
+    mode: Mode = _mode("blending", ". It is done only where it saves time")
+    recompute_ratio: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Share of the reused tokens' KV that is computed again, over all layers. More "
-        "is slower and closer to the exact model. `vllm_xargs.reuse` may give another share.",
+        description="Part of the reused KV that is recomputed, over all tokens and layers. More is "
+        "slower and closer to the exact model. `vllm_xargs.blending` may give another ratio.",
     )
     memory_mb: int = Field(
         default=64,
         ge=1,
-        description="Memory of each decode replica for the tokens of stored prompts, in MB: about "
-        "6.4 bytes a token. The oldest make room.",
+        description="Memory of each decode replica for the index of stored prompts, in MB. A token "
+        "takes about 6.4 bytes. The oldest prompts are evicted.",
     )
 
 
@@ -50,114 +50,117 @@ class SparseSection(Section):
     calibration: str | None = Field(
         default=None,
         min_length=1,
-        description="The model's file from `headrace lab calibrate sparse`: the share for the "
-        "error that you allow, and what makes a share cost less error. Each engine's machine must "
-        "hold it. A relative path counts from the configuration file's folder.",
+        description="The model's file from `headrace lab calibrate sparse`. It holds the ratio for "
+        "the error that you allow, and data that lowers the error of every ratio. The file must be "
+        "on each engine's machine. A relative path starts at the configuration file's folder.",
     )
-    share: float | None = Field(
+    keep_ratio: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Share of its KV that each answer token attends to. More is slower and closer "
-        "to the exact model. null: that of `calibration`, or 0.1 without one. "
-        "`vllm_xargs.sparse` may give another share.",
+        description="Part of the KV that each answer token attends to. More is slower and closer "
+        "to the exact model. null: the ratio in `calibration`, or 0.1 without one. "
+        "`vllm_xargs.sparse` may give another ratio.",
     )
-    unit_tokens: Literal[16, 32] = Field(
+    page_tokens: Literal[16, 32] = Field(
         default=32,
-        description="Tokens that are chosen together. 16 is closer to the exact model, but exact "
-        "requests on long prompts then differ from plain vLLM in rounding, and "
-        "`techniques.reuse` cannot be on.",
+        description="Tokens of a page; pages are selected as a whole. 16 is closer to the exact "
+        "model, but exact requests with long prompts then differ from plain vLLM in rounding, and "
+        "`techniques.blending` cannot be on.",
     )
     offload_gib: float = Field(
         default=0,
         ge=0,
-        description="Host memory of each engine, in GiB, for KV that leaves its cache. Requests "
-        "too long for the cache are served so. 0: no KV leaves the cache. Engines on CPUs only.",
+        description="Host memory of each engine, in GiB, for KV that is offloaded from its cache. "
+        "With it the engine serves requests that are too long for the cache. 0: no offload. "
+        "Engines on CPUs only.",
     )
 
 
-class BoundedSection(Section):
-    """A part of a long prompt's KV is dropped once the prompt has been read again
-    (docs/bounded.md). Engines on CPUs only. Units are those of `techniques.sparse.unit_tokens`."""
+class CompressionSection(Section):
+    """KV cache compression: a part of a long prompt's KV is dropped (docs/compression.md). Engines
+    on CPUs only. The size of a page is `techniques.sparse.page_tokens`."""
 
-    mode: Mode = _mode("bounded", ", and those that are sparse")
-    share: float = Field(
+    mode: Mode = _mode("compression", ", and those that use sparse attention")
+    keep_ratio: float = Field(
         default=0.25,
         gt=0,
         le=1,
-        description="Share of a prompt's KV that is kept. More is closer to the exact model. "
-        "`vllm_xargs.bounded` may give another share.",
+        description="Part of a prompt's KV that is kept. More is closer to the exact model. "
+        "`vllm_xargs.compression` may give another ratio.",
     )
     calibration: str | None = Field(
         default=None,
         min_length=1,
-        description="The model's file from `headrace lab calibrate bounded`. With it a prompt is "
-        "not read again: what is dropped costs little time, and more error. Each engine's machine "
-        "must hold it. A relative path counts from the configuration file's folder.",
+        description="The model's file from `headrace lab calibrate compression`. Without it, a "
+        "prompt is read a second time to find the KV that matters least. With it, compression "
+        "takes little time and has a larger error. The file must be on each engine's machine. A "
+        "relative path starts at the configuration file's folder.",
     )
-    stream: bool = Field(
+    incremental: bool = Field(
         default=False,
-        description="Have decode engines compute these prompts, and drop KV during that, so that "
-        "no prompt is ever held as a whole. Needs `calibration`. false: only prompts that "
-        "are too long for the cache, where `techniques.sparse.offload_gib` allows such.",
+        description="Compress while the prompt is computed, which decode engines then do, so that "
+        "the KV of a whole prompt is never in the cache. Needs `calibration`. false: only for "
+        "prompts that are too long for the cache, if `techniques.sparse.offload_gib` is set.",
     )
 
     @model_validator(mode="after")
-    def _streams_with_a_gate(self) -> Self:
-        if self.stream and self.calibration is None:
+    def _incremental_needs_calibration(self) -> Self:
+        if self.incremental and self.calibration is None:
             raise ValueError(
-                "stream: needs calibration, a file of `headrace lab calibrate bounded`"
+                "incremental: needs calibration, a file of `headrace lab calibrate compression`"
             )
         return self
 
 
-class KVBudgetSection(Section):
-    """A budget for the KV of each decode engine, in place of `decode.kv_cache_gb`. Bounded contexts
-    or sparse attention with offload are then on for all requests, or neither: what keeps to the
-    budget with the least error (docs/bounded.md). Their `mode` must be `off`."""
+class KvBudgetSection(Section):
+    """A memory budget for the KV of each decode engine, in place of `decode.kv_cache_gb`. Headrace
+    then uses compression, sparse attention with offload, or neither for all requests: the choice
+    with the least error that fits the budget (docs/compression.md). Their `mode` must be `off`."""
 
     gib: float = Field(
         gt=0,
-        description="GiB for the KV cache and what is kept beside it to choose by.",
+        description="GiB for the KV cache and for the data by which pages are selected.",
     )
     contexts: int = Field(
         default=1, ge=1, description="Requests of `model.max_model_len` tokens that run at once."
     )
     answer_tokens: int = Field(
-        default=512, ge=1, description="Tokens of these that are the answer. Their KV is kept."
+        default=512, ge=1, description="Answer tokens of each such request. Their KV is kept."
     )
     host_gib: float = Field(
         default=0,
         ge=0,
-        description="GiB of host memory for KV that leaves the cache. More than 0 needs "
-        "`techniques.sparse.calibration` to be of use.",
+        description="GiB of host memory for offloaded KV. It has an effect only with "
+        "`techniques.sparse.calibration`.",
     )
     itl_ms: float | None = Field(
         default=None,
         gt=0,
-        description="Target for the time between tokens, in milliseconds, with all `contexts` "
-        "answering. Less KV is then kept, or attended to, than memory allows. null: none.",
+        description="Target for the inter-token latency, in milliseconds, while all `contexts` "
+        "are answered. Less KV is then kept or attended to than memory allows. null: no target.",
     )
     memory_gbps: float | None = Field(
         default=None,
         gt=0,
-        description="With `itl_ms`: GB that an engine reads from memory in a second, for weights "
-        "and KV. null: measured on the machine that plans, which takes a second.",
+        description="Memory bandwidth of an engine in GB/s, for `itl_ms`. null: measured on the "
+        "machine that plans, which takes a second.",
     )
 
 
 class TechniquesSection(Section):
     """Lossy techniques. None is on by default (docs/techniques.md)."""
 
-    reuse: ReuseSection = Field(
-        default_factory=ReuseSection, description="Reuse of stored KV; see the next table."
+    blending: BlendingSection = Field(
+        default_factory=BlendingSection, description="KV blending; see the next table."
     )
     sparse: SparseSection = Field(
         default_factory=SparseSection, description="Sparse attention; see the table after it."
     )
-    bounded: BoundedSection = Field(
-        default_factory=BoundedSection, description="Bounded contexts; see the third table."
+    compression: CompressionSection = Field(
+        default_factory=CompressionSection,
+        description="KV cache compression; see the third table.",
     )
-    kv_budget: KVBudgetSection | None = Field(
-        default=None, description="A budget for KV; see the fourth table. null: none."
+    kv_budget: KvBudgetSection | None = Field(
+        default=None, description="A memory budget for KV; see the fourth table. null: none."
     )

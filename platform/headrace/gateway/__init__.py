@@ -7,14 +7,13 @@ and after a resume it replaces ids.
 """
 
 from headrace.gateway.app import GatewayApp, build_gateway_app
-from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, ReplicaInfo
-from headrace.gateway.listen import PortTakenError, Server, serve_gateway
+from headrace.gateway.backend import Backend, GatewayMetrics, ReplicaInfo
+from headrace.gateway.ingress.http_server import PortTakenError, Server, serve_gateway
 
 __all__ = [
     "Backend",
     "GatewayApp",
     "GatewayMetrics",
-    "GatewayOptions",
     "PortTakenError",
     "ReplicaInfo",
     "Server",

@@ -12,15 +12,16 @@ from typing import Any
 
 import msgspec
 
-from headrace.advice import advice_of
+from headrace.config.gateway import GatewaySettings
+from headrace.disaggregation import advice_of
 from headrace.gateway import errors
-from headrace.gateway.backend import Backend, GatewayOptions
+from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
+from headrace.gateway.backend import Backend
 from headrace.gateway.ingress.limits import validated
 from headrace.gateway.openapi import OPERATIONS, PLANS, openapi_document
-from headrace.gateway.orders import RouterPolicy, Speculation, StoreOrder, WarmRequest
-from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.route_table import RouteTable
-from headrace_kvstore.salts import salt_of
+from headrace_kvstore.identity.salts import tenant_salt
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -68,7 +69,7 @@ class Admin:
     Args:
         backend: the cluster.
         model_id: the model's name.
-        options: the limits that the schema states.
+        settings: the limits that the schema states.
         keys_on: whether the schema asks for an API key.
         state: returns this gateway's state, for the status.
     """
@@ -77,7 +78,7 @@ class Admin:
         self,
         backend: Backend,
         model_id: str,
-        options: GatewayOptions,
+        settings: GatewaySettings,
         *,
         keys_on: bool,
         state: Callable[[], Mapping[str, Any]],
@@ -85,7 +86,7 @@ class Admin:
         self._backend = backend
         self._model_id = model_id
         self._version = headrace_version()
-        self._options, self._keys_on, self._state = options, keys_on, state
+        self._settings, self._keys_on, self._state = settings, keys_on, state
         self._schema: tuple[RouteTable, bytes] | None = None
         self._documents: dict[str, Document] = {
             "/": self._index,
@@ -129,24 +130,24 @@ class Admin:
         """Change how decode replicas draft; return the state of each.
 
         Raises:
-            ApiError: 400 when the document is not a `Speculation`.
+            ApiError: 400 when the document is not a `SpeculationUpdate`.
         """
-        command = validated(Speculation, wanted).model_dump(exclude_unset=True)
+        command = validated(SpeculationUpdate, wanted).model_dump(exclude_unset=True)
         return _json({"replicas": await self._backend.set_speculation(command)})
 
     async def store(self, wanted: Mapping[str, Any] | None) -> bytes:
-        """Have every machine's store list its pins or carry out an order; return the answers.
+        """Have every machine's store list its pins or carry out an action; return the answers.
 
         Args:
-            wanted: a `StoreOrder`; None for the pins.
+            wanted: a `StoreAction`; None for the pins.
 
         Raises:
-            ApiError: 400 when the document is not a `StoreOrder`.
+            ApiError: 400 when the document is not a `StoreAction`.
         """
-        order: dict[str, Any] = {"action": "pins"}
+        action: dict[str, Any] = {"action": "pins"}
         if wanted is not None:
-            order = validated(StoreOrder, wanted).model_dump()
-        return _json({"machines": await self._backend.store(**order)})
+            action = validated(StoreAction, wanted).model_dump()
+        return _json({"machines": await self._backend.store(**action)})
 
     async def warm(
         self,
@@ -171,7 +172,7 @@ class Admin:
         if tenant is None and request.tenant is not None:
             raise errors.no_tenants()
         tenant = request.tenant or tenant
-        salt = request.cache_salt if tenant is None else salt_of(tenant, request.cache_salt)
+        salt = request.cache_salt if tenant is None else tenant_salt(tenant, request.cache_salt)
         prompts: list[list[dict[str, Any]]] = []
         for body in request.bodies:
             async with admitted(len(_json(body))):
@@ -206,14 +207,14 @@ class Admin:
 
     async def _health(self, pool: ReplicaPool) -> Answer:
         ready = await pool.ready()
-        well = bool(ready or pool.standing_in)
+        is_ready = bool(ready or pool.fallbacks_ready)
         health = {
-            "status": "ok" if well else "unavailable",
+            "status": "ok" if is_ready else "unavailable",
             "model": self._model_id,
             "replicas_ready": ready,
-            "standing_in": pool.standing_in,
+            "standing_in": pool.fallbacks_ready,
         }
-        return (200 if well else 503), _json(health), _JSON
+        return (200 if is_ready else 503), _json(health), _JSON
 
     async def _get_version(self, pool: ReplicaPool) -> Answer:
         return 200, _json({"version": self._version}), _JSON
@@ -228,7 +229,7 @@ class Admin:
             replica = await self._backend.openapi()
             document = openapi_document(
                 self._version,
-                self._options,
+                self._settings,
                 keys_on=self._keys_on,
                 routes=table.routes,
                 replica=replica,
@@ -240,7 +241,7 @@ class Admin:
 
     async def _status(self, pool: ReplicaPool) -> Answer:
         """Return the status; a part that fails is left out, and named in `incomplete`."""
-        told: dict[str, Any] = {}
+        status: dict[str, Any] = {}
         incomplete: list[str] = []
 
         @contextmanager
@@ -252,14 +253,14 @@ class Admin:
                 incomplete.append(f"{name}: {type(error).__name__}: {error}")
 
         with part("replicas"):
-            told |= await self._backend.status()
+            status |= await self._backend.status()
         with part("advice"):
-            told["advice"] = advice_of(told.get("replicas", ()))
+            status["advice"] = advice_of(status.get("replicas", ()))
         with part("gateway"):
-            told["gateway"] = self._state()
+            status["gateway"] = self._state()
         if incomplete:
-            told["incomplete"] = incomplete
-        return 200, _json(told), _JSON
+            status["incomplete"] = incomplete
+        return 200, _json(status), _JSON
 
     async def _plan(self, request_id: str) -> Answer:
         plan = await self._backend.plan(request_id)

@@ -8,69 +8,60 @@ replicas, which report their routes with their load. Until one has, such a reque
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
+from headrace.config.gateway import GatewaySettings
 from headrace.gateway import errors, tracing
 from headrace.gateway.admin import Admin
-from headrace.gateway.admission.classes import (
-    DEFAULT,
-    HEADER,
-    AdmissionOptions,
-    ClassError,
-    SloClass,
-)
-from headrace.gateway.admission.door import Door
+from headrace.gateway.admission.admission_queue import AdmissionQueue
 from headrace.gateway.asgi import (
     ClientGone,
     Interrupts,
     Receive,
     Scope,
     Send,
-    hang_up,
+    abort_connection,
     path_of,
-    write_at_once,
+    write_nowait,
 )
-from headrace.gateway.asked import BODY_LATE, TIME_UP, Asked, Intake
-from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
+from headrace.gateway.backend import Backend, GatewayMetrics, NoMetrics
+from headrace.gateway.body_reader import BodyReader
+from headrace.gateway.builtin_routes import OURS, BuiltinRoutes, needs_no_key, redirect
+from headrace.gateway.corpora import CorpusAdmin
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
-from headrace.gateway.ingress.browsers import AllowedHosts, cors
-from headrace.gateway.ingress.keys import ADMIN, OPERATOR, Caller, Keys
-from headrace.gateway.memory import MemoryAdmin
-from headrace.gateway.own import OURS, OwnRoutes, needs_no_key, redirect
-from headrace.gateway.pick import affinity_key, draftable_tokens
-from headrace.gateway.placing.placer import PLACED, Placer
-from headrace.gateway.relay import resume
-from headrace.gateway.relay.call import Call, in_flight
-from headrace.gateway.relay.relay import Relay, forwarded
-from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.ingress.api_keys import ADMIN, OPERATOR, ApiKeys
+from headrace.gateway.ingress.browser_access import AllowedHosts, cors
+from headrace.gateway.placement.placer import Placer
+from headrace.gateway.relay.call import Call
+from headrace.gateway.relay.headers import forwarded
+from headrace.gateway.relay.relay import Relay
+from headrace.gateway.relay.retry import RetryingFetcher
+from headrace.gateway.relayed_routes import RelayedRoutes
+from headrace.gateway.replica_pool import ReplicaPool
+from headrace.gateway.request_context import BODY_LATE, TIME_UP, RequestContext
 from headrace.gateway.upstream import Upstream
-from headrace_decode.resume.said import RESUME
-from headrace_decode.routes import Route
-from headrace_decode.techniques import TechniqueError, asked_of
-from headrace_decode.tenants import ALL_ALIKE, Tenants
-from headrace_engine.stall import LoopStall
+from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
+from headrace_engine.loop_stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
 
-WANTED_S = 10.0
-"""Time after a request during which it still wakes a decode deployment that is scaled to zero: a
-prefill replica may have answered it."""
-
-MakePlacer = Callable[[ReplicaPool, Upstream], Placer]
-
-_NO_CLASSES = AdmissionOptions()
 CLIENT_GONE_STATUS = 499  # as in nginx; only in logs and metrics
 
 
+class MakePlacer(Protocol):
+    """Maker of a gateway's `Placer`."""
+
+    def __call__(self, pool: ReplicaPool, upstream: Upstream, min_replicas: int, /) -> Placer: ...
+
+
 def build_gateway_app(
-    settings: object,
+    settings: GatewaySettings,
     backend: Backend,
     model_id: str,
     metrics: GatewayMetrics | None = None,
@@ -80,7 +71,7 @@ def build_gateway_app(
     """Return the gateway for `backend`'s replicas.
 
     Args:
-        settings: the `gateway` section of the configuration; see `GatewayOptions`.
+        settings: the `gateway` section of the configuration.
         backend: the cluster.
         model_id: the model's name, for documents; the replicas decide what they serve.
         metrics: receives the gateway's metrics.
@@ -90,8 +81,7 @@ def build_gateway_app(
     Raises:
         ValueError: the key file cannot be used.
     """
-    options = GatewayOptions.of(settings)
-    return GatewayApp(options, backend, model_id, metrics or NoMetrics(), tenants, make_placer)
+    return GatewayApp(settings, backend, model_id, metrics or NoMetrics(), tenants, make_placer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +91,10 @@ class _Parts:
     pool: ReplicaPool
     upstream: Upstream
     relay: Relay
-    own: OwnRoutes
+    builtin: BuiltinRoutes
+    relayed: RelayedRoutes
     placer: Placer | None
-    door: Door | None
+    queue: AdmissionQueue | None
 
 
 class GatewayApp:
@@ -111,32 +102,29 @@ class GatewayApp:
 
     def __init__(
         self,
-        options: GatewayOptions,
+        settings: GatewaySettings,
         backend: Backend,
         model_id: str,
         metrics: GatewayMetrics,
         tenants: Tenants,
         make_placer: MakePlacer | None = None,
     ) -> None:
-        self.options = options
+        self.settings = settings
         self._make_placer = make_placer
         self._tenants = tenants
         self._backend = backend
         self._metrics = metrics
-        classes = None if options.admission is None else options.admission.classes
-        hashes = {ADMIN: options.admin_key_hash, OPERATOR: options.operator_key_hash}
+        classes = None if settings.admission is None else settings.admission.classes
+        hashes = {ADMIN: settings.admin_key_hash, OPERATOR: settings.operator_key_hash}
         admins = {name: hashed for name, hashed in hashes.items() if hashed is not None}
-        self._keys = Keys(options.api_keys, options.api_keys_file, admins, classes=classes)
+        self._keys = ApiKeys(settings.api_keys, settings.api_keys_file, admins, classes=classes)
         keys_on = bool(self._keys)
-        self._corpora = MemoryAdmin(backend, keys_on=keys_on)
-        self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
-        self._intake = Intake(options, keys_on=keys_on)
-        self._relaying = 0
-        self._relayed_s = -WANTED_S
-        self._calls: dict[int, Call] = {}  # in order of their start, at most `max_concurrent`
+        self._corpora = CorpusAdmin(backend, keys_on=keys_on)
+        self._admin = Admin(backend, model_id, settings, keys_on=keys_on, state=self._state)
+        self._body_reader = BodyReader(settings, keys_on=keys_on)
         self._stall = LoopStall()
-        self._across_sites = cors(options, self._http)
-        self._hosts = AllowedHosts([options.host, *options.allowed_hosts])
+        self._cross_origin = cors(settings, self._http)
+        self._hosts = AllowedHosts([settings.host, *settings.allowed_hosts])
         self._parts: _Parts | None = None
         self._traced = False
 
@@ -151,101 +139,115 @@ class GatewayApp:
             await receive()
             await send({"type": "websocket.close", "code": 1003})
 
-    def _state(self) -> dict[str, Any]:
-        """Return this gateway's state, for the status."""
-        placer = None if self._parts is None else self._parts.placer
-        door = None if self._parts is None else self._parts.door
-        return {
-            **({} if placer is None else {"router": placer.stats()}),
-            **({} if door is None else {"queue": door.stats()}),
-            "pid": os.getpid(),
-            "relaying": self._relaying,
-            "requests": in_flight(self._calls.values()),
-            "body_bytes": self._intake.held_bytes,
-            "keys_stale": self._keys.are_stale,
-            **self._stall.snapshot(),
-        }
-
     async def start(self) -> None:
         """Bind to the running event loop and start to poll for replicas."""
         if self._parts is None:
-            pool = ReplicaPool(self._backend, self._tell)
-            upstream = Upstream(self.options.connect_timeout_s)
-            placer = None if self._make_placer is None else self._make_placer(pool, upstream)
-            told = self._metrics.replica_lost, self._metrics.techniques
-            relay = Relay(pool, upstream, self.options, placer, *told, hold=self._intake.hold)
-            door = self._door(pool, placer)
-            own = OwnRoutes(
-                self._admin,
-                self._corpora,
-                self._intake,
-                place=self._place,
-                admitted=self._admitted,
-                pool=pool,
-                relay=relay,
-            )
-            self._parts = _Parts(pool, upstream, relay, own, placer, door)
+            self._parts = parts = self._make_parts()
             self._traced = tracing.tracing_is_configured()
             self._keys.start()
-            pool.start()
-            if placer is not None:
-                placer.start()
-            if door is not None:
-                door.start()
+            parts.pool.start()
+            if parts.placer is not None:
+                parts.placer.start()
+            if parts.queue is not None:
+                parts.queue.start()
 
-    def _door(self, pool: ReplicaPool, placer: Placer | None) -> Door | None:
-        """Return the queue, or None if none is configured."""
-        options = self.options.admission
-        if options is None:
-            return None
-        door = Door(
-            *(options, pool, None if placer is None else placer.cluster),
-            one_tenant=not self._keys,
-            peers=self._backend.admitted,
-            waited=self._metrics.queued,
+    def _make_parts(self) -> _Parts:
+        settings, metrics = self.settings, self._metrics
+        pool = ReplicaPool(self._backend, self._export_metrics)
+        upstream = Upstream(settings.connect_timeout_s)
+        placer = queue = None
+        if self._make_placer is not None:
+            min_replicas = 2 if settings.admission is None else 1
+            placer = self._make_placer(pool, upstream, min_replicas)
+        if settings.admission is not None:
+            queue = AdmissionQueue(
+                *(settings.admission, pool, None if placer is None else placer.cluster),
+                one_tenant=not self._keys,
+                peer_usage=self._backend.admitted,
+                on_waited=metrics.queued,
+            )
+        fetcher = RetryingFetcher(
+            *(pool, upstream, settings.queue_timeout_s, placer),
+            on_lost=metrics.replica_lost,
+            reserve=self._body_reader.reserve,
         )
-        if placer is not None:
-            placer.on_plan, placer.targets, placer.least = door.planned, door.targets, 1
-        return door
-
-    def _tell(self) -> None:
-        """Export this gateway's state as metrics."""
-        if self._parts is not None:
-            placer = self._parts.placer
-            oldest_s = 0.0 if placer is None else placer.oldest_report_s
-            self._metrics.state(self._parts.pool.ready_now, self._relaying, oldest_s)
-            self._metrics.keys_stale(self._keys.are_stale)
-            if self._parts.door is not None:
-                stats = self._parts.door.stats()
-                self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is work for a replica, or was within `WANTED_S`."""
-        return self._relaying > 0 or perf_counter() - self._relayed_s < WANTED_S
-
-    @property
-    def relaying(self) -> int:
-        """Number of requests that replicas work on, or that wait for one."""
-        return self._relaying
-
-    def members(self, replica_ids: frozenset[str]) -> None:
-        """Set the replicas that run, as Ray Serve reports them; others get no more requests."""
-        if self._parts is not None:
-            self._parts.pool.members(replica_ids)
+        relay = Relay(pool, fetcher, metrics.replica_lost, metrics.techniques)
+        relayed = RelayedRoutes(
+            *(settings, self._body_reader, metrics, self._tenants),
+            pool=pool,
+            relay=relay,
+            queue=queue,
+        )
+        builtin = BuiltinRoutes(
+            *(self._admin, self._corpora, self._body_reader),
+            relayed=relayed,
+            pool=pool,
+            relay=relay,
+        )
+        return _Parts(pool, upstream, relay, builtin, relayed, placer, queue)
 
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
             await self._keys.aclose()
-            if parts.door is not None:
-                await parts.door.aclose()
+            if parts.queue is not None:
+                await parts.queue.aclose()
             await parts.relay.aclose()
             if parts.placer is not None:
                 await parts.placer.aclose()
             await parts.pool.aclose()
             await parts.upstream.aclose()
+
+    # State
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is work for a replica, or was a short time ago."""
+        return self._parts is not None and self._parts.relayed.is_wanted
+
+    @property
+    def relaying(self) -> int:
+        """Number of requests that replicas work on, or that wait for one."""
+        return 0 if self._parts is None else self._parts.relayed.relaying
+
+    @property
+    def charged_s(self) -> dict[str, float]:
+        """Seconds of engine time that each tenant has had from this gateway."""
+        queue = None if self._parts is None else self._parts.queue
+        return {} if queue is None else dict(queue.controller.charged_s)
+
+    def set_members(self, replica_ids: frozenset[str]) -> None:
+        """Set the replicas that run, as Ray Serve reports them; others get no more requests."""
+        if self._parts is not None:
+            self._parts.pool.set_members(replica_ids)
+
+    def _state(self) -> dict[str, Any]:
+        """Return this gateway's state, for the status."""
+        parts = self._parts
+        return {
+            **({} if parts is None or parts.placer is None else {"router": parts.placer.stats()}),
+            **({} if parts is None or parts.queue is None else {"queue": parts.queue.stats()}),
+            "pid": os.getpid(),
+            "relaying": self.relaying,
+            "requests": [] if parts is None else parts.relayed.in_flight(),
+            "body_bytes": self._body_reader.held_bytes,
+            "keys_stale": self._keys.are_stale,
+            **self._stall.snapshot(),
+        }
+
+    def _export_metrics(self) -> None:
+        """Export this gateway's state as metrics."""
+        if self._parts is not None:
+            placer, queue = self._parts.placer, self._parts.queue
+            oldest_s = 0.0 if placer is None else placer.oldest_report_s
+            self._metrics.state(self._parts.pool.ready_now, self.relaying, oldest_s)
+            self._metrics.keys_stale(self._keys.are_stale)
+            if queue is not None:
+                stats = queue.stats()
+                self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
+
+    # Requests
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -262,63 +264,65 @@ class GatewayApp:
 
         Pages of allowed sites may call relayed routes, but never the administration.
         """
-        if self._across_sites is not None and not path_of(scope).startswith(OURS):
-            return self._across_sites
+        if self._cross_origin is not None and not path_of(scope).startswith(OURS):
+            return self._cross_origin
         return self._http
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
         path = path_of(scope)
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        seen: dict[bytes, bytes] = dict(headers)
+        pairs: list[tuple[bytes, bytes]] = scope["headers"]
+        headers: dict[bytes, bytes] = dict(pairs)
         query = scope.get("query_string", b"")
-        request_id = limits.request_id_of(seen.get(b"x-request-id"))
+        request_id = limits.request_id_of(headers.get(b"x-request-id"))
         method: str = scope["method"]
         call = Call(
             request_id=request_id,
             method=method,
             target=f"{path}?{query.decode('latin-1')}" if query else path,
-            headers=forwarded(headers, request_id),
-            encodings=tuple(value for name, value in headers if name == b"content-encoding"),
+            headers=forwarded(pairs, request_id),
+            encodings=tuple(value for name, value in pairs if name == b"content-encoding"),
             started=started,
-            write_at_once=write_at_once(scope),
+            write_nowait=write_nowait(scope),
         )
         await self.start()
-        asked = Asked(call, path, receive, send, seen, scope.get("client"))
-        asked.hang_up = hang_up(scope)
-        asked.interrupts.set_deadline(self.options.request_timeout_s, TIME_UP)
-        asked.is_over_tls = scope.get("scheme") == "https"
-        await self._guarded(asked, self._handler(asked))
+        context = RequestContext(call, path, receive, send, headers, scope.get("client"))
+        context.abort_connection = abort_connection(scope)
+        context.interrupts.set_deadline(self.settings.request_timeout_s, TIME_UP)
+        context.is_over_tls = scope.get("scheme") == "https"
+        await self._guarded(context, self._handler(context))
 
-    def _handler(self, asked: Asked) -> Callable[[Asked], Awaitable[None]]:
+    def _handler(self, context: RequestContext) -> Callable[[RequestContext], Awaitable[None]]:
         assert self._parts is not None
-        parts, path = self._parts, asked.path
-        if path.endswith("/") and parts.own.has(path.rstrip("/")):
+        parts, path = self._parts, context.path
+        if path.endswith("/") and parts.builtin.has(path.rstrip("/")):
             return redirect
-        own = parts.own.find(path)
-        if own is not None:
-            return own
-        asked.call.route = parts.pool.routes.at(path).get(asked.call.method)
-        return self._relayed
+        builtin = parts.builtin.find(path)
+        if builtin is not None:
+            return builtin
+        context.call.route = parts.pool.routes.at(path).get(context.call.method)
+        return parts.relayed.handle
 
-    async def _guarded(self, asked: Asked, handler: Callable[[Asked], Awaitable[None]]) -> None:
+    async def _guarded(
+        self, context: RequestContext, handler: Callable[[RequestContext], Awaitable[None]]
+    ) -> None:
         """Run a handler with its key check, its time limit, its error answers and its log line."""
-        call, path, interrupts = asked.call, asked.path, asked.interrupts
+        call, path, interrupts = context.call, context.path, context.interrupts
         template = call.route.path if call.route else path
         span = tracing.start_span(call, template) if self._traced else None
         try:
             try:
                 if needs_no_key(path):
-                    await handler(asked)
+                    await handler(context)
                 else:
-                    if not (self._keys or asked.is_over_tls):
-                        self._hosts.check(asked.seen.get(b"host"))
-                    asked.caller = self._keys.caller(
-                        asked.seen.get(b"authorization"), asked.seen.get(b"x-api-key")
+                    if not (self._keys or context.is_over_tls):
+                        self._hosts.check(context.headers.get(b"host"))
+                    context.caller = self._keys.caller(
+                        context.headers.get(b"authorization"), context.headers.get(b"x-api-key")
                     )
-                    call.tenant = asked.caller.tenant
-                    with asked.caller.request(call.started):
-                        await handler(asked)
+                    call.tenant = context.caller.tenant
+                    with context.caller.rate_limit.request(call.started):
+                        await handler(context)
             except ClientGone:
                 call.status = call.status or CLIENT_GONE_STATUS
             except asyncio.CancelledError:
@@ -328,152 +332,27 @@ class GatewayApp:
                 if reason == Interrupts.CLIENT_GONE:
                     call.status = call.status or CLIENT_GONE_STATUS
                 elif reason == BODY_LATE:
-                    raise errors.body_timeout(self.options.body_timeout_s) from None
+                    raise errors.body_timeout(self.settings.body_timeout_s) from None
                 else:
-                    raise errors.request_timeout(self.options.request_timeout_s) from None
+                    raise errors.request_timeout(self.settings.request_timeout_s) from None
         except ApiError as error:
-            await self._refuse(asked, error)
+            await self._refuse(context, error)
         except Exception:
             logger.exception("request %s failed in the gateway", call.request_id.decode())
-            await self._refuse(asked, errors.internal_error())
+            await self._refuse(context, errors.internal_error())
         finally:
             interrupts.close()
             call.drop_body()
-            self._report(call, path)
+            self._log_and_count(call, path)
             if span is not None:
                 tracing.end_span(span, call)
 
-    async def _refuse(self, asked: Asked, error: ApiError) -> None:
-        asked.call.drop_body()  # a client that does not read the refusal holds nothing
+    async def _refuse(self, context: RequestContext, error: ApiError) -> None:
+        context.call.drop_body()  # a client that does not read the refusal holds nothing
         self._metrics.refused(error.status, error.code or error.kind)
-        await asked.refuse(error)
+        await context.refuse(error)
 
-    @contextlib.contextmanager
-    def _place(self) -> Iterator[None]:
-        """Take one of the `max_concurrent` places for requests that replicas work on.
-
-        Raises:
-            ApiError: 429, all are taken.
-        """
-        if self._relaying >= self.options.max_concurrent:
-            raise errors.too_many_requests(self.options.max_concurrent)
-        self._relaying += 1
-        self._relayed_s = perf_counter()
-        try:
-            yield
-        finally:
-            self._relaying -= 1
-
-    @contextlib.asynccontextmanager
-    async def _admitted(self, caller: Caller, body_bytes: int) -> AsyncIterator[None]:
-        """Pass a request of the gateway's own through the queue, and count it until it ends.
-
-        Raises:
-            ApiError: 429, the request would be late, it waited too long, or the queue is full.
-        """
-        door = None if self._parts is None else self._parts.door
-        if door is None:
-            yield
-            return
-        options = self.options.admission or _NO_CLASSES
-        slo = options.choose(None, {}, caller.slo, caller.slo_classes)
-        ticket = await door.enter(caller.tenant, slo, body_bytes)
-        try:
-            yield
-        finally:
-            door.left(ticket, None, None)
-
-    async def _relayed(self, asked: Asked) -> None:
-        """Check a request for one of the replicas' routes, then relay it."""
-        call = asked.call
-        assert self._parts is not None
-        pool, route = self._parts.pool, call.route
-        if route is None and pool.routes:
-            raise pool.routes.refusal(asked.path, call.method)
-        with self._place():
-            if call.method == "POST" and (route is None or route.takes_json):
-                await self._intake.take(asked)
-            self._intake.answer_in_time(asked, spent_s=perf_counter() - call.started)
-            if route is None:
-                route = await self._find(asked, pool)
-            await resume.prepare(call, asked.seen.get(RESUME))
-            slo = await self._read(asked) if route.takes_json else DEFAULT
-            door = self._parts.door
-            if door is None or route.path not in PLACED:
-                await self._relay(call, asked.send)
-                return
-            began = perf_counter()
-            ticket = await door.enter(call.tenant, slo, len(call.body))
-            sent = perf_counter()
-            call.waited_s += sent - began
-            call.on_first = lambda: door.began(ticket)
-            try:
-                await self._relay(call, asked.send)
-            finally:
-                first_s = total_s = None
-                if call.status == 200:
-                    total_s = perf_counter() - sent
-                    if call.streamed and call.ttft_s is not None:
-                        first_s = call.started + call.ttft_s - sent
-                door.left(ticket, first_s, total_s)
-
-    @property
-    def had(self) -> dict[str, float]:
-        """Seconds of engine time that each tenant has had from this gateway."""
-        door = None if self._parts is None else self._parts.door
-        return {} if door is None else dict(door.admission.had)
-
-    async def _read(self, asked: Asked) -> SloClass:
-        """Set the call's fields that placing needs, and return the request's class.
-
-        The parsed body, several times as large as its bytes, is freed when this returns.
-
-        Raises:
-            ApiError: 400, the body is wrong, or names a class that the request cannot have.
-        """
-        call = asked.call
-        self._intake.use_utf8(call)
-        request = await self._intake.parsed(call.body)
-        call.affinity = affinity_key(request)
-        call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
-        try:
-            techniques = asked_of(request)
-        except TechniqueError as error:
-            raise errors.wrong_technique(str(error), error.param) from None
-        placed = call.route is not None and call.route.path in PLACED
-        call.techniques = techniques if placed else None
-        options, caller = self.options.admission or _NO_CLASSES, asked.caller
-        try:
-            return options.choose(asked.seen.get(HEADER), request, caller.slo, caller.slo_classes)
-        except ClassError as error:
-            raise errors.unknown_class(str(error), error.param) from None
-
-    async def _find(self, asked: Asked, pool: ReplicaPool) -> Route:
-        """Return the route, as soon as a replica has reported its routes.
-
-        Raises:
-            ApiError: 404 there is no such path, 405 it takes other methods, 503 no replica has
-                reported its routes in time.
-        """
-        call, began = asked.call, perf_counter()
-        table = await pool.known_routes(self.options.queue_timeout_s)
-        call.waited_s += perf_counter() - began
-        call.route = table.at(asked.path).get(call.method)
-        if call.route is None:
-            raise table.refusal(asked.path, call.method)
-        return call.route
-
-    async def _relay(self, call: Call, send: Send) -> None:
-        assert self._parts is not None
-        self._calls[id(call)] = call
-        try:
-            await self._parts.relay.run(call, send)
-        finally:
-            del self._calls[id(call)]
-            if call.own_s is not None:
-                self._metrics.own_seconds(call.own_s)
-
-    def _report(self, call: Call, path: str) -> None:
+    def _log_and_count(self, call: Call, path: str) -> None:
         """Log a request, and count it if it has a replica's route.
 
         Requests for the gateway's own documents are logged at DEBUG.

@@ -12,13 +12,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-WRITE_AT_ONCE = "headrace.write_at_once"
-"""Name of our extension of ASGI, a `Write`. Only our own server has it (`listen`)."""
+WRITE_EXTENSION = "headrace.write_at_once"
+"""Name of our extension of ASGI, a `Write`. Only our own server has it (`http_server`)."""
 Write = Callable[[bytes], bool]
 """Function that writes a piece of a stream's body after its head, also from outside a task. If the
 client is slow it writes nothing and returns False; the caller then uses `send`, which waits."""
 
-HANG_UP = "headrace.hang_up"
+ABORT_EXTENSION = "headrace.hang_up"
 """Name of another extension: a function that ends the connection, at once if the client does not
 read the answer under way."""
 
@@ -38,15 +38,15 @@ def path_of(scope: Scope) -> str:
     return path
 
 
-def write_at_once(scope: Scope) -> Write:
+def write_nowait(scope: Scope) -> Write:
     """Return the function of the extension; without it, one that writes nothing."""
-    write: Write = scope.get("extensions", {}).get(WRITE_AT_ONCE, lambda piece: False)
+    write: Write = scope.get("extensions", {}).get(WRITE_EXTENSION, lambda piece: False)
     return write
 
 
-def hang_up(scope: Scope) -> Callable[[], None]:
+def abort_connection(scope: Scope) -> Callable[[], None]:
     """Return the function of the extension; without it, one that leaves this to the server."""
-    found: Callable[[], None] = scope.get("extensions", {}).get(HANG_UP, lambda: None)
+    found: Callable[[], None] = scope.get("extensions", {}).get(ABORT_EXTENSION, lambda: None)
     return found
 
 

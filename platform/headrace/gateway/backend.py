@@ -1,4 +1,4 @@
-"""The gateway's interfaces to its environment: replicas, metrics, settings.
+"""The gateway's interfaces to its environment: replicas and metrics.
 
 They let the gateway run the same on Ray, in a test and in a benchmark.
 """
@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
-from headrace.gateway.admission.classes import AdmissionOptions
-from headrace.router.tokens import TokenPrices
-from headrace_decode.routes import Route
+from headrace.router.token_cost import TokenPrices
+from headrace_decode.http.public_routes import Route
 
 Known = TypeVar("Known")
 
@@ -43,7 +42,7 @@ class ReplicaInfo:
     routes: tuple[Route, ...] = ()
     in_flight: int = 0
     token: str = ""
-    stands_in: bool = False
+    is_fallback: bool = False
     techniques: str = ""
 
     @property
@@ -58,12 +57,12 @@ class ReplicaInfo:
     def of(cls, answer: Mapping[str, Any]) -> ReplicaInfo:
         """Return the info from a replica's answer to `headrace_replica`, without unknown fields."""
         prices = answer.get("prices")
-        told = {
+        wanted = {
             **answer,
             "prices": None if prices is None else _known(TokenPrices, prices),
             "routes": tuple(_known(Route, route) for route in answer.get("routes", ())),
         }
-        return _known(cls, told)
+        return _known(cls, wanted)
 
 
 def _known(cls: type[Known], answer: Mapping[str, Any]) -> Known:
@@ -107,7 +106,7 @@ class Backend(Protocol):
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; return the state of each that drafts."""
 
-    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+    async def send_corpus_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a command to the drafting memory of every decode replica that has one.
 
         Returns:
@@ -228,75 +227,3 @@ class NoMetrics:
 
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         """Ignore it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayOptions:
-    """The settings that the gateway reads; `of` takes them from any object with such names.
-
-    Attributes:
-        api_keys: keys with the role user, each a tenant of its own.
-        api_keys_file: a key file (`headrace.config.keyfile`). Without any keys, all clients may
-            enter.
-        admin_key_hash: hash of one more key, with the role admin.
-        operator_key_hash: hash of the key that `headrace up` made for its own commands.
-        trusted_proxies: addresses whose X-Forwarded-For is trusted.
-        max_body_bytes: a longer request body is refused with 413.
-        body_budget_bytes: maximum size of all request bodies together; more are refused with 429. A
-            tenant's bodies hold at most as many bytes as are free.
-        tls_cert_file, tls_key_file: serve HTTPS with these; plain HTTP without.
-        tls_client_ca_file: clients must show a certificate of one of these authorities.
-        request_timeout_s: limit for the whole request, body and answer included.
-        connect_timeout_s: limit for connecting to a replica.
-        max_concurrent: maximum number of relayed requests at once; more are refused with 429.
-        queue_timeout_s: how long a request waits for a replica to be ready before its 503.
-        body_timeout_s: how long a client may take to send its body before its 408.
-        host: name or address that the endpoint listens on.
-        allowed_hosts: more names by which clients without keys may reach it; `*` is any.
-        allowed_origins: sites whose pages may call the relayed routes; `*` is any, none is off.
-        allowed_methods, allowed_headers: what such pages may send; `*` is any.
-        allow_credentials: whether their browsers may send cookies and the like.
-        admission: SLO classes and the queue (`admission.classes`); None for no queue.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    api_keys_file: str | None = None
-    admin_key_hash: str | None = None
-    operator_key_hash: str | None = None
-    trusted_proxies: tuple[str, ...] = ()
-    max_body_bytes: int = 8_000_000
-    body_budget_bytes: int = 1_000_000_000
-    tls_cert_file: str | None = None
-    tls_key_file: str | None = None
-    tls_client_ca_file: str | None = None
-    request_timeout_s: float = 600.0
-    connect_timeout_s: float = 5.0
-    max_concurrent: int = 1024
-    queue_timeout_s: float = 120.0
-    body_timeout_s: float = 30.0
-    host: str = "127.0.0.1"
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    admission: AdmissionOptions | None = None
-
-    @classmethod
-    def of(cls, settings: object) -> GatewayOptions:
-        """Return the options from `settings`; a name that it lacks has the default."""
-        if isinstance(settings, cls):
-            return settings
-        given: dict[str, Any] = {}
-        for field in fields(cls):
-            if isinstance(settings, Mapping):
-                if field.name in settings:
-                    given[field.name] = settings[field.name]
-            elif hasattr(settings, field.name):
-                given[field.name] = getattr(settings, field.name)
-        listed: dict[str, Any] = {
-            name: tuple(value) for name, value in given.items() if isinstance(value, list)
-        }
-        if given.get("admission") is not None:
-            listed["admission"] = AdmissionOptions.of(given["admission"])
-        return cls(**{**given, **listed})

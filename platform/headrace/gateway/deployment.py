@@ -20,26 +20,27 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.schema import ApplicationStatus
 
+from headrace.config.gateway import GatewaySettings
 from headrace.gateway import ReplicaInfo, build_gateway_app
 from headrace.gateway.asgi import Receive, Scope, Send
-from headrace.gateway.listen import serve_gateway
-from headrace.gateway.placing.lines import LineInfo
-from headrace.gateway.placing.placer import Placer
+from headrace.gateway.ingress.http_server import serve_gateway
+from headrace.gateway.placement.endpoint_info import EndpointInfo
+from headrace.gateway.placement.placer import Placer
 from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
-from headrace_decode.tenants import Tenants
+from headrace_decode.speculative.tenant_policies import Tenants
 from headrace_engine.ray.serve import (
-    drop_notes,
     ongoing_requests,
-    read_note,
+    read_cluster_value,
+    remove_cluster_values,
     shutdown_seconds,
-    write_note,
+    write_cluster_value,
 )
 from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS
-from headrace_engine.serving.orders import Notes, prefix
+from headrace_engine.serving.settings_override import OverrideStore, prefix
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -50,23 +51,29 @@ STORE_TIMEOUT_S = 35.0
 
 
 class ServeBackend:
-    """The gateway's requests to the cluster, over Serve's handles (`headrace.gateway.Backend`)."""
+    """The gateway's requests to the cluster, over Serve's handles (`headrace.gateway.Backend`).
+
+    Args:
+        decode, prefill: handles of the deployments of decode and prefill replicas.
+        store: handle of the deployment that runs the KV store's nodes; None without a store.
+        is_wanted: returns whether requests wait for a replica.
+    """
 
     def __init__(
         self,
         decode: DeploymentHandle,
         prefill: DeploymentHandle,
         store: DeploymentHandle | None = None,
+        is_wanted: Callable[[], bool] = lambda: False,
     ):
         self._decode, self._prefill, self._store = decode, prefill, store
+        self._is_wanted = is_wanted
         self._nodes: Upstream | None = None
         self._gateways: DeploymentHandle | None = None
-        self._knock: DeploymentResponse[Any] | None = None
-        self.wanted: Callable[[], bool] = lambda: False
-        """Whether requests wait for a replica."""
+        self._wake_call: DeploymentResponse[Any] | None = None
         self._app_name = serve.get_replica_context().app_name
         self._dashboard = dashboard_address()
-        self._notes = Notes(self._app_name, read_note, write_note)
+        self._overrides = OverrideStore(self._app_name, read_cluster_value, write_cluster_value)
 
     async def replicas(self) -> list[ReplicaInfo]:
         """Return the replicas that answer now; a dead one is left out.
@@ -76,34 +83,34 @@ class ServeBackend:
         """
         try:
             answers = await _ask_all(self._decode, "headrace_replica")
-            self._knock = None
+            self._wake_call = None
         except DeploymentUnavailableError:  # Serve knows of no running replica
-            self._ask_for_one()
+            self._wake_deployment()
             answers = []
         answers += await _broadcast(self._prefill, "headrace_replica")
         return [ReplicaInfo.of(answer) for answer in answers if answer.get("url")]
 
-    async def lines(self) -> dict[str, LineInfo]:
-        """Return the address of each replica's line, for both roles, by replica id."""
+    async def endpoints(self) -> dict[str, EndpointInfo]:
+        """Return the address of each replica's events, for both roles, by replica id."""
         answers = [
             answer
             for handle in (self._decode, self._prefill)
             for answer in await _broadcast(handle, "headrace_replica")
         ]
-        told = {answer["replica_id"]: LineInfo.of(answer.get("line")) for answer in answers}
-        return {name: line for name, line in told.items() if line is not None}
+        found = {answer["replica_id"]: EndpointInfo.of(answer.get("line")) for answer in answers}
+        return {name: endpoint for name, endpoint in found.items() if endpoint is not None}
 
-    def _ask_for_one(self) -> None:
+    def _wake_deployment(self) -> None:
         """Queue a call while requests wait.
 
         If Serve scaled a deployment to zero, it starts a replica when a handle's call waits for it.
         """
-        if not self.wanted():
-            if self._knock is not None:
-                self._knock.cancel()
-                self._knock = None
-        elif self._knock is None:
-            self._knock = self._decode.headrace_replica.remote()
+        if not self._is_wanted():
+            if self._wake_call is not None:
+                self._wake_call.cancel()
+                self._wake_call = None
+        elif self._wake_call is None:
+            self._wake_call = self._decode.headrace_replica.remote()
 
     async def status(self) -> dict[str, Any]:
         """Return the state of every replica, and the app's totals."""
@@ -163,15 +170,15 @@ class ServeBackend:
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; return the state of each that drafts."""
-        await self._note(command)
+        await self._save_override(command)
         answers = await _broadcast(self._decode, "headrace_speculation", command)
         return [dict(answer) for answer in answers if answer]
 
-    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+    async def send_corpus_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a command to all drafting memories; return the answers of replicas that have one."""
         try:
-            asked = self._decode.broadcast("headrace_memory", command)
-            answers = await asked.results_async(timeout_s=None, return_exceptions=True)
+            call = self._decode.broadcast("headrace_corpus", command)
+            answers = await call.results_async(timeout_s=None, return_exceptions=True)
         except DeploymentUnavailableError:
             return []
         return [
@@ -184,15 +191,15 @@ class ServeBackend:
 
     async def set_policy(self, policy: str) -> int:
         """Set every decode replica's plan policy; return how many replicas answered."""
-        await self._note({"policy": policy})
+        await self._save_override({"policy": policy})
         return len(await _broadcast(self._decode, "headrace_set_policy", policy))
 
-    async def _note(self, order: dict[str, Any]) -> None:
-        """Store an order for replicas that start later; the caller sends it to those that run."""
+    async def _save_override(self, override: dict[str, Any]) -> None:
+        """Save an override for replicas that start later; the caller sends it to those that run."""
         try:
-            await asyncio.to_thread(self._notes.give, order, time.time())
+            await asyncio.to_thread(self._overrides.set_override, override, time.time())
         except Exception as error:
-            logger.error("an order is not kept for replicas that start later: %r", error)
+            logger.error("an override is not saved for replicas that start later: %r", error)
 
     async def admitted(self) -> dict[str, dict[str, float]]:
         """Return the engine time that tenants have had from the app's other gateways."""
@@ -200,7 +207,7 @@ class ServeBackend:
         if self._gateways is None:
             self._gateways = serve.get_deployment_handle(me.deployment, self._app_name)
         answers = await _broadcast(self._gateways, "headrace_admitted")
-        return {name: had for name, had in answers if name != me.replica_id.unique_id}
+        return {name: used for name, used in answers if name != me.replica_id.unique_id}
 
     async def metrics(self) -> bytes:
         """Return the metrics of the whole cluster in Prometheus' text format."""
@@ -225,7 +232,7 @@ async def metrics_page(nodes: Upstream, url: str) -> bytes:
     return b"".join(parts)
 
 
-class ThroughServe:
+class ServeLifespanFilter:
     """An ASGI app for Serve that does not pass on Serve's lifespan events.
 
     Serve ends its lifespan before `__del__`, when requests on the gateway's own port still need the
@@ -263,29 +270,28 @@ class GatewayServer:
         decode: DeploymentHandle,
         prefill: DeploymentHandle,
         store: DeploymentHandle | None,
-        settings: Any,
+        settings: GatewaySettings,
         model_id: str,
         setup: Callable[[str], None],
         tenants: Tenants,
         router: RouterSettings,
     ):
         setup("gateway")
-        backend = ServeBackend(decode, prefill, store)
+        backend = ServeBackend(decode, prefill, store, lambda: self._app.is_wanted)
         self._app = build_gateway_app(
             settings,
             backend,
             model_id,
             metrics=RayGatewayMetrics(),
             tenants=tenants,
-            make_placer=partial(Placer, router, backend.lines),
+            make_placer=partial(Placer, router, backend.endpoints),
         )
-        backend.wanted = lambda: self._app.wanted
         loop = asyncio.get_running_loop()
 
-        def tell(replicas: frozenset[str]) -> None:
-            loop.call_soon_threadsafe(self._app.members, replicas)
+        def on_members(replicas: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(self._app.set_members, replicas)
 
-        MEMBERS.watch("decode", tell)
+        MEMBERS.watch("decode", on_members)
         self._requests = InFlight(self._app)
         self._listener = None
         if settings.port is not None:
@@ -301,7 +307,7 @@ class GatewayServer:
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI app that Serve's proxy calls."""
-        return ThroughServe(self._requests)
+        return ServeLifespanFilter(self._requests)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the number of this gateway's requests; Serve itself counts only its proxy's."""
@@ -309,7 +315,7 @@ class GatewayServer:
 
     async def headrace_admitted(self) -> tuple[str, dict[str, float]]:
         """Return this gateway's id, and the engine time that it has given each tenant."""
-        return serve.get_replica_context().replica_id.unique_id, self._app.had
+        return serve.get_replica_context().replica_id.unique_id, self._app.charged_s
 
     async def headrace_gateway(self) -> dict[str, Any]:
         """Return this gateway's id, and the port on which it listens."""
@@ -327,15 +333,15 @@ class GatewayServer:
         with contextlib.suppress(Exception):
             await self._app.aclose()
         with contextlib.suppress(Exception):
-            await asyncio.to_thread(_forget_orders)
+            await asyncio.to_thread(_remove_overrides)
 
 
-def _forget_orders() -> None:
-    """Delete the app's orders if the app is being deleted. Blocks."""
+def _remove_overrides() -> None:
+    """Delete the app's overrides if the app is being deleted. Blocks."""
     app = serve.get_replica_context().app_name
     status = serve.status().applications.get(app)
     if status is not None and status.status == ApplicationStatus.DELETING:
-        drop_notes(prefix(app))
+        remove_cluster_values(prefix(app))
 
 
 def dashboard_address() -> str:

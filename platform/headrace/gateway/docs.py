@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.gateway.backend import GatewayOptions
+from headrace.config.gateway import GatewaySettings
 from headrace.gateway.ingress.limits import (
     DEFAULT_TOKENS,
     MAX_ITEMS,
@@ -19,9 +19,9 @@ from headrace.gateway.ingress.limits import (
     MAX_MESSAGE_PARTS,
 )
 from headrace.gateway.openapi import OPERATIONS, openapi_document
-from headrace.gateway.relay.relay import MAX_ERROR_BYTES
+from headrace.gateway.relay.retry import MAX_ERROR_BYTES
 
-HEADER = """\
+INTRODUCTION = """\
 <!-- Written by `python -m headrace.gateway.docs`; change platform/headrace/gateway. -->
 # REST reference
 
@@ -47,8 +47,8 @@ vLLM {vllm}.
   {{"type", "message"}}}}` for Anthropic's. Errors of vLLM are passed on as they are, those of
   `/v1/messages` in Anthropic's shape and with Anthropic's types.
 - **Streams** are passed on event by event. If a replica dies in the middle of a stream, another one
-  [takes it up](replay.md). If it dies before the first byte, the request is sent to another one,
-  three times at most. A client can [resume its stream](replay.md#when-a-gateway-dies) at another
+  [takes it up](resume.md). If it dies before the first byte, the request is sent to another one,
+  three times at most. A client can [resume its stream](resume.md#when-a-gateway-dies) at another
   gateway.
 - **Tenants.** A key proves its tenant, and tenants share no KV and no drafts. `cache_salt` in the
   body of a request divides its tenant further. vLLM offers the field in chat completions,
@@ -57,9 +57,9 @@ vLLM {vllm}.
   `x-headrace-slo`, or in its body as `vllm_xargs.slo`. A name that does not exist is answered 400.
   A request that would come too late is answered 429 with `Retry-After`, at once.
 - **Lossy techniques.** `vllm_xargs.techniques: "off"` asks for [exact KV](techniques.md) only; any
-  value but that and `"auto"` is answered 400. `vllm_xargs.reuse` lets stored KV be
-  [reused](reuse.md) at other places of the prompt. The header `x-headrace-techniques` of an answer
-  says what could be used.
+  value but that and `"auto"` is answered 400. `vllm_xargs.blending` lets stored KV be
+  [reused](blending.md) at other places of the prompt. The header `x-headrace-techniques` of an
+  answer says what could be used.
 - **Bodies.** A JSON body may be in UTF-8, UTF-16 or UTF-32, with or without a byte order mark, and
   compressed with `Content-Encoding: gzip` or `deflate`. Other encodings are answered 415. All
   limits hold for the body as sent and as decoded.
@@ -117,8 +117,8 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
         for method, operation in operations.items():
             title = "The gateway's own" if (method, path) in own else "Relayed to vLLM"
             sections[title].append(_operation(document, method, path, operation))
-    items = ", ".join(f"`{name}` {most:,}" for name, most in MAX_ITEMS.items())
-    header = HEADER.format(
+    items = ", ".join(f"`{name}` {maximum:,}" for name, maximum in MAX_ITEMS.items())
+    header = INTRODUCTION.format(
         vllm=vllm,
         items=items,
         parts=f"{MAX_MESSAGE_PARTS:,}",
@@ -207,19 +207,19 @@ def _line(text: str) -> str:
 
 def page() -> str:
     """Return the page for the installed vLLM."""
-    from headrace_decode._vllm_compat import vllm_version
-    from headrace_decode.rendering._vllm_compat import application_without_engine
-    from headrace_decode.routes import public_routes
+    from headrace_decode.http.public_routes import public_routes
+    from headrace_engine.vllm.kv_cache import vllm_version
+    from headrace_engine.vllm.openai_app import application_without_engine
 
     application = application_without_engine()
     document = openapi_document(
         "1",
-        GatewayOptions(),
+        GatewaySettings(),
         keys_on=True,
         routes=public_routes(application),
         replica=application.openapi(),
     )
-    return render(document, vllm_version())
+    return render(document, vllm_version().partition("+")[0])
 
 
 if __name__ == "__main__":

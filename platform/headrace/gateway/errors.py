@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace_decode.resume.said import STOPPING
+from headrace_decode.resume.emitted import STOPPING
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -73,22 +73,22 @@ def invalid_api_key() -> ApiError:
     )
 
 
-def key_is_busy(name: str, most: int) -> ApiError:
+def key_is_busy(name: str, maximum: int) -> ApiError:
     """429: the key has its maximum number of requests under way."""
     return ApiError(
         429,
-        f"The key '{name}' has {most} requests under way, which is its limit.",
+        f"The key '{name}' has {maximum} requests under way, which is its limit.",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers=[(b"retry-after", b"1")],
     )
 
 
-def key_is_too_fast(name: str, most: int, wait_s: float) -> ApiError:
+def key_is_too_fast(name: str, maximum: int, wait_s: float) -> ApiError:
     """429: the key has sent its maximum number of requests a minute."""
     return ApiError(
         429,
-        f"The key '{name}' may send {most} requests a minute.",
+        f"The key '{name}' may send {maximum} requests a minute.",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers=[(b"retry-after", b"%d" % max(1, round(wait_s + 0.5)))],
@@ -177,6 +177,7 @@ def too_many_requests(limit: int) -> ApiError:
 
 
 def no_tenants() -> ApiError:
+    """400: the request names a tenant, but no keys are configured."""
     return ApiError(
         400,
         "tenant: no keys are configured, so there are no tenants; leave it out",
@@ -213,7 +214,8 @@ def waited_too_long(slo: str, waited_s: float) -> ApiError:
     """429: an admitted request waited past its deadline, because replicas were slower than
     predicted."""
     return _overloaded(
-        f"The request waited {waited_s:.1f} s, which is more than the class '{slo}' may.", 1.0
+        f"The request waited {waited_s:.1f} s in the queue, longer than the class '{slo}' allows.",
+        1.0,
     )
 
 
@@ -235,8 +237,8 @@ def bodies_full(limit_bytes: int) -> ApiError:
 def tenants_bodies_full(held_bytes: int) -> ApiError:
     """429: the remaining budget for request bodies is reserved for other tenants."""
     return _no_room(
-        f"Your request bodies in progress hold {held_bytes} bytes. What is left of the room for "
-        "request bodies is kept for others."
+        f"Your request bodies in progress hold {held_bytes} bytes, which is your tenant's share of "
+        "the buffer for request bodies."
     )
 
 
@@ -343,7 +345,7 @@ def stopping() -> ApiError:
     over."""
     return ApiError(
         503,
-        "This gateway stops, and the request took longer than it may wait. Send it again.",
+        "The gateway is shutting down and the drain period is over. Send the request again.",
         kind="server_error",
         code=STOPPING,
         headers=[(b"retry-after", b"1"), (b"connection", b"close")],

@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from headrace.gateway.backend import GatewayOptions
-from headrace.gateway.memory import MEMORY, CorpusPart
-from headrace.gateway.orders import RouterPolicy, Speculation, StoreOrder, WarmRequest
-from headrace_decode.routes import Route
+from headrace.config.gateway import GatewaySettings
+from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
+from headrace.gateway.corpora import CORPORA, CorpusPart
+from headrace_decode.http.public_routes import Route
 
 Schema = dict[str, Any]
 
@@ -133,7 +133,7 @@ OPERATIONS = (
         SPECULATION,
         "How far decode replicas draft, and whether at all.",
         _CHANGE_ERRORS,
-        Speculation,
+        SpeculationUpdate,
     ),
     Operation("POST", WARM, "Compute the KV of prompts in advance.", _CHANGE_ERRORS, WarmRequest),
     Operation(
@@ -144,19 +144,19 @@ OPERATIONS = (
         STORE,
         "Unpin or clear blocks of each machine's store, or look one up.",
         _CHANGE_ERRORS,
-        StoreOrder,
+        StoreAction,
     ),
-    Operation("GET", MEMORY, "Corpora to draft from.", (401, 403, 405, 409, 429, 500, 504)),
+    Operation("GET", CORPORA, "Corpora to draft from.", (401, 403, 405, 409, 429, 500, 504)),
     Operation(
         "PUT",
-        MEMORY + "/{corpus}",
+        CORPORA + "/{corpus}",
         "Load a corpus to draft from, or a part of it.",
         (*_CHANGE_ERRORS, 409),
         CorpusPart,
     ),
     Operation(
         "DELETE",
-        MEMORY + "/{corpus}",
+        CORPORA + "/{corpus}",
         "Draft from a corpus no more.",
         (400, 401, 403, 404, 405, 409, 500, 504),
         query=("tenant",),
@@ -166,7 +166,7 @@ OPERATIONS = (
 
 def openapi_document(
     version: str,
-    options: GatewayOptions,
+    settings: GatewaySettings,
     *,
     keys_on: bool,
     routes: Iterable[Route] = (),
@@ -176,7 +176,7 @@ def openapi_document(
 
     Args:
         version: the API's version.
-        options: the limits that the description states.
+        settings: the limits that the description states.
         keys_on: whether the security scheme applies.
         routes: the relayed routes.
         replica: the document of the replica's application; None or empty if unknown.
@@ -201,8 +201,8 @@ def openapi_document(
             "title": "Headrace",
             "version": version,
             "description": (
-                f"An OpenAI-compatible endpoint. Limits: {options.max_body_bytes} bytes a body, "
-                f"{options.request_timeout_s:g} s a request, {options.max_concurrent} at once."
+                f"An OpenAI-compatible endpoint. Limits: {settings.max_body_bytes} bytes a body, "
+                f"{settings.request_timeout_s:g} s a request, {settings.max_concurrent} at once."
             ),
         },
         "paths": paths,

@@ -1,7 +1,8 @@
 """The table of the replicas' routes, by path and method.
 
-It holds the routes that the replicas last reported (`headrace_decode.routes`). A value in a path,
-such as a response id, may have plain characters only, since the path goes to the replica unchanged.
+It holds the routes that the replicas last reported (`headrace_decode.http.public_routes`). A value
+in a path, such as a response id, may have plain characters only, since the path goes to the replica
+unchanged.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from headrace.gateway import errors
-from headrace_decode.routes import Route
+from headrace_decode.http.public_routes import Route
 
 _VALUE = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
 _NOTHING: dict[str, Route] = {}

@@ -19,12 +19,12 @@ from typing import cast
 from urllib.parse import quote, urlsplit
 
 from headrace.gateway.errors import Headers
-from headrace.gateway.reply import ReplicaLost, Reply
+from headrace.gateway.upstream_reply import ReplicaLost, Reply
 
 __all__ = ["KEEPALIVE_S", "ReplicaLost", "Reply", "Upstream"]
 
-# Far below the 75 s for which a replica keeps an idle connection (`listen.KEEPALIVE_S`), so that
-# the replica never closes a connection just as a request is sent on it.
+# Far below the 75 s for which a replica keeps an idle connection (`http_server.KEEPALIVE_S`), so
+# that the replica never closes a connection just as a request is sent on it.
 KEEPALIVE_S = 4.0
 _SILENT_PEER = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """TCP keep-alive options: a connection detects a vanished machine within about 30 s."""
@@ -72,7 +72,7 @@ class Upstream:
             raise RuntimeError("the connections are closed")
         address, host = _address(base_url)
         head = _head(method, target, host, headers, body)
-        connection = self._kept(address)
+        connection = self._take_idle(address)
         if connection is not None:
             try:
                 return await _ask(connection, method, head, body)
@@ -90,7 +90,7 @@ class Upstream:
             connection.close()
         await asyncio.sleep(0)
 
-    def _kept(self, address: Address) -> _Connection | None:
+    def _take_idle(self, address: Address) -> _Connection | None:
         """Return the idle connection that was used last, or None if there is none."""
         idle = self._idle.get(address)
         while idle:
@@ -104,7 +104,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: _Connection(address, self._keep, self._forget), *address
+                    lambda: _Connection(address, self._on_idle, self._on_close), *address
                 )
         except OSError as error:  # TimeoutError is one
             raise ReplicaLost(f"cannot connect: {error!r}", sent=False) from error
@@ -114,7 +114,7 @@ class Upstream:
             self._open.add(connection)
         return connection
 
-    def _keep(self, connection: _Connection) -> None:
+    def _on_idle(self, connection: _Connection) -> None:
         if self._closed:
             connection.close()
             return
@@ -122,7 +122,7 @@ class Upstream:
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(KEEPALIVE_S, self._sweep)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _on_close(self, connection: _Connection) -> None:
         self._open.discard(connection)
         idle = self._idle.get(connection.address, {})
         idle.pop(connection, None)
@@ -147,19 +147,19 @@ class _Connection(asyncio.Protocol):
 
     Args:
         address: address of the replica.
-        keep: called when the connection may carry another request.
-        forget: called when the connection is closed.
+        on_idle: called when the connection may carry another request.
+        on_close: called when the connection is closed.
     """
 
     def __init__(
         self,
         address: Address,
-        keep: Callable[[_Connection], None],
-        forget: Callable[[_Connection], None],
+        on_idle: Callable[[_Connection], None],
+        on_close: Callable[[_Connection], None],
     ) -> None:
         self.address = address
         self.uses = 0
-        self._keep, self._forget = keep, forget
+        self._on_idle, self._on_close = on_idle, on_close
         self._reply: Reply | None = None
         self._transport: asyncio.Transport | None = None
 
@@ -184,11 +184,11 @@ class _Connection(asyncio.Protocol):
         reply, self._reply = self._reply, None
         if transport is not None:
             transport.abort()
-        self._forget(self)
+        self._on_close(self)
         if reply is not None:
             reply.lose("the gateway closed the connection")
 
-    # The methods of `reply.Line`.
+    # The methods of `upstream_reply.ReplyConnection`.
 
     def pause_reading(self) -> None:
         if self._transport is not None:
@@ -198,11 +198,11 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.resume_reading()
 
-    def over(self, *, clean: bool) -> None:
+    def release(self, *, clean: bool) -> None:
         self._reply = None
         transport = self._transport
         if clean and transport is not None and not transport.get_write_buffer_size():
-            self._keep(self)
+            self._on_idle(self)
         else:
             self.close()
 

@@ -9,12 +9,12 @@ from headrace.model.progress import Progress, silent, terminal
 from headrace.model.registry import REGISTRY, ModelError, RegistryModel
 from headrace.model.store import (
     CachedModel,
-    cache_root,
     fetch,
     list_models,
     resolve,
     verify,
 )
+from headrace_engine.cache_root import cache_root
 
 __all__ = [
     "REGISTRY",

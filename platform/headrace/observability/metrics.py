@@ -40,9 +40,9 @@ class RayGatewayMetrics:
             boundaries=[*TTFT_BUCKETS_S, 60.0, 120.0, 600.0],
             tag_keys=("path",),
         )
-        self._own = Histogram(
-            "headrace_gateway_own_seconds",
-            "Seconds the gateway's own code adds before a request goes to a replica.",
+        self._overhead = Histogram(
+            "headrace_gateway_overhead_seconds",
+            "Seconds that the gateway adds before a request goes to a replica.",
             boundaries=OWN_BUCKETS_S,
         )
         self._refused = Counter(
@@ -52,17 +52,17 @@ class RayGatewayMetrics:
         )
         self._techniques = Counter(
             "headrace_gateway_techniques",
-            "Answers by the lossy techniques that could touch their KV; `exact` for none.",
+            "Answers by the lossy techniques that could change their KV; `exact` for none.",
             tag_keys=("techniques",),
         )
         self._lost = Counter(
             "headrace_gateway_replica_losses",
-            "Requests whose replica was lost before, while or after it worked on them.",
+            "Requests whose replica was lost, by when: before, during or after its work on them.",
             tag_keys=("when",),
         )
         self._ready = Gauge("headrace_gateway_ready_replicas", "Decode replicas that answer.")
-        self._relaying = Gauge(
-            "headrace_gateway_relaying", "Requests at replicas, or waiting for one."
+        self._in_flight = Gauge(
+            "headrace_gateway_requests_in_flight", "Requests at replicas, or waiting for one."
         )
         self._keys_stale = Gauge(
             "headrace_gateway_keys_stale",
@@ -78,10 +78,10 @@ class RayGatewayMetrics:
             boundaries=TTFT_BUCKETS_S,
             tag_keys=("slo",),
         )
-        self._waiting = Gauge("headrace_gateway_waiting", "Requests in the gateway's queue.")
+        self._waiting = Gauge("headrace_gateway_queue_length", "Requests in the gateway's queue.")
         self._wait = Gauge(
             "headrace_gateway_predicted_wait_seconds",
-            "What the last request of the gateway's queue is predicted to wait.",
+            "Predicted wait of the last request in the gateway's queue.",
         )
 
     def request_done(
@@ -93,7 +93,7 @@ class RayGatewayMetrics:
         self._seconds.observe(seconds, tags={"path": path})
 
     def own_seconds(self, seconds: float) -> None:
-        self._own.observe(seconds)
+        self._overhead.observe(seconds)
 
     def refused(self, status: int, code: str) -> None:
         self._refused.inc(tags={"status": str(status), "code": code})
@@ -116,7 +116,7 @@ class RayGatewayMetrics:
 
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         self._ready.set(ready)
-        self._relaying.set(relaying)
+        self._in_flight.set(relaying)
         self._oldest.set(oldest_report_s)
 
 
@@ -132,38 +132,38 @@ class RayPlanMetrics:
             boundaries=[0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0],
             tag_keys=("kind",),
         )
-        self._own = Histogram(
-            "headrace_plan_own_seconds", "Seconds to make a plan.", boundaries=OWN_BUCKETS_S
+        self._overhead = Histogram(
+            "headrace_planning_seconds", "Seconds to make a plan.", boundaries=OWN_BUCKETS_S
         )
         self._bytes = TotalCounter("headrace_nixl_bytes", "Bytes pulled over NIXL.")
-        self._surveys = TotalCounter(
-            "headrace_kv_survey_failures",
-            "Plans' questions to the machine's StoreNode without an answer.",
+        self._lookups = TotalCounter(
+            "headrace_kv_lookup_failures",
+            "Lookups in the machine's StoreNode without an answer.",
             tag_keys=("kind",),
         )
-        self._remade = Counter(
-            "headrace_plans_remade",
-            "Gateways' plans that were not carried out, because they no longer fitted.",
+        self._replaced = Counter(
+            "headrace_plans_replaced",
+            "Gateways' plans that the decode replica replaced, because they were out of date.",
         )
         self._tokens = TotalCounter(
             "headrace_plan_prompt_tokens",
-            "Prompt tokens: all, those that were held somewhere, those that were not computed.",
-            tag_keys=("held",),
+            "Prompt tokens: all; cached, whose KV was held somewhere; reused, not computed.",
+            tag_keys=("kind",),
         )
         self._cost = TotalCounter(
-            "headrace_plan_cost_seconds", "What plans cost, with the measured TTFT."
+            "headrace_plan_cost_seconds", "Cost of the plans, with the measured TTFT."
         )
         self._regret = TotalCounter(
-            "headrace_plan_regret_seconds", "What they cost above the next best choice."
+            "headrace_plan_regret_seconds", "Cost above the next best choice."
         )
-        self._in_doubt = Gauge(
-            "headrace_prefill_replicas_in_doubt",
-            "Prefill replicas that this decode replica does not ask, since they failed.",
+        self._failing = Gauge(
+            "headrace_prefill_replicas_failing",
+            "Prefill replicas that get no requests from this decode replica, because they failed.",
         )
 
     def planned(self, kind: str, seconds: float) -> None:
         self._plans.inc(tags={"kind": kind})
-        self._own.observe(seconds)
+        self._overhead.observe(seconds)
 
     def failed(self) -> None:
         self._failures.inc()
@@ -171,24 +171,24 @@ class RayPlanMetrics:
     def outcome(self, kind: str, ratio: float) -> None:
         self._predicted.observe(ratio, tags={"kind": kind})
 
-    def surveys_failed(self, failures: Mapping[str, int]) -> None:
+    def lookups_failed(self, failures: Mapping[str, int]) -> None:
         """Export the number of failures of each kind since the start."""
         for kind, count in failures.items():
-            self._surveys.follow(count, {"kind": kind})
+            self._lookups.follow(count, {"kind": kind})
 
-    def remade(self) -> None:
-        self._remade.inc()
+    def plan_replaced(self) -> None:
+        self._replaced.inc()
 
-    def stands(self, in_doubt: int, sums: Mapping[str, float]) -> None:
+    def update_totals(self, failing: int, sums: Mapping[str, float]) -> None:
         """Export values that are updated about once a second.
 
         Args:
-            in_doubt: number of prefill replicas that are not asked.
+            failing: number of prefill replicas that get no requests, because they failed.
             sums: `Outcomes.sums`.
         """
-        self._in_doubt.set(in_doubt)
-        for name in ("prompt", "reachable", "reached"):
-            self._tokens.follow(sums[f"{name}_tokens"], {"held": name})
+        self._failing.set(failing)
+        for kind, name in (("all", "prompt"), ("cached", "reachable"), ("reused", "reached")):
+            self._tokens.follow(sums[f"{name}_tokens"], {"kind": kind})
         self._cost.follow(sums["cost_s"])
         self._regret.follow(sums["regret_s"])
 

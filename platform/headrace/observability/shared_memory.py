@@ -15,7 +15,7 @@ import psutil
 
 SHM = Path("/dev/shm")
 SHARED_BY_PYTHON = ("sem.mp-", "psm_")  # semaphores and segments of Python's multiprocessing
-LOOK_S = 1.0  # between two listings of it
+POLL_INTERVAL_S = 1.0  # between two listings of it
 TOKEN_VARIABLE = "HEADRACE_INSTANCE"
 """Variable of all processes of an instance that `headrace up` started."""
 
@@ -122,7 +122,7 @@ class ShmWatch:
         self._looked_at: dict[ShmFile, int] = {}
         self._users: dict[ShmFile, set[ProcessId]] = {}
 
-    def look(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
+    def poll(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
         """Find the users of new files among these processes, each file three times. Then remove the
         files that no process uses any more."""
         files = shm_files(shm_names() - self._before) - self.used
@@ -146,7 +146,7 @@ class ShmWatch:
 
 def watch_siblings() -> None:
     """Watch the files of all descendants of this process's parent, on a thread. Without effect
-    below `headrace up`, whose keeper watches them."""
+    below `headrace up`, whose supervisor watches them."""
     parent = psutil.Process().parent()
     if parent is None or TOKEN_VARIABLE in os.environ:
         return
@@ -155,8 +155,8 @@ def watch_siblings() -> None:
     def run() -> None:
         while parent.is_running():
             with contextlib.suppress(psutil.Error):
-                watch.look(lambda: parent.children(recursive=True))
-            time.sleep(LOOK_S)
+                watch.poll(lambda: parent.children(recursive=True))
+            time.sleep(POLL_INTERVAL_S)
 
     threading.Thread(target=run, name="shm-watch", daemon=True).start()
 

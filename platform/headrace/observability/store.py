@@ -101,8 +101,8 @@ class RayStoreMetrics:
                 total = stats["tiers"][tier].get(counted, 0)
                 self._events.follow(total, {"tier": tier, "event": event}, source=machine)
 
-    def _tier(self, tier: str, told: list[Mapping[str, Any]]) -> None:
-        states = Tally(map(state, told))
+    def _tier(self, tier: str, stats: list[Mapping[str, Any]]) -> None:
+        states = Tally(map(state, stats))
         for word in STATES:
             self._tiers.set(states[word], tags={"tier": tier, "state": word})
         for gauge, key in (
@@ -110,4 +110,4 @@ class RayStoreMetrics:
             (self._size, "size_bytes"),
             (self._blocks, "blocks"),
         ):
-            gauge.set(sum(one.get(key, 0) for one in told), tags={"tier": tier})
+            gauge.set(sum(one.get(key, 0) for one in stats), tags={"tier": tier})

@@ -1,5 +1,14 @@
-"""Where each request's KV is made, by predicted seconds. Pure: no Ray, no vLLM, no I/O."""
+"""Decides where each request's KV is made, by predicted seconds. Pure: no Ray, no vLLM, no I/O.
 
+- `plan`, `plan_codec`: plans, and their encoding for a header
+- `placement`: the price of each pair of replicas, the search, and the placement policies
+- `blocks`: the index of the KV blocks that each replica holds, updated from KV events
+- `cluster`: a gateway's state of all replicas, and its plans
+- `decode_replica`: a decode replica's own planner
+- `token_cost`: choice of a decode replica by the cost of draft tokens
+"""
+
+from headrace.router.decode_replica.router import Router
 from headrace.router.plan import (
     Geometry,
     Plan,
@@ -7,7 +16,6 @@ from headrace.router.plan import (
     PrefillReport,
     RouterSettings,
 )
-from headrace.router.router import Router
 
 __all__ = [
     "Geometry",

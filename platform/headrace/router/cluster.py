@@ -4,10 +4,11 @@ A replica's report contains its queue, its running requests, and the cost of its
 transfers. Between two reports, the gateway adds the requests that it has placed on the replica: a
 plan is *booked* until a report lists it as received. Therefore several requests never see the same
 idle replica, neither in a burst nor after a late report, and no request counts twice. A booking is
-removed if no report lists the plan within `BOOKED_S`. Other gateways' requests are in the reports.
+removed if no report lists the plan within `BOOKING_TIMEOUT_S`. Other gateways' requests are in the
+reports.
 
 The blocks that replicas hold are known from their KV events (`blocks`). Blocks that plans will make
-count in advance (`blocks.expected`).
+count in advance (`blocks.pending_blocks`).
 
 Pure: no I/O, no clocks. One thread owns it.
 """
@@ -24,21 +25,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.liveness import Liveness
-from headrace.router.blocks.expected import Expected
-from headrace.router.blocks.feed import GPU, Feed
-from headrace.router.blocks.index import BlockIndex
-from headrace.router.blocks.index import warm as warm_index
-from headrace.router.place import NobodyAnswersError, PlaceRequest, place, rank
+from headrace.circuit_breaker import CircuitBreakers
+from headrace.router.blocks.block_index import BlockIndex
+from headrace.router.blocks.block_index import warm as warm_index
+from headrace.router.blocks.kv_events import KvEventProcessor
+from headrace.router.blocks.pending_blocks import PendingBlocks
+from headrace.router.placement.cluster_view import ClusterView
+from headrace.router.placement.pair_search import ELSEWHERE, WITHIN
+from headrace.router.placement.place import place, rank
+from headrace.router.placement.policies import make_policy
+from headrace.router.placement.request import NoDecodeReplicaError, PlacementRequest
 from headrace.router.plan import Plan, RouterSettings
-from headrace.router.view import ELSEWHERE, WITHIN, View
-from headrace_engine.exchange import refusal
+from headrace_engine.kv_transfer.compatibility import refusal
 from headrace_engine.reporting.report import Report
-from headrace_engine.steptime import StepTime, pairs_of
-from headrace_kvstore.supply import Supply
+from headrace_engine.step_time import StepTime, pairs_of
+from headrace_kvstore.lookup.availability import AvailableRun
 
-BOOKED_S = 5.0
-COMING_S = 30.0
+BOOKING_TIMEOUT_S = 5.0
+PENDING_TIMEOUT_S = 30.0
 """How long a plan's blocks may take to arrive, beyond three times the predicted time."""
 
 
@@ -58,20 +62,20 @@ class Prompt:
     tokens: int
     local_only: str | None = None
     machine: str = ""
-    stored: Sequence[Supply] = ()
+    stored: Sequence[AvailableRun] = ()
 
 
-class Targets(NamedTuple):
+class LatencyTargets(NamedTuple):
     """Targets for a request's time to first token and an engine's longest step; None for none."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
 
 
-NO_TARGETS = Targets()
+NO_TARGETS = LatencyTargets()
 
 
-class _Booked(NamedTuple):
+class _Booking(NamedTuple):
     """A plan's share of an engine's work, until the engine's reports include it."""
 
     at_s: float
@@ -96,22 +100,23 @@ class Cluster:
         self,
         settings: RouterSettings,
         rng: random.Random | None = None,
-        liveness: Liveness | None = None,
+        circuit_breakers: CircuitBreakers | None = None,
     ) -> None:
         self.index = BlockIndex()
-        self.feed = Feed(self.index)
+        self.events = KvEventProcessor(self.index)
         self.counts: Counter[str] = Counter()
         self._settings = settings
+        self._policy = make_policy(settings.placement)
         self._rng = rng or random.Random()
-        self.liveness = liveness or Liveness()
-        self._expected = Expected(self.index)
-        self._view: View | None = None
+        self.circuit_breakers = circuit_breakers or CircuitBreakers()
+        self._pending = PendingBlocks(self.index)
+        self._view: ClusterView | None = None
         self._reports: dict[str, Report] = {}
         self._kinds: Counter[str] = Counter()  # replicas by KV identity
         self._machines: Counter[str] = Counter()  # replicas by machine
-        self._booked: dict[str, dict[str, _Booked]] = {}
+        self._bookings: dict[str, dict[str, _Booking]] = {}
         self._unhealthy: frozenset[str] = frozenset()
-        self._look_s = -math.inf
+        self._explore_at_s = -math.inf
 
     # Reports and time
 
@@ -124,7 +129,7 @@ class Cluster:
         name, last, view = report.replica, self._reports.get(report.replica), self._view
         kind = report.block_tokens, report.token_bytes
         if view is None or (not self._reports and kind != (view.block_tokens, view.token_bytes)):
-            view = self._view = View(*kind, self._settings)
+            view = self._view = ClusterView(*kind, self._settings)
         if kind != (view.block_tokens, view.token_bytes):
             raise ValueError(
                 f"{name}: blocks of {report.block_tokens} tokens of {report.token_bytes} bytes; "
@@ -135,7 +140,7 @@ class Cluster:
         node = view.node(report.machine)
         if last is None:
             view.add(name, report.role, node, step_tokens=report.step_tokens)
-            self._booked[name] = {}
+            self._bookings[name] = {}
         row = view.row(name)
         if report.steps is not None and (last is None or report.steps != last.steps):
             view.set_steps(row, StepTime.from_dict(report.steps))
@@ -145,7 +150,7 @@ class Cluster:
             view.set_load(node, medium, fixed_s, byte_s)
         engine = view.engines[row]
         engine["node"] = node
-        self._hold(row, name)
+        self._update_holder(row, name)
         engine["cold"] = False  # only the decode replica knows whether it has called it before
         if report.role == "decode" and report.policy != view.settings.policy:
             view.settings = replace(view.settings, policy=report.policy)
@@ -159,7 +164,7 @@ class Cluster:
         if report.transfer is not None:
             for link in (WITHIN, ELSEWHERE):
                 view.set_fit(link, *report.transfer)
-        booked = self._booked[name]
+        booked = self._bookings[name]
         for plan in report.heard:
             booked.pop(plan, None)
         ahead = booked.values()
@@ -174,33 +179,35 @@ class Cluster:
             now_s,
         )
         for each in ahead:
-            self._answers(row, each, 1)
-        self.liveness.on_report(name, now_s, draining=report.draining)
-        self._judge(name)
+            self._count_decode(row, each, 1)
+        self.circuit_breakers.on_report(name, now_s, draining=report.draining)
+        self._update_health(name)
 
-    def gone(self, replica: str) -> None:
+    def remove_replica(self, replica: str) -> None:
         """Remove a replica that no longer exists."""
         if replica not in self._reports:
             return
-        view = self._seen
+        view = self._known_view
         holder = int(view.engines[view.row(replica)]["hbm"])
         if holder >= 0:
-            self._expected.gone(holder)
+            self._pending.remove_holder(holder)
         view.remove(replica)
         self._count(self._reports.pop(replica), None)
-        del self._booked[replica]
-        self.liveness.remove_reports(replica)
+        del self._bookings[replica]
+        self.circuit_breakers.remove_reports(replica)
 
-    def tend(self, now_s: float) -> None:
+    def expire(self, now_s: float) -> None:
         """Expire bookings, expected blocks and silent replicas. Call it about once a second."""
-        self._expected.check(now_s)
-        self.index.tend()
-        self.liveness.check(now_s)
-        for name, booked in self._booked.items():
-            for plan in [one for one, each in booked.items() if now_s - each.at_s > BOOKED_S]:
-                self._take_off(name, plan, now_s)
-                self.counts["unheard"] += 1
-            self._judge(name)
+        self._pending.expire(now_s)
+        self.index.maintain()
+        self.circuit_breakers.check(now_s)
+        for name, booked in self._bookings.items():
+            for plan in [
+                one for one, each in booked.items() if now_s - each.at_s > BOOKING_TIMEOUT_S
+            ]:
+                self._release(name, plan, now_s)
+                self.counts["expired"] += 1
+            self._update_health(name)
         if self._view is None:
             return
         # The means of all replicas' figures hold for every replica.
@@ -210,31 +217,31 @@ class Cluster:
             engines["call_s"], engines["call_error_s"] = np.mean(calls, axis=0)
 
     @property
-    def view(self) -> View | None:
+    def view(self) -> ClusterView | None:
         """View of all replicas, read only; None before the first report."""
         return self._view
 
     @property
-    def fitted(self) -> bool:
+    def has_step_times(self) -> bool:
         """Whether a replica has reported its engine's step times."""
         return any(report.steps is not None for report in self._reports.values())
 
     # Plans
 
-    def choices(self) -> int:
+    def healthy_decodes(self) -> int:
         """Return how many decode replicas may answer, that is, are healthy."""
         if self._view is None:
             return 0
-        before, self._unhealthy = self._unhealthy, frozenset(self.liveness.unhealthy)
+        before, self._unhealthy = self._unhealthy, frozenset(self.circuit_breakers.unhealthy)
         for name in (before ^ self._unhealthy) & self._reports.keys():
-            self._judge(name)
+            self._update_health(name)
         return int(np.count_nonzero(self._view.engines["decode"]))
 
     def plan(
         self,
         prompt: Prompt,
         now_s: float,
-        targets: Targets = NO_TARGETS,
+        targets: LatencyTargets = NO_TARGETS,
     ) -> Plan:
         """Decide where to send a request, and book it there.
 
@@ -242,35 +249,38 @@ class Cluster:
             targets: the request's targets, in place of the settings'.
 
         Raises:
-            NobodyAnswersError: no decode replica may be asked.
+            NoDecodeReplicaError: no decode replica may be asked.
         """
-        if not self.choices():
-            raise NobodyAnswersError("no decode replica may be asked")
-        view = self._seen
+        if not self.healthy_decodes():
+            raise NoDecodeReplicaError("no decode replica may be asked")
+        view = self._known_view
         keys = prompt.keys
-        held = np.maximum(self.index.match(keys), self._expected.match(keys))
-        request = PlaceRequest(
+        held = np.maximum(self.index.match(keys), self._pending.match(keys))
+        request = PlacementRequest(
             # A random name: unique among gateways, and not chosen by a client.
             f"{self._rng.getrandbits(64):016x}",
             prompt.tokens,
             now_s,
             held,
-            supplies=self._supplies(view, prompt),
+            available_runs=self._supplies(view, prompt),
             affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
             local_only=prompt.local_only,
             itl_target_s=targets.itl_s,
             ttft_target_s=targets.ttft_s,
-            looks=now_s >= self._look_s,
+            may_explore=now_s >= self._explore_at_s,
         )
-        plan = place(view, request) if len(self._kinds) < 2 else self._place_by_kind(view, request)
+        if len(self._kinds) < 2:
+            plan = place(view, request, self._policy)
+        else:
+            plan = self._place_by_kind(view, request)
         self._book(plan, prompt, now_s)
         return plan
 
     def withdraw(self, plan: Plan, now_s: float) -> None:
         """Remove a plan that will not be carried out."""
-        self._expected.withdraw(plan.request_id)
+        self._pending.withdraw(plan.request_id)
         for name in (plan.decode, plan.replica):
-            self._take_off(name, plan.request_id, now_s)
+            self._release(name, plan.request_id, now_s)
         self.counts["withdrawn"] += 1
 
     def oldest_report_s(self, now_s: float) -> float:
@@ -278,30 +288,30 @@ class Cluster:
         view = self._view
         if view is None:
             return 0.0
-        heard_s = (float(view.engines["heard_s"][view.row(name)]) for name in self._reports)
-        return now_s - min(heard_s, default=now_s)
+        reported_s = (float(view.engines["reported_s"][view.row(name)]) for name in self._reports)
+        return now_s - min(reported_s, default=now_s)
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """Return the state for JSON."""
         return {
             "replicas": len(self._reports),
             "oldest_report_s": round(self.oldest_report_s(now_s), 3),
-            "booked": sum(map(len, self._booked.values())),
+            "booked": sum(map(len, self._bookings.values())),
             "plans": dict(self.counts),
             "index": self.index.stats(),
-            "events": self.feed.stats(),
-            "coming": self._expected.stats(),
-            "unhealthy": self.liveness.to_dict(),
+            "events": self.events.stats(),
+            "pending": self._pending.stats(),
+            "unhealthy": self.circuit_breakers.to_dict(),
         }
 
     # Inside
 
     @property
-    def _seen(self) -> View:
+    def _known_view(self) -> ClusterView:
         assert self._view is not None
         return self._view
 
-    def _place_by_kind(self, view: View, request: PlaceRequest) -> Plan:
+    def _place_by_kind(self, view: ClusterView, request: PlacementRequest) -> Plan:
         """Return the best plan among replicas of one kind, over all kinds.
 
         Replicas differ in kind while replicas with other weights, settings or versions replace
@@ -312,14 +322,14 @@ class Cluster:
         plans = []
         try:
             for kind in sorted(self._kinds):
-                like = {role: np.zeros(len(view.engines), np.bool_) for role in roles}
+                matching = {role: np.zeros(len(view.engines), np.bool_) for role in roles}
                 for name, of in self._reports.items():
-                    like["decode"][view.row(name)] = of.kv in (kind, "")
-                    like["prefill"][view.row(name)] = not refusal(of.kv, kind)
-                if (roles["decode"] & like["decode"]).any():
+                    matching["decode"][view.row(name)] = of.kv in (kind, "")
+                    matching["prefill"][view.row(name)] = not refusal(of.kv, kind)
+                if (roles["decode"] & matching["decode"]).any():
                     for role, may in roles.items():
-                        view.engines[role] = may & like[role]
-                    plans.append(place(view, request))
+                        view.engines[role] = may & matching[role]
+                    plans.append(place(view, request, self._policy))
         finally:
             for role, may in roles.items():
                 view.engines[role] = may
@@ -331,84 +341,88 @@ class Cluster:
         new = None if now is None else (now.kv, now.machine)
         if old == new:
             return
-        for told, sign in ((new, 1), (old, -1)):
-            if told is None:
+        for counted, sign in ((new, 1), (old, -1)):
+            if counted is None:
                 continue
-            kind, machine = told
+            kind, machine = counted
             if kind:
                 self._kinds[kind] += sign
                 self._kinds += Counter()  # drops kinds with a count of 0
             self._machines[machine] += sign
             if not self._machines[machine]:
                 del self._machines[machine]
-                self._seen.remove_node(machine)
+                self._known_view.remove_node(machine)
 
-    def _hold(self, row: int, replica: str) -> None:
-        """Update an engine's holder from the feed, which may have given the replica a new one."""
-        engine = self._seen.engines[row]
+    def _update_holder(self, row: int, replica: str) -> None:
+        """Update an engine's holder from the events, which may have given the replica a new one."""
+        engine = self._known_view.engines[row]
         try:
-            holder = self.feed.holders(replica)[GPU]
+            holder = self.events.holder(replica)
         except KeyError:
             holder = -1
         if engine["hbm"] not in (-1, holder):
-            self._expected.gone(int(engine["hbm"]))
+            self._pending.remove_holder(int(engine["hbm"]))
         engine["hbm"] = holder
 
-    def _judge(self, name: str) -> None:
+    def _update_health(self, name: str) -> None:
         """Let plans use a replica only while it is healthy."""
-        report, engine = self._reports[name], self._seen.engines[self._seen.row(name)]
-        engine[report.role] = name not in self.liveness.unhealthy
+        report, engine = self._reports[name], self._known_view.engines[self._known_view.row(name)]
+        engine[report.role] = name not in self.circuit_breakers.unhealthy
 
-    def _supplies(self, view: View, prompt: Prompt) -> list[Sequence[Supply]] | None:
+    def _supplies(self, view: ClusterView, prompt: Prompt) -> Sequence[Sequence[AvailableRun]]:
         if not prompt.stored or prompt.machine not in self._machines:
-            return None
-        supplies: list[Sequence[Supply]] = [()] * len(view.dram)
-        supplies[view.node(prompt.machine)] = prompt.stored
-        return supplies
+            return ()
+        available_runs: list[Sequence[AvailableRun]] = [()] * len(view.loads)
+        available_runs[view.node(prompt.machine)] = prompt.stored
+        return available_runs
 
     def _book(self, plan: Plan, prompt: Prompt, now_s: float) -> None:
         self.counts[plan.kind] += 1
         self.counts["prompt_tokens"] += prompt.tokens
         self.counts["held_tokens"] += prompt.tokens - plan.compute_tokens
-        view = self._seen
+        view = self._known_view
         view.engines[view.row(plan.replica or plan.decode)]["measured_s"] = now_s
         if plan.explores:
             # The next exploration is 1 to 1.5 periods later, so gateways do not explore together.
             self.counts["explored"] += 1
-            self._look_s = now_s + self._settings.remeasure_s * (1.0 + 0.5 * self._rng.random())
+            self._explore_at_s = now_s + self._settings.remeasure_s * (
+                1.0 + 0.5 * self._rng.random()
+            )
         tokens = plan.compute_tokens
-        work = _Booked(now_s, tokens, pairs_of(prompt.tokens - tokens, prompt.tokens))
-        answers = _Booked(now_s) if plan.replica else work
-        self._put(plan.decode, plan, answers._replace(context=prompt.tokens, decodes=True), now_s)
+        work = _Booking(now_s, tokens, pairs_of(prompt.tokens - tokens, prompt.tokens))
+        answers = _Booking(now_s) if plan.replica else work
+        self._reserve(
+            plan.decode, plan, answers._replace(context=prompt.tokens, decodes=True), now_s
+        )
         if plan.replica:
-            self._put(plan.replica, plan, work, now_s)
+            self._reserve(plan.replica, plan, work, now_s)
         rows = [view.row(name) for name in (plan.replica, plan.decode) if name]
         holders = [int(view.engines[row]["hbm"]) for row in rows]
-        until_s = now_s + 3.0 * plan.predicted_ttft_s + COMING_S
-        self._expected.add(
+        until_s = now_s + 3.0 * plan.predicted_ttft_s + PENDING_TIMEOUT_S
+        self._pending.add(
             plan.request_id, [one for one in holders if one >= 0], prompt.keys, until_s
         )
 
-    def _put(self, name: str, plan: Plan, booked: _Booked, now_s: float) -> None:
-        self._booked[name][plan.request_id] = booked
-        row = self._seen.row(name)
-        self._seen.reserve(row, booked.tokens, booked.pairs, now_s)
-        self._seen.engines[row]["prompts"] += booked.tokens > 0
-        self._answers(row, booked, 1)
+    def _reserve(self, name: str, plan: Plan, booked: _Booking, now_s: float) -> None:
+        self._bookings[name][plan.request_id] = booked
+        row = self._known_view.row(name)
+        self._known_view.reserve(row, booked.tokens, booked.pairs, now_s)
+        self._known_view.engines[row]["prompts"] += booked.tokens > 0
+        self._count_decode(row, booked, 1)
 
-    def _take_off(self, name: str, plan: str, now_s: float) -> None:
-        booked = self._booked.get(name, {}).pop(plan, None)
+    def _release(self, name: str, plan: str, now_s: float) -> None:
+        booked = self._bookings.get(name, {}).pop(plan, None)
         if booked is not None:
-            row = self._seen.row(name)
-            self._seen.reserve(row, -booked.tokens, -booked.pairs, now_s)
-            self._seen.engines[row]["prompts"] -= booked.tokens > 0
-            self._answers(row, booked, -1)
+            row = self._known_view.row(name)
+            self._known_view.reserve(row, -booked.tokens, -booked.pairs, now_s)
+            self._known_view.engines[row]["prompts"] -= booked.tokens > 0
+            self._count_decode(row, booked, -1)
 
-    def _answers(self, row: int, booked: _Booked, sign: int) -> None:
+    def _count_decode(self, row: int, booked: _Booking, sign: int) -> None:
         """Add a request to the ones that an engine decodes (sign 1), or remove it (-1)."""
         if not booked.decodes:
             return
-        view, engine = self._seen, self._seen.engines[row]
+        view, engine = self._known_view, self._known_view.engines[row]
         blocks = -(-booked.context // view.block_tokens)
         engine["running"] += sign
         engine["context"] += sign * booked.context
@@ -422,11 +436,11 @@ def warm() -> None:
     Blocks the caller, for a minute if the disk cache is empty.
     """
     warm_index()
-    view = View(1, 1.0)
+    view = ClusterView(1, 1.0)
     view.add("decode", "decode", view.node("here"))
     view.reserve(0, 1, 1.0, 0.0)
-    place(view, PlaceRequest("", 1))
+    place(view, PlacementRequest("", 1))
     index = BlockIndex(2**20)
-    expected, keys = Expected(index), np.arange(2, dtype=np.uint64)
+    expected, keys = PendingBlocks(index), np.arange(2, dtype=np.uint64)
     expected.add("", [index.open()], keys, 1.0)
     expected.match(keys)

@@ -7,10 +7,10 @@ out plans, the simulator and the tests share them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from headrace_kvstore.supply import MEDIA, Supply
+from headrace_kvstore.lookup.availability import MEDIA, AvailableRun
 
 Kind = Literal["local", "remote"]
 Policy = Literal["cost", "local", "remote"]
@@ -29,8 +29,8 @@ class PlanRequest:
     local_only: str | None = None
     #: Leading runs of tokens whose KV the store can supply: to the decode engine and the prefill
     #: engines on its machine, and to prefill engines elsewhere.
-    stored_decode: Sequence[Supply] = ()
-    stored_prefill: Sequence[Supply] = ()
+    stored_decode: Sequence[AvailableRun] = ()
+    stored_prefill: Sequence[AvailableRun] = ()
 
 
 class Run(NamedTuple):
@@ -123,6 +123,17 @@ class Plan:
         rest = sum(p.get(f"{kind}.{part}", 0.0) for part in ("stall", "behind"))
         return p.get(f"{kind}.total", 0.0) - rest
 
+    def prefilled_locally(self, why: str) -> Plan:
+        """Return the plan after its remote prefill failed: the decode engine prefills."""
+        return replace(
+            self,
+            prefill=None,
+            timeout_s=0.0,
+            runs=self.fallback or self.runs,
+            fallback=(),
+            reasons=(f"remote prefill failed, prefilling locally: {why}", *self.reasons),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan for JSON: the answer of ``GET /headrace/v1/plans/{request_id}``."""
         return {
@@ -195,6 +206,8 @@ class RouterSettings:
 
     #: "cost" compares predicted seconds; "local" and "remote" force one kind.
     policy: Policy = "cost"
+    #: Name of the placement policy (`placement.policies`) that chooses the engines.
+    placement: str = "cost"
     #: Longest engine step that running streams should see; None sets no target.
     itl_target_s: float | None = None
     #: Longest predicted time to first token that a plan may have without a refusal.

@@ -17,7 +17,7 @@ public measurements of vLLM come close to:
 - Node store: 2 TB of DRAM and eight NVMe drives hold 8 TB of KV; each engine reads it at 25 GB/s (a
   drive's 7 GB/s and PCIe's 50 GB/s, mixed), after 5 ms.
 
-A calibrated step model (`headrace_engine.steptime.StepTime`) replaces the first four.
+A calibrated step model (`headrace_engine.step_time.StepTime`) replaces the first four.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.simulate.trace import BLOCK_TOKENS
-from headrace_engine.steptime import KNOTS, StepTime
-from headrace_kvstore.compiled import jit
+from headrace_engine.step_time import KNOTS, StepTime
+from headrace_kvstore.numba_jit import jit
 
 _WEIGHTS_S, _OVERHEAD_S, _TOKEN_S = 0.0060, 0.0020, 30e-6
 _CONTEXT_S, _PAIR_S = 49e-9, 1.2e-9
@@ -118,9 +118,10 @@ class Engine:
     #: Maximum tokens and requests of a step: vLLM's max_num_batched_tokens and max_num_seqs.
     step_tokens: int = 8192
     max_requests: int = 256
-    #: Whether Headrace's gate (`headrace_engine.gate`) admits the prompts to the scheduler, and not
-    #: all at once. `step_tokens` is then a prompt's share of a step, 15/16 of it.
-    gated: bool = False
+    #: Whether Headrace's gate (`headrace_engine.prefill_admission`) admits the prompts to the
+    # scheduler, and not : all at once. `step_tokens` is then a prompt's share of a step, 15/16 of
+    # it.
+    has_prefill_admission: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_blocks", "step_tokens", "max_requests"):

@@ -11,7 +11,7 @@ from headrace.simulate.state import DONE, ITL_GROWTH, ITL_LEAST_S, State
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class GoodputTargets:
     """Targets that a request must keep to count for goodput.
 
     Its first token comes within `ttft_s` plus `ttft_token_s` for each token of its prompt, and its
@@ -28,7 +28,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationOutcome:
     """Figures of the requests that arrived in the measured part of a run.
 
     Times are in seconds. `goodput` is the share of requests that kept the targets. `hit_rate` is
@@ -59,9 +59,9 @@ class Outcome:
     lost: int
 
 
-def outcome_of(
-    s: State, targets: Targets, reachable: float, measured_from_s: float, until_s: float
-) -> Outcome:
+def measure_outcome(
+    s: State, targets: GoodputTargets, reachable: float, measured_from_s: float, until_s: float
+) -> SimulationOutcome:
     """Return the figures of the requests that arrived from `measured_from_s` on."""
     req, eng = s.req, s.eng
     seen = np.flatnonzero(req["arrival_s"] >= measured_from_s)
@@ -80,7 +80,7 @@ def outcome_of(
     slow = np.percentile(tpot, [90, 99]).tolist() if len(tpot) else [0.0, 0.0]
     split = s.limits.prefills
     use = eng["busy_s"] / max(until_s, 1e-9)
-    return Outcome(
+    return SimulationOutcome(
         requests=len(seen),
         ended=int(ended.sum()),
         goodput=float(good.mean()),

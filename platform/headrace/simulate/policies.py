@@ -13,60 +13,54 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.sight import Ask, Choice, Sight
+from headrace.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
 
-Policy = Callable[[Sight, Ask, Random], Choice]
+Policy = Callable[[ClusterState, PromptRequest, Random], EnginePair]
 Indices = NDArray[np.int64]
 
 
-def sides(sight: Sight) -> tuple[Indices, Indices]:
+def alive_engines(cluster: ClusterState) -> tuple[Indices, Indices]:
     """Return the numbers of the prefill and decode engines that are alive.
 
     If no decode engine is alive, all decode engines are returned.
     """
-    alive, split = sight.alive, sight.prefills
+    alive, split = cluster.alive, cluster.prefills
     p, d = np.flatnonzero(alive[:split]), np.flatnonzero(alive[split:]) + split
     if not len(d):
         d = np.arange(split, len(alive))
     return p, d
 
 
-def round_robin(sight: Sight, ask: Ask, rng: Random) -> Choice:
-    """Choose the engines of each side in turn."""
-    p, d = sides(sight)
-    return choice(p[ask.number % len(p)] if len(p) else None, d[ask.number % len(d)])
-
-
-def two_choices(sight: Sight, ask: Ask, rng: Random) -> Choice:
+def two_choices(cluster: ClusterState, request: PromptRequest, rng: Random) -> EnginePair:
     """Power of two choices: of two random engines, the one with fewer requests in flight.
 
     Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 1996; Ray Serve's default
     (`PowerOfTwoChoicesRequestRouter`).
     """
-    p, d = sides(sight)
-    return choice(better_of_two(sight, p, rng), better_of_two(sight, d, rng))
+    p, d = alive_engines(cluster)
+    return engine_pair(better_of_two(cluster, p, rng), better_of_two(cluster, d, rng))
 
 
-def choice(prefill: int | None, decode: int | None) -> Choice:
-    """Return a `Choice` with plain integers.
+def engine_pair(prefill: int | None, decode: int | None) -> EnginePair:
+    """Return an `EnginePair` with plain integers.
 
     Raises:
         ValueError: there is no decode engine.
     """
     if decode is None:
         raise ValueError("there is no decode engine")
-    return Choice(None if prefill is None else int(prefill), int(decode))
+    return EnginePair(None if prefill is None else int(prefill), int(decode))
 
 
-def better_of_two(sight: Sight, side: Indices, rng: Random) -> int | None:
+def better_of_two(cluster: ClusterState, side: Indices, rng: Random) -> int | None:
     """Return the one of two random engines with fewer requests in flight; None without engines."""
     if not len(side):
         return None
     one, other = (int(side[rng.randrange(len(side))]) for _ in range(2))
-    return one if sight.sent_requests[one] <= sight.sent_requests[other] else other
+    return one if cluster.sent_requests[one] <= cluster.sent_requests[other] else other
 
 
-def least(
+def least_loaded(
     side: Indices,
     load: NDArray[Any],
     among: NDArray[np.bool_] | None,
@@ -77,8 +71,7 @@ def least(
     return int(side[rng.choice(np.flatnonzero(weighed == weighed.min()).tolist())])
 
 
-SIMPLE: Mapping[str, Policy] = {
-    "round-robin": round_robin,
+BUILTIN_POLICIES: Mapping[str, Policy] = {
     "two-choices": two_choices,
 }
 """Policies by the name that `--policy` takes."""

@@ -11,18 +11,25 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate import known, loop
-from headrace.simulate.best import best_case
+from headrace.simulate import event_loop, known_blocks
+from headrace.simulate.best_case import best_case
+from headrace.simulate.cluster_state import (
+    ClusterState,
+    EnginePair,
+    PromptRequest,
+    ReportQueue,
+    read_reports,
+    record_sent,
+)
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.kv import pairs_between
-from headrace.simulate.outcome import Outcome, Targets, outcome_of
+from headrace.simulate.outcome import GoodputTargets, SimulationOutcome, measure_outcome
 from headrace.simulate.policies import Policy
-from headrace.simulate.sight import Ask, Choice, Reports, Sight, note_sent, report_of
+from headrace.simulate.request_kv import pairs_between
 from headrace.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
 from headrace.simulate.trace import Workload
 
 _AHEAD_BLOCKS = 1 << 16
-COURSE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
+TIMELINE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
 
 
 class SimulationError(ValueError):
@@ -39,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SimulationSettings:
     """Age of the router's data, and the measured part of a run.
 
     Attributes:
@@ -56,7 +63,7 @@ class Settings:
     detect_s: float = 1.0
     warm_share: float = 0.3
     drain_s: float = 600.0
-    targets: Targets = field(default_factory=Targets)
+    targets: GoodputTargets = field(default_factory=GoodputTargets)
     failures: Sequence[Failure] = ()
 
     def __post_init__(self) -> None:
@@ -67,10 +74,10 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulationRun:
     """A run's figures, its course (one row a second), and its final state."""
 
-    outcome: Outcome
+    outcome: SimulationOutcome
     course: dict[str, NDArray[np.float64]]
     state: State
 
@@ -81,9 +88,9 @@ def simulate(
     prefills: int,
     decodes: int,
     policy: Policy,
-    settings: Settings | None = None,
+    settings: SimulationSettings | None = None,
     progress: Callable[[float], None] | None = None,
-) -> Run:
+) -> SimulationRun:
     """Run a workload.
 
     Args:
@@ -94,19 +101,21 @@ def simulate(
     Raises:
         SimulationError: no requests, no decode engine, or a prompt that no engine could ever hold.
     """
-    settings = settings or Settings()
+    settings = settings or SimulationSettings()
     check(work, hardware, prefills, decodes, settings)
-    player = Player(work, hardware, prefills, decodes, policy, settings)
-    player.play(progress)
+    simulation = Simulation(work, hardware, prefills, decodes, policy, settings)
+    simulation.play(progress)
     from_s = settings.warm_share * work.seconds
     reachable = best_case(work, hardware, from_s).hit_rate
-    outcome = outcome_of(player.s, settings.targets, reachable, from_s, float(player.s.now_s[0]))
-    course = {name: np.array(values) for name, values in player.course.items()}
-    return Run(outcome, course, player.s)
+    outcome = measure_outcome(
+        simulation.s, settings.targets, reachable, from_s, float(simulation.s.now_s[0])
+    )
+    course = {name: np.array(values) for name, values in simulation.course.items()}
+    return SimulationRun(outcome, course, simulation.s)
 
 
 def check(
-    work: Workload, hardware: Hardware, prefills: int, decodes: int, settings: Settings
+    work: Workload, hardware: Hardware, prefills: int, decodes: int, settings: SimulationSettings
 ) -> None:
     if prefills < 0 or decodes < 1:
         raise SimulationError("there must be at least one decode engine")
@@ -119,9 +128,11 @@ def check(
     most = int((work.trace.prompt[rows].astype(np.int64) + work.trace.output[rows]).max()) + 1
     kv_blocks = min(hardware.decode.kv_blocks, hardware.prefill.kv_blocks)
     size = hardware.block_tokens
-    told = work.trace.block_tokens
-    if told != size:
-        raise SimulationError(f"blocks of the trace have {told} tokens, of the engines {size}")
+    trace_size = work.trace.block_tokens
+    if trace_size != size:
+        raise SimulationError(
+            f"blocks of the trace have {trace_size} tokens, of the engines {size}"
+        )
     if -(-most // size) > kv_blocks:
         raise SimulationError(
             f"a request of {most:,} tokens needs {-(-most // size)} KV blocks of "
@@ -129,7 +140,7 @@ def check(
         )
 
 
-class Player:
+class Simulation:
     """One run in progress."""
 
     def __init__(
@@ -139,24 +150,24 @@ class Player:
         prefills: int,
         decodes: int,
         policy: Policy,
-        settings: Settings,
+        settings: SimulationSettings,
     ) -> None:
         self.s = new_state(work, hardware, prefills, decodes)
         self.work, self.policy, self.settings = work, policy, settings
         self.engines = prefills + decodes
         holders = np.diff(self.s.kv.of["first"]).tolist()
-        self.known = known.new_known(holders, ahead=_AHEAD_BLOCKS)
+        self.known = known_blocks.new_known_blocks(holders, ahead=_AHEAD_BLOCKS)
         self.depth = np.zeros(len(holders), np.int32)
         self.rng = Random(settings.seed)
-        self.reports = Reports(settings.delay_s)
+        self.reports = ReportQueue(settings.delay_s)
         eng = self.s.eng
-        self.sight = Sight(
+        self.cluster = ClusterState(
             hardware=hardware,
             curves=(self.s.prefill_curve, self.s.decode_curve),
             prefills=prefills,
             node=eng["node"],
             now_s=0.0,
-            report=report_of(self.s),
+            report=read_reports(self.s),
             sent_requests=eng["sent_requests"],
             sent_tokens=eng["sent_tokens"],
             sent_blocks=eng["sent_blocks"],
@@ -199,20 +210,20 @@ class Player:
                 break
             self._advance(at)
             if at == at_tick:
-                self.reports.made(report_of(self.s))
+                self.reports.add(read_reports(self.s))
                 self._tick(at)
                 tick += 1
                 if at >= second:
-                    self._note_course(at)
+                    self._record_timeline(at)
                     second = int(at) + 1
                     if progress is not None:
                         progress(min(1.0, at / work.seconds))
             elif at == other:
                 _, kind, number = heapq.heappop(others)
                 if kind == 0:
-                    loop.fail(self.s, number)
+                    event_loop.fail(self.s, number)
                 elif kind == 1:
-                    loop.recover(self.s, number)
+                    event_loop.recover(self.s, number)
                 else:
                     self._place(number, at)
             else:
@@ -228,10 +239,10 @@ class Player:
 
     def _advance(self, until_s: float) -> None:
         s = self.s
-        while loop.advance(s, until_s):
-            known.catch_up(self.known, s.ev, float(s.now_s[0]) - self.settings.delay_s)
+        while event_loop.advance(s, until_s):
+            known_blocks.apply_changes(self.known, s.ev, float(s.now_s[0]) - self.settings.delay_s)
             if s.ev.count[2] > LOG_ROWS // 2:
-                known.catch_up(self.known, s.ev, math.inf)
+                known_blocks.apply_changes(self.known, s.ev, math.inf)
         if s.ev.count[2] > LOG_ROWS:
             raise SimulationError("too many changes of caches in one step")
 
@@ -239,13 +250,13 @@ class Player:
         s = self.s
         if s.req[r]["phase"] not in (NEW, LOST):
             return
-        known.catch_up(self.known, s.ev, now_s - self.settings.delay_s)
-        self.reports.arrive(self.sight, now_s)
-        known.matches(self.known, s, r, self.depth)
+        known_blocks.apply_changes(self.known, s.ev, now_s - self.settings.delay_s)
+        self.reports.deliver(self.cluster, now_s)
+        known_blocks.match_blocks(self.known, s, r, self.depth)
         engines, need = self.engines, int(s.req["prompt"][r] + s.req["emitted"][r])
         match = self.depth[:engines]
-        store = np.maximum(match, self.depth[engines + self.sight.node])
-        ask = Ask(
+        store = np.maximum(match, self.depth[engines + self.cluster.node])
+        request = PromptRequest(
             number=self.placed,
             prompt=need,
             output=int(s.req["output"][r]),
@@ -255,8 +266,8 @@ class Player:
             store=store,
             stores=self.depth[engines:],
         )
-        choice = self.policy(self.sight, ask, self.rng)
-        self._send(r, choice, ask, need)
+        choice = self.policy(self.cluster, request, self.rng)
+        self._send(r, choice, request, need)
         self.placed += 1
 
     def _affinity(self, r: int) -> int:
@@ -265,26 +276,26 @@ class Player:
             return self.rng.getrandbits(63)
         return int(self.s.keys[self.s.req["chain"][r]]) + int(self.s.req["offset"][r])
 
-    def _send(self, r: int, choice: Choice, ask: Ask, need: int) -> None:
+    def _send(self, r: int, choice: EnginePair, request: PromptRequest, need: int) -> None:
         p = -1 if choice.prefill is None else choice.prefill
-        d, split = choice.decode, self.sight.prefills
+        d, split = choice.decode, self.cluster.prefills
         if not (split <= d < self.engines and -1 <= p < split):
             raise SimulationError(f"the policy chose engines {p} and {d}, which do not exist")
         e = p if p >= 0 else d
         block = self.s.limits.block_tokens
-        there = min(int(ask.store[e]), (need - 1) // block)
+        there = min(int(request.store[e]), (need - 1) // block)
         tokens = need - there * block
         pairs = pairs_between(need - tokens, need)
         size = -(-need // block)
-        loop.send(self.s, r, p, d, tokens)
-        self.reports.sent(self.sight.now_s, p, d, tokens, pairs, size)
-        note_sent(self.sight, p, d, tokens, pairs, size)
-        known.expect_there(self.known, self.s, r, e)
+        event_loop.send(self.s, r, p, d, tokens)
+        self.reports.record_sent(self.cluster.now_s, p, d, tokens, pairs, size)
+        record_sent(self.cluster, p, d, tokens, pairs, size)
+        known_blocks.expect_blocks(self.known, self.s, r, e)
         if p >= 0:
-            known.expect_there(self.known, self.s, r, d)
+            known_blocks.expect_blocks(self.known, self.s, r, d)
 
-    def _note_course(self, at_s: float) -> None:
-        s, split, course = self.s, self.sight.prefills, self.course
+    def _record_timeline(self, at_s: float) -> None:
+        s, split, course = self.s, self.cluster.prefills, self.course
         before_s = course["at_s"][-1] if course["at_s"] else 0.0
         busy = (s.eng["busy_s"] - self._busy_before) / max(at_s - before_s, 1e-9)
         self._busy_before = s.eng["busy_s"].copy()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.blocks import Caches, new_caches
+from headrace.simulate.block_pool import Caches, new_caches
 from headrace.simulate.hardware import Hardware, StepCurve
 from headrace.simulate.trace import Workload
 
@@ -74,7 +74,7 @@ REQUEST = np.dtype(
         ("tries", "i4"),
         ("preempted", "i4"),
         ("next", "i4"),
-        # Priority in a gated engine's queue: the lowest is next.
+        # Priority in a has_prefill_admission engine's queue: the lowest is next.
         ("due_s", "f8"),
     ],
     align=True,
@@ -89,7 +89,7 @@ ENGINE = np.dtype(
         ("max_requests", "i8"),
         # Headrace's gate: whether there is one; prompt tokens that double the shortest step; tokens
         # of a step that are left beside a prompt which takes several steps.
-        ("gated", "i1"),
+        ("has_prefill_admission", "i1"),
         ("free_tokens", "f8"),
         ("spare_tokens", "i8"),
         # Waiting requests: a linked list and its length.
@@ -212,9 +212,11 @@ def new_state(work: Workload, hardware: Hardware, prefills: int, decodes: int) -
     eng["alive"] = eng["open"] = 1
     eng["step_tokens"] = [side.step_tokens for side in sides]
     eng["max_requests"] = [side.max_requests for side in sides]
-    eng["gated"] = [side.gated for side in sides]
+    eng["has_prefill_admission"] = [side.has_prefill_admission for side in sides]
     eng["free_tokens"] = [side.steps.free_tokens() for side in sides]
-    eng["spare_tokens"] = [side.step_tokens // 15 if side.gated else 0 for side in sides]
+    eng["spare_tokens"] = [
+        side.step_tokens // 15 if side.has_prefill_admission else 0 for side in sides
+    ]
     eng["head"] = eng["tail"] = -1
     eng["wake_s"] = FAR
     rows = max(side.max_requests for side in sides)

@@ -126,17 +126,17 @@ def parse_trace(lines: Iterable[str], name: str = "trace") -> Trace:
 
 def _request(line: str) -> tuple[float, int, int, list[int]]:
     try:
-        told = json.loads(line)
+        line_fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(told, dict):
+    if not isinstance(line_fields, dict):
         raise ValueError("not a JSON object")
-    at_ms = told.get("timestamp")
+    at_ms = line_fields.get("timestamp")
     if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < 1e12:
         raise ValueError("timestamp must be milliseconds, 0 or more")
-    tokens = _tokens(told, "input_length")
-    answer = _tokens(told, "output_length")
-    ids = told.get("hash_ids")
+    tokens = _tokens(line_fields, "input_length")
+    answer = _tokens(line_fields, "output_length")
+    ids = line_fields.get("hash_ids")
     if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**63 for i in ids):
         raise ValueError("hash_ids must be a list of integers")
     if len(ids) < tokens // BLOCK_TOKENS:
@@ -146,14 +146,14 @@ def _request(line: str) -> tuple[float, int, int, list[int]]:
     return float(at_ms), tokens, answer, ids
 
 
-def _tokens(told: dict[str, Any], name: str) -> int:
-    value = told.get(name)
+def _tokens(line_fields: dict[str, Any], name: str) -> int:
+    value = line_fields.get(name)
     if type(value) is not int or not 1 <= value <= MAX_TOKENS:
         raise ValueError(f"{name} must be an integer from 1 to {MAX_TOKENS:,}")
     return value
 
 
-def in_blocks_of(trace: Trace, tokens: int) -> Trace:
+def with_block_size(trace: Trace, tokens: int) -> Trace:
     """Return the same requests with keys of smaller full blocks, of `tokens` tokens.
 
     Blocks after the last full block of the trace's size are unique to their prompt.
@@ -218,7 +218,7 @@ class Workload:
         return len(self.arrival_s)
 
 
-def multiply(trace: Trace, rate: float, seconds: float, seed: int) -> Workload:
+def scale_trace(trace: Trace, rate: float, seconds: float, seed: int) -> Workload:
     """Return a workload of `seconds` with `rate` times the request rate of the trace.
 
     `ceil(rate)` copies run at the trace's own speed or slower. Each begins at a random position of

@@ -34,12 +34,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _KEYS = {"kind", "storage_layers", "readers"}
 
 
-class FusionError(ValueError):
+class CrossLayerConfigError(ValueError):
     """Error: `kv_fusion` in config.json is not valid; the message says why and what would be."""
 
 
 @dataclass(frozen=True)
-class KVFusion:
+class CrossLayerConfig:
     """The layers of a model that read other layers' KV. Made by `of` or `parse`, which check it.
 
     Attributes:
@@ -55,40 +55,48 @@ class KVFusion:
     readers: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> KVFusion:
+    def of(config: Mapping[str, Any]) -> CrossLayerConfig:
         """Read a parsed config.json; the kind is vanilla if it has no `kv_fusion`.
 
         Raises:
-            FusionError: it is not valid.
+            CrossLayerConfigError: it is not valid.
         """
         layers = config.get("num_hidden_layers")
         if not isinstance(layers, int) or layers < 1:
-            raise FusionError("config.json does not give num_hidden_layers")
+            raise CrossLayerConfigError("config.json does not give num_hidden_layers")
         section = config.get("kv_fusion")
         if section is None:
-            return KVFusion("vanilla", layers, layers)
-        return KVFusion.parse(section, layers)
+            return CrossLayerConfig("vanilla", layers, layers)
+        return CrossLayerConfig.parse(section, layers)
 
     @staticmethod
-    def parse(section: Any, layers: int) -> KVFusion:
+    def parse(section: Any, layers: int) -> CrossLayerConfig:
         """Read the `kv_fusion` section of a model with this many layers.
 
         Raises:
-            FusionError: it is not valid.
+            CrossLayerConfigError: it is not valid.
         """
         if not isinstance(section, Mapping):
-            raise FusionError(f"kv_fusion is {section!r}: write an object with kind")
+            raise CrossLayerConfigError(f"kv_fusion is {section!r}: write an object with kind")
         if unknown := sorted(set(section) - _KEYS):
-            raise FusionError(f"kv_fusion has unknown keys {unknown}: known are {sorted(_KEYS)}")
+            raise CrossLayerConfigError(
+                f"kv_fusion has unknown keys {unknown}: known are {sorted(_KEYS)}"
+            )
         kind = section.get("kind")
         if kind not in KINDS:
-            raise FusionError(f"kv_fusion.kind is {kind!r}: write one of {', '.join(KINDS)}")
+            raise CrossLayerConfigError(
+                f"kv_fusion.kind is {kind!r}: write one of {', '.join(KINDS)}"
+            )
         stored = section.get("storage_layers", layers if kind == "vanilla" else None)
         if not isinstance(stored, int) or isinstance(stored, bool):
-            raise FusionError(f"kv_fusion.storage_layers is {stored!r}: write a whole number")
-        fusion = KVFusion(cast(Kind, kind), layers, stored, _readers(section.get("readers", {})))
-        fusion._check()
-        return fusion
+            raise CrossLayerConfigError(
+                f"kv_fusion.storage_layers is {stored!r}: write a whole number"
+            )
+        cross_layer = CrossLayerConfig(
+            cast(Kind, kind), layers, stored, _readers(section.get("readers", {}))
+        )
+        cross_layer._check()
+        return cross_layer
 
     def section(self) -> dict[str, Any]:
         """Return the `kv_fusion` section, as `parse` takes it."""
@@ -104,36 +112,40 @@ class KVFusion:
             return
         if self.kind == "vanilla":
             if stored != layers:
-                raise FusionError(f"kv_fusion.storage_layers is {stored}: vanilla has all {layers}")
+                raise CrossLayerConfigError(
+                    f"kv_fusion.storage_layers is {stored}: vanilla has all {layers}"
+                )
             return
         least = 2 if self.kind in ("lite", "fused") else 1
         if not least <= stored < layers:
-            raise FusionError(
+            raise CrossLayerConfigError(
                 f"kv_fusion.storage_layers is {stored}: {self.kind} in a model of {layers} layers "
                 f"takes {least} to {layers - 1}"
             )
         if self.kind == "cla" and layers % stored:
-            raise FusionError(
+            raise CrossLayerConfigError(
                 f"kv_fusion.storage_layers is {stored}: cla takes a divisor of the {layers} layers"
             )
 
     def _check_readers(self) -> None:
         if self.kind not in ("lite", "fused"):
-            raise FusionError(f"kv_fusion.readers is for fused and lite, not for {self.kind}")
+            raise CrossLayerConfigError(
+                f"kv_fusion.readers is for fused and lite, not for {self.kind}"
+            )
         if self.storage_layers != self.layers - len(self.readers):
-            raise FusionError(
+            raise CrossLayerConfigError(
                 f"kv_fusion.storage_layers is {self.storage_layers}: {self.layers} layers less "
                 f"{len(self.readers)} readers are {self.layers - len(self.readers)}"
             )
         for layer, pair in self.readers.items():
             wrong = [n for n in pair if not 0 <= n < layer or n in self.readers]
             if wrong or layer >= self.layers:
-                raise FusionError(
+                raise CrossLayerConfigError(
                     f"kv_fusion.readers of layer {layer} is {list(pair)}: write two storage layers "
                     f"below it, in a model of {self.layers} layers"
                 )
             if self.kind == "fused" and pair[0] >= pair[1]:
-                raise FusionError(
+                raise CrossLayerConfigError(
                     f"kv_fusion.readers of layer {layer} is {list(pair)}: write the lower first"
                 )
 
@@ -176,15 +188,15 @@ def _readers(given: Any) -> dict[int, tuple[int, int]]:
     """Return `readers` of the JSON section, with numbers as keys.
 
     Raises:
-        FusionError: it is not an object of layers and pairs of layers.
+        CrossLayerConfigError: it is not an object of layers and pairs of layers.
     """
     if not isinstance(given, Mapping):
-        raise FusionError(f"kv_fusion.readers is {given!r}: write an object of layers")
+        raise CrossLayerConfigError(f"kv_fusion.readers is {given!r}: write an object of layers")
     found = {}
     for layer, pair in given.items():
         numbers = isinstance(pair, list | tuple) and all(type(n) is int for n in pair)
         if not str(layer).isdecimal() or not numbers or len(pair) != 2:
-            raise FusionError(
+            raise CrossLayerConfigError(
                 f"kv_fusion.readers has {layer!r}: {pair!r}: write a layer and the two that it "
                 "reads"
             )

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_prefill.cross_layer.config import FusionError, KVFusion
+from headrace_prefill.cross_layer.config import CrossLayerConfig, CrossLayerConfigError
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """A decoder's sizes, as config.json gives them."""
 
-    fusion: KVFusion
+    cross_layer: CrossLayerConfig
     vocabulary: int
     hidden: int
     intermediate: int
@@ -27,18 +27,20 @@ class Shape:
     tied: bool
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> Shape:
+    def of(config: Mapping[str, Any]) -> DecoderShape:
         """Read a parsed config.json; `qk_norm` is true for the model type qwen3.
 
         Raises:
-            FusionError: its `kv_fusion` is not valid, or a layer has no full attention.
+            CrossLayerConfigError: its `kv_fusion` is not valid, or a layer has no full attention.
         """
         windows = set(config.get("layer_types") or ()) - {"full_attention"}
         if windows:
-            raise FusionError(f"layer_types has {sorted(windows)}: known is full_attention")
+            raise CrossLayerConfigError(
+                f"layer_types has {sorted(windows)}: known is full_attention"
+            )
         heads = config["num_attention_heads"]
-        return Shape(
-            fusion=KVFusion.of(config),
+        return DecoderShape(
+            cross_layer=CrossLayerConfig.of(config),
             vocabulary=config["vocab_size"],
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],

@@ -1,8 +1,8 @@
 """Settings of KV cache compression for an engine, in vLLM's `additional_config`.
 
-    {"headrace_bounded": {"mode": "request", "share": 0.25, "calibration": "/models/gate"}}
+    {"headrace_bounded": {"mode": "request", "share": 0.25, "calibration": "/models/predictor"}}
 
-The settings of sparse attention must be there too. Their unit is the unit that heads keep.
+The settings of sparse attention must be there too. Their page is the page that heads keep.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from headrace_engine.connector.identity.engine_identity import BOUNDED_KEY
 
 
 @dataclass(frozen=True)
-class BoundedSettings:
+class CompressionSettings:
     """Settings of KV cache compression for an app.
 
     Attributes:
         mode: one of `techniques.MODES`.
         share: share of a context's KV that is kept if the request names none.
-        calibration: file of the model's gate; None: contexts are read again.
-        stream: whether all bounded contexts are streamed (`course.Stream`), not only those longer
-            than the cache. Needs a gate.
+        calibration: file of the model's predictor; None: contexts are read again.
+        stream: whether all compressed contexts are streamed (`job.Stream`), not only those longer
+            than the cache. Needs a predictor.
     """
 
     mode: str = "request"
@@ -36,11 +36,11 @@ class BoundedSettings:
         return {BOUNDED_KEY: asdict(self)}
 
 
-def settings_of(additional_config: Any) -> BoundedSettings | None:
-    """Return an engine's settings; None if no context is bounded.
+def settings_of(additional_config: Any) -> CompressionSettings | None:
+    """Return an engine's settings; None if contexts are not compressed.
 
     Raises:
         TypeError: a field is unknown.
     """
     told = additional_config.get(BOUNDED_KEY) if isinstance(additional_config, Mapping) else None
-    return BoundedSettings(**told) if told else None
+    return CompressionSettings(**told) if told else None

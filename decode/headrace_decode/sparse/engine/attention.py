@@ -1,12 +1,12 @@
-"""Sparse rows' attention: choose units, rewrite block tables, and call vLLM's own kernel.
+"""Sparse rows' attention: choose pages, rewrite block tables, and call vLLM's own kernel.
 
 Nothing is copied. Each (row, KV head) is a request of its own to the kernel, with one KV head, the
-query heads of its group and a table of the chosen units. The newest unit is always chosen and comes
+query heads of its group and a table of the chosen pages. The newest page is always chosen and comes
 last, so only it is partly filled and the kernel's length is
 
-    (chosen - 1) * unit_tokens + fill
+    (chosen - 1) * page_tokens + fill
 
-Keys are already rotated by their true positions, so the order of units in a table does not matter.
+Keys are already rotated by their true positions, so the order of pages in a table does not matter.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.counts import RECENT, SINKS
-from headrace_decode.sparse.engine.keys import LayerKeys
-from headrace_decode.sparse.engine.rows import RowPlan
-from headrace_decode.sparse.scoring import score
+from headrace_decode.attention.cpu_cache import Kernel, LayerCache
+from headrace_decode.attention.page_counts import RECENT, SINKS
+from headrace_decode.sparse.engine.sparse_rows import RowPlan
+from headrace_decode.sparse.page_scores import score_pages
+from headrace_decode.sparse.page_selection import select_pages
 from headrace_decode.sparse.summaries import Summaries
-from headrace_kvstore.checksum import prepare
-
-Kernel = Callable[..., None]
-"""(query, keys, values, output, starts, lengths, table, schedule, scale): vLLM's attention over
-[tokens, heads, head_dim], with blocks of one KV head."""
+from headrace_kvstore.blocks.checksum import prepare
 
 
-class Row(Protocol):
+class SelectingRow(Protocol):
     """Sparse row; attributes and method as for `SparseRow`."""
 
     @property
@@ -44,7 +40,7 @@ class Row(Protocol):
     def fill(self) -> int: ...
     @property
     def chosen(self) -> int: ...
-    def pick(
+    def select(
         self, layer: Any, queries: NDArray[np.float32], scale: float
     ) -> NDArray[np.integer[Any]]: ...
 
@@ -55,13 +51,13 @@ class SparseRow:
 
     Attributes:
         row: index in the batch.
-        units: int64 [n], blocks of its full units before the newest.
-        newest: block of the newest unit.
+        pages: int64 [n], blocks of its full pages before the newest.
+        newest: block of the newest page.
         fill, chosen: as for `RowPlan`.
     """
 
     row: int
-    units: NDArray[np.int64]
+    pages: NDArray[np.int64]
     newest: int
     fill: int
     chosen: int
@@ -73,31 +69,31 @@ class SparseRow:
         Args:
             table: int [n], the row's blocks.
         """
-        units = table[: plan.full].astype(np.int64)
-        return cls(plan.row, units, int(table[plan.full]), plan.fill, plan.chosen)
+        pages = table[: plan.full].astype(np.int64)
+        return cls(plan.row, pages, int(table[plan.full]), plan.fill, plan.chosen)
 
-    def pick(self, layer: Any, queries: NDArray[np.float32], scale: float) -> NDArray[np.int64]:
-        """Choose units, and return their places in the cache: int64 [kv_heads, chosen - 1], each
+    def select(self, layer: Any, queries: NDArray[np.float32], scale: float) -> NDArray[np.int64]:
+        """Choose pages, and return their places in the cache: int64 [kv_heads, chosen - 1], each
         `block * kv_heads + head`.
 
         Args:
             layer: `SparseLayer`.
             queries: float32 [kv_heads, group, head_dim]. scale: scale of the logits.
         """
-        scores = score(layer.summaries, self.units, queries, scale)
+        scores = score_pages(layer.summaries, self.pages, queries, scale)
         kv_heads = len(scores)
-        chosen = choose(scores, self.chosen - 1, SINKS, RECENT - 1)
-        return self.units[chosen] * kv_heads + np.arange(kv_heads)[:, None]
+        chosen = select_pages(scores, self.chosen - 1, SINKS, RECENT - 1)
+        return self.pages[chosen] * kv_heads + np.arange(kv_heads)[:, None]
 
 
 class SparseLayer:
     """Keys and summaries that one layer attends over.
 
     Args:
-        keys: keys of its cache. summaries: summaries of its units. number: index of the layer.
+        keys: keys of its cache. summaries: summaries of its pages. number: index of the layer.
     """
 
-    def __init__(self, keys: LayerKeys, summaries: Summaries, number: int = 0) -> None:
+    def __init__(self, keys: LayerCache, summaries: Summaries, number: int = 0) -> None:
         self.keys, self.summaries, self.number = keys, summaries, number
         self.by_head = keys.by_head()
 
@@ -110,7 +106,7 @@ class SparseLayer:
         kv_heads, first = self.keys.kv_heads, np.zeros(1, np.int64)
         self.summaries.put(first, torch.zeros_like(self.keys.read(first)))
         query = np.zeros((kv_heads, heads // kv_heads, self.keys.head_dim), np.float32)
-        score(self.summaries, first, query, 1.0)
+        score_pages(self.summaries, first, query, 1.0)
         prepare()
 
 
@@ -120,17 +116,17 @@ class SparseStep:
     Args:
         rows: at least one.
         tokens: int [rows], index of each row's token among the step's tokens.
-        kv_heads, unit_tokens: number of the cache's KV heads, and tokens of its units.
+        kv_heads, page_tokens: number of the cache's KV heads, and tokens of its pages.
         schedule: (starts, lengths) -> the kernel's schedule of these requests.
         kernel: a `Kernel`.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[SelectingRow],
         tokens: NDArray[np.integer],
         kv_heads: int,
-        unit_tokens: int,
+        page_tokens: int,
         schedule: Callable[[Tensor, Tensor], Any],
         kernel: Kernel,
     ) -> None:
@@ -139,7 +135,7 @@ class SparseStep:
         first, count = int(tokens[0]), len(rows)
         alike = tokens[-1] - first == count - 1
         self._tokens = slice(first, first + count) if alike else torch.from_numpy(np.array(tokens))
-        lengths = [(row.chosen - 1) * unit_tokens + row.fill for row in rows]
+        lengths = [(row.chosen - 1) * page_tokens + row.fill for row in rows]
         self._lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(kv_heads)
         self._starts = torch.arange(count * kv_heads + 1, dtype=torch.int32)
         self._schedule = schedule(self._starts, self._lengths)
@@ -162,7 +158,7 @@ class SparseStep:
         group = heads // self._kv_heads
         queries = mine.float().view(count, self._kv_heads, group, dim).numpy()
         for number, row in enumerate(self.rows):
-            self._table[number, :, : row.chosen - 1] = row.pick(layer, queries[number], scale)
+            self._table[number, :, : row.chosen - 1] = row.select(layer, queries[number], scale)
         split = mine.reshape(count * self._kv_heads, group, dim)
         found = torch.empty_like(split)
         table = torch.from_numpy(self._table).flatten(0, 1)

@@ -6,7 +6,7 @@ A `calibration_file` with three tensors, float32, for all layers,
     into    [layers, kv_heads, head_dim, rank]
     back    [layers, kv_heads, rank, head_dim]
 
-Its JSON has the model, the units, KL by share, the target KL, and the share that meets it.
+Its JSON has the model, the pages, KL by share, the target KL, and the share that meets it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,25 @@ from typing import Any
 
 import numpy as np
 
-from headrace_decode.sparse import calibration_file as files
+from headrace_decode.attention import calibration_file as files
+from headrace_decode.attention.calibration_file import (
+    CalibrationError,
+    CalibrationResult,
+    ModelShape,
+    Shapes,
+)
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape, Shapes
 
 COMMAND = "headrace lab calibrate sparse MODEL --texts FOLDER --out FILE"
-KIND = files.Kind("headrace_sparse_calibration", 2, "headrace lab calibrate sparse", COMMAND)
+KIND = files.CalibrationKind(
+    "headrace_sparse_calibration", 2, "headrace lab calibrate sparse", COMMAND
+)
 
 _TENSORS = ("origin", "into", "back")
 
 
 @dataclass(frozen=True)
-class Calibration(Measured):
+class Calibration(CalibrationResult):
     """Measurements of a model's bases.
 
     Attributes:
@@ -61,21 +68,21 @@ def read(path: Path) -> Calibration:
     Raises:
         CalibrationError: the file cannot be read, or is of another kind.
     """
-    return files.read(path, KIND, _told)[0]
+    return files.read(path, KIND, _parse)[0]
 
 
-def read_bases(path: Path, shape: Shape, unit_tokens: int) -> list[Basis]:
+def read_bases(path: Path, shape: ModelShape, page_tokens: int) -> list[Basis]:
     """Read the basis of each layer.
 
     Args:
-        shape, unit_tokens: model's shape and unit of the engine that they are for.
+        shape, page_tokens: model's shape and page of the engine that they are for.
 
     Raises:
-        CalibrationError: as for `read`; or the file is for another model or unit.
+        CalibrationError: as for `read`; or the file is for another model or page.
     """
 
     def check(found: Calibration, shapes: Shapes) -> None:
-        found.check(shape, unit_tokens)
+        found.check(shape, page_tokens)
         rank = [0, *shapes.get("into", ())][-1]
         heads = [shape.layers, shape.kv_heads]
         wanted = {
@@ -87,13 +94,15 @@ def read_bases(path: Path, shape: Shape, unit_tokens: int) -> list[Basis]:
         if rank % 2 or not 2 <= rank <= shape.head_dim:
             raise CalibrationError(f"it is damaged: it has {rank} coordinates")
 
-    _, tensors = files.read(path, KIND, _told, check)
+    _, tensors = files.read(path, KIND, _parse, check)
     return [Basis(*(tensors[name][layer] for name in _TENSORS)) for layer in range(shape.layers)]
 
 
-def _told(told: Mapping[str, Any]) -> Calibration:
+def _parse(content: Mapping[str, Any]) -> Calibration:
     found = Calibration(
-        **vars(Measured.told(told)), target_kl=float(told["target_kl"]), share=float(told["share"])
+        **vars(CalibrationResult.parse(content)),
+        target_kl=float(content["target_kl"]),
+        share=float(content["share"]),
     )
     if not 0 < found.share <= 1 or not math.isfinite(found.target_kl):
         raise CalibrationError(f"it is damaged: its share is {found.share}")

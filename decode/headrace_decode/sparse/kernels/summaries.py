@@ -1,7 +1,7 @@
-"""Summaries of all units of a layer on a device, in the bytes that `sparse.layout` describes.
+"""Summaries of all pages of a layer on a device, in the bytes that `sparse.layout` describes.
 
-A unit's summary is made again only if the sum of its keys' bytes differs from the sum that it was
-made from. A caller may therefore name units repeatedly, and writers of KV need not report a write.
+A page's summary is made again only if the sum of its keys' bytes differs from the sum that it was
+made from. A caller may therefore name pages repeatedly, and writers of KV need not report a write.
 The sum is a multilinear hash, modulo 2^64, of the bits of the keys' elements (16 or 32), with a
 factor for each position (Lemire and Kaser, arXiv 1008.1715).
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.kernels.cache import HeadCache
-from headrace_decode.sparse.layout import Layout
 from headrace_decode.sparse.summaries import RANK_BESIDE
 from headrace_decode.sparse.summarising import PRODUCTS, STEPS
+from headrace_decode.sparse.summary_layout import SummaryLayout
 
 LEAST = 16
 """Minimum size of each side of `tl.dot`."""
@@ -27,28 +27,28 @@ SCALES = tl.constexpr(3)
 
 
 class DeviceSummaries:
-    """Summaries of one layer's units, in memory of a size that is fixed at the start.
+    """Summaries of one layer's pages, in memory of a size that is fixed at the start.
 
     Attributes:
-        layout: layout of one unit's summary for one head.
+        layout: layout of one page's summary for one head.
         codes: uint8 [kv_heads, capacity, layout.code_bytes].
         scales: float32 [kv_heads, capacity, 3].
         sums: int64 [kv_heads, capacity], sum of the keys that a summary was made from; 0: none.
         back: float32 [kv_heads, rank, head_dim], as `Basis.back`.
     """
 
-    def __init__(self, capacity: int, unit_tokens: int, basis: Basis, device: str) -> None:
+    def __init__(self, capacity: int, page_tokens: int, basis: Basis, device: str) -> None:
         """
         Args:
-            capacity: number of units that can be stored; they are numbered like the cache's blocks.
+            capacity: number of pages that can be stored; they are numbered like the cache's blocks.
 
         Raises:
-            ValueError: the sizes of units and heads are not powers of 2 of at least 16 and 32.
+            ValueError: the sizes of pages and heads are not powers of 2 of at least 16 and 32.
         """
         kv_heads, dim, rank = basis.into.shape
-        if unit_tokens & (unit_tokens - 1) or dim & (dim - 1) or unit_tokens < 16 or dim < 32:
-            raise ValueError(f"units of {unit_tokens} tokens, heads of {dim}: no kernel for these")
-        self.layout = Layout(unit_tokens, dim, RANK_BESIDE, rank)
+        if page_tokens & (page_tokens - 1) or dim & (dim - 1) or page_tokens < 16 or dim < 32:
+            raise ValueError(f"pages of {page_tokens} tokens, heads of {dim}: no kernel for these")
+        self.layout = SummaryLayout(page_tokens, dim, RANK_BESIDE, rank)
         self.codes = torch.full(
             (kv_heads, capacity, self.layout.code_bytes), 0x88, dtype=torch.uint8, device=device
         )
@@ -62,19 +62,19 @@ class DeviceSummaries:
     def nbytes(self) -> int:
         return sum(one.nbytes for one in (self.codes, self.scales, self.sums))
 
-    def bring_up(self, cache: HeadCache, units: Tensor) -> None:
-        """Bring the summaries of units up to date.
+    def refresh(self, cache: HeadCache, pages: Tensor) -> None:
+        """Bring the summaries of pages up to date.
 
         Args:
             cache: cache of the layer; its keys are finite.
-            units: int64 [n], each below the capacity; a negative one is left out.
+            pages: int64 [n], each below the capacity; a negative one is left out.
         """
-        if not len(units):
+        if not len(pages):
             return
         layout, kv_heads = self.layout, self.codes.shape[0]
-        _bring_up[len(units), kv_heads](
+        _refresh[len(pages), kv_heads](
             cache.keys,
-            units,
+            pages,
             self.codes,
             self.scales,
             self.sums,
@@ -86,7 +86,7 @@ class DeviceSummaries:
             cache.heads_apart,
             self.codes.shape[1],
             layout.code_bytes,
-            TOKENS=layout.unit_tokens,
+            TOKENS=layout.page_tokens,
             DIM=layout.head_dim,
             COORDINATES=layout.coordinates,
             PADDED=max(LEAST, triton.next_power_of_2(-(-layout.coordinates // 8) * 4)),
@@ -97,9 +97,9 @@ class DeviceSummaries:
 
 
 @triton.jit
-def _bring_up(
+def _refresh(
     keys,
-    units,
+    pages,
     codes,
     scales,
     sums,
@@ -119,18 +119,18 @@ def _bring_up(
     ROUNDS: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """Summarise one unit of one head. A byte holds elements i and i + n / 2 of those packed
+    """Summarise one page of one head. A byte holds elements i and i + n / 2 of those packed
     together: coordinates j and j + 4 of a group of eight, or in a last group of four, tokens i and
     i + TOKENS / 2. PADDED: padded number of coordinates in the first fours of all groups."""
-    unit, head = tl.load(units + tl.program_id(0)).to(tl.int64), tl.program_id(1)
-    if unit < 0:
+    page, head = tl.load(pages + tl.program_id(0)).to(tl.int64), tl.program_id(1)
+    if page < 0:
         return
     i = tl.arange(0, TOKENS)
     d = tl.arange(0, DIM // 2)
     j = tl.arange(0, PADDED)
-    at = (unit * heads_apart + head) * place_stride + i[:, None] * token_stride + d[None, :]
+    at = (page * heads_apart + head) * place_stride + i[:, None] * token_stride + d[None, :]
     low, high = tl.load(keys + at), tl.load(keys + at + DIM // 2)
-    slot = head.to(tl.int64) * capacity + unit
+    slot = head.to(tl.int64) * capacity + page
 
     number = (i[:, None] * DIM + d[None, :]).to(tl.int64)
     found = _sum(low, number, WIDE) + _sum(high, number + DIM // 2, WIDE)
@@ -251,7 +251,7 @@ def _sum(
     number,
     WIDE: tl.constexpr,
 ):
-    """Return the sum of a part of a unit's keys, whose elements have these numbers in the unit."""
+    """Return the sum of a part of a page's keys, whose elements have these numbers in the page."""
     if WIDE:
         bits = part.to(tl.int32, bitcast=True).to(tl.int64)
     else:

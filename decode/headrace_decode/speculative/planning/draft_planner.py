@@ -1,7 +1,7 @@
 """The planner, which decides before each engine step how many draft tokens of each row to verify.
 
-It combines three parts: the seconds of a step (`headrace_engine.steptime`), the budget that
-maximises tokens per second (`budget`), and the decision whether drafting pays at this load
+It combines three parts: the seconds of a step (`headrace_engine.step_time`), the budget that
+maximises tokens per second (`draft_budget`), and the decision whether speculation pays at this load
 (`draft_guard`). It does not depend on an engine: a proposer, a simulator or a test passes the
 contents of the batch, and afterwards the result of the step.
 """
@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculative.planning.budget import best_budget
-from headrace_decode.speculative.planning.draft_guard import Guard, Toss
-from headrace_engine.steptime import StepTime, pairs_of
+from headrace_decode.speculative.planning.draft_budget import best_draft_budget
+from headrace_decode.speculative.planning.draft_guard import ControlDraw, DraftGuard
+from headrace_engine.step_time import StepTime, pairs_of
 
-LOOK_EVERY = 16
+EXPLORE_EVERY = 16
 """Interval of trials. While no draft could pay, one step in so many looks up drafts and compares
 them with the next tokens, to notice when drafts get better. While the guard is off, one step in so
 many verifies drafts."""
-_BEST_MEMORY = 0.98
-DRAFT_TOKENS_MAX = 4096
+_SURVIVAL_DECAY = 0.98
+MAX_DRAFT_TOKENS = 4096
 """Maximum number of draft tokens in one step, which bounds the arithmetic."""
 
 
 @dataclass(frozen=True)
-class Mode:
+class DraftMode:
     """The way in which the number of draft tokens is decided.
 
     `auto` is for production; the others are for measurements and as a kill switch.
@@ -45,7 +45,7 @@ class Mode:
     tokens: int = 0
 
     @staticmethod
-    def parse(text: str) -> Mode:
+    def parse(text: str) -> DraftMode:
         """Parse "auto", "off" or "static:K".
 
         Raises:
@@ -53,14 +53,14 @@ class Mode:
         """
         kind, _, tokens = text.partition(":")
         if text in ("auto", "off"):
-            return Mode(kind)
+            return DraftMode(kind)
         if kind == "static" and tokens.isdecimal() and int(tokens) > 0:
-            return Mode(kind, int(tokens))
+            return DraftMode(kind, int(tokens))
         raise ValueError(f"mode {text!r}: expected auto, off or static:K with K from 1 up")
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """The work of the next step apart from drafts.
 
     Attributes:
@@ -75,7 +75,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """The limits of a step.
 
     Attributes:
@@ -91,7 +91,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """A step that was run.
 
     Attributes:
@@ -101,7 +101,7 @@ class Step:
         emitted: number of tokens that these rows emitted.
         context_tokens: total length of all rows.
         seconds: seconds from its start to the next step's start.
-        toss: the random choice made for the step, if it should verify drafts.
+        control_draw: the random choice made for the step, if it should verify drafts.
     """
 
     tokens: int
@@ -110,7 +110,7 @@ class Step:
     emitted: int
     context_tokens: int
     seconds: float
-    toss: Toss | None = None
+    control_draw: ControlDraw | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -136,27 +136,29 @@ class DraftPlanner:
         controls: whether to run random steps without drafts and apply the guard.
         times: the engine's step times; new ones if None.
         """
-        self.mode = Mode()
+        self.mode = DraftMode()
         self.times = times or StepTime(padded_sizes)
         self.counts: Counter[str] = Counter()
         self.price = 0.0
         """Survival that one more token had to offer in the last budget."""
-        self.toss: Toss | None = None
+        self.control_draw: ControlDraw | None = None
         """Random choice made for the next step, if it should verify drafts."""
-        self.last = Step(tokens=0, drafted=0, rows=0, emitted=0, context_tokens=0, seconds=0.0)
+        self.last_step = StepRecord(
+            tokens=0, drafted=0, rows=0, emitted=0, context_tokens=0, seconds=0.0
+        )
         """The last step that was observed."""
         self._controls = controls
         self._random = random.Random(seed)
-        self._guards: dict[int, Guard] = {}
+        self._guards: dict[int, DraftGuard] = {}
         self._best_survival = 1.0
-        self._since_look = 0
+        self._steps_since_exploration = 0
 
-    def guard(self, rows: int) -> Guard:
+    def guard(self, rows: int) -> DraftGuard:
         """Return the guard of this load; there is one for each power of two of rows."""
-        return self._guards.setdefault(max(rows, 1).bit_length(), Guard())
+        return self._guards.setdefault(max(rows, 1).bit_length(), DraftGuard())
 
-    def looks(self, load: Load, limits: Limits, tokens_max: int) -> str:
-        """Return the purpose of a look-up of drafts, before the next step.
+    def plan_lookup(self, load: StepLoad, limits: StepLimits, tokens_max: int) -> str:
+        """Return the purpose of a look-up of drafts before the next step.
 
         Args:
             tokens_max: maximum number of draft tokens of all rows together.
@@ -164,31 +166,32 @@ class DraftPlanner:
         Returns:
             "verify", "compare" (look drafts up without verifying them) or "nothing" (no look-up).
         """
-        self.toss = None
+        self.control_draw = None
         if self.mode.kind == "off" or load.rows == 0 or tokens_max <= 0:
             return "nothing"
         if self.mode.kind == "static":
             return "verify"
-        room = self._room(load, limits, tokens_max)
-        on, pays = self.guard(load.rows).on or not self._controls, False
-        if room:
-            seconds = self._seconds(load, room)
+        max_tokens = self._max_tokens(load, limits, tokens_max)
+        on, pays = self.guard(load.rows).is_on or not self._controls, False
+        if max_tokens:
+            seconds = self._seconds(load, max_tokens)
             # An upper bound: one draft of that length whose tokens all have the best survival.
-            bound = np.full((1, room), self._best_survival, np.float32)
-            pays = bool(best_budget(bound, np.array([room], np.int32), seconds, load.rows).take[0])
+            bound = np.full((1, max_tokens), self._best_survival, np.float32)
+            length = np.array([max_tokens], np.int32)
+            pays = bool(best_draft_budget(bound, length, seconds, load.rows).take[0])
             self.counts["cannot_pay"] += not pays
         if on and pays:
             return "verify"
-        self._since_look += 1
-        if self._since_look < LOOK_EVERY:
+        self._steps_since_exploration += 1
+        if self._steps_since_exploration < EXPLORE_EVERY:
             return "nothing"
-        self._since_look = 0
+        self._steps_since_exploration = 0
         return "verify" if pays else "compare"
 
     def choose(
         self,
-        load: Load,
-        limits: Limits,
+        load: StepLoad,
+        limits: StepLimits,
         survival: NDArray[np.float32],
         lengths: NDArray[np.int32],
     ) -> NDArray[np.int32]:
@@ -201,28 +204,28 @@ class DraftPlanner:
         Returns:
             int32 [n].
         """
-        self.saw(survival, lengths)
+        self.record_survival(survival, lengths)
         if self.mode.kind == "static":
             return self._static(load, limits, lengths)
-        room = self._room(load, limits, int(lengths.sum()))
-        seconds = self._seconds(load, room)
-        budget = best_budget(survival, lengths, seconds, load.rows)
+        max_tokens = self._max_tokens(load, limits, int(lengths.sum()))
+        seconds = self._seconds(load, max_tokens)
+        budget = best_draft_budget(survival, lengths, seconds, load.rows)
         self.price = budget.price
         if self._controls and budget.take.any():
-            share = self.guard(load.rows).share
-            self.toss = Toss(self._random.random() < share, share)
-            if self.toss.control:
+            share = self.guard(load.rows).control_probability
+            self.control_draw = ControlDraw(self._random.random() < share, share)
+            if self.control_draw.is_control:
                 self.counts["control_steps"] += 1
                 return np.zeros_like(budget.take)
         return budget.take
 
-    def saw(self, survival: NDArray[np.float32], lengths: NDArray[np.int32]) -> None:
+    def record_survival(self, survival: NDArray[np.float32], lengths: NDArray[np.int32]) -> None:
         """Record the best survival of present drafts, verified or not."""
         if len(lengths) and survival.shape[1]:
             first = float(np.where(lengths > 0, survival[:, 0], 0.0).max())
-            self._best_survival = max(first, _BEST_MEMORY * self._best_survival)
+            self._best_survival = max(first, _SURVIVAL_DECAY * self._best_survival)
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: StepRecord) -> None:
         """Learn from a step that was run."""
         drafted, shape = step.drafted > 0, step.shape
         prompt, rows, _, context, pairs = shape
@@ -235,15 +238,15 @@ class DraftPlanner:
         self.counts["accepted_tokens"] += max(step.emitted - step.rows, 0)
         self.counts["row_steps"] += step.rows
         self.counts["emitted_tokens"] += step.emitted
-        self.last = step
-        toss = step.toss
+        self.last_step = step
+        control_draw = step.control_draw
         # Only steps without prompts are comparable with and without drafts.
         pure = step.rows > 0 and step.tokens - step.drafted == step.rows
-        if toss is not None and pure and drafted is not toss.control:
+        if control_draw is not None and pure and drafted is not control_draw.is_control:
             each = step.emitted / step.rows
-            self.guard(step.rows).observe(toss, each, step.seconds, undrafted_s)
+            self.guard(step.rows).observe(control_draw, each, step.seconds, undrafted_s)
 
-    def depth(self, rows: int, draft_tokens: int) -> int:
+    def max_draft_tokens(self, rows: int, draft_tokens: int) -> int:
         """Return the maximum number of tokens that a request may draft at a load.
 
         Args:
@@ -251,22 +254,22 @@ class DraftPlanner:
             draft_tokens: upper limit of the result.
 
         Returns:
-            The number; 0 while drafting is off at the load.
+            The number; 0 while speculation is off at the load.
         """
         if self.mode.kind == "static":
             return min(draft_tokens, self.mode.tokens)
         guard = self._guards.get(max(rows, 1).bit_length())
-        drafts = self.mode.kind == "auto" and (guard is None or guard.on)
+        drafts = self.mode.kind == "auto" and (guard is None or guard.is_on)
         return draft_tokens if drafts else 0
 
     @property
     def saved_s(self) -> float:
-        """Seconds that drafting saved recently, at all loads together."""
+        """Seconds that speculation saved recently, at all loads together."""
         return sum(guard.saved_s for guard in self._guards.values())
 
     @property
     def regret_bound_s(self) -> float:
-        """Maximum seconds that drafting lost recently, with confidence, summed over the loads."""
+        """Maximum seconds that speculation lost recently, with confidence, over all loads."""
         return sum(guard.lost_s for guard in self._guards.values())
 
     def snapshot(self) -> dict[str, object]:
@@ -279,7 +282,7 @@ class DraftPlanner:
             "counts": dict(self.counts),
             "loads": {
                 f"{2 ** (bits - 1)}..{2**bits - 1}": {
-                    "on": guard.on,
+                    "on": guard.is_on,
                     "saved": guard.saved,
                     "bounds": [bound if math.isfinite(bound) else None for bound in guard.bounds],
                     "switched_off": guard.switched_off,
@@ -288,25 +291,29 @@ class DraftPlanner:
             },
         }
 
-    def _room(self, load: Load, limits: Limits, tokens: int) -> int:
+    def _max_tokens(self, load: StepLoad, limits: StepLimits, tokens: int) -> int:
         """Return how many of `tokens` draft tokens the limits permit."""
-        room = min(tokens, limits.step_tokens - load.rows - load.prefill_tokens, DRAFT_TOKENS_MAX)
+        free = limits.step_tokens - load.rows - load.prefill_tokens
+        max_tokens = min(tokens, free, MAX_DRAFT_TOKENS)
         if limits.draft_tokens is not None:
-            room = min(room, limits.draft_tokens)
-        if room <= 0:
+            max_tokens = min(max_tokens, limits.draft_tokens)
+        if max_tokens <= 0:
             return 0
         if math.isfinite(limits.itl_s):
-            room = int(np.searchsorted(self._seconds(load, room), limits.itl_s, "right")) - 1
-        return max(room, 0)
+            seconds = self._seconds(load, max_tokens)
+            max_tokens = int(np.searchsorted(seconds, limits.itl_s, "right")) - 1
+        return max(max_tokens, 0)
 
-    def _seconds(self, load: Load, room: int) -> NDArray[np.float64]:
-        """Return the predicted seconds of a step with 0 to `room` draft tokens, not decreasing."""
+    def _seconds(self, load: StepLoad, max_tokens: int) -> NDArray[np.float64]:
+        """Return the predicted seconds of a step with 0 to `max_tokens` drafts, not decreasing."""
         prompt = load.prefill_tokens
         return self.times.seconds_each(
-            np.arange(room + 1), prompt, load.rows, load.context_tokens, pairs_of(0, prompt)
+            np.arange(max_tokens + 1), prompt, load.rows, load.context_tokens, pairs_of(0, prompt)
         )
 
-    def _static(self, load: Load, limits: Limits, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _static(
+        self, load: StepLoad, limits: StepLimits, lengths: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
         take = np.minimum(lengths, self.mode.tokens)
-        room = self._room(load, replace(limits, itl_s=math.inf), int(take.sum()))
-        return np.clip(room - (np.cumsum(take) - take), 0, take).astype(np.int32)
+        max_tokens = self._max_tokens(load, replace(limits, itl_s=math.inf), int(take.sum()))
+        return np.clip(max_tokens - (np.cumsum(take) - take), 0, take).astype(np.int32)

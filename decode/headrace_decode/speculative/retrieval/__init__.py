@@ -1,1 +1,1 @@
-"""The drafting memory: token sequences searched by suffix, and acceptance of continuations."""
+"""The retrieval memory: token sequences found by suffix, and the acceptance of continuations."""

@@ -28,7 +28,7 @@ from headrace_engine.connector.identity.engine_identity import (
     new_epoch,
 )
 from headrace_engine.connector.identity.weights import SUFFIXES, folder_fingerprint
-from headrace_kvstore.keys import owned_name
+from headrace_kvstore.identity.namespace import owned_name
 
 logger = logging.getLogger("headrace.kvstore")
 

@@ -1,7 +1,8 @@
 """The identity of an engine's KV, from vLLM's configuration alone.
 
 `kv_identity` is the one function that computes it. The store's namespace, the proof of a pull
-(`headrace_engine.pull_proof`) and the kind of a replica (`headrace_engine.kvkind`) are made of it.
+(`headrace_engine.pull_proof`) and the kind of a replica (`headrace_engine.kv_transfer.kv_kind`) are
+made of it.
 
 It is made of settings and of the content of files, not of the model's configuration object that
 vLLM derives from both: some models change that object while they load, in the workers only. All
@@ -36,11 +37,11 @@ from headrace_engine.vllm.kv_cache import (
     vllm_version,
 )
 from headrace_kvstore.codec import CODECS, Codec, Raw, tag
-from headrace_kvstore.keys import KvIdentity, Namespace, canonical, fingerprint
+from headrace_kvstore.identity.namespace import KvIdentity, Namespace, canonical, fingerprint
 
 SPARSE_KEY = "headrace_sparse"
 """Key in vLLM's `additional_config`: how an engine attends sparsely
-(`headrace_decode.sparse.engine.settings`). Its `unit_tokens` are the attention kernel's block."""
+(`headrace_decode.attention.settings`). Its `page_tokens` are the attention kernel's block."""
 BOUNDED_KEY = "headrace_bounded"
 """Key there, too: how an engine bounds contexts (`headrace_decode.compression.engine.settings`)."""
 STATED = frozenset(
@@ -288,18 +289,18 @@ def device_identity(vllm_config: Any) -> str:
     if kind != "cpu":
         return kind
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    unit = sparse_unit_tokens(vllm_config)
-    tokens = unit or cache.block_size
+    page = sparse_page_tokens(vllm_config)
+    tokens = page or cache.block_size
     isa = cpu_attention_isa(model.dtype, tokens, model.get_head_size(), cache.cache_dtype)
-    return f"cpu/{isa}/{unit}" if unit else f"cpu/{isa}"
+    return f"cpu/{isa}/{page}" if page else f"cpu/{isa}"
 
 
-def sparse_unit_tokens(vllm_config: Any) -> int:
+def sparse_page_tokens(vllm_config: Any) -> int:
     """Return the tokens of the attention kernel's block in an engine with sparse attention; 0 in
     others."""
     told = getattr(vllm_config, "additional_config", None)
     sparse = told.get(SPARSE_KEY) if isinstance(told, Mapping) else None
-    return int(sparse["unit_tokens"]) if sparse else 0
+    return int(sparse["page_tokens"]) if sparse else 0
 
 
 def _config_identity(model: Any) -> str:

@@ -10,7 +10,7 @@ import typer
 from headrace.cli.console import CliError
 
 calibrate_app = typer.Typer(
-    help="Measure what a model loses by lossy techniques, and choose their budgets.",
+    help="Measure the error of lossy techniques on a model, and choose their ratios.",
     no_args_is_help=True,
 )
 
@@ -21,14 +21,14 @@ TextsOption = Annotated[
     Path | None,
     typer.Option(help="Folder of texts like your documents. Default: installed packages'."),
 ]
-UnitOption = Annotated[int, typer.Option(help="As techniques.sparse.unit_tokens: 16 or 32.")]
+PageOption = Annotated[int, typer.Option(help="As techniques.sparse.page_tokens: 16 or 32.")]
 TargetOption = Annotated[
     float, typer.Option(min=0.0, help="Mean KL to the exact model that you allow, nats.")
 ]
 
 
-@calibrate_app.command("reuse")
-def calibrate_reuse(
+@calibrate_app.command("blending")
+def calibrate_blending(
     model: ModelArgument = None,
     texts: TextsOption = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts to measure.")] = 12,
@@ -38,44 +38,44 @@ def calibrate_reuse(
         Path | None, typer.Option("--json", help="Also write what was measured to this file.")
     ] = None,
 ) -> None:
-    """Print the budget at which reuse keeps to an error. It takes minutes, and 4 bytes of memory a
-    parameter."""
-    from headrace_lab.cli.calibrate import reuse as command
+    """Print the recompute ratio at which blending stays within an error. It takes minutes, and 4
+    bytes of memory a parameter."""
+    from headrace_lab.cli.calibrate import blending as command
 
     command.reuse(
         model, texts=texts, prompts=prompts, tokens=tokens, target_kl=target_kl, output=output
     )
 
 
-@calibrate_app.command("bounded")
-def calibrate_bounded(
+@calibrate_app.command("compression")
+def calibrate_compression(
     model: ModelArgument = None,
     texts: TextsOption = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="File to write, for techniques.bounded.calibration. Default: "
-            "NAME.bounded.safetensors, here.",
+            help="File to write, for techniques.compression.calibration. Default: "
+            "NAME.compression.safetensors, here.",
         ),
     ] = None,
-    unit_tokens: UnitOption = 32,
+    page_tokens: PageOption = 32,
     tokens: Annotated[int, typer.Option(min=600, help="Length of a text.")] = 3000,
     learn: Annotated[int, typer.Option(min=1, help="How many texts to learn from.")] = 10,
     measure: Annotated[int, typer.Option(min=1, help="How many others to measure on.")] = 3,
 ) -> None:
-    """Write the file with which bounded contexts need not be read again. It takes a quarter of an
-    hour, and 4 bytes of memory a parameter."""
-    from headrace_lab.cli.calibrate import bounded as command
+    """Write the file with which compression need not read prompts a second time. It takes a quarter
+    of an hour, and 4 bytes of memory a parameter."""
+    from headrace_lab.cli.calibrate import compression as command
 
-    _check_units(unit_tokens)
+    _check_pages(page_tokens)
     command.bounded(
         model,
         texts=texts,
         learn=learn,
         measure=measure,
         tokens=tokens,
-        unit_tokens=unit_tokens,
+        page_tokens=page_tokens,
         output=output,
     )
 
@@ -93,28 +93,28 @@ def calibrate_sparse(
             "NAME.sparse.safetensors, here.",
         ),
     ] = None,
-    unit_tokens: UnitOption = 32,
+    page_tokens: PageOption = 32,
     tokens: Annotated[int, typer.Option(min=2500, help="Length of a text.")] = 4096,
     learn: Annotated[int, typer.Option(min=1, help="How many texts to learn from.")] = 3,
     measure: Annotated[int, typer.Option(min=1, help="How many others to measure on.")] = 3,
 ) -> None:
-    """Write the file with which sparse attention keeps to an error. It takes minutes, and 4 bytes
-    of memory a parameter."""
+    """Write the file with which sparse attention stays within an error. It takes minutes, and 4
+    bytes of memory a parameter."""
     from headrace_lab.cli.calibrate import sparse as command
 
-    _check_units(unit_tokens)
+    _check_pages(page_tokens)
     command.sparse(
         model,
         texts=texts,
         learn=learn,
         measure=measure,
         tokens=tokens,
-        unit_tokens=unit_tokens,
+        page_tokens=page_tokens,
         target_kl=target_kl,
         output=output,
     )
 
 
-def _check_units(tokens: int) -> None:
+def _check_pages(tokens: int) -> None:
     if tokens not in (16, 32):
-        raise CliError(f"--unit-tokens is {tokens}, must be 16 or 32", 2)
+        raise CliError(f"--page-tokens is {tokens}, must be 16 or 32", 2)

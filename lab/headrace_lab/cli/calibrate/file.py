@@ -18,7 +18,7 @@ from headrace_lab.cli.calibrate.model import model
 from headrace_lab.cli.calibrate.texts import files_of, long_texts
 
 if TYPE_CHECKING:
-    from headrace_decode.sparse.calibration_file import Shape
+    from headrace_decode.attention.calibration_file import ModelShape
     from headrace_lab.models.lm import LM
 
 
@@ -35,7 +35,7 @@ class Asked:
 
     lm: LM
     model: str
-    shape: Shape
+    shape: ModelShape
     texts: list[list[int]]
     file: Path
     _begun: float = field(default_factory=time.monotonic)
@@ -60,14 +60,14 @@ class Asked:
             CliError: plain torch cannot compute the model, the texts are too short, or the file
                 cannot be written.
         """
-        from headrace_decode.sparse.calibration_file import Shape
+        from headrace_decode.attention.calibration_file import ModelShape
         from headrace_lab.texts.prompts import documents
 
         if output is not None:
             _check_writable(output)
         files = documents(False) if texts is None else files_of(texts)
         folder, lm, _, encode = model(name)
-        shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
+        shape = ModelShape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
         known = Path(name or folder).name
         file = output or Path(f"{known}.{kind}.safetensors")
         _check_writable(file)

@@ -1,7 +1,7 @@
 """`headrace lab calibrate sparse`: a model's bases, and the share that meets a target error.
 
 The bases are learned from some texts. The error of each share is measured on other texts, with an
-engine's summaries and choice of units.
+engine's summaries and choice of pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def sparse(
     learn: int,
     measure: int,
     tokens: int,
-    unit_tokens: int,
+    page_tokens: int,
     target_kl: float,
     output: Path | None,
 ) -> None:
@@ -33,13 +33,13 @@ def sparse(
     from headrace_lab.sparse.calibrate import Learning, divergences, least_share
 
     asked = Asked.of(name, "sparse", texts, learn + measure, tokens, output)
-    learning, scores = Learning(asked.lm, unit_tokens), []
+    learning, scores = Learning(asked.lm, page_tokens), []
     for number, text in enumerate(asked.texts[:learn], 1):
         learning.add(text)
         asked.done(number, "learned")
     bases = learning.bases()
     for number, text in enumerate(asked.texts[learn:], learn + 1):
-        scores.append(divergences(asked.lm, text, bases, unit_tokens))
+        scores.append(divergences(asked.lm, text, bases, page_tokens))
         asked.done(number, "measured")
     kl = means(scores)
     wanted = least_share(kl, target_kl)
@@ -49,7 +49,7 @@ def sparse(
             "leave sparse attention off. No file was written"
         )
     found = Calibration(
-        asked.model, asked.shape, unit_tokens, kl, target_kl=target_kl, share=wanted
+        asked.model, asked.shape, page_tokens, kl, target_kl=target_kl, share=wanted
     )
     write(asked.file, found, bases)
     stdout().print(f"share: {wanted:.2f}", markup=False)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from headrace_lab.cross_layer.convert import ConvertKind
 
 cross_layer_app = typer.Typer(
-    help="Make models that keep less KV: see docs/fusion.md.", no_args_is_help=True
+    help="Make models that keep less KV: see docs/cross-layer.md.", no_args_is_help=True
 )
 
 

@@ -70,7 +70,7 @@ def convert(name: str, out: Path, asked: Asked) -> None:
     chosen = points[-1] if asked.readers else last_within(points, 1 + asked.perplexity)
     distilled = None
     if chosen is not None:
-        made = job.converter.convert(chosen.fusion)
+        made = job.converter.convert(chosen.cross_layer)
         if asked.distill:
             every = max(1, asked.distill // 10)
 
@@ -79,8 +79,8 @@ def convert(name: str, out: Path, asked: Asked) -> None:
                     tell(f"distilled on {step} texts: KL {loss:.4f}")
 
             distill(made, job.model, list(job.distilling), report)
-            distilled = job.truth.error(made, first=min(chosen.fusion.readers))
-        checkpoint.write(out, job.converter.described(chosen.fusion), made, job.folder)
+            distilled = job.truth.error(made, first=min(chosen.cross_layer.readers))
+        checkpoint.write(out, job.converter.described(chosen.cross_layer), made, job.folder)
     nearest = asymmetry.nearest(job.converter.sums)
     out.mkdir(parents=True, exist_ok=True)
     found = report_of(job.truth.perplexity, points, chosen, distilled, nearest)
@@ -104,7 +104,7 @@ def last_within(points: Sequence[Point], limit: float) -> Point | None:
 
 def verdict(chosen: Point, distilled: Error | None, out: Path) -> str:
     """Return the message about the written model and its error."""
-    count, layers = len(chosen.fusion.readers), chosen.fusion.layers
+    count, layers = len(chosen.cross_layer.readers), chosen.cross_layer.layers
     text = (
         f"{out}: {count} of {layers} layers keep no KV, {chosen.saved:.1%} of it is saved; "
         f"perplexity {chosen.error.perplexity:.3f} times, KL {chosen.error.kl:.4f}"
@@ -118,8 +118,10 @@ def table(points: Sequence[Point]) -> Table:
     """Return the curve as a table, one row for each layer."""
     found = Table("KV saved", "layer", "keys of", "values of", "perplexity, times", "KL")
     for point in points:
-        fusion, layer = point.fusion, point.layer
-        sources = (" + ".join(map(str, which(layer))) for which in (fusion.keys, fusion.values))
+        cross_layer, layer = point.cross_layer, point.layer
+        sources = (
+            " + ".join(map(str, which(layer))) for which in (cross_layer.keys, cross_layer.values)
+        )
         found.add_row(
             *(f"{point.saved:.1%}", str(layer), *sources),
             *(f"{point.error.perplexity:.3f}", f"{point.error.kl:.4f}"),
@@ -141,12 +143,12 @@ def report_of(
             {
                 "layer": point.layer,
                 "kv_saved": point.saved,
-                "kv_fusion": point.fusion.section(),
+                "kv_fusion": point.cross_layer.section(),
                 **asdict(point.error),
             }
             for point in points
         ],
-        "written": None if chosen is None else len(chosen.fusion.readers),
+        "written": None if chosen is None else len(chosen.cross_layer.readers),
         "distilled": None if distilled is None else asdict(distilled),
         "nearest": [asdict(one) for one in nearest],
     }
@@ -162,7 +164,7 @@ def _prepare(name: str, asked: Asked) -> Job:
     from headrace_lab.cross_layer.error import Truth
     from headrace_lab.models import checkpoint
     from headrace_lab.texts.corpus import CorpusError, passages, sides
-    from headrace_prefill.cross_layer.config import FusionError
+    from headrace_prefill.cross_layer.config import CrossLayerConfigError
 
     try:
         folder = Path(resolve(name))
@@ -179,7 +181,7 @@ def _prepare(name: str, asked: Asked) -> Job:
         mine, others = sides(asked.texts)
         texts, measured = cut(mine, asked.fit + asked.distill), cut(others, asked.measure)
         converter = Converter(config, model, texts[: asked.fit])
-    except (CorpusError, FusionError, ModelError) as error:
+    except (CorpusError, CrossLayerConfigError, ModelError) as error:
         raise CliError(f"{name}: {error}", 2) from None
     return Job(folder, model, converter, Truth(model, measured), texts[asked.fit :])
 

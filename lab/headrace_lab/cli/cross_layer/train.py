@@ -49,7 +49,7 @@ def train(
     )
     from headrace_lab.cross_layer.train import Recipe
     from headrace_lab.texts.corpus import CorpusError
-    from headrace_prefill.cross_layer.config import KINDS, FusionError, KVFusion
+    from headrace_prefill.cross_layer.config import KINDS, CrossLayerConfig, CrossLayerConfigError
 
     if unknown := sorted(set(kinds or ()) - set(KINDS)):
         raise CliError(f"--kind {unknown[0]} is not one of {', '.join(KINDS)}", 2)
@@ -68,9 +68,9 @@ def train(
 
     try:
         for one in chosen:
-            KVFusion.of(asked.described(one))
+            CrossLayerConfig.of(asked.described(one))
         losses = compare(asked, out, report=report)
-    except (CorpusError, FusionError, SettingsError) as error:
+    except (CorpusError, CrossLayerConfigError, SettingsError) as error:
         raise CliError(str(error), 2) from None
     stdout().print(table(losses))
     _print_drawn(out, losses)

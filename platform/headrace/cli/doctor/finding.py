@@ -41,10 +41,10 @@ def run(
 ) -> list[Finding]:
     """Return the findings of all checks, in order. `before` gets the name of each check first."""
     findings: list[Finding] = []
-    for name, look in checks:
+    for name, check in checks:
         before(name)
         try:
-            findings += look()
+            findings += check()
         except Exception as error:  # a probe that fails is a finding, not a traceback
             findings.append(Finding(name, "WARN", f"could not be checked: {error}"))
     return findings

@@ -5,8 +5,6 @@ from __future__ import annotations
 from headrace.cli import probes
 from headrace.cli.console import human_bytes
 from headrace.cli.doctor.finding import Finding
-from headrace_kvstore.device.placing import describe_nodes
-from headrace_kvstore.device.topology import Topology
 
 # Oldest driver for each CUDA major version (NVIDIA's "CUDA Compatibility", minor versions).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -179,30 +177,3 @@ def nixl(plugins: list[str], error: str, plugin_dir: str | None) -> Finding:
             "remove NIXL_PLUGIN_DIR, or name the folder of nixl's own plugins",
         )
     return Finding("NIXL", "OK", ", ".join(plugins))
-
-
-def topology(found: Topology, net_devices: str | None) -> Finding:
-    """Report the place of each GPU, the RDMA devices nearest to it, and the place of the arena.
-
-    Args:
-        net_devices: UCX_NET_DEVICES.
-    """
-    if not found.gpus:
-        return Finding("topology", "OK", "no GPU: processes and memory stay where they are")
-    parts = []
-    for number, gpu in enumerate(found.gpus):
-        words = [f"GPU {number} on NUMA node {gpu.node if gpu.node >= 0 else 'unknown'}"]
-        nearest = [nic.name for nic in found.nearest(gpu)]
-        if net_devices is None and nearest:
-            words.append(", ".join(nearest))
-        if gpu.instances:
-            words.append(f"{gpu.instances} MIG instances, each a device, that share its bus")
-        parts.append(": ".join(words))
-    where = describe_nodes(found.arena_nodes()) or "where the kernel puts it"
-    text = f"{'; '.join(parts)}; the arena lies {where}"
-    if net_devices is not None:
-        text += f"; UCX_NET_DEVICES is {net_devices}"
-    if len(found.cpus) > 1 and any(gpu.node < 0 for gpu in found.gpus):
-        remedy = "start engines under numactl: the firmware does not tell where these GPUs are"
-        return Finding("topology", "WARN", text, remedy)
-    return Finding("topology", "OK", text)

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import os
-
 from headrace.cli import probes
 from headrace.cli.console import human_bytes
-from headrace.cli.doctor import hardware
 from headrace.cli.doctor.finding import Check, Finding, Level
 from headrace.config import HeadraceConfig
-from headrace_kvstore.device import topology
 from headrace_kvstore.protocol.address import host_port
 
 # The versions in requirements/*.lock, with which Headrace is tested.
@@ -34,16 +30,9 @@ def checks(config: HeadraceConfig) -> list[Check]:
         ("nixl", lambda: [nixl(probes.nixl_plugins())]),
         ("gpus", lambda: [gpus(probes.gpus(), config)]),
         ("rdma", lambda: [rdma(probes.rdma_devices(), probes.gpus())]),
-        ("topology", lambda: [hardware.topology(topology.read(), net_devices(config))]),
         ("model", lambda: [model(*probes.model(config.model.id))]),
         ("state", lambda: [leftovers(probes.dead_instances())]),
     ]
-
-
-def net_devices(config: HeadraceConfig) -> str | None:
-    """Return UCX_NET_DEVICES as the configuration gives it to engines, or this process's."""
-    given = [role.env.get("UCX_NET_DEVICES") for role in config.roles().values()]
-    return next((each for each in given if each), os.environ.get("UCX_NET_DEVICES"))
 
 
 def python(version: tuple[int, int]) -> Finding:

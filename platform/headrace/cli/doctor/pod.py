@@ -15,7 +15,6 @@ from headrace.cli.doctor import agreement, hardware, machine, storage, surroundi
 from headrace.cli.doctor.finding import Check, Finding
 from headrace.config import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
-from headrace_kvstore.device import topology
 
 Role = Literal["prefill", "decode", "gateway", "head"]
 
@@ -118,7 +117,6 @@ def checks(pod: Pod, env: Mapping[str, str] = os.environ) -> list[Check]:
             ("driver", lambda: [hardware.driver(probes.torch_cuda(), probes.cuda_driver())]),
             ("NVMe to GPU", lambda: _nvme_to_gpu(pod)),
             ("GPUs", lambda: hardware.gpus(*probes.nvidia_smi(), probes.gpu_nodes(), pod.gpus)),
-            ("topology", lambda: [hardware.topology(topology.read(), env.get("UCX_NET_DEVICES"))]),
         ]
     return out
 

@@ -7,10 +7,10 @@ from headrace.cli.doctor.finding import Finding
 
 MIN_OPEN_FILES = 16384
 GOOD_OPEN_FILES = 65536
-LEAST_OPEN_FILES = 4096
+MIN_OPEN_FILES = 4096
 MIN_THREADS = 4096
 # Ray starts about one process a core, vLLM and UCX tens of threads an engine.
-LEAST_THREADS = 1024
+MIN_THREADS = 1024
 SKEW_WARN_S = 2.0
 SKEW_FAIL_S = 300.0  # from here on object stores refuse signatures
 
@@ -39,7 +39,7 @@ def open_files(soft: int, hard: int) -> Finding:
         return Finding("open files", "OK", f"limit {soft} (hard {hard})")
     return Finding(
         "open files",
-        "FAIL" if hard < LEAST_OPEN_FILES else "WARN",
+        "FAIL" if hard < MIN_OPEN_FILES else "WARN",
         f"limit {soft} (hard {hard})",
         "raise LimitNOFILE of the node's container runtime (systemd unit of containerd) to "
         f"{GOOD_OPEN_FILES} or more; a pod cannot raise it itself",
@@ -52,7 +52,7 @@ def threads(limit: int | None) -> Finding:
         return Finding("threads", "OK", f"limit {limit or 'none'}")
     return Finding(
         "threads",
-        "FAIL" if limit < LEAST_THREADS else "WARN",
+        "FAIL" if limit < MIN_THREADS else "WARN",
         f"limit {limit}",
         f"raise the kubelet's podPidsLimit to {MIN_THREADS} or more",
     )

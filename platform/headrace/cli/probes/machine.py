@@ -6,7 +6,6 @@ import contextlib
 import json
 import resource
 import shutil
-import subprocess
 import sys
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ import psutil
 
 from headrace.cli import cluster, state
 from headrace.cli.probes.child import in_process
+from headrace.cli.probes.gpu import nvidia_smi
 from headrace.config import HeadraceConfig
 
 # For each import package, the distributions that may contain it.
@@ -94,20 +94,7 @@ def port(config: HeadraceConfig) -> tuple[bool, str | None]:
 @lru_cache(maxsize=1)
 def gpus() -> list[str]:
     """Return the names of the GPUs that nvidia-smi lists."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    try:
-        listing = subprocess.run(
-            [program, "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
+    return [gpu.name for gpu in nvidia_smi()[0]]
 
 
 def rdma_devices() -> list[str]:

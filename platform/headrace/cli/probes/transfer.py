@@ -108,12 +108,12 @@ def _connect(host: str, port: int) -> socket.socket:
 
 
 def _read_nixl(hello: dict[str, Any], seconds: float) -> float:
-    from headrace_kvstore.peers.agent import Agent
+    from headrace_kvstore.peers.nixl_agent import NixlAgent
 
     memory = np.ones(LENT_BYTES, np.uint8)
-    agent = Agent(memory.ctypes.data, memory.nbytes)
+    agent = NixlAgent(memory.ctypes.data, memory.nbytes)
     try:
-        name = agent.meet(base64.b64decode(hello["nixl"])).result(timeout=20)
+        name = agent.connect(base64.b64decode(hello["nixl"])).result(timeout=20)
         offsets = np.arange(0, LENT_BYTES, PIECE_BYTES, dtype=np.uint64)
         lengths = np.full(len(offsets), PIECE_BYTES, np.uint64)
         local = offsets + np.uint64(memory.ctypes.data)
@@ -181,12 +181,12 @@ def listen(port: int, facts: dict[str, Any], serve_s: float, ready: Callable[[in
     Raises:
         OSError: the port is taken.
     """
-    from headrace_kvstore.peers.agent import Agent
+    from headrace_kvstore.peers.nixl_agent import NixlAgent
 
     memory = np.zeros(LENT_BYTES, np.uint8)
     agent, error = None, ""
     try:
-        agent = Agent(memory.ctypes.data, memory.nbytes, serving=lambda: True)
+        agent = NixlAgent(memory.ctypes.data, memory.nbytes, serving=lambda: True)
     except (ImportError, RuntimeError) as problem:
         error = str(problem)
     hello: dict[str, Any] = {"protocol": PROTOCOL, "facts": facts, "nixl_error": error}

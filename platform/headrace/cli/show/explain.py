@@ -12,7 +12,7 @@ from rich.table import Table
 
 from headrace.cli import client
 from headrace.cli.console import CliError, stdout
-from headrace.cli.show import kvbudget
+from headrace.cli.show import kv_budget
 
 
 def explain(request_id: str | None, name: str | None, *, as_json: bool) -> None:
@@ -31,7 +31,7 @@ def explain(request_id: str | None, name: str | None, *, as_json: bool) -> None:
         if as_json:
             print(json.dumps(instance.kv_plan, indent=2))
         else:
-            kvbudget.render(instance.kv_plan, stdout())
+            kv_budget.render(instance.kv_plan, stdout())
         return
     plan = client.get_json(instance, f"/headrace/v1/plans/{quote(request_id, safe='')}")
     if as_json:
@@ -79,6 +79,6 @@ def price_table(predicted: dict[str, float]) -> Table:
     for kind in ("local", "remote"):
         table.add_column(kind, justify="right")
     for part in parts:
-        told = (predicted.get(f"{kind}.{part}") for kind in ("local", "remote"))
-        table.add_row(part.replace("_", " "), *("" if s is None else f"{s:.4f}" for s in told))
+        seconds = (predicted.get(f"{kind}.{part}") for kind in ("local", "remote"))
+        table.add_row(part.replace("_", " "), *("" if s is None else f"{s:.4f}" for s in seconds))
     return table

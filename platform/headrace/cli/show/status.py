@@ -123,12 +123,12 @@ def admission(queue: dict[str, Any]) -> str:
 
 def hindsight(replicas: list[dict[str, Any]]) -> list[str]:
     """Describe the reachable and the reached hits, and the regret, over all decode replicas."""
-    told = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
+    outcomes = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
     sums = {
-        name: sum(one[name] for one in told if one)
+        name: sum(one[name] for one in outcomes if one)
         for name in ("requests", "prompt_tokens", "reachable_tokens", "reached_tokens")
     }
-    cost_s, regret_s = (sum(one[s] for one in told if one) for s in ("cost_s", "regret_s"))
+    cost_s, regret_s = (sum(one[s] for one in outcomes if one) for s in ("cost_s", "regret_s"))
     if not sums["requests"]:
         return []
     all_tokens = max(1, sums["prompt_tokens"])
@@ -139,7 +139,7 @@ def hindsight(replicas: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def advice(told: dict[str, Any]) -> str:
+def advice(report: dict[str, Any]) -> str:
     """Describe whether disaggregation pays, and how many replicas of each role it takes."""
 
     def seen(split: dict[str, Any]) -> str:
@@ -150,17 +150,17 @@ def advice(told: dict[str, Any]) -> str:
     def name(split: dict[str, Any]) -> str:
         return f"{split['prefill']} prefill + {split['decode']} decode"
 
-    best, now, together = told["best"], told["now"], told["together"]
-    if told["apart_pays"]:
-        said = f"apart pays; best of these engines: {name(best)} ({seen(best)})"
-        said += f", without prefill engines {seen(together)}"
+    best, now, colocated = report["best"], report["now"], report["colocated"]
+    if report["disaggregation_pays"]:
+        text = f"disaggregation pays; best of these engines: {name(best)} ({seen(best)})"
+        text += f", without prefill engines {seen(colocated)}"
     else:
-        said = f"apart does not pay: {name(together)} ({seen(together)})"
-    if now not in (best, together):
-        said += f", now {seen(now)}"
+        text = f"disaggregation does not pay: {name(colocated)} ({seen(colocated)})"
+    if now not in (best, colocated):
+        text += f", now {seen(now)}"
     return (
-        f"advice, for {told['rate']:.2g} requests a second: {said}; "
-        f"apart takes {told['prefill']} prefill and {told['decode']} decode replicas"
+        f"advice, for {report['rate']:.2g} requests a second: {text}; "
+        f"disaggregation takes {report['prefill']} prefill and {report['decode']} decode replicas"
     )
 
 

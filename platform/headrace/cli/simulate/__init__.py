@@ -22,8 +22,8 @@ def simulate(
         typer.Option(
             "--policy",
             help="Placement rule: headrace (the default), headrace-remote, round-robin, "
-            "two-choices, or one that a package adds: ray, dynamo, dynamo-conditional, llm-d, "
-            "mooncake, sglang or aibrix. Can be repeated.",
+            "least-loaded, prefix-affinity, two-choices, or one that a package adds: ray, dynamo, "
+            "dynamo-conditional, llm-d, mooncake, sglang or aibrix. Can be repeated.",
         ),
     ] = None,
     load: Annotated[
@@ -79,7 +79,7 @@ def simulate(
     """
     from headrace.cli.simulate import command
 
-    asked = command.Asked(
+    options = command.SimulateOptions(
         trace=trace,
         prefill=prefill,
         decode=decode,
@@ -94,4 +94,4 @@ def simulate(
         itl_ms=itl_ms,
         failures=failures,
     )
-    command.run(asked, json_file=json_file, report=report)
+    command.run(options, json_file=json_file, report=report)

@@ -16,27 +16,27 @@ from rich.table import Table
 
 from headrace.cli import client, state
 from headrace.cli.console import CliError, stderr, stdout
-from headrace.simulate.best import capacity_rate
-from headrace.simulate.calibrate import CalibrationError, calibrated
-from headrace.simulate.catalog import policy_named
+from headrace.simulate.best_case import capacity_rate
+from headrace.simulate.calibration import CalibrationError, calibrate_hardware
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import Outcome, Targets
-from headrace.simulate.report import ROWS, page
+from headrace.simulate.html_report import ROWS, page
+from headrace.simulate.outcome import GoodputTargets, SimulationOutcome
+from headrace.simulate.policy_catalog import find_policy
 from headrace.simulate.run import (
     Failure,
-    Run,
-    Settings,
     SimulationError,
+    SimulationRun,
+    SimulationSettings,
     simulate,
 )
-from headrace.simulate.trace import TraceError, in_blocks_of, multiply, read_trace
+from headrace.simulate.trace import TraceError, read_trace, scale_trace, with_block_size
 
 DOWN_S = 60.0
 """Time for which a failed engine is away."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimulateOptions:
     """The options of the command."""
 
     trace: Path
@@ -54,7 +54,7 @@ class Asked:
     failures: int
 
 
-def run(asked: Asked, *, json_file: Path | None, report: Path | None) -> None:
+def run(options: SimulateOptions, *, json_file: Path | None, report: Path | None) -> None:
     """Play the trace, print a table, and write the files that the options name.
 
     Raises:
@@ -63,59 +63,61 @@ def run(asked: Asked, *, json_file: Path | None, report: Path | None) -> None:
     if report is not None and report.suffix != ".html":
         raise CliError(f"--report writes HTML: {report} should end in .html", 2)
     try:
-        runs, targets, facts = _play(asked)
+        runs, targets, facts = _play(options)
     except (TraceError, SimulationError, CalibrationError, ValueError) as error:
         raise CliError(str(error), 2) from None
     outcomes = {name: one.outcome for name, one in runs.items()}
     stdout().print(_table(outcomes))
     if json_file is not None:
-        told = {
-            "asked": facts,
+        report_data = {
+            "options": facts,
             "targets": asdict(targets),
             "policies": {name: asdict(outcome) for name, outcome in outcomes.items()},
         }
-        _write(json_file, json.dumps(told, indent=2) + "\n")
+        _write(json_file, json.dumps(report_data, indent=2) + "\n")
     if report is not None:
         courses = {name: one.course for name, one in runs.items()}
-        title = f"{asked.prefill} + {asked.decode} engines, {asked.trace.name}"
+        title = f"{options.prefill} + {options.decode} engines, {options.trace.name}"
         _write(report, page(title, facts, outcomes, courses, targets))
 
 
-def _play(asked: Asked) -> tuple[dict[str, Run], Targets, dict[str, str]]:
-    hardware = _hardware(asked)
-    targets = Targets(asked.ttft_s, asked.ttft_token_ms / 1e3, asked.itl_ms / 1e3)
-    trace = in_blocks_of(read_trace(asked.trace), hardware.block_tokens)
-    settings = Settings(seed=asked.seed, targets=targets, failures=_failures(asked))
-    engines, warm_share = asked.prefill or asked.decode, settings.warm_share
-    rate = asked.load * capacity_rate(trace, hardware, engines, asked.seconds, warm_share)
-    work = multiply(trace, rate, asked.seconds, asked.seed)
-    policies = {name: policy_named(name) for name in asked.policies}
+def _play(
+    options: SimulateOptions,
+) -> tuple[dict[str, SimulationRun], GoodputTargets, dict[str, str]]:
+    hardware = _hardware(options)
+    targets = GoodputTargets(options.ttft_s, options.ttft_token_ms / 1e3, options.itl_ms / 1e3)
+    trace = with_block_size(read_trace(options.trace), hardware.block_tokens)
+    settings = SimulationSettings(seed=options.seed, targets=targets, failures=_failures(options))
+    engines, warm_share = options.prefill or options.decode, settings.warm_share
+    rate = options.load * capacity_rate(trace, hardware, engines, options.seconds, warm_share)
+    work = scale_trace(trace, rate, options.seconds, options.seed)
+    policies = {name: find_policy(name) for name in options.policies}
     runs = {}
     with _bars(policies) as advance:
         for name, policy in policies.items():
             runs[name] = simulate(
-                *(work, hardware, asked.prefill, asked.decode, policy, settings),
+                *(work, hardware, options.prefill, options.decode, policy, settings),
                 progress=partial(advance, name),
             )
             advance(name, 1.0)
     facts = {
-        "trace": f"{asked.trace.name}, {len(trace):,} requests in {trace.seconds:,.0f} s",
-        "engines": f"{asked.prefill} prefill, {asked.decode} decode",
-        "load": f"{asked.load:g}, {rate:.2f} times the trace's rate, {len(work):,} requests",
-        "time": f"{asked.seconds:g} s, the first {settings.warm_share:.0%} not measured",
-        "failures": str(asked.failures),
-        "seed": str(asked.seed),
-        "fits": asked.calibrate or "an 8B model on a GPU of the H100 kind, by arithmetic",
+        "trace": f"{options.trace.name}, {len(trace):,} requests in {trace.seconds:,.0f} s",
+        "engines": f"{options.prefill} prefill, {options.decode} decode",
+        "load": f"{options.load:g}, {rate:.2f} times the trace's rate, {len(work):,} requests",
+        "time": f"{options.seconds:g} s, the first {settings.warm_share:.0%} not measured",
+        "failures": str(options.failures),
+        "seed": str(options.seed),
+        "fits": options.calibrate or "an 8B model on a GPU of the H100 kind, by arithmetic",
     }
     return runs, targets, facts
 
 
-def _hardware(asked: Asked) -> Hardware:
+def _hardware(options: SimulateOptions) -> Hardware:
     hardware = Hardware()
-    if asked.calibrate is not None:
-        hardware = calibrated(hardware, _fits(asked.calibrate))
-    if asked.store_tb is not None:
-        hardware = replace(hardware, store_bytes=asked.store_tb * 1e12)
+    if options.calibrate is not None:
+        hardware = calibrate_hardware(hardware, _fits(options.calibrate))
+    if options.store_tb is not None:
+        hardware = replace(hardware, store_bytes=options.store_tb * 1e12)
     return hardware
 
 
@@ -131,14 +133,14 @@ def _fits(source: str) -> Any:
         raise CliError(f"--calibrate {source}: {error}", 2) from None
 
 
-def _failures(asked: Asked) -> list[Failure]:
+def _failures(options: SimulateOptions) -> list[Failure]:
     """Return failures of random engines at random times of the measured part."""
-    rng, engines = Random(asked.seed), asked.prefill + asked.decode
-    if asked.failures and engines < 2:
+    rng, engines = Random(options.seed), options.prefill + options.decode
+    if options.failures and engines < 2:
         raise SimulationError("one engine alone cannot fail")
     return [
-        Failure(asked.seconds * rng.uniform(0.3, 0.9), rng.randrange(engines), DOWN_S)
-        for _ in range(asked.failures)
+        Failure(options.seconds * rng.uniform(0.3, 0.9), rng.randrange(engines), DOWN_S)
+        for _ in range(options.failures)
     ]
 
 
@@ -159,7 +161,7 @@ def _bars(names: Any) -> Iterator[Any]:
         yield advance
 
 
-def _table(outcomes: dict[str, Outcome]) -> Table:
+def _table(outcomes: dict[str, SimulationOutcome]) -> Table:
     table = Table("", *outcomes)
     for field, label, factor, unit in ROWS:
         cells = (f"{getattr(one, field) * factor:,.3g} {unit}".strip() for one in outcomes.values())

@@ -1,7 +1,7 @@
 // The console: asks for the app's state every two seconds while the page is visible, and shows it.
 // The key that the reader types stays in this page's memory and goes only into the Authorization header.
 import { html, render, useEffect, useRef, useState } from "/console/vendor/htm-preact.js";
-import { Actions, Advice, Drafting, Fits, Load, Plan, Replicas, Requests, Tiers, Topology } from "/console/views.js";
+import { Actions, Advice, Fits, Load, Plan, Replicas, Requests, SpeculativeDecoding, Tiers, Topology } from "/console/views.js";
 
 const EVERY_MS = 2000;
 const KEPT = 300; // points of the load chart: ten minutes
@@ -110,7 +110,7 @@ function Console() {
     <${Tiers} state=${state} />
     <${Requests} state=${state} onPlan=${showPlan} />
     <${Plan} plan=${plan} onPlan=${showPlan} />
-    <${Drafting} state=${state} />
+    <${SpeculativeDecoding} state=${state} />
     <${Fits} state=${state} />
     <${Actions} done=${done} order=${order} />
     <footer><p><a href="/metrics">Metrics</a> · <a href="/openapi.json">OpenAPI</a> · <a href="/console/vendor/LICENSES.txt">Licences</a></p></footer>

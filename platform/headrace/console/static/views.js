@@ -95,16 +95,16 @@ export function Load({ points }) {
   return html`<section aria-labelledby="load"><h2 id="load">Load by role</h2><div ref=${place} class="chart"></div></section>`;
 }
 
-/** Whether apart pays, and how many replicas of each role it takes. */
+/** Whether disaggregation pays, and how many replicas of each role it takes. */
 export function Advice({ state }) {
   const told = state.advice;
   if (!told) return html`<section aria-labelledby="advice"><h2 id="advice">Advice</h2><p>Too little traffic yet.</p></section>`;
   const row = (name, one) => [name, one.prefill, one.decode, seconds(one.ttft_s) || "overloaded", seconds(one.token_s)];
   return html`<section aria-labelledby="advice"><h2 id="advice">Advice</h2>
-    <p>${told.apart_pays ? "Prefill and decode apart pays" : "Prefill and decode apart does not pay"} on the last ${told.requests} requests
-      (${told.rate.toFixed(2)} a second). Apart, this traffic takes ${told.prefill} prefill and ${told.decode} decode replicas.</p>
+    <p>${told.disaggregation_pays ? "Disaggregation pays" : "Disaggregation does not pay"} on the last ${told.requests} requests
+      (${told.rate.toFixed(2)} a second). Disaggregated, this traffic takes ${told.prefill} prefill and ${told.decode} decode replicas.</p>
     <${Table} label="Splits of the replicas" head=${["Split", "Prefill", "Decode", "First token", "Each token"]}
-      rows=${[row("as it is", told.now), row("best", told.best), row("no prefill replica", told.together)]} /></section>`;
+      rows=${[row("as it is", told.now), row("best", told.best), row("no prefill replica", told.colocated)]} /></section>`;
 }
 
 /** One row a replica; its name leads to its logs in Ray's dashboard. */
@@ -167,14 +167,14 @@ export function Plan({ plan, onPlan }) {
         rows=${told.runners_up.map((other) => [other.decode, other.prefill || "there", seconds(other.total_s)])} /></div>`}</section>`;
 }
 
-/** How each decode replica drafts. */
-export function Drafting({ state }) {
+/** Speculative decoding in each decode replica. */
+export function SpeculativeDecoding({ state }) {
   const rows = state.replicas.filter((one) => one.speculation).map((one) => {
     const steps = (one.speculation.prices ?? {}).step_s ?? [];
     return [short(one), one.speculation.mode ?? "", steps.slice(0, 9).map(seconds).join(", ")];
   });
-  return html`<section aria-labelledby="drafting"><h2 id="drafting">Drafting</h2>
-    <${Table} label="Drafting" none="No replica drafts." rows=${rows} head=${["Replica", "Mode", "A step with 0, 1, 2 ... draft tokens"]} /></section>`;
+  return html`<section aria-labelledby="speculation"><h2 id="speculation">Speculative decoding</h2>
+    <${Table} label="Speculative decoding" none="It is off in all replicas." rows=${rows} head=${["Replica", "Mode", "A step with 0, 1, 2 ... draft tokens"]} /></section>`;
 }
 
 /** The models that routers have fitted. */
@@ -187,12 +187,12 @@ export function Fits({ state }) {
     <${Table} label="Fitted costs" none="Nothing is fitted yet." rows=${rows} head=${["Model", "Terms"]} /></section>`;
 }
 
-/** Orders; without an administrator's right they are refused, and the refusal is shown. */
+/** Changes of settings. Without an administrator's key they are refused, and the refusal is shown. */
 export function Actions({ done, order }) {
   const policy = (name) => html`<button type="button" onClick=${() => order("/headrace/v1/router", { policy: name })}>${name}</button>`;
-  const drafting = (mode) => html`<button type="button" onClick=${() => order("/headrace/v1/speculation", { mode })}>${mode}</button>`;
+  const speculation = (mode) => html`<button type="button" onClick=${() => order("/headrace/v1/speculation", { mode })}>${mode}</button>`;
   return html`<section aria-labelledby="actions"><h2 id="actions">Actions</h2>
     <p>Plans by policy: ${["cost", "local", "remote"].map(policy)}</p>
-    <p>Drafting: ${["auto", "off"].map(drafting)}</p>
+    <p>Speculative decoding: ${["auto", "off"].map(speculation)}</p>
     <p role="status" id="done">${done}</p></section>`;
 }

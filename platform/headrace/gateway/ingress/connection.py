@@ -11,7 +11,7 @@ which every change of state sets again:
 | an answer that the client does not read | `send_timeout_s`, and `MIN_RATE` | its written bytes |
 | after the last answer | `LINGER_S`, and `MIN_RATE` | `LINGER_BYTES` |
 
-The application limits the time of a request itself: it has `HANG_UP` for that.
+The application limits the time of a request itself: it has `ABORT_EXTENSION` for that.
 
 An answer that begins before the request's end is the connection's last, because the bytes that the
 client still sends are not the next request. The connection then lingers: it is closed for writing,
@@ -30,7 +30,15 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headrace.gateway.asgi import HANG_UP, WRITE_AT_ONCE, ASGIApp, Message, Receive, Scope, Send
+from headrace.gateway.asgi import (
+    ABORT_EXTENSION,
+    WRITE_EXTENSION,
+    ASGIApp,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
 from headrace.gateway.errors import ApiError
 
 HEAD_TIMEOUT_S = 15.0
@@ -192,8 +200,8 @@ class Connection(HttpToolsProtocol):
         self._raw_bytes += came
         self._barren_bytes = 0 if of_body else self._barren_bytes + came
         overhead = self._raw_bytes - self._body_bytes
-        most = MAX_HEAD_BYTES + HEAD_SLICE
-        if self._barren_bytes > most or overhead > most + OVERHEAD * self._body_bytes:
+        maximum = MAX_HEAD_BYTES + HEAD_SLICE
+        if self._barren_bytes > maximum or overhead > maximum + OVERHEAD * self._body_bytes:
             self._refuse(400, "The request has too many bytes that are no part of its body.")
         elif (
             self._max_body_bytes is not None
@@ -227,7 +235,7 @@ class Connection(HttpToolsProtocol):
             return
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
-        extensions: Any = {WRITE_AT_ONCE: self._write_at_once, HANG_UP: self._hang_up}
+        extensions: Any = {WRITE_EXTENSION: self._write_at_once, ABORT_EXTENSION: self._hang_up}
         self.scope["extensions"] = extensions
         if self._active is None:
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)

@@ -72,13 +72,13 @@ def decoder_of(headers: Sequence[bytes]) -> Decoder | None:
     """
     if not headers:
         return None
-    told = b", ".join(headers).decode("latin-1").lower()
-    names = [name.strip() for name in told.split(",")]
+    header = b", ".join(headers).decode("latin-1").lower()
+    names = [name.strip() for name in header.split(",")]
     names = [name.removeprefix("x-") for name in names if name not in ("", "identity")]
     if not names:
         return None
     if len(names) > 1 or names[0] not in SUPPORTED:
-        raise errors.encoding_not_supported(told, SUPPORTED)
+        raise errors.encoding_not_supported(header, SUPPORTED)
     return Decoder(names[0])
 
 

@@ -1,7 +1,7 @@
 """Checks of a client's request: content type, size of the body, JSON, and fields.
 
 The body is checked and not changed: the replica gets the client's own bytes, decoded
-(`door.encodings`).
+(`ingress.encodings`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import ClientGone, Receive
-from headrace.gateway.ingress.budget import Held
+from headrace.gateway.ingress.body_budget import BodyReservation
 from headrace.gateway.ingress.encodings import Decoder
 from headrace_engine.serving.validation import FailFastAdapter
 
@@ -120,9 +120,9 @@ def check_length(header: bytes | None, limit_bytes: int) -> None:
 
 
 async def read_body(
-    receive: Receive, limit_bytes: int, held: Held, decoder: Decoder | None = None
+    receive: Receive, limit_bytes: int, reservation: BodyReservation, decoder: Decoder | None = None
 ) -> bytes:
-    """Read and return the whole request body, decoded; `held` counts its bytes.
+    """Read and return the whole request body, decoded; `reservation` counts its bytes.
 
     Raises:
         ApiError: 413 as soon as more than `limit_bytes` arrived or are decoded, 429 if there is no
@@ -141,7 +141,7 @@ async def read_body(
             size += len(piece)
             if max(came, size) > limit_bytes:
                 raise errors.body_too_large(limit_bytes)
-            held.add(len(piece))
+            reservation.add(len(piece))
             parts.append(piece)
             if decoder is not None:
                 await asyncio.sleep(0)
@@ -214,10 +214,10 @@ def check_fields(request: Mapping[str, Any]) -> None:
     if not isinstance(request.get("structured_outputs"), (Mapping, type(None))):
         message = "structured_outputs must be an object."
         raise errors.ApiError(400, message, code="invalid_type", param="structured_outputs")
-    for name, most in MAX_ITEMS.items():
+    for name, maximum in MAX_ITEMS.items():
         value = request.get(name)
-        if isinstance(value, list) and len(value) > most and not _is_one_prompt(name, value):
-            message = f"{name} has {len(value)} items; {most} at once is the limit."
+        if isinstance(value, list) and len(value) > maximum and not _is_one_prompt(name, value):
+            message = f"{name} has {len(value)} items; {maximum} at once is the limit."
             raise errors.ApiError(400, message, code="too_many_items", param=name)
     for name in ("messages", "input"):
         if _list_items(request.get(name)) > MAX_MESSAGE_PARTS:

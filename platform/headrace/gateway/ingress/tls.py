@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace.config.filestamp import ReloadSchedule
-from headrace.config.tlsfiles import TlsFiles
+from headrace.config.file_stamp import ReloadSchedule
+from headrace.config.tls_files import TlsFiles
 
 logger = logging.getLogger("headrace.gateway")
 
-LOOK_EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 
 class ReloadingContext(ssl.SSLContext):
@@ -41,18 +41,18 @@ class ReloadingContext(ssl.SSLContext):
         self._files, self._now_s = files, now_s
         self._reload = ReloadSchedule(files.stamp(), now_s)
         self._current = files.context()
-        self._next_look_s = now_s() + LOOK_EVERY_S
+        self._next_check_s = now_s() + CHECK_INTERVAL_S
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         """Run `ssl.SSLContext.wrap_bio` with the files' present content."""
-        self._look()
+        self._reload_if_due()
         return self._current.wrap_bio(*args, **kwargs)
 
-    def _look(self) -> None:
+    def _reload_if_due(self) -> None:
         now_s = self._now_s()
-        if now_s < self._next_look_s:
+        if now_s < self._next_check_s:
             return
-        self._next_look_s = now_s + LOOK_EVERY_S
+        self._next_check_s = now_s + CHECK_INTERVAL_S
         stamp = self._files.stamp()
         if not self._reload.is_due(stamp):
             return

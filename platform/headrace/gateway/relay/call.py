@@ -10,16 +10,18 @@ from typing import Any
 
 from headrace.gateway.asgi import Write
 from headrace.gateway.errors import Headers
-from headrace.gateway.ingress.budget import Held
+from headrace.gateway.ingress.body_budget import BodyReservation
 from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
-from headrace.gateway.replicas import Lease
+from headrace.gateway.replica_pool import Lease
 from headrace.gateway.upstream import Reply
+from headrace.router.cluster import NO_TARGETS, LatencyTargets
+from headrace.router.plan import Plan
+from headrace_decode.http.public_routes import Route
+from headrace_decode.resume.emitted import HEADER
 from headrace_decode.resume.journal import Journal
-from headrace_decode.resume.said import HEADER
-from headrace_decode.routes import Route
-from headrace_decode.techniques import Asked
+from headrace_decode.techniques import RequestedTechniques
 
-SHOWN = 50
+MAX_LISTED_REQUESTS = 50
 """Maximum number of in-flight requests that the status lists."""
 
 
@@ -34,16 +36,18 @@ class Call:
         tenant: the tenant that the key proves; None if no keys are configured.
         waited_s: seconds spent waiting for the client's body, in the queue, for a plan or for a
             replica.
-        own_s: seconds of gateway code before the replica got the request; None before that.
+        gateway_s: seconds of gateway code before the replica got the request; None before that.
         status: the HTTP status sent to the client; 0 before that.
         ttft_s: seconds from the start to the first body bytes sent.
-        last: the events of a stream that were sent last.
-        held: the body's part of the budget.
-        said: the lines of its stream so far, for the replica that resumes it.
-        journal: the journal of a client that wants to resume its stream (`resume`).
+        last_events: the events of a stream that were sent last.
+        reservation: the body's part of the budget.
+        resume_lines: the lines of its stream so far, for the replica that resumes it.
+        journal: the journal of a client that wants to resume its stream (`client_resume`).
         techniques: its choice of lossy techniques; None on routes without a prompt.
-        write_at_once: writes to the client; see `asgi.Write`.
+        write_nowait: writes to the client; see `asgi.Write`.
         on_first: called when the first bytes of a stream's body have been sent.
+        targets: returns the targets of the request's class, for its plan.
+        on_plan: called with each plan that is made for the request.
     """
 
     request_id: bytes
@@ -58,25 +62,27 @@ class Call:
     encodings: tuple[bytes, ...] = ()
     started: float = field(default_factory=perf_counter)
     waited_s: float = 0.0
-    own_s: float | None = None
+    gateway_s: float | None = None
     replica_id: str = ""
     status: int = 0
     ttft_s: float | None = None
     streamed: bool = False
     sent_bytes: int = 0
-    last: bytes = b""
-    held: Held | None = None
-    said: bytes = b""
+    last_events: bytes = b""
+    reservation: BodyReservation | None = None
+    resume_lines: bytes = b""
     journal: Journal | None = None
-    techniques: Asked | None = None
-    write_at_once: Write = lambda piece: False
+    techniques: RequestedTechniques | None = None
+    write_nowait: Write = lambda piece: False
     on_first: Callable[[], None] = lambda: None
+    targets: Callable[[], LatencyTargets] = lambda: NO_TARGETS
+    on_plan: Callable[[Plan], None] = lambda plan: None
 
     def drop_body(self) -> None:
         """Free the body, because no replica will be asked again."""
         self.body = b""
-        if self.held is not None:
-            self.held.release()
+        if self.reservation is not None:
+            self.reservation.release()
 
     @property
     def dialect(self) -> Dialect:
@@ -85,7 +91,7 @@ class Call:
 
 
 def in_flight(calls: Iterable[Call]) -> list[dict[str, Any]]:
-    """Describe the oldest calls for the status, at most `SHOWN`.
+    """Describe the oldest calls for the status, at most `MAX_LISTED_REQUESTS`.
 
     Args:
         calls: oldest first.
@@ -100,7 +106,7 @@ def in_flight(calls: Iterable[Call]) -> list[dict[str, Any]]:
             "sent_bytes": call.sent_bytes,
             "replica": call.replica_id,
         }
-        for call in itertools.islice(calls, SHOWN)
+        for call in itertools.islice(calls, MAX_LISTED_REQUESTS)
     ]
 
 
@@ -110,8 +116,8 @@ class Answer:
 
     Attributes:
         body: the first bytes of a stream. Of any other reply, the whole body, or its beginning if
-            the gateway may not hold more (`relay.HELD_BYTES`).
-        held: the body's part of the budget; None for a stream.
+            the gateway may not hold more (`retry.MAX_BUFFERED_BYTES`).
+        reservation: the body's part of the budget; None for a stream.
         is_whole: whether nothing follows `body`.
     """
 
@@ -119,17 +125,17 @@ class Answer:
     reply: Reply
     body: bytes
     streamed: bool
-    held: Held | None = None
+    reservation: BodyReservation | None = None
     is_whole: bool = True
 
     def close(self) -> None:
         """End the exchange with the replica; if the reply is not over, this aborts the request."""
         self.reply.close()
         self.lease.release()
-        if self.held is not None:
-            self.held.release()
+        if self.reservation is not None:
+            self.reservation.release()
 
     @property
-    def tells(self) -> bool:
-        """Whether this is a stream with lines to resume from (`headrace_decode.resume.said`)."""
+    def has_resume_lines(self) -> bool:
+        """Whether this is a stream with lines to resume from (`headrace_decode.resume.emitted`)."""
         return self.streamed and any(name == HEADER for name, _ in self.reply.headers)

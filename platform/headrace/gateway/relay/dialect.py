@@ -69,7 +69,7 @@ def _anthropic(error: ApiError) -> dict[str, Any]:
 
 
 def _anthropic_event(error: ApiError, sent: bytes) -> Event:
-    """Return Anthropic's error event with our error code, which `headrace.resume` reads."""
+    """Return Anthropic's error event with our error code, which `headrace.client` reads."""
     data = _anthropic(error)
     data["error"]["code"] = error.code
     return _ERROR_EVENT, data
@@ -106,7 +106,7 @@ DIALECTS = {
         events=EVENTS["anthropic"],
     ),
 }
-"""Dialects by the API's name in a route (`headrace_decode.routes.API_MODULES`)."""
+"""Dialects by the API's name in a route (`headrace_decode.http.public_routes.API_MODULES`)."""
 
 OPENAI = DIALECTS["openai"]
 

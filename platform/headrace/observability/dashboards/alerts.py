@@ -183,7 +183,7 @@ def alerts() -> list[Alert]:
         ),
         Alert(
             "PrefillInDoubt",
-            f"{q.most('ray_headrace_prefill_replicas_in_doubt')} > 0",
+            f"{q.most('ray_headrace_prefill_replicas_failing')} > 0",
             "{{ $value }} prefill replicas are not asked, because they fail.",
             "5m",
         ),
@@ -233,7 +233,7 @@ def alerts() -> list[Alert]:
         Alert(
             "ReplicaSilent",
             f"{q.most('ray_headrace_gateway_oldest_report_seconds')} > {t('silent_s')}",
-            "A replica has not told a gateway how it stands for {{ $value | humanizeDuration }}.",
+            "A gateway has had no report from a replica for {{ $value | humanizeDuration }}.",
             "2m",
         ),
         Alert(

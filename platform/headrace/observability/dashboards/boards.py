@@ -65,9 +65,7 @@ def _slos() -> Board:
                 "How much work is done? Prompt tokens include those that were not computed.",
                 {
                     "answers": q.rate("ray_vllm_generation_tokens_total", WINDOW),
-                    "prompts": q.rate(
-                        "ray_headrace_plan_prompt_tokens_total", WINDOW, held="prompt"
-                    ),
+                    "prompts": q.rate("ray_headrace_plan_prompt_tokens_total", WINDOW, kind="all"),
                 },
                 "short",
             ),
@@ -75,8 +73,10 @@ def _slos() -> Board:
                 "Our own share",
                 "How much of the time to the first token do gateway and planning add themselves?",
                 {
-                    "gateway p99": q.quantile(0.99, "ray_headrace_gateway_own_seconds", WINDOW),
-                    "plan p99": q.quantile(0.99, "ray_headrace_plan_own_seconds", WINDOW),
+                    "gateway p99": q.quantile(
+                        0.99, "ray_headrace_gateway_overhead_seconds", WINDOW
+                    ),
+                    "plan p99": q.quantile(0.99, "ray_headrace_planning_seconds", WINDOW),
                 },
                 "s",
             ),
@@ -87,7 +87,7 @@ def _slos() -> Board:
 def _placement() -> Board:
     ratio = "ray_headrace_plan_ttft_error_ratio"
     tokens = "ray_headrace_plan_prompt_tokens_total"
-    prompts = q.rate(tokens, WINDOW, held="prompt")
+    prompts = q.rate(tokens, WINDOW, kind="all")
     return Board(
         "headrace-placement",
         "Headrace: placement",
@@ -110,8 +110,8 @@ def _placement() -> Board:
                 "Hits",
                 "Of the prompt tokens that were held somewhere, how many were not computed again?",
                 {
-                    name: q.share(q.rate(tokens, WINDOW, held=name), prompts)
-                    for name in ("reachable", "reached")
+                    kind: q.share(q.rate(tokens, WINDOW, kind=kind), prompts)
+                    for kind in ("cached", "reused")
                 },
                 "percentunit",
                 1,
@@ -157,7 +157,7 @@ def _placement() -> Board:
             Panel(
                 "Plans made again",
                 "How many gateways' plans had grown stale when the replica got them?",
-                {"made again": q.rate("ray_headrace_plans_remade_total", WINDOW)},
+                {"replaced": q.rate("ray_headrace_plans_replaced_total", WINDOW)},
                 "reqps",
             ),
         ),
@@ -167,7 +167,7 @@ def _placement() -> Board:
 def _tiers() -> Board:
     # The engines' own counters have a prompt that one role prefills for the other twice.
     tokens = "ray_headrace_plan_prompt_tokens_total"
-    prompts, reached = (q.rate(tokens, WINDOW, held=held) for held in ("prompt", "reached"))
+    prompts, reused = (q.rate(tokens, WINDOW, kind=kind) for kind in ("all", "reused"))
     blocks = "ray_vllm_headrace_kv_blocks_total"
     events = "ray_headrace_store_block_events_total"
     size = q.total("ray_headrace_store_size_bytes", "tier")
@@ -179,8 +179,8 @@ def _tiers() -> Board:
                 "Where prompt tokens come from",
                 "How much is computed, and how much is cached or loaded from the store?",
                 {
-                    "computed": q.share(f"({prompts} - {reached})", prompts),
-                    "cached or loaded": q.share(reached, prompts),
+                    "computed": q.share(f"({prompts} - {reused})", prompts),
+                    "cached or loaded": q.share(reused, prompts),
                 },
                 "percentunit",
                 1,
@@ -269,11 +269,11 @@ def _speculation() -> Board:
     steps = q.rate(f"{name}steps_total", WINDOW)
     return Board(
         "headrace-speculation",
-        "Headrace: speculation",
+        "Headrace: speculative decoding",
         (
             Panel(
                 "Tokens a request and step",
-                "What does drafting give? 1 is what an engine gives without drafts.",
+                "How many tokens does an engine step give? Without draft tokens it is 1.",
                 {
                     "tokens": q.share(
                         q.rate(f"{name}emitted_tokens_total", WINDOW),
@@ -282,14 +282,14 @@ def _speculation() -> Board:
                 },
             ),
             Panel(
-                "Drafts",
-                "How many tokens are drafted, and from which source?",
+                "Draft tokens",
+                "How many draft tokens are proposed, and from which source?",
                 {"{{source}}": q.rate(drafted, WINDOW, "source")},
                 "ops",
             ),
             Panel(
                 "Acceptance",
-                "Which sources' drafts survive?",
+                "Which sources' draft tokens are accepted?",
                 {
                     "{{source}}": q.share(
                         q.rate(accepted, WINDOW, "source"), q.rate(drafted, WINDOW, "source")
@@ -314,7 +314,7 @@ def _speculation() -> Board:
             ),
             Panel(
                 "Saved, and lost at most",
-                "Does drafting pay? Against steps that were not drafted for by chance.",
+                "Does speculative decoding pay, against random steps without draft tokens?",
                 {
                     "saved": q.total(f"{name}saved_seconds"),
                     "lost at most": q.total(f"{name}regret_bound_seconds"),
@@ -329,7 +329,7 @@ def _speculation() -> Board:
             ),
             Panel(
                 "Mode and failures",
-                "Is drafting on, and does it fail? Replicas by mode; failed steps a second.",
+                "Is it on, and does it fail? Replicas by mode; failed steps per second.",
                 {
                     "{{mode}}": q.total(f"{name}mode", "mode"),
                     "failures": q.rate(f"{name}failures_total", WINDOW),
@@ -389,7 +389,7 @@ def _failures() -> Board:
             Panel(
                 "Prefill replicas in doubt",
                 "How many breakers are open? Such replicas are not asked until a probe finds them.",
-                {"most, of a decode replica": q.most("ray_headrace_prefill_replicas_in_doubt")},
+                {"most, of a decode replica": q.most("ray_headrace_prefill_replicas_failing")},
             ),
             Panel(
                 "KV that did not come",
@@ -406,7 +406,7 @@ def _failures() -> Board:
                         "ray_vllm_headrace_transfers_total", WINDOW, "event", event="~unproved_.*"
                     ),
                     "questions: {{kind}}": q.rate(
-                        "ray_headrace_kv_survey_failures_total", WINDOW, "kind"
+                        "ray_headrace_kv_lookup_failures_total", WINDOW, "kind"
                     ),
                 },
                 "ops",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.prompt_hash import KEY_BYTES, hash_prompt, key_of, keys_of, root_hash
+from headrace_kvstore.identity.prompt_hash import KEY_BYTES, hash_prompt, key_of, keys_of, root_hash
 
 __all__ = [
     "DEFAULT_SEED",

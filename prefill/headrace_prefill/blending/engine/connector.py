@@ -1,13 +1,13 @@
-"""A connector that loads a prompt's KV from stored runs, which the side pass corrects.
+"""A connector that loads a prompt's KV from stored runs, which selective recompute corrects.
 
 vLLM sees an asynchronous load of all tokens but the last. During the load the request waits with
-its blocks, other requests run, and each engine step ends with a bounded part of the side pass.
-After it, vLLM computes the last token, and the request continues like any other.
+its blocks, other requests run, and each engine step ends with a bounded part of selective
+recompute. After it, vLLM computes the last token, and the request continues like any other.
 
 A subclass finds the runs (`find`, in the scheduler's process) and knows where they lie (`planned`,
 in the worker's). The resulting KV is approximate. Therefore, when the load has succeeded, the
-blocks from the first approximate one on become private (`headrace_engine.private_kv`): their hashes
-are random, and no other request finds them. An engine that pulls such KV is told so
+blocks from the first approximate one on become private (`headrace_engine.vllm.private_blocks`):
+their hashes are random, and no other request finds them. An engine that pulls such KV is told so
 (`handoff.REUSED_KEY`), and keeps all of it private. After a failed load, the request is served as
 if it had not asked: vLLM computes it with prefix cache and store, and both may keep its KV.
 
@@ -38,22 +38,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_engine.handoff import REUSED_KEY
-from headrace_engine.private_kv import keep_private
+from headrace_engine.kv_transfer.handoff import REUSED_KEY
+from headrace_engine.vllm.private_blocks import keep_private
+from headrace_prefill.blending.engine.kv_scatter import KvScatter, StoredRun
 from headrace_prefill.blending.engine.paged import BlockTable
-from headrace_prefill.blending.engine.placing import Placer, StoredRun
 from headrace_prefill.blending.engine.rows import RowEngine
-from headrace_prefill.blending.engine.side_pass import Choose, SidePass, SideRequest
-from headrace_prefill.blending.engine.stats import ReusePromMetrics, ReuseStats
+from headrace_prefill.blending.engine.selective_recompute import (
+    ChooseDepths,
+    RecomputeRequest,
+    SelectiveRecompute,
+)
+from headrace_prefill.blending.engine.stats import BlendingPromMetrics, BlendingStats
 
-logger = logging.getLogger("headrace.reuse")
+logger = logging.getLogger("headrace.blending")
 
 MIN_ROWS = 32
-"""Minimum row budget of the side pass in a step, however many tokens the step's requests have."""
+"""Minimum row budget of selective recompute in a step, however many tokens the step's requests
+have."""
 
 
 @dataclass(frozen=True)
-class Begin:
+class LoadStart:
     """A request whose load begins.
 
     Attributes:
@@ -74,23 +79,23 @@ class Begin:
 
 
 @dataclass
-class ReuseMetadata(KVConnectorMetadata):
+class BlendingMetadata(KVConnectorMetadata):
     """Message from the scheduler side to the worker side: new loads, and the step's row budget."""
 
-    begin: list[Begin] = field(default_factory=list)
+    begin: list[LoadStart] = field(default_factory=list)
     budget_rows: int = 0
 
 
 @dataclass(frozen=True)
-class Planned:
-    """The side pass's work for a request; attributes as in `SideRequest`."""
+class RecomputePlan:
+    """Selective recompute's work for a request; attributes as in `RecomputeRequest`."""
 
     runs: Sequence[StoredRun]
-    choose: Choose
+    choose: ChooseDepths
     last: int | None = None
 
 
-class ReuseConnector(KVConnectorBase_V1):
+class BlendingConnector(KVConnectorBase_V1):
     """The connector's scheduler side and worker side."""
 
     def __init__(
@@ -109,13 +114,13 @@ class ReuseConnector(KVConnectorBase_V1):
         """request id -> (vLLM's request, index of its first approximate block, ids of the blocks
         that are loaded)."""
         self._reused: set[str] = set()
-        self._begin: list[Begin] = []
+        self._begin: list[LoadStart] = []
         self._rows: RowEngine | None = None
-        self._pass: SidePass | None = None
+        self._pass: SelectiveRecompute | None = None
         self._blocks: dict[str, list[int]] = {}
         self._unused: list[str] = []
         self._failed: set[int] = set()
-        self._side_s = 0.0
+        self._recompute_s = 0.0
 
     # Subclass interface
 
@@ -131,11 +136,11 @@ class ReuseConnector(KVConnectorBase_V1):
         return 0
 
     @abstractmethod
-    def planned(self, begin: Begin) -> Planned:
+    def planned(self, begin: LoadStart) -> RecomputePlan:
         """Return where the found runs lie in this worker, and which rows are computed."""
 
     @abstractmethod
-    def placer(self, rows: RowEngine) -> Placer:
+    def scatter(self, rows: RowEngine) -> KvScatter:
         """Return the object that copies runs to this engine's cache."""
 
     # Scheduler side
@@ -168,12 +173,12 @@ class ReuseConnector(KVConnectorBase_V1):
         first = max(start, self.exact_tokens(found)) // self._block_tokens
         load = frozenset(table[start // self._block_tokens :])
         self._loading[request.request_id] = request, first, load
-        self._begin.append(Begin(request.request_id, tokens, final, list(table), start, found))
+        self._begin.append(LoadStart(request.request_id, tokens, final, list(table), start, found))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         begin, self._begin = self._begin, []
         room = self._step_rows - scheduler_output.total_num_scheduled_tokens
-        return ReuseMetadata(begin, max(MIN_ROWS, room))
+        return BlendingMetadata(begin, max(MIN_ROWS, room))
 
     def update_connector_output(self, connector_output: Any) -> None:
         invalid = connector_output.invalid_block_ids or set()
@@ -197,8 +202,8 @@ class ReuseConnector(KVConnectorBase_V1):
     # Worker side
 
     def bind_rows(self, rows: RowEngine) -> None:
-        """Take the model, once it is loaded; `worker.ModelInReach` calls this."""
-        self._rows, self._pass = rows, SidePass(rows, self.placer(rows))
+        """Take the model, once it is loaded; `worker.BlendingWorkerMixin` calls this."""
+        self._rows, self._pass = rows, SelectiveRecompute(rows, self.scatter(rows))
 
     def no_rows(self, reason: str) -> None:
         """Log why this engine cannot compute rows. vLLM then computes the requests itself."""
@@ -206,7 +211,7 @@ class ReuseConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
-        assert isinstance(meta, ReuseMetadata)
+        assert isinstance(meta, BlendingMetadata)
         for begin in meta.begin:
             self._blocks[begin.request_id] = begin.blocks[begin.start // self._block_tokens :]
             if self._pass is None:
@@ -220,14 +225,14 @@ class ReuseConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         meta = self._get_connector_metadata()
-        assert isinstance(meta, ReuseMetadata)
+        assert isinstance(meta, BlendingMetadata)
         ended: set[str] = set()
         if self._pass is not None:
             ended.update(name for name in finished_req_ids if self._pass.cancel(name))
             if len(self._pass):
                 began_s = time.perf_counter()
                 stepped = self._pass.step(meta.budget_rows)
-                self._side_s += time.perf_counter() - began_s
+                self._recompute_s += time.perf_counter() - began_s
                 ended.update(stepped.finished)
                 self._unused += stepped.failed
         for name in self._unused:
@@ -243,18 +248,18 @@ class ReuseConnector(KVConnectorBase_V1):
         return failed
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        side_s, self._side_s = self._side_s, 0.0
-        return ReuseStats({"side_s": side_s}) if side_s else None
+        recompute_s, self._recompute_s = self._recompute_s, 0.0
+        return BlendingStats({"recompute_s": recompute_s}) if recompute_s else None
 
     @classmethod
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        return ReuseStats(dict(data or {}))
+        return BlendingStats(dict(data or {}))
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
-        return ReusePromMetrics(*args)
+        return BlendingPromMetrics(*args)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests that are being filled are in no step."""
@@ -267,9 +272,9 @@ class ReuseConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Do nothing: no KV is saved."""
 
-    def _request(self, begin: Begin) -> SideRequest:
+    def _request(self, begin: LoadStart) -> RecomputeRequest:
         planned = self.planned(begin)
-        return SideRequest(
+        return RecomputeRequest(
             begin.request_id,
             np.asarray(begin.token_ids, np.int64),
             BlockTable(np.asarray(begin.blocks, np.int64), self._block_tokens),

@@ -1,70 +1,28 @@
 """K and V of single tokens in a paged KV cache, read and written by slot.
 
-A slot is `block * block_tokens + offset`, as in vLLM's slot mapping. vLLM 0.29 views each layer's
-cache as `[blocks, heads, tokens, 2 * head_dim]`, with the layout in the strides. The content of the
-last two axes differs:
-
-    joined   CUDA: the last axis is K, then V (NHD and HND differ in strides only)
-    vec      CPU, ISA "vec": within a block and head, K as [head_dim, tokens], then V as [tokens,
-             head_dim]
-
-Both become views `[blocks, heads, tokens, head_dim]`, one for K and one for V. The store keeps a
-block's layer as bytes in memory order, so stored blocks are read through the same views
-(`stored_blocks`). Pure torch, any device.
+A slot is `block * block_tokens + offset`, as in vLLM's slot mapping. `headrace_engine.kv_views`
+describes the layouts of caches. The store keeps a block's layer as bytes in memory order, so stored
+blocks are read through the same views (`stored_blocks`). Pure torch, any device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-class Order(StrEnum):
-    """Order of K and V in the last two axes of a cache."""
-
-    JOINED = "joined"
-    VEC = "vec"
-
-
-def halves(cache: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-    """Return K and V of a layer's cache as views.
-
-    Args:
-        cache: [blocks, heads, tokens, 2 * head_dim].
-        order: order of its last two axes.
-
-    Returns:
-        K and V, each [blocks, heads, tokens, head_dim].
-
-    Raises:
-        ValueError: the cache has another shape, or "vec" and a block's heads are not contiguous.
-    """
-    if cache.dim() != 4 or cache.shape[3] % 2:
-        raise ValueError(f"KV cache: shape {tuple(cache.shape)} is not [blocks, heads, tokens, 2D]")
-    _, _, tokens, both = cache.shape
-    if order is Order.JOINED:
-        keys, values = cache.split(both // 2, dim=3)
-        return keys, values
-    if cache.stride()[2:] != (both, 1):
-        raise ValueError(f"KV cache: strides {cache.stride()} are not those of the CPU layout vec")
-    flat = cache.flatten(2)
-    keys, values = flat.split(tokens * both // 2, dim=2)
-    return keys.unflatten(2, (both // 2, tokens)).transpose(2, 3), values.unflatten(
-        2, (tokens, both // 2)
-    )
+from headrace_engine.kv_views import KvOrder, split_kv
 
 
 def stored_blocks(bytes_: Tensor, like: Tensor) -> Tensor:
     """Return one layer of stored blocks, viewed as a cache.
 
     The store keeps a block's bytes in the engine's memory order, outermost axis first
-    (`headrace_kvstore.layout`).
+    (`headrace_kvstore.blocks.block_layout`).
 
     Args:
         bytes_: uint8 [n, bytes of a layer of a block], contiguous.
@@ -129,10 +87,10 @@ class PagedKV:
         ValueError: the caches have another layout.
     """
 
-    def __init__(self, caches: Sequence[Tensor], order: Order, block_tokens: int) -> None:
+    def __init__(self, caches: Sequence[Tensor], order: KvOrder, block_tokens: int) -> None:
         self.caches = list(caches)
         self.order, self.block_tokens = order, block_tokens
-        self._halves = [halves(cache, order) for cache in caches]
+        self._split = [split_kv(cache, order) for cache in caches]
         self.kernel_tokens = caches[0].shape[2]
         if block_tokens % self.kernel_tokens:
             raise ValueError(
@@ -161,13 +119,13 @@ class PagedKV:
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of K and V of n slots, each [n, heads, head_dim]. `slots`: int64 [n]."""
-        keys, values = self._halves[layer]
+        keys, values = self._split[layer]
         block, offset = slots // self.kernel_tokens, slots % self.kernel_tokens
         return keys[block, :, offset], values[block, :, offset]
 
     def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write K and V of n slots; shapes as in `gather`."""
-        to_keys, to_values = self._halves[layer]
+        to_keys, to_values = self._split[layer]
         block, offset = slots // self.kernel_tokens, slots % self.kernel_tokens
         to_keys[block, :, offset] = keys.to(to_keys.dtype)
         to_values[block, :, offset] = values.to(to_values.dtype)
@@ -178,5 +136,5 @@ class PagedKV:
         for block in range(first // size, -(-(first + len(keys)) // size)):
             begin, end = max(first, block * size), min(first + len(keys), (block + 1) * size)
             within = slice(begin - block * size, end - block * size)
-            for into, more in zip(self._halves[layer], (keys, values), strict=True):
+            for into, more in zip(self._split[layer], (keys, values), strict=True):
                 into[blocks[block], :, within] += more[begin - first : end - first].transpose(0, 1)

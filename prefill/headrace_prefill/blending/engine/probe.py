@@ -9,9 +9,9 @@ attention than almost any other.
     mass[l, t] = mean over rows i and heads h of softmax_t(scale * q_ih . k_th)
                  over t <= i that have KV
 
-Therefore their attention is computed here and overwrites the kernel's output. The side pass later
-computes the prompt's rows again. K and V of the draft lie in slots that have no KV yet, and are
-overwritten later.
+Therefore their attention is computed here and overwrites the kernel's output. Selective recompute
+later computes the prompt's rows again. K and V of the draft lie in slots that have no KV yet, and
+are overwritten later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace_prefill.blending.engine.paged import BlockTable
 from headrace_prefill.blending.engine.rows import RowEngine, Rows
-from headrace_prefill.blending.rules import DRAFT_TOKENS
+from headrace_prefill.blending.token_selection import DRAFT_TOKENS
 
 MAX_SCORES = 2**24
 """Maximum number of attention scores in memory at a time: 64 MiB in fp32."""
@@ -69,7 +69,7 @@ def attended(
 
 
 class Probe:
-    """The probe of one prompt; the side pass computes its rows, in parts.
+    """The probe of one prompt; selective recompute computes its rows, in parts.
 
     Args:
         engine: computes rows.

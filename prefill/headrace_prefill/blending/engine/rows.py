@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_engine.rope import Rope
-from headrace_prefill.blending.engine._vllm_compat import Contexts, Decoder
+from headrace_engine.vllm.forward_pass import Decoder, ForwardContexts
 from headrace_prefill.blending.engine.paged import BlockTable, PagedKV
 
 Watch = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
@@ -96,7 +96,9 @@ class RowEngine:
         rope: of the model; also an attribute.
     """
 
-    def __init__(self, decoder: Decoder, kv: PagedKV, contexts: Contexts, rope: Rope) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: PagedKV, contexts: ForwardContexts, rope: Rope
+    ) -> None:
         self.decoder, self.kv, self.rope, self._contexts = decoder, kv, rope, contexts
 
     @property

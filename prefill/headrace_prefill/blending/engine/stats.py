@@ -1,4 +1,4 @@
-"""The side pass's entry in vLLM's statistics: the seconds that it took of a step.
+"""Selective recompute's entry in vLLM's statistics: the seconds that it took of a step.
 
 The step-time model (`headrace_engine`) subtracts them: the step's own tokens do not take this time.
 """
@@ -15,11 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 
-COUNTER = "vllm:headrace_reuse_seconds"
+COUNTER = "vllm:headrace_blending_seconds"
 
 
-class ReuseStats(KVConnectorStats):
-    """Statistics of the side pass; `data` is {"side_s": seconds since the last report}."""
+class BlendingStats(KVConnectorStats):
+    """Statistics of recompute; `data` is {"recompute_s": seconds since the last report}."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -36,7 +36,7 @@ class ReuseStats(KVConnectorStats):
         return not self.data
 
 
-class ReusePromMetrics(KVConnectorPromMetrics):
+class BlendingPromMetrics(KVConnectorPromMetrics):
     """The counter in vLLM's own export."""
 
     def __init__(
@@ -55,4 +55,4 @@ class ReusePromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        self._seconds.labels(*labels).inc(transfer_stats_data.get("side_s", 0.0))
+        self._seconds.labels(*labels).inc(transfer_stats_data.get("recompute_s", 0.0))

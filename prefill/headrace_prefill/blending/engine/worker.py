@@ -1,6 +1,6 @@
 """The worker class that gives its connector the model, so that the connector can compute rows.
 
-    worker_cls="headrace_prefill.blending.engine.worker.ReusingWorker"
+    worker_cls="headrace_prefill.blending.engine.worker.BlendingWorker"
 
 A connector that needs the model has a method `bind_rows(RowEngine)`. It may lie within a
 MultiConnector. Engines in which rows cannot be computed start as usual: the worker calls their
@@ -13,28 +13,22 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.platforms import current_platform
-
-from headrace_engine.rotary import rope_of_model
-from headrace_prefill.blending.engine._vllm_compat import (
-    Contexts,
+from headrace_engine.kv_views import KvOrder
+from headrace_engine.vllm.forward_pass import (
+    ForwardContexts,
     check_engine,
-    decoder,
-    paged_kv,
+    find_decoder,
+    kv_caches,
 )
+from headrace_engine.vllm.rotary_embedding import rope_of_model
+from headrace_engine.vllm.worker import PlatformWorker, worker_connectors
+from headrace_prefill.blending.engine.paged import PagedKV
 from headrace_prefill.blending.engine.rows import RowEngine
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+logger = logging.getLogger("headrace.blending")
 
 
-logger = logging.getLogger("headrace.reuse")
-
-
-class ModelInReach:
+class BlendingWorkerMixin:
     """Mixin for a worker class of vLLM, placed before it among the bases."""
 
     _reuse_unsupported: str | None = "the engine has no connector that reuses KV"
@@ -42,7 +36,7 @@ class ModelInReach:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Initialise the worker as vLLM does; then bind the connectors that need the model."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        for connector in (each for each in _connectors() if hasattr(each, "bind_rows")):
+        for connector in (each for each in worker_connectors() if hasattr(each, "bind_rows")):
             try:
                 connector.bind_rows(row_engine(self, kv_cache_config))
                 self._reuse_unsupported = None
@@ -57,10 +51,10 @@ class ModelInReach:
         can do are left out."""
         found: dict[str, str] = getattr(super(), "headrace_unsupported", dict)()
         why = self._reuse_unsupported
-        return found if why is None else found | {"reuse": why}
+        return found if why is None else found | {"blending": why}
 
 
-class ReusingWorker(ModelInReach, PlatformWorker):  # type: ignore[misc]
+class BlendingWorker(BlendingWorkerMixin, PlatformWorker):  # type: ignore[misc]
     """vLLM's worker for the platform, with the model within the connectors' reach."""
 
 
@@ -73,17 +67,10 @@ def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
     """
     check_engine(worker.vllm_config, kv_cache_config)
     model = worker.get_model()
-    opened = decoder(model)
+    decoder = find_decoder(model)
     fields = worker.vllm_config.model_config.hf_text_config.to_dict()
-    rope = rope_of_model(fields, model, opened.attention)
-    kv = paged_kv(opened, kv_cache_config)
-    contexts = Contexts(worker.vllm_config, kv_cache_config, opened, kv.kernel_tokens)
-    return RowEngine(opened, kv, contexts, rope)
-
-
-def _connectors() -> list[Any]:
-    """Return the worker's connector, or the connectors within it."""
-    if not has_kv_transfer_group():
-        return []
-    group = get_kv_transfer_group()
-    return list(getattr(group, "_connectors", [group]))
+    rope = rope_of_model(fields, model, decoder.attention)
+    caches, order, block_tokens = kv_caches(decoder, kv_cache_config)
+    kv = PagedKV(caches, KvOrder(order), block_tokens)
+    contexts = ForwardContexts(worker.vllm_config, kv_cache_config, decoder, kv.kernel_tokens)
+    return RowEngine(decoder, kv, contexts, rope)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 
 WINDOW, SPAN = 32, 32
 LEAST = WINDOW + SPAN - 1

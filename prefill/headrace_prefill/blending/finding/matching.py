@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 from headrace_prefill.blending.finding.table import CANDIDATES, get
 from headrace_prefill.blending.finding.texts import back, forth
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 
 SLOTS = 16
 CANDIDATES = 4

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.numba_jit import jit
 
 
 class Texts(NamedTuple):

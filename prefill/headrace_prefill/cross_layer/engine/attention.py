@@ -6,8 +6,8 @@ other layer. Such a layer gets one of the two backends here with `attn_backend=`
 - Lite reads K where vLLM bound it and V in another layer's cache: one kernel call, no copy.
 - Fused mixes the blocks that this step's rows attend to into a scratch cache, then makes the same
   kernel call. All layers share one scratch cache. It has the size of one layer's cache, 1/n of the
-  KV memory of n storage layers, and is allocated at the start. docs/fusion.md has the costs of the
-  alternatives.
+  KV memory of n storage layers, and is allocated at the start. docs/cross-layer.md has the costs of
+  the alternatives.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace_prefill.cross_layer.engine._vllm_compat import (
-    Attention,
+from headrace_engine.vllm.attention.cpu import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
-    MixedMetadataBuilder,
+    RenumberedMetadataBuilder,
     attend,
-    halves,
+    split_cache,
 )
+from headrace_engine.vllm.attention.layers import Attention
 from headrace_prefill.cross_layer.engine.blocks import Mixer
 from headrace_prefill.cross_layer.engine.mixture import Mixture
 
@@ -53,8 +53,8 @@ class LiteImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         if attn_metadata is None:  # a dummy run
             return output
-        keys, _ = halves(self._keys.kv_cache)
-        _, values = halves(self._values.kv_cache)
+        keys, _ = split_cache(self._keys.kv_cache)
+        _, values = split_cache(self._values.kv_cache)
         scales = self._keys._k_scale_float, self._values._v_scale_float
         return attend(self, query, keys, values, attn_metadata, output, *scales)
 
@@ -108,8 +108,8 @@ class FusedImpl(CPUAttentionBackendImpl):
         first, last = self._first.kv_cache, self._last.kv_cache
         if self._weights is None:
             self._weights = self._mixture.packed(first, layer.isa)
-        mixed = self._mixer.mix(first, last, attn_metadata.blocks, *self._weights)
-        return attend(self, query, *halves(mixed), attn_metadata, output)
+        mixed = self._mixer.mix(first, last, attn_metadata.blocks.numpy(), *self._weights)
+        return attend(self, query, *split_cache(mixed), attn_metadata, output)
 
 
 class FusedBackend(CPUAttentionBackend):
@@ -120,5 +120,5 @@ class FusedBackend(CPUAttentionBackend):
         return FusedImpl
 
     @staticmethod
-    def get_builder_cls() -> type[MixedMetadataBuilder]:
-        return MixedMetadataBuilder
+    def get_builder_cls() -> type[RenumberedMetadataBuilder]:
+        return RenumberedMetadataBuilder

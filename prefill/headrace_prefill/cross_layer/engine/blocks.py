@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_kvstore.codec.lanes import load, narrow, store, widen
-from headrace_kvstore.compiled import jit
+from headrace_kvstore.codec.bitcast import load, narrow, store, widen
+from headrace_kvstore.numba_jit import jit
 
-logger = logging.getLogger("headrace.fusion")
+logger = logging.getLogger("headrace.cross_layer")
 
 _BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 

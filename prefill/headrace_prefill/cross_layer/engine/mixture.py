@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from headrace_prefill.cross_layer.engine._vllm_compat import packed
+from headrace_engine.vllm.attention.cpu import packed_block
+from headrace_engine.vllm.model_layers import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from headrace_prefill.cross_layer.mixing import by_channel
 
 
@@ -22,8 +25,8 @@ class Mixture(nn.Module):
         """Return the weights of the first and of the last layer for each element of a block, each
         [kv_heads, block, 2 * D]."""
         return (
-            packed(by_channel(self.first_keys), self.first_values, kv_cache, isa),
-            packed(by_channel(self.last_keys), self.last_values, kv_cache, isa),
+            packed_block(by_channel(self.first_keys), self.first_values, kv_cache, isa),
+            packed_block(by_channel(self.last_keys), self.last_values, kv_cache, isa),
         )
 
 

@@ -18,33 +18,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    VocabParallelEmbedding,
-)
-from vllm.model_executor.models.llama import LlamaMLP
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
-from vllm.sequence import IntermediateTensors
 
-from headrace_prefill.cross_layer.config import FusionError
-from headrace_prefill.cross_layer.engine._vllm_compat import on_cpu, on_gpu, rows_with_logits
+from headrace_engine.vllm.model_layers import (
+    Attention,
+    AutoWeightsLoader,
+    ColumnParallelLinear,
+    IntermediateTensors,
+    LlamaMLP,
+    LogitsProcessor,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VllmConfig,
+    VocabParallelEmbedding,
+    WeightsMapper,
+    get_rope,
+    get_tensor_model_parallel_world_size,
+    maybe_prefix,
+    rows_with_logits,
+)
+from headrace_engine.vllm.platforms import runs_on_cpu, runs_on_cuda_or_rocm
+from headrace_prefill.cross_layer.config import CrossLayerConfigError
 from headrace_prefill.cross_layer.engine.blocks import Mixer
 from headrace_prefill.cross_layer.engine.mixture import Mixture
-from headrace_prefill.cross_layer.shape import Shape
+from headrace_prefill.cross_layer.shape import DecoderShape
 
 
-class FusionAttention(nn.Module):
+class CrossLayerAttention(nn.Module):
     """Attention of one layer.
 
     Args:
@@ -55,7 +56,7 @@ class FusionAttention(nn.Module):
     def __init__(
         self,
         config: VllmConfig,
-        shape: Shape,
+        shape: DecoderShape,
         layer: int,
         below: list[Attention],
         mixer: Any,
@@ -65,7 +66,7 @@ class FusionAttention(nn.Module):
         ranks = get_tensor_model_parallel_world_size()
         self.dim, self.heads = shape.head_dim, shape.heads // ranks
         self.kv_heads = max(1, shape.kv_heads // ranks)
-        self.stores = shape.fusion.stores(layer)
+        self.stores = shape.cross_layer.stores(layer)
         quantised = config.quant_config
         if self.stores:
             self.qkv_proj = QKVParallelLinear(
@@ -103,7 +104,7 @@ class FusionAttention(nn.Module):
             self.q_norm = RMSNorm(self.dim, eps=shape.eps)
             if self.stores:
                 self.k_norm = RMSNorm(self.dim, eps=shape.eps)
-        if not self.stores and shape.fusion.mixes:
+        if not self.stores and shape.cross_layer.mixes:
             self.mix = Mixture(self.kv_heads, self.dim)
         self.attn = Attention(
             self.heads,
@@ -117,27 +118,27 @@ class FusionAttention(nn.Module):
         )
 
     def _sources(
-        self, shape: Shape, layer: int, below: list[Attention], mixer: Any
+        self, shape: DecoderShape, layer: int, below: list[Attention], mixer: Any
     ) -> dict[str, Any]:
         """Return the arguments with which vLLM's attention reads other layers' caches."""
         if self.stores:
             return {}
-        keys = [below[source] for source in shape.fusion.keys(layer)]
-        values = [below[source] for source in shape.fusion.values(layer)]
+        keys = [below[source] for source in shape.cross_layer.keys(layer)]
+        values = [below[source] for source in shape.cross_layer.values(layer)]
         shared: dict[str, Any] = {"kv_sharing_target_layer_name": keys[-1].layer_name}
         if keys == values and len(keys) == 1:
             return shared
-        lite, fused = backends(shape.fusion.kind)
+        lite, fused = backends(shape.cross_layer.kind)
         rounded = keys[0].kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32")
-        if rounded and not (on_cpu() and len(keys) == 1):
-            raise FusionError(
-                f"kv_fusion.kind {shape.fusion.kind} cannot read KV kept as "
+        if rounded and not (runs_on_cpu() and len(keys) == 1):
+            raise CrossLayerConfigError(
+                f"kv_fusion.kind {shape.cross_layer.kind} cannot read KV kept as "
                 f"{keys[0].kv_cache_dtype} here"
             )
         if len(keys) == 1:
             return {**shared, "attn_backend": lite, "keys": keys[0], "values": values[0]}
         sources = {"first": keys[0], "last": keys[1], "mixture": self.mix}
-        sources |= {"mixer" if on_cpu() else "scratch": mixer}
+        sources |= {"mixer" if runs_on_cpu() else "scratch": mixer}
         return {**shared, "attn_backend": fused, **sources}
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
@@ -166,48 +167,50 @@ def backends(kind: str) -> tuple[type[Any], type[Any]]:
     """Return the attention backends of `lite` and of `fused` layers on this engine's device.
 
     Raises:
-        FusionError: there is none.
+        CrossLayerConfigError: there is none.
     """
-    if on_cpu():
+    if runs_on_cpu():
         from headrace_prefill.cross_layer.engine.attention import FusedBackend, LiteBackend
 
         return LiteBackend, FusedBackend
-    if on_gpu():
+    if runs_on_cuda_or_rocm():
         from headrace_prefill.cross_layer.engine.device import attention
 
         return attention.LiteBackend, attention.FusedBackend
-    raise FusionError(
+    raise CrossLayerConfigError(
         f"kv_fusion.kind {kind} has attention for CPUs and for GPUs of CUDA and ROCm: serve cla or "
         "yoco here"
     )
 
 
-def mixing_memory(config: VllmConfig, shape: Shape) -> Any:
+def mixing_memory(config: VllmConfig, shape: DecoderShape) -> Any:
     """Return the `Mixer` or `Scratch` that the mixing layers of an engine share."""
-    if on_cpu() or not on_gpu():
+    if runs_on_cpu() or not runs_on_cuda_or_rocm():
         return Mixer()
     from headrace_prefill.cross_layer.engine.device.scratch import Scratch, usable_bytes
 
     cache = config.cache_config
     told = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
     usable = None if told else usable_bytes(cache.gpu_memory_utilization)
-    return Scratch(shape.fusion.storage_layers, usable)
+    return Scratch(shape.cross_layer.storage_layers, usable)
 
 
-class FusionLayer(nn.Module):
+class CrossLayerDecoderLayer(nn.Module):
     """Attention and MLP, each after a norm that adds the residual."""
 
     def __init__(
         self,
         config: VllmConfig,
-        shape: Shape,
+        shape: DecoderShape,
         layer: int,
         below: list[Attention],
         mixer: Any,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.self_attn = FusionAttention(config, shape, layer, below, mixer, f"{prefix}.self_attn")
+        self.self_attn = CrossLayerAttention(
+            config, shape, layer, below, mixer, f"{prefix}.self_attn"
+        )
         self.mlp = LlamaMLP(
             shape.hidden,
             shape.intermediate,
@@ -231,21 +234,21 @@ class FusionLayer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class FusionModel(nn.Module):
+class CrossLayerModel(nn.Module):
     """The model without its output head."""
 
-    def __init__(self, config: VllmConfig, shape: Shape, prefix: str) -> None:
+    def __init__(self, config: VllmConfig, shape: DecoderShape, prefix: str) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocabulary, shape.hidden, quant_config=config.quant_config
         )
         self.layers, mixer = nn.ModuleList(), mixing_memory(config, shape)
-        for layer in range(shape.fusion.layers):
+        for layer in range(shape.cross_layer.layers):
             below = [lower.self_attn.attn for lower in self.layers]
             named = f"{prefix}.layers.{layer}"
-            self.layers.append(FusionLayer(config, shape, layer, below, mixer, named))
+            self.layers.append(CrossLayerDecoderLayer(config, shape, layer, below, mixer, named))
         self.norm = RMSNorm(shape.hidden, eps=shape.eps)
-        self._cut = shape.fusion.first_after_storage
+        self._cut = shape.cross_layer.first_after_storage
 
     def forward(self, tokens: Tensor | None, positions: Tensor, embeds: Tensor | None) -> Tensor:
         """Return the output of the last norm, [rows, hidden]; zero for rows that were left out."""
@@ -266,12 +269,12 @@ class FusionModel(nn.Module):
         return hidden.new_zeros(total, hidden.shape[1]).index_copy_(0, rows, hidden)
 
 
-class KVFusionForCausalLM(nn.Module):
+class CrossLayerForCausalLM(nn.Module):
     """The model class that vLLM loads.
 
     Raises:
-        FusionError: `kv_fusion` in config.json is not valid, or this engine has no attention for
-            its kind.
+        CrossLayerConfigError: `kv_fusion` in config.json is not valid, or this engine has no
+            attention for its kind.
     """
 
     packed_modules_mapping = {
@@ -282,8 +285,8 @@ class KVFusionForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         hf = vllm_config.model_config.hf_config
-        self.shape = Shape.of(hf.to_dict())
-        self.model = FusionModel(vllm_config, self.shape, maybe_prefix(prefix, "model"))
+        self.shape = DecoderShape.of(hf.to_dict())
+        self.model = CrossLayerModel(vllm_config, self.shape, maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
             self.shape.vocabulary,
             self.shape.hidden,
@@ -310,8 +313,8 @@ class KVFusionForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        fusion = self.shape.fusion
-        readers = [str(n) for n in range(fusion.layers) if not fusion.stores(n)]
+        cross_layer = self.shape.cross_layer
+        readers = [str(n) for n in range(cross_layer.layers) if not cross_layer.stores(n)]
         query = re.compile(rf"(layers\.(?:{'|'.join(readers)})\.self_attn)\.q_proj\.")
         mapper = WeightsMapper(
             orig_to_new_regex={query: r"\1.query_proj."} if readers else {},

@@ -1,4 +1,5 @@
-"""Registration of the models with vLLM: entry point `headrace_fusion` of `vllm.general_plugins`."""
+"""Registration of the models with vLLM: entry point `headrace_cross_layer` of
+`vllm.general_plugins`."""
 
 from __future__ import annotations
 

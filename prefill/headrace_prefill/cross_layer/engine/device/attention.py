@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.attention import Attention
 
-from headrace_prefill.cross_layer.engine.device._vllm_compat import (
-    MixedMetadata,
-    MixedMetadataBuilder,
+from headrace_engine.vllm.attention.cuda import (
+    RenumberedMetadata,
+    RenumberedMetadataBuilder,
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadata,
     attend,
 )
+from headrace_engine.vllm.attention.layers import Attention
 from headrace_prefill.cross_layer.engine.device.scratch import Scratch
 from headrace_prefill.cross_layer.engine.mixture import Mixture
 from headrace_prefill.cross_layer.engine.triton_mixing import mix_blocks
@@ -107,7 +107,7 @@ class FusedImpl(TritonAttentionImpl):
         if attn_metadata is None:  # a dummy run
             self._scratch.prepare(self._first.kv_cache, output.device)
             return output.fill_(0)
-        assert isinstance(attn_metadata, MixedMetadata) and attn_metadata.blocks is not None
+        assert isinstance(attn_metadata, RenumberedMetadata) and attn_metadata.blocks is not None
         first, last = self._first.kv_cache, self._last.kv_cache
         by_token = not first[0].is_contiguous()  # in memory, tokens are the outer axis of a block
         if self._weights is None:
@@ -132,8 +132,8 @@ class FusedBackend(TritonAttentionBackend):
         return FusedImpl
 
     @staticmethod
-    def get_builder_cls() -> type[MixedMetadataBuilder]:
-        return MixedMetadataBuilder
+    def get_builder_cls() -> type[RenumberedMetadataBuilder]:
+        return RenumberedMetadataBuilder
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-logger = logging.getLogger("headrace.fusion")
+logger = logging.getLogger("headrace.cross_layer")
 
 
 class Scratch:

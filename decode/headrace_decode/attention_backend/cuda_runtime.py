@@ -1,0 +1,145 @@
+"""Resources that sparse attention needs on a CUDA GPU: a calibration, memory, compiled kernels.
+
+Its memory is a part of the memory that vLLM found for the KV cache:
+
+    summaries   for all pages of the cache, used or not
+    scratch     for the rows that are computed together, with the longest KV
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace_decode.attention.calibration_file import CalibrationError, ModelShape
+from headrace_decode.attention.page_counts import RECENT, SINKS, page_count
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
+from headrace_decode.sparse.engine.cuda_step import ROWS_AT_ONCE, CudaLayer, padded
+from headrace_decode.sparse.engine.sparse_rows import SparseRows
+from headrace_decode.sparse.kernels.attention import DecodeRows, attend
+from headrace_decode.sparse.kernels.cache import HeadCache
+from headrace_decode.sparse.kernels.page_selection import MAX_PAGES
+from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+from headrace_decode.sparse.summaries import RANK_BESIDE
+from headrace_decode.sparse.summary_layout import SummaryLayout
+from headrace_engine.vllm.attention.cuda import register_cuda_backend, unsupported_cuda_engine
+from headrace_engine.vllm.attention.layers import model_fields
+from headrace_engine.vllm.attention.paged_kernels import SEGMENTS, triton_attention
+
+BACKEND = "headrace_decode.attention_backend.cuda.SparseBackend"
+STEP_PAGES = 4096
+"""Number of pages that a step summarises in all layers, beside those that its own tokens fill."""
+
+
+@dataclass(frozen=True)
+class CudaSparseRuntime:
+    """Sparse attention of one engine on a CUDA GPU.
+
+    Attributes:
+        bases: basis of each layer.
+        page_tokens: tokens of a page.
+        heads: number of query heads.
+        most_pages: maximum pages of a request.
+    """
+
+    bases: list[Basis]
+    page_tokens: int
+    heads: int
+    max_pages: int
+
+    @classmethod
+    def of(
+        cls, config: Any, settings: SparseSettings
+    ) -> tuple[CudaSparseRuntime | None, str | None]:
+        """Install the backend in an engine whose model is not loaded yet, and return its card; or
+        return why the engine attends densely."""
+        why = unsupported_cuda_engine(config, settings.page_tokens, MAX_PAGES)
+        if why is not None:
+            return None, why
+        if settings.calibration is None:
+            return None, (
+                "kernels for GPUs need a basis: set techniques.sparse.calibration, the file that "
+                f"`{COMMAND}` makes"
+            )
+        try:
+            shape = ModelShape.of(model_fields(config))
+            bases = read_bases(Path(settings.calibration), shape, settings.page_tokens)
+        except CalibrationError as error:
+            return None, f"techniques.sparse.calibration: {settings.calibration}: {error}"
+        register_cuda_backend(config, BACKEND)
+        most = page_count(config.model_config.max_model_len, settings.page_tokens)
+        return cls(bases, settings.page_tokens, shape.heads, most), None
+
+    def rows(self) -> SparseRows:
+        """Return the object that decides which rows are sparse; its work is counted in pages."""
+        return SparseRows(1, self.page_tokens, STEP_PAGES)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scores, and of parts of attention that are combined at the end, in fp32."""
+        dim = self.bases[0].into.shape[1]
+        return 4 * ROWS_AT_ONCE * self.heads * (padded(self.max_pages) + SEGMENTS * (dim + 2))
+
+    def cache_bytes(self, available: int, spec: Any) -> int:
+        """Return the bytes that are left to the KV cache.
+
+        Args:
+            available: bytes that vLLM found for it.
+            spec: vLLM's spec of a layer's cache.
+        """
+        kv_heads, dim, rank = self.bases[0].into.shape
+        summary = SummaryLayout(self.page_tokens, dim, RANK_BESIDE, rank).nbytes + 8
+        ours = kv_heads * summary * spec.block_size // self.page_tokens
+        page = spec.page_size_bytes
+        return max(available - self.scratch_bytes, 0) * page // (page + ours)
+
+    def bind(self, modules: list[Any]) -> int:
+        """Give each layer's attention its summaries, and compile the kernels. Return the bytes of
+        the summaries.
+
+        Args:
+            modules: vLLM's attention module of each layer, with its KV cache.
+
+        Raises:
+            ValueError: the kernels cannot read a KV cache of this form.
+        """
+        taken = 0
+        for module, basis in zip(modules, self.bases, strict=True):
+            kv = module.kv_cache
+            cache = HeadCache.of(kv)
+            if cache.page_tokens != self.page_tokens:
+                raise ValueError(f"its blocks have {cache.page_tokens} tokens")
+            summaries = DeviceSummaries(len(kv), self.page_tokens, basis, str(kv.device))
+            module.impl.sparse = CudaLayer(summaries, cache)
+            taken += summaries.nbytes
+        self._compile(modules[0].impl.sparse, modules[0].kv_cache)
+        return taken
+
+    def _compile(self, layer: CudaLayer, kv: torch.Tensor) -> None:
+        """Run each kernel once, and the choice with each size that a request may have.
+
+        Block 0 is vLLM's null block, which belongs to no request.
+        """
+        ints = {"dtype": torch.int32, "device": kv.device}
+        layer.summaries.refresh(layer.cache, torch.zeros(1, dtype=torch.int64, device=kv.device))
+        query = torch.zeros((1, self.heads, layer.cache.head_dim), dtype=kv.dtype, device=kv.device)
+        width = 16
+        while True:
+            width = min(width, padded(self.max_pages))
+            rows = DecodeRows(
+                pages=torch.zeros((1, width), **ints),
+                counts=torch.full((1,), SINKS + RECENT, **ints),
+                chosen=torch.full((1,), SINKS + RECENT, **ints),
+                newest=torch.zeros(1, **ints),
+                fill=torch.ones(1, **ints),
+                most=16,
+            )
+            attend(layer.summaries, layer.cache, query, rows, 1.0, triton_attention)
+            if width == padded(self.max_pages):
+                return
+            width *= 2

@@ -1,0 +1,1 @@
+"""The engine frontend that plans and checks each request before the engine gets it."""

@@ -1,0 +1,116 @@
+"""Carries out plans of a decode engine's requests: their form for the orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace_decode.apis.usage import CachedTokens
+from headrace_decode.http.internal_port import PLAN
+from headrace_decode.llm.engine_request import EngineRequest
+from headrace_decode.llm.request_params import with_transfer_params
+from headrace_decode.planning.fanout_limiter import FANOUT
+from headrace_decode.planning.orchestrator import Orchestrator, Plan, Work
+from headrace_decode.resume.emitted import tokens_of_choice
+from headrace_decode.resume.recorder import RECORDER
+from headrace_decode.resume.resumable_llm import Generate
+from headrace_engine.kv_transfer.handoff import (
+    PARAMS_KEY,
+    REUSE_KEY,
+    PrefillRequest,
+    PrefillResult,
+)
+from headrace_engine.meter import EngineMeter
+from headrace_engine.prefill_admission import PrefillAdmission
+from headrace_engine.tracing import span
+
+PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
+ReleaseCall = Callable[[str, dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class PlanExecution:
+    """The parts with which a decode engine carries out the plans of its requests."""
+
+    orchestrator: Orchestrator
+    prefill_call: PrefillCall
+    """Call that prefills a prompt at another engine."""
+    meter: EngineMeter
+    gate: PrefillAdmission
+
+    def work(
+        self,
+        request: EngineRequest,
+        generate: Generate,
+        release_kv: ReleaseCall,
+        cached: CachedTokens,
+        local_only: str | None,
+    ) -> Work[Any]:
+        """Return a request in the orchestrator's form.
+
+        Args:
+            generate: starts the request on this replica's engine.
+            release_kv: (id, parameters to pull KV) -> tells the prefill engine that the KV will not
+                be pulled.
+            cached: receives the number of tokens that the prefill engine did not compute.
+            local_only: why the prompt must be prefilled here; None if it may be prefilled
+                elsewhere.
+        """
+        params, token_ids = request.params, request.token_ids or ()
+        trace_headers = request.options.get("trace_headers")
+        job = fanout.job if (fanout := FANOUT.get()) else None
+        recorder = RECORDER.get()
+        earlier = recorder.earlier if recorder is not None and params.n == 1 else []
+
+        def submit(
+            engine_request_id: str, kv_params: dict[str, Any] | None
+        ) -> AsyncGenerator[Any, None]:
+            chosen = params if kv_params is None else with_transfer_params(params, kv_params)
+            return generate(request.prompt, chosen, engine_request_id, **request.options)
+
+        async def prefill(plan: Plan) -> PrefillResult:
+            attributes: dict[str, Any] = {
+                "request_id": request.request_id,
+                "prompt_tokens": len(token_ids),
+            }
+            with span("remote prefill", trace_headers, **attributes) as span_headers:
+                result = await self.prefill_call(
+                    PrefillRequest(
+                        request_id=request.request_id,
+                        token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
+                        compute_tokens=plan.compute_tokens,
+                        replica=plan.replica,
+                        salt=request.salt or None,
+                        priority=request.options.get("priority", 0),
+                        trace_headers=span_headers,
+                        plan_id=plan.plan_id,
+                        check=plan.replica in self.orchestrator.verification,
+                        reuse=((params.extra_args or {}).get(PARAMS_KEY) or {}).get(REUSE_KEY),
+                    )
+                )
+                cached.limit(result.cached_tokens)
+                return result
+
+        async def release(kv_params: dict[str, Any]) -> None:
+            await release_kv(f"{request.request_id}-unused", kv_params)
+
+        return Work(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            salt=request.salt,
+            local_only=local_only,
+            trace_headers=trace_headers,
+            plan=PLAN.get(),
+            resumed_tokens=tokens_of_choice(earlier, 0),
+            submit=submit,
+            prefill=prefill,
+            release=release,
+            cached_tokens=lambda output: output.num_cached_tokens or 0,
+            new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
+            turn=lambda tokens: self.gate.turn(tokens, job),
+            engine_steps=lambda: self.meter.steps_total,
+            engine_busy=lambda: self.meter.running > 0,
+        )

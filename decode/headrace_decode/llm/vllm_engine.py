@@ -1,0 +1,40 @@
+"""Ray's vLLM engine around a `PlannedLLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from headrace_decode.llm.planned_llm import PlannedLLM, Planning
+from headrace_engine.meter import EngineMeter
+from headrace_engine.ray.engine import MeteredVLLMEngine
+
+
+class PlannedVLLMEngine(MeteredVLLMEngine):
+    """Ray's vLLM engine around a `PlannedLLM`.
+
+    Args:
+        planning: (vLLM config of the started engine, its meter) -> its planning; None for an
+            engine that runs each request immediately.
+    """
+
+    llm: PlannedLLM
+
+    def __init__(
+        self,
+        llm_config: Any,
+        *,
+        planning: Callable[[Any, EngineMeter], Planning] | None = None,
+    ) -> None:
+        super().__init__(llm_config)
+        self.make_llm = PlannedLLM
+        if planning is not None:
+            self.make_llm = partial(
+                PlannedLLM, planning=lambda config: planning(config, self.meter)
+            )
+
+    async def start(self) -> None:
+        """Start the engine, and withdraw the techniques that it does not support."""
+        await super().start()
+        await self.llm.withdraw_unsupported_techniques()

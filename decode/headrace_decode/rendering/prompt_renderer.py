@@ -1,0 +1,63 @@
+"""Renders a client's prompt with vLLM's own endpoint handlers, and hashes its blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from headrace_decode.http.internal_port import ASGIApp
+from headrace_decode.rendering.keys import (
+    RENDER_ONLY,
+    BlockKeysRoute,
+    PromptRendered,
+    RenderedPrompt,
+    Supplies,
+)
+from headrace_engine.vllm.kv_cache import block_hasher
+from headrace_engine.vllm.openai_app import find_handler, request_model
+
+
+def keys_route(
+    behind: ASGIApp,
+    app: Any,
+    vllm_config: Any,
+    available_runs: Supplies | None = None,
+    machine: str = "",
+) -> BlockKeysRoute:
+    """Return an application that answers with a prompt's block keys, in front of `behind`.
+
+    Args:
+        behind: the application for all other requests.
+        app: vLLM's application over the engine; its handlers render the prompts.
+        vllm_config: the engine's configuration.
+        supplies, machine: arguments of `BlockKeysRoute`.
+    """
+    hasher = block_hasher(vllm_config)
+    return BlockKeysRoute(behind, partial(rendered, app.state), hasher, available_runs, machine)
+
+
+async def rendered(state: Any, target: str, body: dict[str, Any]) -> RenderedPrompt | None:
+    """Return the prompt of a client's request as the engine would get it.
+
+    Return None if the endpoint's handler does not call the engine, or is not one of vLLM's.
+
+    Args:
+        state: the state of vLLM's application.
+        target: the endpoint.
+        body: the client's body.
+
+    Raises:
+        Exception: vLLM's error for a body that it refuses.
+    """
+    handler = find_handler(state, target)
+    if handler is None:
+        return None
+    whole = {field: v for field, v in body.items() if field not in ("stream", "stream_options")}
+    before = RENDER_ONLY.set(True)
+    try:
+        await handler(request_model(target).model_validate(whole))
+    except PromptRendered as found:
+        return found.prompt
+    finally:
+        RENDER_ONLY.reset(before)
+    return None

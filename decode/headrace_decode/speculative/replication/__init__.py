@@ -1,0 +1,1 @@
+"""Replication of memory segments between decode replicas."""

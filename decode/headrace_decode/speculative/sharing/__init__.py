@@ -1,1 +1,0 @@
-"""Sharing of drafting memories between replicas."""

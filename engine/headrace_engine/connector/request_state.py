@@ -1,0 +1,57 @@
+"""The state of one request in the scheduler's side of the connector."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request from its admission to its end.
+
+    Attributes:
+        blocks: ids of its blocks in the engine's cache, in order.
+        scheduled: tokens scheduled since it was (re)admitted.
+        saved: number of leading blocks that `_save` has handled.
+        ahead: whether it had a load ahead since it was last in a step.
+    """
+
+    request: Any
+    blocks: list[int] = field(default_factory=list)
+    scheduled: int = 0
+    saved: int = 0
+    ahead: bool = False
+
+
+class BlockOffer(NamedTuple):
+    """Blocks that a request may load: the first one's number, whether they are loaded ahead of its
+    step, and their names."""
+
+    start: int = 0
+    ahead: bool = False
+    names: tuple[bytes, ...] = ()
+
+
+class TierQuestion(NamedTuple):
+    """A question to slower tiers: for which blocks, how many stand before them, and when it was
+    asked."""
+
+    hashes: list[bytes]
+    first: int
+    asked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierBlocks:
+    """The blocks that slower tiers supply to a request; `limit_s` is that of
+    `load_price.LoadChoice`.
+
+    Attributes:
+        until_s: when their lease ends.
+    """
+
+    places: dict[bytes, Any] = field(default_factory=dict)
+    limit_s: float = math.inf
+    until_s: float = math.inf

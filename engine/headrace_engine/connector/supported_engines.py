@@ -1,0 +1,93 @@
+"""The engines whose KV the store can keep, and the parts into which it cuts their layers.
+
+Everything follows from vLLM's configuration alone, so both sides of a connector come to the same
+result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_engine.connector.identity.engine_identity import speculative_heads
+from headrace_engine.vllm.kv_cache import MLAAttentionSpec, get_kv_cache_spec_kind, iter_layer_specs
+from headrace_kvstore.blocks.sharding import HeadSharding, heads_are_contiguous
+from headrace_kvstore.blocks.slot_record import MAX_WRITERS
+from headrace_kvstore.codec import Codec
+
+OTHER_SPLITS = ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
+
+
+def only_cache_group(kv_cache_config: Any) -> Any:
+    """Return the engine's one KV cache group, of layers that are all of one size.
+
+    Args:
+        kv_cache_config: vLLM's KVCacheConfig.
+
+    Raises:
+        ValueError: there are several groups, or unlike layers; the text names their kinds and the
+            setting to change.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if len(groups) == 1 and len({spec.page_size_bytes for spec in specs}) == 1:
+        return groups[0]
+    kinds = [
+        f"{get_kv_cache_spec_kind(spec).value} ({spec.page_size_bytes} bytes a block and layer)"
+        for spec in specs
+    ]
+    raise ValueError(
+        "the KV store keeps models whose layers all have the same kind and size of KV; this one "
+        f"has {len(groups)} cache groups of {', '.join(dict.fromkeys(kinds)) or 'no kind'}; set "
+        "disable_hybrid_kv_cache_manager: true where all of them are attention over tokens, else "
+        "run this model without the store (store.enabled: false, or no HeadraceConnector)"
+    )
+
+
+def engine_sharding(
+    vllm_config: Any, cache_layout: str | None, spec: Any, codec: Codec
+) -> HeadSharding:
+    """Return how the layers of an engine's blocks are cut.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
+        spec: of the layers, vLLM's AttentionSpec.
+        codec: of the stored blocks. A lossy one codes all of a rank's heads of a layer as one part.
+
+    Raises:
+        ValueError: the engine is split in another way than by tensor parallelism, or too far.
+    """
+    parallel = vllm_config.parallel_config
+    for kind in OTHER_SPLITS:
+        if getattr(parallel, f"{kind}_size") > 1:
+            raise ValueError(
+                f"the KV store does not serve engines with {kind}_size above 1; set "
+                f"{kind}_size: 1, and raise tensor_parallel_size"
+            )
+    if parallel.nnodes_within_dp > 1:
+        raise ValueError(
+            "the KV store does not serve engines whose ranks are on several machines: a block "
+            "holds the KV of all ranks; set nnodes: 1, and raise tensor_parallel_size only as far "
+            "as one machine's devices go"
+        )
+    ranks = parallel.tensor_parallel_size
+    heads, apart = _heads(vllm_config, spec, ranks), heads_are_contiguous(cache_layout)
+    parts = HeadSharding.of(heads, ranks, apart and not codec.lossy)
+    if parts.writers > MAX_WRITERS:
+        raise ValueError(
+            f"the KV store serves engines of {MAX_WRITERS} writing ranks at most; "
+            f"tensor_parallel_size is {ranks}"
+        )
+    return parts
+
+
+def _heads(vllm_config: Any, spec: Any, ranks: int) -> int:
+    """Return the number of KV heads of all ranks. If vLLM's count differs from the heads that the
+    ranks hold together (a draft model with other heads, packed heads), each rank's share counts as
+    one."""
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    heads = int(vllm_config.model_config.get_total_num_kv_heads())
+    even = heads % ranks == 0 or ranks % heads == 0
+    known = even and spec.num_heads == spec.num_kv_heads == max(1, heads // ranks)
+    return heads if known and speculative_heads(vllm_config) in (0, heads) else ranks

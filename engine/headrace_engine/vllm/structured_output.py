@@ -1,0 +1,51 @@
+"""vLLM's backends that compile and follow the grammars of structured output.
+
+`tests/unit/test_contracts_decode.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+
+__all__ = ["StructuredOutputBackend", "StructuredOutputGrammar", "StructuredOutputOptions"]
+
+BACKENDS = {
+    "xgrammar": ("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend"),
+    "guidance": ("vllm.v1.structured_output.backend_guidance", "GuidanceBackend"),
+    "outlines": ("vllm.v1.structured_output.backend_outlines", "OutlinesBackend"),
+    "lm-format-enforcer": (
+        "vllm.v1.structured_output.backend_lm_format_enforcer",
+        "LMFormatEnforcerBackend",
+    ),
+}
+"""Module and class of each of vLLM's backends, by vLLM's name."""
+
+
+def backend_class(name: str) -> Any:
+    """Return one of `BACKENDS`; its module is imported now."""
+    module, kind = BACKENDS[name]
+    return getattr(importlib.import_module(module), kind)
+
+
+def grammar_tokenizer(model_config: Any) -> Any:
+    """Return the tokenizer with which vLLM compiles grammars."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+    from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
+
+    return maybe_wrap_mistral_common_tokenizer(
+        cached_tokenizer_from_config(model_config=model_config)
+    )
+
+
+def grammar_key(wanted: Any) -> tuple[StructuredOutputOptions, str]:
+    """Return the kind and the text of a grammar (vLLM's `StructuredOutputsParams`)."""
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    return get_structured_output_key(wanted)

@@ -1,0 +1,177 @@
+"""View of the blocks of a prompt in this machine's KV store, for planners on that machine.
+
+The arena is shared memory, so the planner reads it directly, as the engines do. So it knows exactly
+which blocks DRAM holds, for the price of hashing the prompt. For tiers below DRAM it asks the
+machine's StoreNode (`find_available`). The engine reports its blocks' namespace with its
+statistics; until then the view is empty.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.lookup.availability import DRAM, AvailableRun
+from headrace_kvstore.lookup.lookup_client import LookupClient
+from headrace_kvstore.settings.store_settings import StoreSettings
+
+logger = logging.getLogger("headrace.kvstore")
+
+ARENA_CHECK_S = 1.0
+"""Time between checks whether the arena was replaced; each takes 3 us."""
+
+Hasher = Callable[[Sequence[int], str], list[bytes]]
+"""(token ids, salt) -> vLLM's hashes of the prompt's full blocks."""
+
+
+class StoreView:
+    """One engine's view of its machine's arena.
+
+    Args:
+        settings: of the engine's store.
+        digests: gives the namespaces of the engine's blocks, one a worker, once they are known.
+        hashes: hashes blocks as the engine does.
+        block_tokens: tokens of a block.
+        surveyor: asks the machine's node; None makes one.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        digests: Callable[[], Sequence[bytes]],
+        hashes: Hasher,
+        block_tokens: int,
+        lookup_client: LookupClient | None = None,
+    ) -> None:
+        self._settings, self._digests = settings, digests
+        self._hashes, self._block_tokens = hashes, block_tokens
+        self._lookup_client = lookup_client or LookupClient(
+            settings.name, socket_folder=settings.socket_folder
+        )
+        self._arena: Arena | None = None
+        self._look_at_s = 0.0
+        self._namespace_ids: list[int] = []
+
+    def held_tokens(self, token_ids: Sequence[int], salt: str) -> int:
+        """Return how many leading tokens of a prompt have all workers' KV in DRAM. Never raises."""
+        return self._look(token_ids, salt)[1] * self._block_tokens
+
+    async def available_runs(
+        self, token_ids: Sequence[int], salt: str, compute_s: float
+    ) -> list[AvailableRun]:
+        """Return the leading tokens of a prompt that the store could supply, by medium; those below
+        DRAM only if the node answers in time. Never raises.
+
+        Args:
+            compute_s: seconds to compute a block.
+        """
+        hashes, held = self._look(token_ids, salt)
+        # The last token is always computed, so the block that it completes is never loaded.
+        rest = hashes[held : (len(token_ids) - 1) // self._block_tokens]
+        found = [AvailableRun(DRAM, held)] if held else []
+        if rest and self._settings.node:
+            found += await self._lookup_client.available_runs(self._digests(), rest, compute_s)
+        return [supply._replace(length=supply.length * self._block_tokens) for supply in found]
+
+    def holds(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Return, for each block, whether DRAM has the parts of all workers. Never raises."""
+        if not hashes or not self._open() or self._arena is None:
+            return [False] * len(hashes)
+        try:
+            held = [self._arena.lookup(id, hashes) >= 0 for id in self._namespace_ids]
+            return [bool(one) for one in np.logical_and.reduce(held)]
+        except Exception:
+            logger.exception("the arena cannot be read")
+            return [False] * len(hashes)
+
+    @property
+    def lookup_failures(self) -> Mapping[str, int]:
+        """Number of questions to the node without an answer, by the error or reply in its place."""
+        return self._lookup_client.failures
+
+    def pin(self, token_ids: Sequence[int], salt: str, pinned: bool = True) -> int:
+        """Pin a prompt's blocks in DRAM, or unpin them. Return how many leading tokens of the
+        prompt are there and, with `pinned`, are pinned: pins have a limit (`Arena.pin`)."""
+        if not self._open() or self._arena is None:
+            return 0
+        hashes = self._hashes(token_ids, salt)
+        held = [self._arena.pin(id, hashes, pinned) for id in self._namespace_ids]
+        return _leading(np.logical_and.reduce(held)) * self._block_tokens
+
+    def stats(self) -> dict[str, Any]:
+        """Return the arena's statistics; empty while it is not known."""
+        return self._arena.stats() if self._open() and self._arena is not None else {}
+
+    def close(self) -> None:
+        """Close the arena and the connection to the node."""
+        self._lookup_client.close()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    def _look(self, token_ids: Sequence[int], salt: str) -> tuple[list[bytes], int]:
+        """Return the hashes of a prompt's full blocks, and how many leading ones all workers have
+        in DRAM."""
+        if len(token_ids) < self._block_tokens or not self._open() or self._arena is None:
+            return [], 0
+        try:
+            hashes = self._hashes(token_ids, salt)
+            held = [self._arena.lookup(id, hashes) >= 0 for id in self._namespace_ids]
+            return hashes, _leading(np.logical_and.reduce(held))
+        except Exception:
+            logger.exception("the arena cannot be read")
+            return [], 0
+
+    def _open(self) -> bool:
+        """Map the arena if need be; return whether the engine's namespaces are in it."""
+        digests = self._digests()
+        self._leave_replaced()
+        if self._namespace_ids and self._arena is not None:
+            known = [self._arena.namespace_info(id).digest for id in self._namespace_ids]
+            if known == list(digests):
+                return True
+            self._namespace_ids = []  # given to another namespace, after the engine had ended
+        if not digests:
+            return False
+        if self._arena is None:
+            try:
+                self._arena = Arena.attach(self._settings.name, self._settings.folder)
+            except (OSError, ValueError) as error:
+                logger.error("no view of the arena %s: %s", self._settings.name, error)
+                return False
+        ids = [self._arena.find_namespace(digest) for digest in digests]
+        self._namespace_ids = [] if None in ids else [id for id in ids if id is not None]
+        return bool(self._namespace_ids)
+
+    def _leave_replaced(self) -> None:
+        """Close the arena if another one has taken its name."""
+        now_s = time.monotonic()
+        if self._arena is not None and now_s >= self._look_at_s:
+            self._look_at_s = now_s + ARENA_CHECK_S
+            if self._arena.replaced():
+                logger.warning("the arena %s was replaced", self._settings.name)
+                self._arena.close()
+                self._arena, self._namespace_ids = None, []
+
+
+def store_settings(transfer: Any) -> StoreSettings | None:
+    """Return the store's settings in vLLM's KVTransferConfig, alone or beside other connectors."""
+    if transfer is None:
+        return None
+    extra = transfer.kv_connector_extra_config or {}
+    if transfer.kv_connector == "HeadraceConnector":
+        return StoreSettings.parse(extra)
+    for child in extra.get("connectors", ()):
+        if child.get("kv_connector") == "HeadraceConnector":
+            return StoreSettings.parse(child.get("kv_connector_extra_config") or {})
+    return None
+
+
+def _leading(held: np.ndarray) -> int:
+    """Return how many are True before the first that is not."""
+    return int(len(held) if held.all() else held.argmin())

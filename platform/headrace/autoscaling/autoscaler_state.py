@@ -1,0 +1,214 @@
+"""Shared state of the policies of both roles, one state for each app, in Serve's controller.
+
+Serve calls each deployment's policy separately, about ten times a second. The decode role's policy
+passes its replicas' metrics to the state; both policies read the counts that the state decided. The
+state counts the requests of each minute, measures how long replicas take to start, and decides once
+a minute, or when a replica was added or removed.
+
+A new state, after a restart of Serve's controller, knows no traffic. It decides nothing in its
+first minute, and stops no replica before it has observed the load for `ReplicaCosts.stop_s`.
+
+Pure: no Ray, no clock. Serve's controller calls it from one thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+from typing import NamedTuple
+
+from headrace.autoscaling.capacity import ReplicaBounds, Slo
+from headrace.autoscaling.decide import ReplicaCosts, ReplicaCounts, decide
+from headrace.autoscaling.forecast import BIN_S, RateForecaster
+from headrace.autoscaling.load_average import decayed_average
+from headrace.autoscaling.replica_metrics import AGE_S, REQUESTS, decode_metrics
+from headrace.disaggregation import TrafficLoad, load_of
+
+ROLES = ("prefill", "decode")
+POLL_INTERVAL_S = 5.0
+"""Seconds between two reads of the replicas' metrics."""
+AVERAGING_S = 3600.0
+"""Seconds over which means of requests are averaged. Over less time, single long prompts would
+change the means."""
+RECENT_STARTS = 9
+"""Number of recent starts whose median is the expected start time. A single start that waited for a
+machine or for a quota does not change the median."""
+MAX_STARTS = 256
+REPLICA_TIMEOUT_S = 3600.0
+"""Seconds within which a replica that Serve does not list as running may return."""
+MAX_REPLICAS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RoleStatus:
+    """Serve's counts of one role: replicas that run, and replicas that Serve wants."""
+
+    running: int
+    wanted: int
+
+
+class _Total(NamedTuple):
+    """A replica's last count of its requests since its start, and when it was read."""
+
+    requests: float
+    at_s: float
+
+
+@dataclass(slots=True)
+class AutoscalerState:
+    """State of one app.
+
+    Attributes:
+        counts: the last decision; None while too little is known.
+    """
+
+    slo: Slo
+    prices: ReplicaCosts
+    bounds: ReplicaBounds
+    counts: ReplicaCounts | None = None
+    _forecast: RateForecaster = field(default_factory=RateForecaster)
+    _load: TrafficLoad | None = None
+    _loads: int = 0
+    _seen: dict[str, RoleStatus] = field(default_factory=dict)
+    _totals: dict[str, _Total] = field(default_factory=dict)
+    _since_s: float | None = None
+    _started_s: float = -math.inf
+    _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STARTS))
+    _count: float = 0.0
+    _bin_end_s: float | None = None
+    _polled_s: float = -1e18
+    _decided_for: tuple[tuple[int, int], float] | None = None
+    _orders: dict[str, deque[float]] = field(
+        default_factory=lambda: {role: deque(maxlen=MAX_STARTS) for role in ROLES}
+    )
+
+    def record_replicas(self, role: str, seen: RoleStatus, now_s: float) -> None:
+        """Record Serve's counts of a role.
+
+        Each replica that started to run since the last call closes the oldest open order.
+        """
+        before, orders = self._seen.get(role), self._orders[role]
+        self._seen[role] = seen
+        if before is None:
+            return
+        for _ in range(min(max(0, seen.wanted - before.wanted), MAX_STARTS)):
+            orders.append(now_s)
+        for _ in range(min(len(orders), max(0, seen.running - before.running))):
+            self._learn_start(orders.popleft(), now_s)
+        while len(orders) > max(0, seen.wanted - seen.running):
+            orders.pop()
+
+    def _learn_start(self, ordered_s: float, now_s: float) -> None:
+        """Learn the duration of a start of either role.
+
+        A start that was under way when the last counted start ended is skipped, since both waited
+        for the same cause.
+        """
+        if ordered_s < self._started_s:
+            return
+        self._started_s = now_s
+        if not self._starts:
+            self._starts.append(self.prices.start_s)
+        self._starts.append(now_s - ordered_s)
+        self.prices = replace(self.prices, start_s=median_low(self._starts))
+
+    def is_poll_due(self, now_s: float) -> bool:
+        """Return whether the decode replicas' metrics should be read again."""
+        return now_s - self._polled_s >= POLL_INTERVAL_S
+
+    def record_metrics(self, metrics: Mapping[str, Mapping[str, float]], now_s: float) -> None:
+        """Learn from the current metrics of all decode replicas.
+
+        Args:
+            metrics: numbers by name, by replica.
+        """
+        self._polled_s = now_s
+        if self._bin_end_s is None or now_s - self._bin_end_s > 60 * BIN_S:
+            self._bin_end_s = now_s + BIN_S  # the first read, or the first after a long pause
+            self._count = 0.0
+        if self._since_s is None:
+            self._since_s = now_s
+        for name, one in metrics.items():
+            self._count += self._new(name, one, now_s)
+        while now_s >= self._bin_end_s:
+            self._forecast.observe(self._count, self._bin_end_s)
+            self._count, self._bin_end_s = 0.0, self._bin_end_s + BIN_S
+        routers = [
+            router for one in metrics.values() if (router := decode_metrics(one)) is not None
+        ]
+        if (load := load_of(routers)) is not None:
+            self._loads += 1
+            part = max(1.0 / self._loads, POLL_INTERVAL_S / AVERAGING_S)
+            self._load = decayed_average(self._load, load, part)
+
+    def _new(self, name: str, metrics: Mapping[str, float], now_s: float) -> float:
+        """Return the number of requests that a replica got since its last read.
+
+        At its first read, all requests of a replica count if the replica is younger than the state.
+        An older replica served requests before the state existed, so it counts from now on.
+        """
+        assert self._since_s is not None
+        total, before = float(metrics.get(REQUESTS, 0.0)), self._totals.pop(name, None)
+        self._totals[name] = _Total(total, now_s)  # moves it to the end: ordered by time of read
+        while len(self._totals) > MAX_REPLICAS or self._oldest_s() < now_s - REPLICA_TIMEOUT_S:
+            del self._totals[next(iter(self._totals))]
+        if before is None:
+            return total if metrics.get(AGE_S, math.inf) <= now_s - self._since_s else 0.0
+        if total < before.requests:
+            return 0.0
+        # After a pause longer than a bin, count only the part of the requests for one bin.
+        return (total - before.requests) * min(1.0, BIN_S / max(BIN_S, now_s - before.at_s))
+
+    def _oldest_s(self) -> float:
+        return next(iter(self._totals.values())).at_s
+
+    def decide(self) -> ReplicaCounts | None:
+        """Return the counts to have; None while too little is known."""
+        known_s = self._forecast.known_s
+        if self._load is None or self._bin_end_s is None or len(self._seen) < len(ROLES):
+            return None
+        if not known_s:
+            return None
+        there = tuple(max(self._seen[role].running, self._seen[role].wanted) for role in ROLES)
+        now = (there[0], there[1])
+        if self.counts is None or self._decided_for != (now, self._bin_end_s):
+            end_s = self._bin_end_s - BIN_S
+            self.counts = decide(
+                *(now, self._load, lambda ahead_s: self._forecast.at_horizon(ahead_s, end_s)),
+                *(self.slo, self.prices, self.bounds),
+            )
+            if known_s < self.prices.stop_s:
+                self.counts = _no_fewer(self.counts, now, self.bounds)
+            self._decided_for = now, self._bin_end_s
+        return self.counts
+
+
+def _no_fewer(counts: ReplicaCounts, now: tuple[int, int], bounds: ReplicaBounds) -> ReplicaCounts:
+    """Return counts that stop no replica that runs within its role's bounds."""
+    prefill = max(counts.prefill, min(now[0], bounds.prefill[1]))
+    decode = max(counts.decode, min(now[1], bounds.decode[1]))
+    if (prefill, decode) == (counts.prefill, counts.decode):
+        return counts
+    return ReplicaCounts(
+        prefill,
+        decode,
+        f"{counts.reason}; the traffic is not known for long enough to stop a replica",
+    )
+
+
+_STATES: dict[str, AutoscalerState] = {}
+
+
+def state_of(app: str, slo: Slo, prices: ReplicaCosts, bounds: ReplicaBounds) -> AutoscalerState:
+    """Return the state of an app, with these bounds and targets; its learned state stays."""
+    state = _STATES.setdefault(app, AutoscalerState(slo, prices, bounds))
+    state.slo, state.bounds = slo, bounds
+    return state
+
+
+def remove_state(app: str) -> None:
+    """Remove the state of an app."""
+    _STATES.pop(app, None)

@@ -1,0 +1,37 @@
+"""New paths of configuration fields that have been renamed, for the error about an old one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RENAMED = {
+    "elasticity": "autoscaling",
+    "elasticity.share": "autoscaling.slo_attainment",
+    "autoscaling.share": "autoscaling.slo_attainment",
+    "techniques.reuse": "techniques.blending",
+    "techniques.reuse.budget": "techniques.blending.recompute_ratio",
+    "techniques.blending.budget": "techniques.blending.recompute_ratio",
+    "techniques.bounded": "techniques.compression",
+    "techniques.bounded.share": "techniques.compression.keep_ratio",
+    "techniques.compression.share": "techniques.compression.keep_ratio",
+    "techniques.bounded.stream": "techniques.compression.incremental",
+    "techniques.compression.stream": "techniques.compression.incremental",
+    "techniques.sparse.share": "techniques.sparse.keep_ratio",
+    "techniques.sparse.unit_tokens": "techniques.sparse.page_tokens",
+}
+
+
+def renamed(path: str, value: Any) -> str:
+    """Return the new names of an old field and of the old fields in its value.
+
+    Returns:
+        Text for an error message; empty if the field never existed.
+    """
+    if path not in RENAMED:
+        return ""
+    inner = value if isinstance(value, dict) else {}
+    fields = [name for name in inner if f"{path}.{name}" in RENAMED]
+    return "; ".join(
+        [f"it is called {RENAMED[path]} now"]
+        + [f"{name} in it is {RENAMED[f'{path}.{name}'].rpartition('.')[2]}" for name in fields]
+    )

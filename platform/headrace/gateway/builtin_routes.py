@@ -1,0 +1,183 @@
+"""The gateway's own routes: documents, commands to the app, prompts to warm, corpora, the console.
+
+The gateway answers every path below `/headrace/`, with 404 if the path does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from urllib.parse import quote
+
+import msgspec
+
+from headrace.console.files import find as console_file
+from headrace.console.files import is_console
+from headrace.gateway import errors
+from headrace.gateway.admin import Admin
+from headrace.gateway.asgi import JSON_TYPE
+from headrace.gateway.body_reader import BodyReader
+from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
+from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, STORE, WARM
+from headrace.gateway.relay.relay import Relay
+from headrace.gateway.relayed_routes import RelayedRoutes
+from headrace.gateway.replica_pool import ReplicaPool
+from headrace.gateway.request_context import RequestContext
+
+OURS = "/headrace/"
+MAX_COMMAND_BODY_BYTES = 1_000
+READS = ("GET", "HEAD")
+
+
+def needs_no_key(path: str) -> bool:
+    """Return whether requests for a path need no key.
+
+    The health and the console's files need none; the files hold no data of the app.
+    """
+    return path == "/health" or is_console(path)
+
+
+Handler = Callable[[RequestContext], Awaitable[None]]
+
+
+async def redirect(context: RequestContext) -> None:
+    """Redirect to the path without trailing slashes, as Starlette does in vLLM's own server."""
+    path, _, query = context.call.target.partition("?")
+    place = quote(path.rstrip("/")) + (f"?{query}" if query else "")
+    await context.answer(307, b"", (b"location", place.encode("latin-1")))
+
+
+class BuiltinRoutes:
+    """The handlers of the gateway's own routes.
+
+    Args:
+        admin: makes the documents and sends the orders.
+        corpora: handles the operations on corpora.
+        intake: reads bodies.
+        place: takes one of the places for requests that replicas work on.
+        admitted: passes a caller's request with a number of bytes through the admission queue.
+        pool: the replicas.
+        relay: sends a request to a replica.
+    """
+
+    def __init__(
+        self,
+        admin: Admin,
+        corpora: CorpusAdmin,
+        body_reader: BodyReader,
+        *,
+        relayed: RelayedRoutes,
+        pool: ReplicaPool,
+        relay: Relay,
+    ) -> None:
+        self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
+        self._relayed, self._pool, self._relay = relayed, pool, relay
+
+    def find(self, path: str) -> Handler | None:
+        """Return the handler of a path; None if replicas answer it."""
+        if path in (ROUTER, SPECULATION):
+            return self._command
+        if path == WARM:
+            return self._warm
+        if path == STORE:
+            return self._store
+        if path == CORPORA or path.startswith(CORPORA + "/"):
+            return self._corpus
+        if path.startswith(OURS) or self._admin.find(path) is not None:
+            return self._document
+        if path.startswith(MODELS + "/"):
+            return self._model
+        if is_console(path):
+            return self._console
+        return None
+
+    def has(self, path: str) -> bool:
+        """Return whether a path exists, at the gateway or at the replicas."""
+        commands = ROUTER, SPECULATION, WARM, STORE, CORPORA
+        if path in commands or self._admin.find(path) is not None:
+            return True
+        return bool(self._pool.routes.at(path))
+
+    async def _command(self, context: RequestContext) -> None:
+        """Change the plan policy or the drafting of the app."""
+        context.allow_methods("PUT")
+        self._body_reader.check_admin(context)
+        wanted = await self._body_reader.json(context, MAX_COMMAND_BODY_BYTES)
+        send = self._admin.set_policy if context.path == ROUTER else self._admin.set_speculation
+        await context.answer(200, await send(wanted), JSON_TYPE)
+
+    async def _warm(self, context: RequestContext) -> None:
+        """Make prompts' KV now, in every decode replica; this concerns all tenants."""
+        context.allow_methods("POST")
+        self._body_reader.check_admin(context)
+        with self._relayed.take_place():
+            wanted = await self._body_reader.json(context)
+            self._body_reader.limit_answer_time(context)
+            body = await self._admin.warm(
+                wanted,
+                tenant=context.call.tenant,
+                admitted=partial(self._relayed.admit, context.caller),
+            )
+        await context.answer(200, body, JSON_TYPE)
+
+    async def _store(self, context: RequestContext) -> None:
+        """List the pinned blocks of the machines' stores, or carry out an action on blocks."""
+        self._body_reader.check_admin(context)
+        context.allow_methods(*READS, "POST")
+        wanted = None
+        if context.call.method == "POST":
+            wanted = await self._body_reader.json(context, MAX_COMMAND_BODY_BYTES)
+        self._body_reader.limit_answer_time(context)
+        await context.answer(200, await self._admin.store(wanted), JSON_TYPE)
+
+    async def _corpus(self, context: RequestContext) -> None:
+        """List, load or drop corpora of the drafting memories."""
+        self._body_reader.check_admin(context)
+        corpus, method = context.path[len(CORPORA) + 1 :], context.call.method
+        context.allow_methods(*(("PUT", "DELETE") if corpus else READS))
+        wanted = await self._body_reader.json(context) if method == "PUT" else {}
+        self._body_reader.limit_answer_time(context, may_leave=True)
+        if method == "PUT":
+            answer = await self._corpora.load(corpus, wanted)
+        elif method == "DELETE":
+            answer = await self._corpora.drop(corpus, tenant_of(context.call.target))
+        else:
+            answer = await self._corpora.listing()
+        await context.answer(200, msgspec.json.encode(answer), JSON_TYPE)
+
+    async def _document(self, context: RequestContext) -> None:
+        """Answer with a document, or with 404."""
+        document = self._admin.find(context.path)
+        if document is None:
+            raise errors.not_found(context.path)
+        if context.path.startswith(OURS):
+            self._body_reader.check_admin(context)
+        context.allow_methods(*READS)
+        status, body, content_type = await self._admin.answer(document, self._pool)
+        await context.answer(status, body, (b"content-type", content_type))
+
+    async def _console(self, context: RequestContext) -> None:
+        """Answer with a file of the console."""
+        context.allow_methods(*READS)
+        file = console_file(context.path)
+        if file is None:
+            raise errors.not_found(context.path)
+        if context.headers.get(b"if-none-match") == file.etag:
+            await context.answer(304, b"", *file.headers)
+        else:
+            await context.answer(200, file.body, *file.headers)
+
+    async def _model(self, context: RequestContext) -> None:
+        """Answer with one model of a replica's list, since vLLM has no route for it."""
+        context.allow_methods(*READS)
+        self._body_reader.limit_answer_time(context)
+        context.call.method, context.call.target = "GET", MODELS
+        answer = await self._relay.fetch(context.call)
+        answer.close()
+        if answer.reply.status != 200:  # pass on the replica's own error
+            headers = dict(answer.reply.headers)
+            kind = headers.get(b"content-type", b"application/json")
+            await context.answer(answer.reply.status, answer.body, (b"content-type", kind))
+            return
+        body = self._admin.model(answer.body, context.path[len(MODELS) + 1 :])
+        await context.answer(200, body, JSON_TYPE)

@@ -1,1 +1,0 @@
-"""The choice of a request's replica: reports of the replicas, and the plan made from them."""

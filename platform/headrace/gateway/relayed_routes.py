@@ -1,0 +1,202 @@
+"""The replicas' routes at the gateway: a request is checked, waits in the queue, and is relayed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from headrace.config.gateway import GatewaySettings
+from headrace.gateway import errors
+from headrace.gateway.admission.admission_queue import AdmissionQueue
+from headrace.gateway.admission.slo_classes import (
+    DEFAULT,
+    SLO_HEADER,
+    SloClass,
+    SloClassError,
+    SloClasses,
+)
+from headrace.gateway.asgi import Send
+from headrace.gateway.backend import GatewayMetrics
+from headrace.gateway.body_reader import BodyReader
+from headrace.gateway.ingress.api_keys import Caller
+from headrace.gateway.placement.placer import PLACED
+from headrace.gateway.relay import client_resume
+from headrace.gateway.relay.call import Call, in_flight
+from headrace.gateway.relay.relay import Relay
+from headrace.gateway.replica_pool import ReplicaPool
+from headrace.gateway.replica_selection import affinity_key, draftable_tokens
+from headrace.gateway.request_context import RequestContext
+from headrace_decode.http.public_routes import Route
+from headrace_decode.resume.emitted import RESUME
+from headrace_decode.speculative.tenant_policies import Tenants
+from headrace_decode.techniques import TechniqueError, requested_techniques
+
+WANTED_S = 10.0
+"""Time after a request during which it still wakes a decode deployment that is scaled to zero: a
+prefill replica may have answered it."""
+
+
+class RelayedRoutes:
+    """The handler of requests for the replicas' routes.
+
+    Args:
+        settings: the gateway's settings.
+        body_reader: reads bodies.
+        metrics: receives the gateway's metrics.
+        tenants: permissions of the tenants, such as for drafts.
+        pool: the replicas.
+        relay: sends a request to a replica.
+        queue: the admission queue; None if none is configured.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        body_reader: BodyReader,
+        metrics: GatewayMetrics,
+        tenants: Tenants,
+        *,
+        pool: ReplicaPool,
+        relay: Relay,
+        queue: AdmissionQueue | None,
+    ) -> None:
+        self._settings, self._body_reader, self._metrics = settings, body_reader, metrics
+        self._tenants, self._pool, self._relay, self._queue = tenants, pool, relay, queue
+        self._slo_classes = SloClasses.from_settings(settings.admission)
+        self._relayed_s = -WANTED_S
+        self._calls: dict[int, Call] = {}  # in order of their start, at most `max_concurrent`
+        self.relaying = 0
+        """Number of requests that replicas work on, or that wait for one."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is work for a replica, or was within `WANTED_S`."""
+        return self.relaying > 0 or perf_counter() - self._relayed_s < WANTED_S
+
+    def in_flight(self) -> list[dict[str, Any]]:
+        """Describe the oldest calls that replicas work on, for the status."""
+        return in_flight(self._calls.values())
+
+    @contextlib.contextmanager
+    def take_place(self) -> Iterator[None]:
+        """Take one of the `max_concurrent` places for requests that replicas work on.
+
+        Raises:
+            ApiError: 429, all are taken.
+        """
+        if self.relaying >= self._settings.max_concurrent:
+            raise errors.too_many_requests(self._settings.max_concurrent)
+        self.relaying += 1
+        self._relayed_s = perf_counter()
+        try:
+            yield
+        finally:
+            self.relaying -= 1
+
+    @contextlib.asynccontextmanager
+    async def admit(self, caller: Caller, body_bytes: int) -> AsyncIterator[None]:
+        """Pass a request of the gateway's own through the queue, and count it until it ends.
+
+        Raises:
+            ApiError: 429, the request would be late, it waited too long, or the queue is full.
+        """
+        if self._queue is None:
+            yield
+            return
+        slo = self._slo_classes.choose(None, {}, caller.slo, caller.slo_classes)
+        ticket = await self._queue.enter(caller.tenant, slo, body_bytes)
+        try:
+            yield
+        finally:
+            self._queue.on_end(ticket, None, None)
+
+    async def handle(self, context: RequestContext) -> None:
+        """Check a request, then relay it."""
+        call, pool, route = context.call, self._pool, context.call.route
+        if route is None and pool.routes:
+            raise pool.routes.refusal(context.path, call.method)
+        with self.take_place():
+            if call.method == "POST" and (route is None or route.takes_json):
+                await self._body_reader.read_into_call(context)
+            self._body_reader.limit_answer_time(context, spent_s=perf_counter() - call.started)
+            if route is None:
+                route = await self._wait_for_route(context)
+            await client_resume.prepare(call, context.headers.get(RESUME))
+            slo = await self._read_body(context) if route.takes_json else DEFAULT
+            if self._queue is None or route.path not in PLACED:
+                await self._run(call, context.send)
+            else:
+                await self._run_in_turn(call, context.send, slo, self._queue)
+
+    async def _run_in_turn(
+        self, call: Call, send: Send, slo: SloClass, queue: AdmissionQueue
+    ) -> None:
+        """Relay a call when the admission queue sends it."""
+        began = perf_counter()
+        ticket = await queue.enter(call.tenant, slo, len(call.body))
+        sent = perf_counter()
+        call.waited_s += sent - began
+        call.targets = partial(queue.targets, ticket)
+        call.on_plan = partial(queue.on_plan, ticket)
+        call.on_first = partial(queue.on_first_token, ticket)
+        try:
+            await self._run(call, send)
+        finally:
+            first_s = total_s = None
+            if call.status == 200:
+                total_s = perf_counter() - sent
+                if call.streamed and call.ttft_s is not None:
+                    first_s = call.started + call.ttft_s - sent
+            queue.on_end(ticket, first_s, total_s)
+
+    async def _run(self, call: Call, send: Send) -> None:
+        self._calls[id(call)] = call
+        try:
+            await self._relay.run(call, send)
+        finally:
+            del self._calls[id(call)]
+            if call.gateway_s is not None:
+                self._metrics.own_seconds(call.gateway_s)
+
+    async def _read_body(self, context: RequestContext) -> SloClass:
+        """Set the call's fields that placing needs, and return the request's class.
+
+        The parsed body, several times as large as its bytes, is freed when this returns.
+
+        Raises:
+            ApiError: 400, the body is wrong, or names a class that the request cannot have.
+        """
+        call, caller = context.call, context.caller
+        self._body_reader.use_utf8(call)
+        request = await self._body_reader.parsed(call.body)
+        call.affinity = affinity_key(request)
+        call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
+        try:
+            techniques = requested_techniques(request)
+        except TechniqueError as error:
+            raise errors.wrong_technique(str(error), error.param) from None
+        is_placed = call.route is not None and call.route.path in PLACED
+        call.techniques = techniques if is_placed else None
+        header = context.headers.get(SLO_HEADER)
+        try:
+            return self._slo_classes.choose(header, request, caller.slo, caller.slo_classes)
+        except SloClassError as error:
+            raise errors.unknown_class(str(error), error.param) from None
+
+    async def _wait_for_route(self, context: RequestContext) -> Route:
+        """Return the route, as soon as a replica has reported its routes.
+
+        Raises:
+            ApiError: 404 there is no such path, 405 it takes other methods, 503 no replica has
+                reported its routes in time.
+        """
+        call, began = context.call, perf_counter()
+        table = await self._pool.known_routes(self._settings.queue_timeout_s)
+        call.waited_s += perf_counter() - began
+        call.route = table.at(context.path).get(call.method)
+        if call.route is None:
+            raise table.refusal(context.path, call.method)
+        return call.route

@@ -1,0 +1,89 @@
+"""A request in its handler: its caller, its deadlines and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.gateway import errors
+from headrace.gateway.asgi import JSON_TYPE, Interrupts, Receive, Send
+from headrace.gateway.errors import ApiError
+from headrace.gateway.ingress.api_keys import ANONYMOUS, Caller, may_administer
+from headrace.gateway.relay.call import Call
+
+REFUSAL_TIMEOUT_S = 5.0
+"""Seconds for a client to take a refusal, after which its connection is ended."""
+BODY_LATE = "body late"
+TIME_UP = "time up"
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """A request in its handler.
+
+    Attributes:
+        path: the request's path without the app's root, and without its query.
+        headers: the client's headers by name.
+        client: address and port of the client, as in ASGI; None if unknown.
+        caller: the tenant and role that the request's key proves.
+        interrupts: the interrupter that ends the handler early.
+        abort_connection: ends the connection; see `asgi.ABORT_EXTENSION`.
+        is_over_tls: whether the client's own connection is encrypted.
+    """
+
+    call: Call
+    path: str
+    receive: Receive
+    send: Send
+    headers: dict[bytes, bytes]
+    client: Sequence[Any] | None
+    caller: Caller = ANONYMOUS
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    abort_connection: Callable[[], None] = lambda: None
+    is_over_tls: bool = False
+
+    @property
+    def may_administer(self) -> bool:
+        """Whether the request may change how the app works, or look into it."""
+        return may_administer(self.caller, self.client, self.headers)
+
+    def allow_methods(self, *methods: str) -> None:
+        """Refuse all other methods.
+
+        Raises:
+            ApiError: 405, the request has another method.
+        """
+        if self.call.method not in methods:
+            raise errors.method_not_allowed(self.call.method, methods)
+
+    async def answer(self, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+        """Send an answer of the gateway's own."""
+        call = self.call
+        ours = [(b"x-request-id", call.request_id), (b"content-length", b"%d" % len(body))]
+        start = {"type": "http.response.start", "status": status, "headers": [*headers, *ours]}
+        await self.send(start)
+        call.status = status
+        await self.send({"type": "http.response.body", "body": body})
+        call.sent_bytes = len(body)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Send an error: as the answer, or as the last event of a stream that has begun.
+
+        The connection is ended if the client does not read the error in time, if the error ends a
+        stream, and if an answer that is no stream has begun.
+        """
+        call = self.call
+        try:
+            async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+                if call.status == 0:
+                    body = call.dialect.body(error)
+                    await self.answer(error.status, body, JSON_TYPE, *error.headers)
+                    return
+                if call.streamed:
+                    event = call.dialect.event(error, call.last_events)
+                    await self.send({"type": "http.response.body", "body": event})
+        except TimeoutError:
+            pass
+        self.abort_connection()

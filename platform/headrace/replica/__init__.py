@@ -1,0 +1,1 @@
+"""The control plane's part in a replica: its planner, and the results of its plans."""

@@ -1,0 +1,356 @@
+"""Index of the blocks of every holder; answers how much of a prompt each holder can use.
+
+A block is named by a *key*: the low 64 bits of vLLM's block hash (`hashing.keys_of`). vLLM's own
+events carry the same 64 bits as numbers. The hash covers everything before the block and the salt,
+so equal keys mean equal prefixes. Two prefixes that share a key are treated as one. This happens by
+chance once in 2**64 / n**2 for n blocks, and a client can provoke it under a hash that is not
+cryptographic. It leads to a wrong price, never to wrong KV, since engines and stores compare whole
+hashes.
+
+A *holder* is a place that can hold blocks: the HBM of an engine, the DRAM of a node. A holder can
+use a block if it has it and all blocks before it. Blocks after a hole are kept, and count as soon
+as the hole is filled.
+
+Memory is bounded. Without room for another block, the index leaves out this block and the blocks
+after it in the same run, so a prefix keeps its beginning. Without room for another set of holders,
+the index leaves out the newest holder of a block. If a holder leaves a block and the remaining set
+cannot be stored, the index drops the block and all blocks after it. `dropped` counts all of these.
+A dropped block is indexed again when it is stored again.
+
+One thread owns an index: it applies events and asks in turn, without locks. The time of a call
+depends on the blocks that it is given, not on the size of the index: each call moves a few entries
+to a larger table, and removes a few blocks of expired holders. The exception is a block that leaves
+the middle of a prefix, or fills a hole: the call visits the blocks after it that the holder has,
+and their siblings. Engines evict from the end, where no blocks follow.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.router.blocks import hash_table, prefix_tree
+from headrace.router.blocks.holder_sets import (
+    BLOCKS,
+    DRAINED,
+    DROPPED,
+    NODE,
+    NODES,
+    PAIRS,
+    ROWS,
+    SECRET,
+    SET,
+    SETS,
+    SINGLES,
+    STATES,
+    WORDS,
+    Tables,
+)
+
+CAPACITY_BYTES = 256 * 2**20
+MAX_HOLDERS = SINGLES // 2
+"""Maximum number of open holders. As many more slots may wait for the sweep."""
+SET_SHARE = 8
+"""Divisor of the memory: 1/8 of it is for sets of holders."""
+FIRST_SLOTS = 1 << 10
+SWEPT_BLOCKS, DRAINED_SLOTS = 8, 16
+"""Blocks swept, and table slots moved, in a call for each block that the call is given."""
+
+Keys = NDArray[np.uint64]
+_NONE = np.zeros(1, np.uint64)
+
+
+class BlockIndex:
+    """Blocks by holder.
+
+    Args:
+        capacity_bytes: maximum memory of the index.
+        max_holders: maximum number of open holders, at most 32,768.
+
+    Raises:
+        ValueError: a limit is out of range.
+    """
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES, max_holders: int = 4096) -> None:
+        if not 1 <= max_holders <= MAX_HOLDERS:
+            raise ValueError(f"max_holders must be 1 to {MAX_HOLDERS}, not {max_holders}")
+        if capacity_bytes < 2**20:
+            raise ValueError(f"capacity_bytes must be at least 1 MiB, not {capacity_bytes}")
+        set_bytes = 8 * _words(max_holders) + SET.itemsize + 2 * 4
+        max_sets = max(16, capacity_bytes // SET_SHARE // set_bytes)
+        left = capacity_bytes - capacity_bytes // SET_SHARE
+        self.max_blocks, self._max_slots = _room(left)
+        self.max_holders = max_holders
+        state = np.zeros(STATES, np.int64)
+        state[SECRET] = secrets.randbits(62)
+        state[NODES], state[ROWS], state[WORDS] = prefix_tree.ROOT + 1, 1, 1
+        # Pages that were never written take no memory, so the arrays get their full size now.
+        self._tables = Tables(
+            nodes=np.zeros(self.max_blocks + prefix_tree.ROOT + 1, NODE),
+            table=np.zeros(min(FIRST_SLOTS, self._max_slots), np.uint64),
+            old=_NONE,
+            sets=np.zeros(max_sets + 1, SET),
+            bits=np.zeros((max_sets + 1, 1), np.uint64),
+            set_table=np.zeros(1 << (2 * max_sets - 1).bit_length(), np.uint32),
+            scratch=np.zeros((2, 1), np.uint64),
+            stack=np.zeros((2, 64), np.int64),
+            state=state,
+        )
+        self._slots: list[int] = []
+        """Slot of each holder; -1: the holder is not open."""
+        self._slot_of = np.zeros(0, np.int64)
+        self._free_holders: list[int] = []
+        self._free_slots: list[int] = []
+        self._next_slot = 0
+        self._dead: list[int] = []
+        """Slots of closed holders that wait for the next sweep."""
+        self._swept: list[int] = []
+        self._mask = np.zeros(1, np.uint64)
+        self._at = self._end = 0
+        self._reach = np.zeros(64, np.int32)
+
+    # Holders
+
+    def open(self) -> int:
+        """Return a new, empty holder: a small number, perhaps one that was used before.
+
+        Raises:
+            OverflowError: `max_holders` are open.
+        """
+        if len(self._slots) - len(self._free_holders) == self.max_holders:
+            raise OverflowError(f"there are {self.max_holders} holders already")
+        slot = self._take_slot()
+        if self._free_holders:
+            holder = self._free_holders.pop()
+            self._slots[holder] = slot
+        else:
+            holder = len(self._slots)
+            self._slots.append(slot)
+        self._slot_of = np.array(self._slots, np.int64)
+        return holder
+
+    def expire(self, holder: int) -> None:
+        """Close a holder. Its number may be given out again at once.
+
+        Raises:
+            KeyError: no such holder.
+        """
+        self._dead.append(self._slot(holder))
+        self._slots[holder] = -1
+        self._free_holders.append(holder)
+        self._slot_of = np.array(self._slots, np.int64)
+
+    def cleared(self, holder: int) -> None:
+        """Remove all blocks of a holder.
+
+        Raises:
+            KeyError: no such holder.
+        """
+        self._dead.append(self._slot(holder))
+        self._slots[holder] = -1  # the holder does not count while a slot is searched for
+        self._slots[holder] = self._take_slot()
+        self._slot_of = np.array(self._slots, np.int64)
+
+    @property
+    def holders(self) -> int:
+        """One more than the highest number of a holder: the length of the result of `match`."""
+        return len(self._slots)
+
+    # Events
+
+    def stored(self, holder: int, parent: int | None, keys: Keys) -> None:
+        """Add a run of blocks to a holder, each block the parent of the next.
+
+        Args:
+            parent: key of the block before the run; None: the run begins a prompt.
+            keys: [blocks] u64.
+
+        Raises:
+            KeyError: no such holder.
+        """
+        slot, start = self._slot(holder), 0
+        first, before = parent is None, np.uint64(parent or 0)
+        self._work(len(keys))
+        while True:
+            start = prefix_tree.store(self._tables, slot, first, before, keys, start)
+            if start >= len(keys):
+                return
+            self._grow()
+
+    def removed(self, holder: int, keys: Keys) -> None:
+        """Remove these blocks from a holder.
+
+        Raises:
+            KeyError: no such holder.
+        """
+        slot = self._slot(holder)
+        self._work(len(keys))
+        prefix_tree.remove(self._tables, slot, keys)
+
+    def maintain(self, blocks: int = 4096) -> bool:
+        """Do a part of the pending work, and return whether any is left.
+
+        The work is to move entries to a larger table and to sweep out closed holders. Calls with
+        events do a part of it, too.
+        """
+        self._work(-(-blocks // SWEPT_BLOCKS))
+        return bool(self._dead or self._swept) or self._tables.old.size > 1
+
+    # Questions
+
+    def match(self, keys: Keys) -> NDArray[np.int32]:
+        """Return how many leading blocks of a prompt each holder can use: [holders] i32.
+
+        The entry of an unused number is 0.
+
+        Args:
+            keys: keys of the prompt's full blocks, from the first on, [blocks] u64.
+        """
+        if len(keys) == 0 or not self._slots:
+            return np.zeros(len(self._slots), np.int32)
+        prefix_tree.match(self._tables, keys, self._reach)
+        found = self._reach[self._slot_of]
+        if self._free_holders:
+            found[self._slot_of < 0] = 0
+        return found
+
+    def usable(self, holder: int, key: int) -> bool:
+        """Return whether a holder has a block and all blocks before it.
+
+        False if the block's place in a prefix is unknown.
+        """
+        return bool(prefix_tree.is_usable(self._tables, self._slot(holder), np.uint64(key)))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks with at least one holder."""
+        return int(self._tables.state[BLOCKS])
+
+    @property
+    def entries(self) -> int:
+        """Number of pairs of block and holder; closed holders count until they are swept out."""
+        return int(self._tables.state[PAIRS])
+
+    @property
+    def dropped(self) -> int:
+        """Number of pairs that were not stored, or were dropped, for lack of room."""
+        return int(self._tables.state[DROPPED])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory in use now."""
+        t = self._tables
+        row_bytes = SET.itemsize + t.bits.itemsize * t.bits.shape[1]
+        return int(
+            t.state[NODES] * NODE.itemsize
+            + t.table.nbytes
+            + t.old.nbytes
+            + t.state[ROWS] * row_bytes
+            + t.set_table.nbytes
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts for JSON."""
+        return {
+            "holders": len(self._slots) - len(self._free_holders),
+            "blocks": self.blocks,
+            "entries": self.entries,
+            "sets": int(self._tables.state[SETS]),
+            "dropped": self.dropped,
+            "bytes": self.bytes,
+        }
+
+    # Inside
+
+    def _slot(self, holder: int) -> int:
+        if not 0 <= holder < len(self._slots) or self._slots[holder] < 0:
+            raise KeyError(f"there is no holder {holder}")
+        return self._slots[holder]
+
+    def _take_slot(self) -> int:
+        """Return a slot that no block has."""
+        while not self._free_slots and self._next_slot == 2 * self.max_holders:
+            self._sweep(self.max_blocks)  # all slots are in use or wait for the sweep
+        if self._free_slots:
+            return self._free_slots.pop()
+        slot = self._next_slot
+        self._next_slot += 1
+        words = _words(slot + 1)
+        if words > self._tables.bits.shape[1]:
+            self._widen(2 * self._tables.bits.shape[1])
+        self._tables.state[WORDS] = words
+        return slot
+
+    def _widen(self, words: int) -> None:
+        """Widen the rows of sets to this many words."""
+        t = self._tables
+        bits = np.zeros((t.bits.shape[0], words), np.uint64)
+        rows = int(t.state[ROWS])
+        bits[:rows, : t.bits.shape[1]] = t.bits[:rows]
+        self._tables = t._replace(bits=bits, scratch=np.zeros((2, words), np.uint64))
+        self._mask = np.zeros(words, np.uint64)
+        for slot in self._swept:
+            self._mask[slot >> 6] |= np.uint64(1 << (slot & 63))
+        self._reach = np.zeros(64 * words, np.int32)
+
+    def _grow(self) -> None:
+        """Make a table of twice the size; later calls move the entries, a few at a time."""
+        t = self._tables
+        if t.old.size > 1:
+            hash_table.drain(t, t.old.size)
+        t.state[DRAINED] = 0
+        self._tables = t._replace(table=np.zeros(2 * t.table.size, np.uint64), old=t.table)
+
+    def _work(self, blocks: int) -> None:
+        t = self._tables
+        if t.old.size > 1 and hash_table.drain(t, DRAINED_SLOTS * blocks):
+            self._tables = t._replace(old=_NONE)
+        if self._swept or self._dead:
+            self._sweep(SWEPT_BLOCKS * blocks)
+
+    def _sweep(self, blocks: int) -> None:
+        if not self._swept:
+            self._swept, self._dead = self._dead, []
+            self._mask[:] = 0
+            for slot in self._swept:
+                self._mask[slot >> 6] |= np.uint64(1 << (slot & 63))
+            self._at, self._end = prefix_tree.ROOT + 1, int(self._tables.state[NODES])
+        count = min(blocks, self._end - self._at)
+        self._at = int(prefix_tree.sweep(self._tables, self._mask, self._at, count))
+        if self._at >= self._end:
+            self._free_slots += self._swept
+            self._swept = []
+
+
+def warm() -> None:
+    """Compile everything, so that no call waits. Takes ten seconds if the disk cache is empty."""
+    index = BlockIndex(2**20)
+    holder = index.open()
+    for start in range(0, 4 * FIRST_SLOTS, 64):
+        index.stored(holder, None, np.arange(start, start + 64, dtype=np.uint64))
+    index.match(np.arange(64, dtype=np.uint64))
+    index.removed(holder, np.arange(64, dtype=np.uint64))
+    index.usable(holder, 64)
+    index.expire(holder)
+    while index.maintain():
+        pass
+
+
+def _words(slots: int) -> int:
+    return -(-slots // 64)
+
+
+def _room(capacity_bytes: int) -> tuple[int, int]:
+    """Return how many blocks fit, and the slots of the largest table.
+
+    The table is at most 3/4 full. While it is filled from a table of half its size, both exist.
+    """
+    choices = []
+    for bits in range(10, 33):
+        slots = 1 << bits
+        blocks = (capacity_bytes - 12 * slots) // NODE.itemsize
+        choices.append((min(blocks, 3 * slots // 4 - 1), slots))
+    return max(choices, key=lambda choice: choice[0])

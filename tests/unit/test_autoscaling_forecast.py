@@ -1,0 +1,100 @@
+"""The forecast of arrivals: what it says of plain series, and that nobody's numbers break it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.autoscaling.forecast import AHEAD_S, BIN_S, DAY_S, RateForecast, RateForecaster
+
+
+def fed(counts: list[float]) -> RateForecaster:
+    forecast = RateForecaster()
+    for n, count in enumerate(counts, 1):
+        forecast.observe(count, n * BIN_S)
+    return forecast
+
+
+def test_nothing_seen_is_nothing_expected() -> None:
+    assert RateForecaster().at_horizon(120.0, 0.0).rate == 0.0
+
+
+def test_a_steady_rate_is_expected_to_stay() -> None:
+    forecast = fed([60.0] * 120)
+    for ahead_s in AHEAD_S:
+        assert forecast.at_horizon(ahead_s, 120 * BIN_S).rate == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_steady_rise_is_expected_to_go_on_for_a_while() -> None:
+    forecast = fed([60.0 + n for n in range(300)])
+    expected = forecast.at_horizon(600.0, 300 * BIN_S).rate * BIN_S
+    assert 359.0 < expected < 359.0 + 15.0
+
+
+def test_noise_is_smoothed() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.poisson(30.0, 600).astype(float)
+    forecast, wrong, naive = RateForecaster(), [], []
+    for n, count in enumerate(counts[:-2], 1):
+        forecast.observe(float(count), n * BIN_S)
+        if n > 200:
+            said = forecast.at_horizon(120.0, n * BIN_S).rate * BIN_S
+            wrong.append(abs(said - counts[n + 1]))
+            naive.append(abs(count - counts[n + 1]))
+    assert np.mean(wrong) < 0.8 * np.mean(naive)
+
+
+def test_the_days_before_tell_of_a_rise_an_hour_ahead() -> None:
+    minutes = round(DAY_S / BIN_S)
+    day = [30.0 + 270.0 * (8 * 60 <= n < 20 * 60) for n in range(minutes)]
+    seven = 7 * 60 + 10
+    forecast = fed(day * 2 + day[:seven])
+    wise = forecast.at_horizon(3600.0, 2 * DAY_S + seven * BIN_S)
+    forecast.seasonal = False
+    plain = forecast.at_horizon(3600.0, 2 * DAY_S + seven * BIN_S)
+    assert plain.rate * BIN_S < 40.0
+    assert wise.rate > 1.5 * plain.rate
+
+
+def test_independent_arrivals_have_roots_with_a_deviation_of_a_half() -> None:
+    counts = np.random.default_rng(1).poisson(200.0, 700).astype(float)
+    forecast = fed(counts.tolist())
+    assert forecast.at_horizon(120.0, 700 * BIN_S).root_sd == pytest.approx(0.6, abs=0.2)
+
+
+def test_a_rate_above_the_expected_is_so_by_deviations_of_the_root() -> None:
+    ahead = RateForecast(rate=100.0 / BIN_S, root_sd=0.5)
+    assert ahead.at(0.0) == pytest.approx(ahead.rate)
+    assert ahead.at(2.0) * BIN_S == pytest.approx(121.0)
+    assert ahead.at(-100.0) == 0.0
+
+
+@pytest.mark.parametrize("count", [-1.0, math.inf, math.nan])
+def test_a_count_that_is_none_is_refused(count: float) -> None:
+    with pytest.raises(ValueError, match="0 or more"):
+        RateForecaster().observe(count, BIN_S)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.floats(0.0, 1e9), min_size=1, max_size=120),
+    st.floats(0.0, 1e9),
+)
+def test_a_forecast_is_a_number_within_what_was_seen(counts: list[float], begin_s: float) -> None:
+    forecast = RateForecaster()
+    for n, count in enumerate(counts, 1):
+        forecast.observe(count, begin_s + n * BIN_S)
+    for ahead_s in AHEAD_S:
+        ahead = forecast.at_horizon(ahead_s, begin_s + len(counts) * BIN_S)
+        assert 0.0 <= ahead.rate * BIN_S <= 40.0 * max(counts) + 1e-6
+        assert math.isfinite(ahead.root_sd)
+
+
+def test_memory_does_not_grow() -> None:
+    forecast = fed([5.0] * 200)
+    longest = max(len(each) for each in forecast._open)
+    assert longest <= max(AHEAD_S) / BIN_S

@@ -1,0 +1,360 @@
+"""The policy as Serve's controller runs it: in Serve's own autoscaling state, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ray.serve._private.autoscaling_state import ApplicationAutoscalingState
+from ray.serve._private.common import (
+    DeploymentID,
+    ReplicaID,
+    ReplicaMetricReport,
+    TimeStampedValue,
+)
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.deployment_info import DeploymentInfo
+
+from headrace.autoscaling import autoscaler_state
+from headrace.autoscaling.autoscaler_state import AutoscalerState, RoleStatus
+from headrace.autoscaling.capacity import ReplicaBounds, Slo
+from headrace.autoscaling.decide import ReplicaCosts
+from headrace.autoscaling.forecast import BIN_S
+from headrace.autoscaling.replica_metrics import AGE_S, REQUESTS, decode_metrics, encode_metrics
+from headrace.config import ConfigError, load_config, to_app_args
+from headrace.replica.planner import ReplicaPlanner
+from headrace.router import Geometry, Router, RouterSettings
+from headrace.simulate.hardware import default_steps
+from headrace_engine.meter import EngineMeter
+
+APP = "app"
+MANY = ["prefill.autoscaling.max_replicas=4", "decode.autoscaling.max_replicas=6"]
+
+
+@pytest.fixture(autouse=True)
+def _no_states() -> Iterator[None]:
+    yield
+    autoscaler_state.remove_state(APP)
+
+
+def snapshot(rate: float = 1.0) -> dict[str, Any]:
+    """What a decode replica's planner tells: 0.3 s of prompt, 300 tokens of answer."""
+    return {
+        "outcomes": {
+            "traffic": {
+                "requests": 256,
+                "rate": rate,
+                "prompt_tokens": 8_000.0,
+                "computed_tokens": 8_000.0,
+                "answer_tokens": 300.0,
+                "local_s": 0.3,
+                "local_s_square": 0.3,
+                "remote_s": 0.3,
+                "remote_s_square": 0.3,
+                "move_s": 0.02,
+            }
+        },
+        "step_times": {"decode": default_steps().to_dict()},
+        "engines": {"decode_blocks": 800, "block_tokens": 512},
+        "prefill": {"p": {"same_machine": False}},
+        "fits": {"shared_cores": {"lost_share": 0.25}},
+    }
+
+
+class Served:
+    """Serve's autoscaling state of an app whose roles scale as configured."""
+
+    def __init__(self, now: pytest.MonkeyPatch) -> None:
+        args = to_app_args(load_config(overrides=["model.source=/m", *MANY]))
+        self.state = ApplicationAutoscalingState(APP)
+        self.targets, self.now_s, self.came = {}, 1e9, 0.0
+        now.setattr("time.time", lambda: self.now_s)
+        for role in ("prefill", "decode"):
+            given = args[f"{role}_config"]["deployment_config"]["autoscaling_config"]
+            config = DeploymentConfig.from_default(autoscaling_config=given)
+            info = DeploymentInfo(
+                deployment_config=config,
+                replica_config=None,
+                start_time_ms=0,
+                deployer_job_id="",
+                version="1",
+            )
+            name = DeploymentID(role, APP)
+            self.targets[name] = self.state.register_deployment(name, info, 1)
+            self.run(name)
+
+    def run(self, name: DeploymentID) -> None:
+        """All replicas that are wanted run."""
+        replicas = [ReplicaID(f"{name.name}{n}", name) for n in range(self.targets[name])]
+        self.state.update_running_replica_ids(name, replicas)
+
+    def publish(self, requests: float) -> None:
+        """Each decode replica reports; the first has had so many requests more."""
+        self.came += requests
+        name = DeploymentID("decode", APP)
+        for n in range(self.targets[name]):
+            came = self.came if n == 0 else 0.0
+            told = {**encode_metrics(snapshot()), REQUESTS: came, AGE_S: self.now_s - 1e9}
+            self.state.record_request_metrics_for_replica(
+                ReplicaMetricReport(
+                    replica_id=ReplicaID(f"decode{n}", name),
+                    metrics={
+                        key: [TimeStampedValue(self.now_s, value)] for key, value in told.items()
+                    },
+                    timestamp=self.now_s,
+                )
+            )
+
+    def minutes(self, count: int, rate: float) -> tuple[int, int]:
+        """Let time pass; the counts at its end, prefill and decode."""
+        for _ in range(count * 6):
+            self.now_s += BIN_S / 6
+            self.publish(rate * BIN_S / 6)
+            self.targets |= self.state.get_decision_num_replicas(self.targets)
+            for name in self.targets:
+                self.run(name)
+        by_name = {name.name: target for name, target in self.targets.items()}
+        return by_name["prefill"], by_name["decode"]
+
+
+def test_serve_starts_and_stops_replicas_of_both_roles_as_the_policy_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch)
+    assert served.minutes(5, 0.5) == (1, 1)
+    busy = served.minutes(20, 8.0)
+    assert 4 <= sum(busy) <= 6
+    assert sum(served.minutes(90, 0.5)) == 2
+
+
+def test_while_nothing_is_known_serves_queue_length_policy_starts_replicas_but_stops_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch)
+    name = DeploymentID("decode", APP)
+    served.targets[name] = 3
+    served.run(name)
+    served.now_s += 60.0
+    assert served.state.get_decision_num_replicas(served.targets)[name] == 3
+    monkeypatch.setattr(
+        served.state._deployment_autoscaling_states[name], "get_total_num_requests", lambda: 70.0
+    )
+    assert served.state.get_decision_num_replicas(served.targets)[name] == 5  # of 16 each
+
+
+def test_a_policy_that_fails_leaves_the_queue_length_to_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(monkeypatch)
+    monkeypatch.setattr(AutoscalerState, "decide", lambda self: 1 / 0)
+    assert served.minutes(2, 8.0) == (1, 1)
+
+
+def test_a_role_without_bounds_of_its_own_keeps_its_number() -> None:
+    args = to_app_args(load_config(overrides=["model.source=/m", "prefill.replicas=2", MANY[1]]))
+    assert args["prefill_config"]["deployment_config"]["num_replicas"] == 2
+    scaling = args["decode_config"]["deployment_config"]["autoscaling_config"]
+    assert scaling["policy"]["policy_kwargs"]["prefill"] == [2, 2]
+    assert (scaling["min_replicas"], scaling["initial_replicas"], scaling["max_replicas"]) == (
+        *(1, 1),
+        6,
+    )
+
+
+def test_bounds_that_contradict_each_other_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.autoscaling.*max_replicas: is 2, below"):
+        load_config(
+            overrides=[
+                "model.source=/m",
+                "decode.autoscaling.min_replicas=3",
+                "decode.autoscaling.max_replicas=2",
+            ]
+        )
+
+
+def test_what_a_replica_publishes_is_numbers_and_can_be_read_again() -> None:
+    told = encode_metrics(snapshot())
+    assert all(isinstance(value, float) for value in told.values())
+    router = decode_metrics(told)
+    assert router is not None
+    assert router["outcomes"]["traffic"]["local_s"] == 0.3
+    assert router["step_times"]["decode"]["state"] == default_steps().to_dict()["state"]
+    assert encode_metrics({**snapshot(), "outcomes": {"traffic": {"requests": 0}}}) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"headrace.kv_tokens": 1.0},
+        {**encode_metrics(snapshot()), "headrace.steps.state.0": 1e14},
+    ],
+)
+def test_numbers_that_no_replica_publishes_are_not_believed(wrong: dict[str, float]) -> None:
+    assert decode_metrics(wrong) is None
+
+
+def one_state(start_s: float = 120.0) -> AutoscalerState:
+    return AutoscalerState(Slo(share=0.95), ReplicaCosts(start_s), ReplicaBounds((0, 4), (0, 6)))
+
+
+def test_the_time_that_starts_take_is_measured() -> None:
+    app = one_state()
+    app.record_replicas("decode", RoleStatus(1, 1), 0.0)
+    for n in range(12):
+        app.record_replicas("decode", RoleStatus(1, 2), 1000.0 * n + 10.0)
+        app.record_replicas("decode", RoleStatus(2, 2), 1000.0 * n + 310.0)
+        app.record_replicas("decode", RoleStatus(1, 1), 1000.0 * n + 500.0)
+    assert app.prices.start_s == pytest.approx(300.0, abs=5.0)
+
+
+def test_an_order_that_is_taken_back_measures_nothing() -> None:
+    app = one_state()
+    for seen, at_s in (
+        (RoleStatus(1, 1), 0.0),
+        (RoleStatus(1, 2), 1.0),
+        (RoleStatus(1, 1), 2.0),
+        (RoleStatus(2, 2), 9.0),
+    ):
+        app.record_replicas("decode", seen, at_s)
+    assert app.prices.start_s < 121.0
+
+
+def test_a_replica_that_restarts_is_not_counted_twice_or_below_zero() -> None:
+    app = one_state()
+    for at_s, came in ((0.0, 1000.0), (10.0, 1030.0), (20.0, 5.0), (30.0, 10.0), (70.0, 10.0)):
+        app.record_metrics({"a": {REQUESTS: came}}, at_s)
+    assert app._forecast._level == pytest.approx(35.0)
+
+
+def counted(app: AutoscalerState, *polls: tuple[float, dict[str, tuple[float, float]]]) -> float:
+    """What a state counts.
+
+    Args:
+        polls: when, and by replica the requests and the seconds of its life.
+    """
+    for at_s, told in polls:
+        app.record_metrics(
+            {name: {REQUESTS: came, AGE_S: age_s} for name, (came, age_s) in told.items()}, at_s
+        )
+    return app._count
+
+
+def test_a_new_replica_counts_from_its_first_request() -> None:
+    first, then = {"a": (0.0, 900.0)}, {"a": (5.0, 930.0), "b": (7.0, 20.0)}
+    assert counted(one_state(), (0.0, first), (30.0, then)) == 12.0
+
+
+def test_requests_that_wake_a_role_without_replicas_count() -> None:
+    app = one_state()
+    assert counted(app, (0.0, {}), (10.0, {}), (50.0, {"a": (5.0, 35.0)})) == 5.0
+
+
+def test_a_replica_that_is_older_than_the_state_counts_from_when_it_is_seen() -> None:
+    """After a restart of Serve's controller replicas are recovered one after the other."""
+    first, then = {"a": (1e5, 9000.0)}, {"a": (1e5 + 3, 9010.0), "b": (1e5, 9000.0)}
+    later = {"a": (1e5 + 3, 9015.0), "b": (1e5 + 4, 9005.0)}
+    assert counted(one_state(), (0.0, first), (10.0, then), (15.0, later)) == 7.0
+
+
+@pytest.mark.parametrize("life", [2_000.0, 20_000.0, 500_000.0])
+def test_a_replica_that_is_missing_in_one_look_counts_only_what_is_new(life: float) -> None:
+    both = {"a": (life, 9000.0), "b": (life, 9000.0)}
+    back = {"a": (life + 9, 9012.0), "b": (life + 9, 9012.0)}
+    polls = (0.0, both), (6.0, {"a": (life + 4, 9006.0)}), (12.0, back)
+    assert counted(one_state(), *polls) == 18.0
+
+
+def test_a_replica_that_was_missing_for_long_counts_no_more_than_a_minute_of_it() -> None:
+    away = [(5.0 * n, {}) for n in range(1, 361)]
+    polls = (0.0, {"a": (0.0, 9000.0)}), *away, (1805.0, {"a": (3008.0, 10_805.0)})
+    assert counted(one_state(), *polls) == pytest.approx(100.0, rel=0.01)
+
+
+def test_what_is_kept_of_replicas_that_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaler_state, "MAX_REPLICAS", 8)
+    app = one_state()
+    for n in range(50):
+        counted(app, (float(n), {f"r{n}": (1.0, 1.0)}))
+    assert len(app._totals) == 8
+    counted(app, (50.0 + autoscaler_state.REPLICA_TIMEOUT_S + 1, {"last": (1.0, 1.0)}))
+    assert list(app._totals) == ["last"]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_one_slow_start_is_an_outlier(together: int) -> None:
+    """It waited two hours for a machine; so did all that were ordered with it."""
+    app = one_state()
+    app.record_replicas("decode", RoleStatus(1, 1), 0.0)
+    app.record_replicas("decode", RoleStatus(1, 1 + together), 10.0)
+    app.record_replicas("decode", RoleStatus(1 + together, 1 + together), 7210.0)
+    assert app.prices.start_s == 120.0
+
+
+def test_starts_that_keep_taking_longer_are_believed() -> None:
+    app = one_state()
+    for n in range(2):
+        app.record_replicas("decode", RoleStatus(1, 1), 10_000.0 * n)
+        app.record_replicas("decode", RoleStatus(1, 2), 10_000.0 * n + 10.0)
+        app.record_replicas("decode", RoleStatus(2, 2), 10_000.0 * n + 910.0)
+    assert app.prices.start_s == 900.0
+
+
+def test_nothing_is_decided_before_both_roles_and_a_minute_of_traffic_are_known() -> None:
+    app = one_state()
+    assert app.decide() is None
+    app.record_replicas("decode", RoleStatus(1, 1), 0.0)
+    app.record_metrics({"a": encode_metrics(snapshot())}, 0.0)
+    assert app.decide() is None
+    app.record_replicas("prefill", RoleStatus(1, 1), 0.0)
+    assert app.decide() is None
+    app.record_metrics({"a": encode_metrics(snapshot())}, BIN_S)
+    assert app.decide() is not None
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_state_that_is_new_stops_nothing_before_it_knows_the_traffic(least: int) -> None:
+    """Serve's controller was started again while three decode replicas served."""
+    prices = ReplicaCosts(120.0, 20.0)
+    app = AutoscalerState(Slo(share=0.95), prices, ReplicaBounds((0, 4), (least, 6)))
+    at_s, totals = 0.0, 0.0
+    while at_s < prices.stop_s:
+        app.record_replicas("prefill", RoleStatus(1, 1), at_s)
+        app.record_replicas("decode", RoleStatus(3, 3), at_s)
+        app.record_metrics(
+            {"a": {**encode_metrics(snapshot()), REQUESTS: totals, AGE_S: 9000.0 + at_s}}, at_s
+        )
+        counts = app.decide()
+        assert counts is None or (counts.prefill >= 1 and counts.decode >= 3), counts
+        at_s, totals = at_s + 5.0, totals + 0.01
+    while counts is None or counts.decode == 3:  # it knows by now that nobody comes
+        app.record_metrics(
+            {"a": {**encode_metrics(snapshot()), REQUESTS: totals, AGE_S: 9000.0 + at_s}}, at_s
+        )
+        counts, at_s = app.decide(), at_s + 5.0
+        assert at_s < 7200.0
+
+
+def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None:
+    """Of a real router: the names that are published are those that it tells."""
+    router = Router(RouterSettings(), Geometry(16, 1000, 100, 100), replica="d1")
+    router.prefill_members({"x"})
+    mine = ReplicaPlanner(router, EngineMeter(), None, "here")
+    assert mine.demand().keys() == {REQUESTS, AGE_S} and mine.demand()[REQUESTS] == 0.0
+    for n in range(40):
+        asyncio.run(mine.plan(f"r{n}", range(100), "", None))
+        mine.first_token(f"r{n}", 0.3, 0)
+        mine.finished(f"r{n}", range(20))
+    mine._demand_until_s = 0.0
+    told = mine.demand()
+    assert told[REQUESTS] == 40.0
+    app = one_state()
+    for role in autoscaler_state.ROLES:
+        app.record_replicas(role, RoleStatus(1, 1), 0.0)
+    app.record_metrics({"d1": told}, 0.0)
+    app.record_metrics({"d1": told}, BIN_S)
+    assert app._load is not None
+    assert (app._load.prompt_tokens, app._load.answer_tokens) == pytest.approx((100.0, 20.0))
+    assert app.decide() is not None

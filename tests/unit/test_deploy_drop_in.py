@@ -1,0 +1,234 @@
+"""Arguments of Ray's app that would have no effect are refused by name when the app is built."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.serve.config import AutoscalingConfig
+
+from headrace.app import build_app, build_configured
+from headrace.config import ConfigError
+from headrace.config.autoscaling import POLICY
+from headrace.deploy.drop_in import refusals
+from headrace_decode.http.vllm_environment import refuse_api_key
+from headrace_engine.ray.llm import PDServingArgs
+from headrace_kvstore.protocol.address import base_url
+
+ROLE: dict[str, Any] = {
+    "model_loading_config": {"model_id": "m", "model_source": "/m"},
+    "accelerator_config": {"kind": "cpu"},
+    "engine_kwargs": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+}
+LORA = {"dynamic_lora_loading_path": "s3://adapters"}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's builders ask for the job's runtime environment, and would start a cluster for it."""
+    context = SimpleNamespace(runtime_env={})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+
+def args(**changes: Any) -> dict[str, Any]:
+    """Arguments of Ray's app; a change is `decode__deployment_config={...}` or a top-level one."""
+    made: dict[str, Any] = {f"{r}_config": copy.deepcopy(ROLE) for r in ("prefill", "decode")}
+    for name, value in changes.items():
+        role, _, field = name.partition("__")
+        if field:
+            made[f"{role}_config"][field] = value
+        else:
+            made[name] = value
+    return made
+
+
+def refused(token_path: str, **changes: Any) -> list[str]:
+    return refusals(PDServingArgs.model_validate(args(**changes)), token_path)
+
+
+@pytest.mark.parametrize("token_path", ["relay", "direct", "classic"])
+def test_plain_arguments_are_taken(token_path: str) -> None:
+    assert refused(token_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"ingress_cls_config": {"ingress_extra_kwargs": {"a": 1}}}, "ingress_cls_config"),
+        ({"prefill__lora_config": LORA, "decode__lora_config": LORA}, "decode_config.lora_config"),
+        (
+            {"decode__deployment_config": {"max_queued_requests": 5}},
+            "decode_config.deployment_config.max_queued_requests",
+        ),
+        (
+            {"decode__deployment_config": {"request_router_config": {}}},
+            "decode_config.deployment_config.request_router_config",
+        ),
+        (
+            {"decode__runtime_env": {"env_vars": {"VLLM_API_KEY": "k"}}},
+            "decode_config.runtime_env.env_vars.VLLM_API_KEY",
+        ),
+    ],
+)
+def test_the_relay_refuses_by_name_what_only_other_paths_do(
+    changes: dict[str, Any], named: str
+) -> None:
+    [line] = refused("relay", **changes)
+    assert line.startswith(named) and "\n" not in line
+    assert refused("classic", **changes) == []
+
+
+def test_the_direct_path_has_no_ingress_to_configure() -> None:
+    [line] = refused("direct", ingress_deployment_config={"num_replicas": 2})
+    assert line.startswith("ingress_deployment_config")
+    [line] = refused("direct", ingress_cls_config={"ingress_extra_kwargs": {"a": 1}})
+    assert line.startswith("ingress_cls_config")
+
+
+NONE: dict[str, Any] = {"autoscaling_config": {"min_replicas": 0, "max_replicas": 2}}
+
+
+@pytest.mark.parametrize("token_path", ["relay", "direct", "classic"])
+def test_prefill_that_nothing_would_start_again_is_refused(token_path: str) -> None:
+    [line] = refused(token_path, prefill__deployment_config=NONE)
+    assert line.startswith("prefill_config.deployment_config.autoscaling_config.min_replicas")
+    assert refused(token_path, decode__deployment_config=NONE) == []
+    ours = {
+        "autoscaling_config": {**NONE["autoscaling_config"], "policy": {"policy_function": POLICY}}
+    }
+    assert refused(token_path, prefill__deployment_config=ours) == []
+
+
+def test_gateways_that_nobody_could_reach_are_refused() -> None:
+    both = PDServingArgs.model_validate(args(ingress_deployment_config=NONE))
+    [line] = refusals(both, "relay")
+    assert line.startswith("ingress_deployment_config.autoscaling_config.min_replicas")
+    assert refusals(both, "relay", own_port=False) == refusals(both, "classic") == []
+    config = AutoscalingConfig(min_replicas=0, max_replicas=2)
+    as_object = args(ingress_deployment_config={"autoscaling_config": config})
+    assert refusals(PDServingArgs.model_validate(as_object), "relay") == [line]
+
+
+def test_every_refusal_is_in_one_error() -> None:
+    both = args(
+        ingress_cls_config={"ingress_extra_kwargs": {"a": 1}},
+        decode__deployment_config={"max_queued_requests": 5},
+    )
+    with pytest.raises(ValueError, match=r"ingress_cls_config.*; and .*max_queued_requests"):
+        build_app(both)
+
+
+def test_a_key_of_vllms_own_is_refused_where_a_gateway_checks_keys() -> None:
+    with pytest.raises(ValueError, match=r"VLLM_API_KEY.*gateway\.api_keys"):
+        refuse_api_key({"VLLM_API_KEY": "secret"})
+    refuse_api_key({"VLLM_API_KEY": ""})
+
+
+def test_a_url_has_brackets_around_an_ipv6_address() -> None:
+    assert base_url("10.0.0.1", 80) == "http://10.0.0.1:80"
+    assert base_url("fd00::1", 80) == "http://[fd00::1]:80"
+
+
+def deployment(app: Any, name: str) -> Any:
+    """A deployment of a built app."""
+    found, todo, seen = None, [app], set()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen or not hasattr(each, "_bound_deployment"):
+            continue
+        seen.add(id(each))
+        bound = each._bound_deployment
+        if bound.name == name:
+            found = bound
+        todo += [*bound.init_args, *bound.init_kwargs.values()]
+    assert found is not None, name
+    return found
+
+
+STORE_OFF = {"store": {"enabled": False}}
+
+
+def test_gateways_scale_by_the_ingress_options() -> None:
+    scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 10}
+    app = build_app(
+        args(headrace=STORE_OFF, ingress_deployment_config={"autoscaling_config": scaling})
+    )
+    config = deployment(app, "gateway")._deployment_config
+    assert config.autoscaling_config.max_replicas == 3
+    fixed = build_app(args(headrace=STORE_OFF, ingress_deployment_config={"num_replicas": 2}))
+    assert deployment(fixed, "gateway").num_replicas == 2
+    own = build_app(args(headrace={**STORE_OFF, "gateway": {"replicas": 4}}))
+    assert deployment(own, "gateway").num_replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("gateway", "surge"),
+    [
+        ({"replicas": 2}, 100),
+        ({"replicas": 1, "resources": {"headrace_gateway": 1}}, 100),
+        ({"replicas": 4, "resources": {"headrace_gateway": 1}}, 0),
+    ],
+    ids=["free", "one on a node", "two on each node"],
+)
+def test_gateways_that_fill_their_nodes_are_replaced_one_at_a_time(
+    gateway: dict[str, Any], surge: int
+) -> None:
+    app = build_app(args(headrace={**STORE_OFF, "gateway": gateway}))
+    assert deployment(app, "gateway")._deployment_config.max_surge_percent == surge
+
+
+def test_a_whole_configuration_builds_the_app_that_up_would() -> None:
+    document = {
+        "model": {"id": "m", "source": "/m"},
+        "gateway": {
+            "host": "0.0.0.0",
+            "port": 8088,
+            "replicas": 2,
+            "resources": {"gateways": 1},
+            "api_keys_file": "/only/where/gateways/run",
+        },
+        "decode": {"replicas": 3, "resources": {"decoders": 1}},
+        "store": {"enabled": False},
+    }
+    app = build_configured(document)
+    gateway, decode = deployment(app, "gateway"), deployment(app, "decode")
+    assert (gateway.num_replicas, decode.num_replicas) == (2, 3)
+    assert gateway.ray_actor_options["resources"] == {"gateways": 1}
+
+
+def test_a_wrong_configuration_is_refused_with_a_line_a_problem() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.replicas: must be >= 1, got 0"):
+        build_configured({"decode": {"replicas": 0}})
+
+
+def test_every_deployment_drains_as_long_as_configured_unless_its_own_config_says_otherwise() -> (
+    None
+):
+    own = {"graceful_shutdown_timeout_s": 7.0}
+    app = build_app(args(headrace={**STORE_OFF, "drain_s": 50}, prefill__deployment_config=own))
+    for name, seconds in (("gateway", 61.0), ("decode", 61.0), ("prefill", 7.0)):
+        config = deployment(app, name)._deployment_config
+        assert config.graceful_shutdown_timeout_s == seconds, name
+
+
+def test_a_request_router_that_the_user_chose_for_prefill_stays() -> None:
+    chosen = {"request_routing_stats_period_s": 3.0}
+    app = build_app(
+        args(headrace=STORE_OFF, prefill__deployment_config={"request_router_config": chosen})
+    )
+    config = deployment(app, "prefill")._deployment_config.request_router_config
+    assert config.request_routing_stats_period_s == 3.0
+    named = deployment(app, "decode")._deployment_config.request_router_config
+    assert "NamedReplicaRouter" in str(named.request_router_class)
+
+
+def test_the_same_arguments_make_the_same_app() -> None:
+    """No secret of a build is in it: versions of an app serve side by side during a redeploy."""
+    first, second = (
+        deployment(build_app(args(headrace=STORE_OFF)), "decode").init_kwargs["wiring"]
+        for _ in range(2)
+    )
+    assert first == second

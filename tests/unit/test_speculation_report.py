@@ -1,0 +1,212 @@
+"""Settings that expire, accepted drafts by source, and the report of a replica."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace_decode.speculative import proposer as proposer_module
+from headrace_decode.speculative.acceptance_counter import RECENT_TOKENS, AcceptanceCounter
+from headrace_decode.speculative.draft_batch import DraftSource
+from headrace_decode.speculative.planning.draft_guard import ControlDraw
+from headrace_decode.speculative.planning.draft_planner import DraftMode, StepRecord
+from headrace_decode.speculative.timed_setting import (
+    MAX_DURATION_S,
+    TimedSetting,
+    is_valid_duration,
+)
+from tests.unit.test_speculation_guard import switch_off
+from tests.unit.test_speculation_session import Engine, K, OneRow, propose, proposer
+
+# Timed settings
+
+
+def test_a_temporary_value_expires() -> None:
+    setting = TimedSetting("auto")
+    setting.set("off", now_s=100.0, for_s=60.0)
+    assert (setting.value(159.9), setting.remaining_s(159.9)) == ("off", pytest.approx(0.1))
+    assert (setting.value(160.0), setting.remaining_s(160.0)) == ("auto", None)
+
+
+def test_a_permanent_value_ends_a_temporary_one() -> None:
+    setting = TimedSetting(8)
+    setting.set(2, 0.0, for_s=60.0)
+    setting.set(4, 1.0)
+    assert (setting.value(2.0), setting.value(100.0), setting.remaining_s(2.0)) == (4, 4, None)
+
+
+def test_after_two_temporary_values_the_permanent_one_applies() -> None:
+    setting = TimedSetting(8)
+    setting.set(2, 0.0, for_s=60.0)
+    setting.set(1, 10.0, for_s=5.0)
+    assert [setting.value(now) for now in (10.0, 14.9, 15.0, 59.0)] == [1, 1, 8, 8]
+
+
+@pytest.mark.parametrize("good", [1, 0.5, MAX_DURATION_S])
+def test_seconds_above_none_up_to_a_week_are_a_duration(good: float) -> None:
+    assert is_valid_duration(good)
+
+
+@pytest.mark.parametrize(
+    "bad", [0, -1, MAX_DURATION_S + 1, float("nan"), float("inf"), True, "60", []]
+)
+def test_nothing_else_is_a_duration(bad: Any) -> None:
+    assert not is_valid_duration(bad)
+
+
+class Clock:
+    """In place of the module's `time`: stands still until moved."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_cap_and_mode_expire_in_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(proposer_module, "time", clock)
+    told = proposer(mode="static:4")
+    told.bind(OneRow())
+    report = told.command({"draft_cap": 1, "for_s": 60})
+    assert (report["draft_cap"], report["draft_cap_left_s"]) == (1, 60.0)
+    assert report["mode_left_s"] is None
+    told.command({"mode": "off", "for_s": 10})
+    assert propose(told) == [[]]
+    clock.now_s += 10
+    assert propose(told) == [[1]]
+    clock.now_s += 50
+    assert propose(told) == [[1, 2, 3, 4]]
+    assert told.command({})["draft_cap_left_s"] is None
+
+
+def test_a_wrong_duration_changes_nothing() -> None:
+    told = proposer(mode="static:4")
+    with pytest.raises(ValueError, match=r"for_s -1: expected seconds above 0 and up to 604800"):
+        told.command({"mode": "off", "for_s": -1})
+    assert told.command({})["mode"] == "static"
+
+
+# Counts by source
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def test_drafts_are_counted_by_source_as_far_as_the_engine_got_them() -> None:
+    acceptance_counts = AcceptanceCounter()
+    source = ints(DraftSource.PROMPT, DraftSource.PROMPT, DraftSource.RESPONSE, DraftSource.OUTPUT)
+    acceptance_counts.record(
+        source,
+        limits=ints(8, 8, 8, 8),
+        taken=ints(4, 2, 0, 3),
+        offered=ints(3, 4, 2, 1),
+        accepted=ints(2, 3, 1, 0),
+        places=np.array([0, 1, 2, -1]),
+    )
+    assert acceptance_counts.by_source() == {"prompt": {"drafted": 6, "accepted": 4}}
+    assert acceptance_counts.recent == pytest.approx((9.0, 6.0), rel=0.02)
+
+
+def test_a_lookup_without_a_draft_counts_as_one_wrong_token() -> None:
+    acceptance_counts = AcceptanceCounter()
+    acceptance_counts.record(ints(0), ints(8), ints(0), ints(0), ints(0), np.array([0]))
+    assert acceptance_counts.recent == (1.0, 0.0)
+
+
+def test_a_row_that_may_not_draft_says_nothing() -> None:
+    acceptance_counts = AcceptanceCounter()
+    acceptance_counts.record(ints(0), ints(0), ints(0), ints(0), ints(0), np.array([0]))
+    assert acceptance_counts.recent == (0.0, 0.0)
+
+
+def test_the_recent_acceptance_forgets() -> None:
+    acceptance_counts = AcceptanceCounter()
+    for accepted in (1, 0):
+        for _ in range(int(4 * RECENT_TOKENS)):
+            acceptance_counts.record(
+                ints(3), ints(8), ints(1), ints(1), ints(accepted), np.array([0])
+            )
+    tested, right = acceptance_counts.recent
+    assert tested == pytest.approx(RECENT_TOKENS, rel=0.05)
+    assert right / tested < 0.05
+
+
+def test_a_source_that_does_not_exist_does_no_harm() -> None:
+    acceptance_counts = AcceptanceCounter()
+    acceptance_counts.record(ints(99), ints(8), ints(2), ints(1), ints(1), np.array([0]))
+    assert acceptance_counts.by_source() == {"none": {"drafted": 2, "accepted": 1}}
+
+
+def test_a_session_counts_the_tokens_that_it_gave_to_the_engine() -> None:
+    engine = Engine()
+    assert engine.step({"a": [5]}) == {"a": [1, 2, 3, 4]}
+    engine.step({"a": [1, 2, 6]}, drafted=4)
+    assert engine.session.acceptance_counts.by_source() == {"none": {"drafted": 4, "accepted": 2}}
+    assert engine.session.acceptance_counts.recent == (3.0, 2.0)
+
+
+def test_drafts_that_are_only_compared_are_not_counted_as_drafted() -> None:
+    engine = Engine(mode="off")
+    engine.planner.mode = DraftMode.parse("auto")
+    engine.session.draft_cap = 0
+    for _ in range(40):
+        engine.step({"a": [1]})
+    assert engine.session.acceptance_counts.by_source() == {}
+    assert engine.session.acceptance_counts.recent[0] > 0
+
+
+# Report
+
+
+def test_prices_are_reported_for_every_load_up_to_the_engines_maximum() -> None:
+    told = proposer(mode="auto")
+    prices = told.command({})["prices"]
+    assert len(prices["step_s"]) == 4  # 1, 2, 4 and 8 rows for an engine of 5
+    assert prices["step_s"] == sorted(prices["step_s"])
+    assert prices["draft_tokens"] == [K] * 4
+
+
+@pytest.mark.parametrize(
+    ("command", "depth"),
+    [({"mode": "off"}, 0), ({"draft_cap": 2}, 2), ({"draft_cap": 0}, 0), ({"mode": "static:3"}, 3)],
+)
+def test_prices_say_how_deep_a_request_may_draft(command: dict[str, Any], depth: int) -> None:
+    assert set(proposer().command(command)["prices"]["draft_tokens"]) == {depth}
+
+
+def test_a_load_at_which_speculation_is_off_drafts_nothing() -> None:
+    told = proposer(mode="auto")
+    switch_off(told.planner.guard(4))
+    assert told.command({})["prices"]["draft_tokens"] == [K, K, 0, K]
+
+
+def test_a_broken_proposer_reports_no_draft_tokens() -> None:
+    told = proposer(mode="static:4")
+    told.bind(OneRow(broken=True))
+    for _ in range(proposer_module.MAX_FAILURES):
+        propose(told)
+    assert set(told.command({})["prices"]["draft_tokens"]) == {0}
+
+
+def test_figures_have_budget_price_and_regret_of_the_last_steps() -> None:
+    told = proposer(mode="auto")
+    for tokens in list(range(1, 33)) * 6:
+        control_draw = ControlDraw(is_control=tokens == 1, probability=0.5)
+        told.planner.observe(
+            StepRecord(
+                tokens, tokens - 1, 1, 1, 0, 0.02 + 0.001 * tokens, control_draw=control_draw
+            )
+        )
+    report = told.command({})
+    assert report["budget_tokens"] == 31
+    assert report["token_s"] == pytest.approx(0.001, rel=0.3)
+    assert report["saved_s"] < 0 < report["regret_bound_s"]
+    assert report["counts"]["row_steps"] == report["counts"]["emitted_tokens"] == 192
