@@ -164,7 +164,7 @@ def test_a_node_with_nothing_below_dram_is_not_asked_again_and_again(
     alone = StoreNode(settings(tmp_path, nvme_folder=None)).start()
     for _ in range(3):
         assert ask(surveyor, 0) == []
-    assert alone.operations.stats()["requests"]["survey"] == 1
+    assert alone.operations.stats()["requests"]["lookup"] == 1
     alone.close()
 
 

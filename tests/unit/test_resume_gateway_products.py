@@ -124,7 +124,7 @@ async def test_no_event_is_lost_or_repeated_whatever_fails_together(
             events = await reader.events()
             assert events[-1] == b"data: [DONE]"
             assert tokens_of(events[:-1]) == text(prompt, TOKENS)
-        await until(lambda: not other.core.running and app._relaying == 0, 10)
+        await until(lambda: not other.core.running and app.relaying == 0, 10)
         await asyncio.sleep(0.05)
         other.assert_unharmed()
         assert other.prefill.asked, "its KV was to come from elsewhere"

@@ -179,11 +179,11 @@ def test_the_store_neither_supplies_nor_keeps_blocks_under_a_mark() -> None:
     salt, tiers = isolated_salt("s", EXACT), Tiers(*hashes(4))
     for cache_salt, loaded in (("s", 3 * B), (salt, 0)):
         engine = Engine(
-            Store(set(hashes(4))), request(4 * B, cache_salt=cache_salt), prompted=told.append
+            Store(set(hashes(4))), request(4 * B, cache_salt=cache_salt), record_prompt=told.append
         )
         assert engine.scheduler.matched(engine.request, 0) == loaded
     assert told == [hashes(4)], "the policy learns of the first request only"
-    asks = Engine(Store(), request(4 * B, cache_salt=salt), slow=tiers, prompted=told.append)
+    asks = Engine(Store(), request(4 * B, cache_salt=salt), slow=tiers, record_prompt=told.append)
     asks.scheduler.added(asks.request)
     assert asks.scheduler.matched(asks.request, 0) == 0
     asks.scheduler.finished(asks.request, [1, 2, 3, 4])

@@ -78,7 +78,7 @@ class PrefillFallback:
             "running": meter.running,
             "waiting": meter.waiting,
             "is_fallback": True,
-            "techniques": self._engine.llm.offered,
+            "techniques": self._engine.llm.offered_techniques,
         }
 
     async def stop(self) -> None:
