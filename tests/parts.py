@@ -46,7 +46,9 @@ def dealt(name: str, found: list[Path], pieces: int, *needs: float) -> list[Part
 APPS, UNIT, INTEGRATION = files("e2e"), files("unit"), files("integration")
 SERVED = taken(APPS, "sparse", "placing", "scaling", "keys")
 RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_process_matcher")
-INTERPRETED = taken(UNIT, "kv_device_kernels", "sparse_kernels", "sparse_device", "fusion_device")
+INTERPRETED = taken(
+    UNIT, "kv_device_kernels", "sparse_kernels", "sparse_device", "cross_layer_device"
+)
 SIMULATED = taken(UNIT, "admission_simulated", "cli_calibrate")
 REST = taken(INTEGRATION, "rest_bytes", "ipv6_only", "hostile_grammars", "nixl_sleeps")
 CHANGES = taken(INTEGRATION, "kv_changes_engine", "unsupported_engine")
