@@ -220,7 +220,7 @@ class PrefillServer(PDPrefillServer):
         line = getattr(self, "_line", None)
         if line is not None:
             line.drains()
-        prefill_fallback = getattr(self, "_stand_in", None)
+        prefill_fallback = getattr(self, "_fallback", None)
         if prefill_fallback is not None:
             await prefill_fallback.stop()
         if line is not None:

@@ -94,8 +94,8 @@ class Gateway:
         self.reports: list[Report] = []
         self.subscriber = Timed(self.events, self.reports.append)
 
-    def set_peers(self, *replicas: Replica) -> None:
-        self.subscriber.set_peers({replica.name: replica.info for replica in replicas})
+    def follow(self, *replicas: Replica) -> None:
+        self.subscriber.follow({replica.name: replica.info for replica in replicas})
 
     def holder(self, replica: str) -> int | None:
         """Number of its cache in the index, while anything is known of it."""

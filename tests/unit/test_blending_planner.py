@@ -186,8 +186,8 @@ def test_an_answer_tells_of_reuse_where_it_could_be() -> None:
         None,
     ]
     offer = offered_techniques("store=int4", {"blending": "request"})
-    assert offer == "store=int4, reuse=request"
-    assert applied_techniques(asks, offer) == "store=int4, reuse"
+    assert offer == "store=int4, blending=request"
+    assert applied_techniques(asks, offer) == "store=int4, blending"
     assert applied_techniques(silent, offer) == "store=int4"
     auto = offered_techniques("", {"blending": "auto"})
     assert [applied_techniques(each, auto) for each in (silent, refuses)] == ["blending", "exact"]

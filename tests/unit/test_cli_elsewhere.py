@@ -69,10 +69,10 @@ def test_an_app_elsewhere_is_asked_with_the_key_of_the_environment(
     [
         (["status", "--json"], '"nixl_bytes": 0'),
         (["explain", "cmpl-1", "--json"], '"request_id": "cmpl-1"'),
-        (["memory", "list"], "no corpus is loaded"),
-        (["memory", "stats", "--json"], "[]"),
-        (["memory", "load", "FILE", "--corpus", "docs"], '"docs" version 7: 3 tokens'),
-        (["memory", "drop", "docs"], '"docs" is removed'),
+        (["corpus", "list"], "no corpus is loaded"),
+        (["corpus", "stats", "--json"], "[]"),
+        (["corpus", "load", "FILE", "--corpus", "docs"], '"docs" version 7: 3 tokens'),
+        (["corpus", "remove", "docs"], '"docs" is removed'),
     ],
     ids=lambda each: " ".join(each[:2]) if isinstance(each, list) else "",
 )

@@ -283,16 +283,16 @@ def test_a_runner_tells_what_is_left_of_prompts() -> None:
     )
     assert seen.request_ids == ["r0", "r1"]
     assert seen.prefill_tokens == 20 - 4 - 10
-    assert seen.kv_tokens is None
+    assert seen.kv_headroom is None
 
 
 def test_blocks_that_rows_share_count_once() -> None:
     """Two rows at the end of their last block, 5 blocks of which they hold 3, one of them both."""
     lengths, tokens = np.array([32, 32]), np.zeros((2, 40))
     shared = view([[1, 2], [1, 3]], 6).rows([[5], [5]], lengths, tokens, {})
-    assert shared.kv_tokens is None
+    assert shared.kv_headroom is None
     apart = view([[1, 2], [3, 4]], 6).rows([[5], [5]], lengths, tokens, {})
-    assert apart.kv_tokens.tolist() == [0, 0]
+    assert apart.kv_headroom.tolist() == [0, 0]
 
 
 def test_a_request_tells_its_tenant_how_long_it_may_get_and_that_it_is_sampled() -> None:

@@ -305,12 +305,12 @@ async def test_a_plan_tells_the_queue_what_a_prompt_takes() -> None:
 
 async def test_plans_are_made_by_the_targets_of_a_request_s_class() -> None:
     app = App()
-    admission = AdmissionSettings.model_validate({"classes": {"at once": {"ttft_target_s": 1e-6}}})
+    admission = AdmissionSettings.model_validate({"classes": {"at-once": {"ttft_target_s": 1e-6}}})
     async with gateway_over(
         *[app.handle] * app.count, make_placer=app.make, admission=admission
     ) as bench:
         await bench.client.get("/v1/models")
-        for slo in (None, "at once"):
+        for slo in (None, "at-once"):
             app.tell()
             headers = {} if slo is None else {"x-headrace-slo": slo}
             assert (await bench.client.post(CHAT, json=PROMPT, headers=headers)).status == 200

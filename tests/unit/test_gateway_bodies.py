@@ -105,7 +105,8 @@ async def test_a_tenant_that_fills_its_share_leaves_room_for_another() -> None:
         await soon(lambda: len(bench.replica.seen) == 1)
         async with ask("greedy") as refused:
             assert refused.status == 429
-            assert "kept for others" in (await refused.json())["error"]["message"]
+            message = (await refused.json())["error"]["message"]
+            assert "is your tenant's share of the buffer" in message
         second = asyncio.create_task(ask("other").__aenter__())
         await soon(lambda: len(bench.replica.seen) == 2)
         for task in (first, second):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -222,3 +222,36 @@ def test_the_platform_folder_is_no_package() -> None:
 
 def test_a_circle_is_found() -> None:
     assert circles({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"], "e": []}) == [["a", "b", "c"]]
+
+
+def names_in(module: str) -> set[str]:
+    """Names at the top level of a module of ours: definitions, assignments and imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+    return found
+
+
+def dotted_strings() -> Iterator[tuple[str, str]]:
+    """(module, string) of each string that has the form of a path to a module or class of ours."""
+    form = re.compile(r"(headrace_[a-z]+(\.\w+)+|headrace(\.\w+){2,})(:\w+)?")
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+                if form.fullmatch(text) and ".".join(text.split(".")[:2]) in modules():
+                    yield module, text
+
+
+def test_a_path_in_a_string_leads_to_something() -> None:
+    lost = []
+    for module, text in dotted_strings():
+        base, _, name = text.replace(":", ".").rpartition(".")
+        if text not in modules() and not (base in modules() and name in names_in(base)):
+            lost.append(f"{module}: {text}")
+    assert not lost

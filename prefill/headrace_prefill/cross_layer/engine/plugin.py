@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 ARCHITECTURES = {
-    "KVFusionLlamaForCausalLM": "headrace_prefill.cross_layer.engine.model:KVFusionForCausalLM",
-    "KVFusionQwen3ForCausalLM": "headrace_prefill.cross_layer.engine.model:KVFusionForCausalLM",
+    "KVFusionLlamaForCausalLM": "headrace_prefill.cross_layer.engine.model:CrossLayerForCausalLM",
+    "KVFusionQwen3ForCausalLM": "headrace_prefill.cross_layer.engine.model:CrossLayerForCausalLM",
 }
 """Allowed names in `architectures` of config.json. `model_type` distinguishes the two styles."""
 
