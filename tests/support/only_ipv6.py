@@ -117,7 +117,7 @@ def line(folder: Path) -> None:
         event_publishers.HOST = HOST
         replica, gateway = event_publishers.Replica(), event_publishers.Gateway()
         replica.change(True, 1, 2)
-        gateway.set_peers(replica)
+        gateway.follow(replica)
         await event_publishers.until(lambda: gateway.has("a", 1, 2))
         replica.change(True, 3)
         await event_publishers.until(lambda: gateway.has("a", 1, 2, 3))

@@ -200,7 +200,7 @@ class Streaming(Scheduled):
         return self.add(name, prompt, answer, {"compression": SHARE})
 
     def ends(self, request: Any) -> None:
-        self.until(lambda: request.is_finished() and not self.connector.half.busy)
+        self.until(lambda: request.is_finished() and not self.connector.scheduler.busy)
 
     @property
     def loaded(self) -> list[Any]:

@@ -188,7 +188,7 @@ def spec_of(
     gib: float = 0.0,
     spec: Any = SPEC,
     drafts: str | None = None,
-    bounded: bool = False,
+    compression: bool = False,
     model: dict[str, Any] = ROPED,
     scheduler: Any = CompressionScheduler,
 ) -> tuple[Any, int]:
@@ -206,7 +206,7 @@ def spec_of(
             cache_config=SimpleNamespace(block_size=128),
             speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler),
-            additional_config=CompressionSettings().additional_config() if bounded else {},
+            additional_config=CompressionSettings().additional_config() if compression else {},
         )
 
         def get_model(self) -> Any:
@@ -265,7 +265,7 @@ def test_an_engine_bounds_contexts_or_says_why_not(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found, _ = spec_of(monkeypatch, bounded=True, **changed)
+    found, _ = spec_of(monkeypatch, compression=True, **changed)
     if why is None:
         assert type(found) is CompressionSpec and "techniques.compression" not in caplog.text
         assert SPEC.page_size_bytes == found.page_size_bytes

@@ -36,7 +36,7 @@ def engine(tmp_path: Path) -> Iterator[Scheduled]:
 
 
 def serve(engine: Scheduled, request: Request) -> Request:
-    engine.until(lambda: request.is_finished() and not engine.connector.half.busy)
+    engine.until(lambda: request.is_finished() and not engine.connector.scheduler.busy)
     return request
 
 

@@ -67,7 +67,7 @@ def test_both_roles_get_the_worker_and_are_told() -> None:
     add_sparse_attention(sparse(mode="auto", keep_ratio=0.2, page_tokens=16), engines)
     for engine in engines:
         assert settings_of(engine["additional_config"]) == SparseSettings("auto", 0.2, 16)
-        assert engine["worker_cls"].endswith("engine.worker.SparseWorker")
+        assert engine["worker_cls"].endswith("attention_backend.worker.SparseWorker")
     assert engines[1]["additional_config"]["other"] == 1
 
 
@@ -88,7 +88,7 @@ def test_only_decode_engines_drop_kv_and_all_have_its_pages() -> None:
     add_sparse_attention(section, [prefill, decode], [decode])
     for engine in (prefill, decode):
         assert settings_of(engine["additional_config"]) == SparseSettings("off")
-        assert engine["worker_cls"].endswith("engine.worker.SparseWorker")
+        assert engine["worker_cls"].endswith("attention_backend.worker.SparseWorker")
     told = [bounded_settings_of(engine["additional_config"]) for engine in (prefill, decode)]
     assert told == [None, CompressionSettings("auto", 0.5, "/gate")]
 
@@ -99,7 +99,7 @@ def test_each_mix_with_drafting_and_reuse_has_a_worker(speculates: bool, reuses:
     engine = storing_engine(**({"worker_cls": SPECULATING} if speculates else {}))
     add_blending(BlendingSection(mode="request" if reuses else "off"), [engine])
     add_sparse_attention(ON, [engine])
-    name = f"Sparse{'Blending' if reuses else ''}{'Speculating' if speculates else ''}Worker"
+    name = f"Sparse{'Blending' if reuses else ''}{'Speculative' if speculates else ''}Worker"
     assert engine["worker_cls"].endswith(f".{name}")
     assert resolve_name(engine["worker_cls"]).resumes_requests
 

@@ -232,7 +232,7 @@ async def test_a_call_that_is_late_is_called_off_and_prefilled_locally() -> None
     [(name, why)] = planner.failures
     assert (name, why) == ("r", f"no answer in {LATE_S:.2f} s")
     assert engine.kinds == ["local"]
-    await until(lambda: prefill.called_off == 1)
+    await until(lambda: prefill.aborted == 1)
     await until(lambda: not orchestrator._cleanups)
     assert not planner.done, "a late prefill must not pass for a good one"
     assert not prefill.released

@@ -54,7 +54,7 @@ async def test_hanging_up_during_the_call_calls_it_off() -> None:
     assert planner.over == [("r", [])]
     assert not engine.submissions
     assert not planner.failures, "that the client left is not the prefill side's fault"
-    await until(lambda: prefill.called_off == 1)
+    await until(lambda: prefill.aborted == 1)
     await until(lambda: not orchestrator._cleanups)
     assert_forgotten(orchestrator)
 
@@ -82,7 +82,7 @@ async def test_hanging_up_as_the_call_returns_strands_no_kv(turns_of_the_loop: i
         await asyncio.sleep(0)
     await hang_up(task)
     await until(lambda: not orchestrator._cleanups)
-    assert [bool(prefill.called_off), bool(prefill.released), engine.kinds == ["pull"]].count(
+    assert [bool(prefill.aborted), bool(prefill.released), engine.kinds == ["pull"]].count(
         True
     ) == 1
 

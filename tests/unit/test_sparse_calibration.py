@@ -234,7 +234,7 @@ def test_the_share_is_the_files_where_none_is_set(
     file: Path, share: float | None, wanted: float
 ) -> None:
     engine: dict[str, Any] = {}
-    section = SparseSection(mode="auto", share=share, calibration=str(file))
+    section = SparseSection(mode="auto", keep_ratio=share, calibration=str(file))
     add_sparse_attention(TechniquesSection(sparse=section), [engine])
     settings = settings_of(engine["additional_config"])
     assert settings is not None and settings.share == wanted

@@ -39,8 +39,9 @@ class Node:
                 self.board.append(request.entry)
             return wire.EntryPage(self.board.generation, 0, self.board.head)
         if isinstance(request, wire.ReadEntries):
-            place = request.after, request.max_bytes
-            return self.board.read(*place, generation=request.generation, but=request.but)
+            place = request.after, request.most_bytes
+            writer = request.except_writer
+            return self.board.read(*place, generation=request.generation, except_writer=writer)
         return wire.Failed("only a board")
 
 
@@ -137,10 +138,12 @@ class TestSharing:
             a.answered(3000 * n, count=3000)
         a.replicator.start()
         until(lambda: a.stats()["posted"] > 0 and a.stats()["pending"] == 0)
-        notes = node.board.read(0, 1 << 30, generation="first").notes
+        entries = node.board.read(0, 1 << 30, generation="first").entries
         segment = 4 * 3000 + 200
-        assert all(len(note.data) <= segment_replicator.MAX_BATCH_BYTES + segment for note in notes)
-        assert sum(len(note.data) for note in notes) >= 30 * 4 * 3000
+        assert all(
+            len(each.data) <= segment_replicator.MAX_BATCH_BYTES + segment for each in entries
+        )
+        assert sum(len(each.data) for each in entries) >= 30 * 4 * 3000
 
     def test_a_partition_with_many_entries_delays_no_other(
         self, node: Node, replica: Callable[..., Replica]
@@ -151,8 +154,8 @@ class TestSharing:
         a.answered(100, "quiet")
         a.replicator.start()
         until(lambda: a.stats()["pending"] == 0 and a.stats()["posted"] > 2)
-        notes = node.board.read(0, 1 << 30, generation="first").notes
-        assert len({note.stream for note in notes[:2]}) == 2
+        entries = node.board.read(0, 1 << 30, generation="first").entries
+        assert len({each.stream for each in entries[:2]}) == 2
 
 
 class TestSaved:
@@ -224,7 +227,7 @@ class TestFaults:
         assert told is not None
         data = told[1]
         for number, bad in enumerate((b"", b"junk", data[:-1], data[:-1] + b"\1", data), 1):
-            node.board.post(GossipEntry(b"somebody", b"stream", number, bad))
+            node.board.append(GossipEntry(b"somebody", b"stream", number, bad))
         until(lambda: b.stats()["applied"] == 1)
         assert b.drafts(100)
         assert b.stats()["damaged"] == 4

@@ -13,9 +13,6 @@ from vllm.v1.request import Request, RequestStatus
 __all__ = ["AsyncModelRunnerOutput", "Request", "RequestStatus"]
 
 
-__all__ = ["AsyncModelRunnerOutput", "Request", "RequestStatus"]
-
-
 def requests_moved(step: Any) -> set[str]:
     """Return the requests of a scheduler's step whose blocks are new or were taken away."""
     new = {each.req_id for each in step.scheduled_new_reqs}

@@ -26,7 +26,7 @@ _WORKERS = {
         "headrace.deploy.worker_classes.SparseBlendingWorker"
     ),
     "headrace.deploy.worker_classes.BlendingSpeculativeWorker": (
-        "headrace.deploy.worker_classes.SparseBlendingSpeculatingWorker"
+        "headrace.deploy.worker_classes.SparseBlendingSpeculativeWorker"
     ),
 }
 

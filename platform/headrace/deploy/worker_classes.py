@@ -21,5 +21,5 @@ class SparseBlendingWorker(SparseWorkerMixin, BlendingWorker):
     """Worker of engines that do not draft, with sparse attention."""
 
 
-class SparseBlendingSpeculatingWorker(SparseWorkerMixin, BlendingSpeculativeWorker):
+class SparseBlendingSpeculativeWorker(SparseWorkerMixin, BlendingSpeculativeWorker):
     """Worker of engines that draft, with sparse attention."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from headrace.cli import probes
 from headrace.cli.doctor.finding import Finding
 
-MIN_OPEN_FILES = 16384
+ENOUGH_OPEN_FILES = 16384
 GOOD_OPEN_FILES = 65536
 MIN_OPEN_FILES = 4096
-MIN_THREADS = 4096
+ENOUGH_THREADS = 4096
 # Ray starts about one process a core, vLLM and UCX tens of threads an engine.
 MIN_THREADS = 1024
 SKEW_WARN_S = 2.0
@@ -35,7 +35,7 @@ def open_files(soft: int, hard: int) -> Finding:
 
     KubeRay raises the soft limit to `GOOD_OPEN_FILES` where the hard one lets it.
     """
-    if soft >= MIN_OPEN_FILES or hard >= GOOD_OPEN_FILES:
+    if soft >= ENOUGH_OPEN_FILES or hard >= GOOD_OPEN_FILES:
         return Finding("open files", "OK", f"limit {soft} (hard {hard})")
     return Finding(
         "open files",
@@ -48,13 +48,13 @@ def open_files(soft: int, hard: int) -> Finding:
 
 def threads(limit: int | None) -> Finding:
     """Check for enough processes and threads."""
-    if limit is None or limit >= MIN_THREADS:
+    if limit is None or limit >= ENOUGH_THREADS:
         return Finding("threads", "OK", f"limit {limit or 'none'}")
     return Finding(
         "threads",
         "FAIL" if limit < MIN_THREADS else "WARN",
         f"limit {limit}",
-        f"raise the kubelet's podPidsLimit to {MIN_THREADS} or more",
+        f"raise the kubelet's podPidsLimit to {ENOUGH_THREADS} or more",
     )
 
 
