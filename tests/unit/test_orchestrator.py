@@ -250,7 +250,7 @@ async def test_a_call_to_a_replica_that_has_gone_is_not_waited_for() -> None:
     assert not answering.done(), "it runs"
     orchestrator.prefill_members(frozenset({"p-2"}))
     assert await answering == [7, 8]
-    assert planner.failures == [("r", "p-1 has gone")]
+    assert planner.failures == [("r", "p-1 has stopped")]
     assert not orchestrator._calls
 
 

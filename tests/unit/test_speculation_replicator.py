@@ -120,7 +120,7 @@ class TestSharing:
         late = replica(2)
         until(lambda: late.stats()["records"] == 20)
         assert all(late.drafts(1000 * n, f"tenant {n % 3}") for n in range(20))
-        assert late.stats()["behind"] == 0
+        assert late.stats()["unread"] == 0
 
     def test_answers_from_before_the_start_are_sent(
         self, node: Node, replica: Callable[..., Replica]
