@@ -128,14 +128,14 @@ def test_the_kill_switch_holds_for_as_long_as_it_is_told_to(
     until(lambda: app.drafting_mode() == "static", 15.0, "drafting on again")
 
 
-def test_an_operator_loads_lists_and_drops_a_corpus(
+def test_an_operator_loads_lists_and_removes_a_corpus(
     app_session: Session, app: App, client: openai.OpenAI, tmp_path: Path
 ) -> None:
     cli = [sys.executable, "-m", "headrace.cli"]
 
-    def memory(*arguments: str) -> str:
+    def corpus(*arguments: str) -> str:
         done = subprocess.run(
-            [*cli, "memory", *arguments, "--name", app_session.name],
+            [*cli, "corpus", *arguments, "--name", app_session.name],
             env=app_session.environment,
             capture_output=True,
             text=True,
@@ -153,12 +153,12 @@ def test_an_operator_loads_lists_and_drops_a_corpus(
         extra_body={"ignore_eos": True, "cache_salt": salt, **UNDRAFTED},
     )
     (tmp_path / "river.txt").write_text("The river" + plain.choices[0].text)
-    memory("load", str(tmp_path / "river.txt"), "--corpus", "rivers", "--tenant", salt)
-    assert "rivers" in memory("list")
+    corpus("load", str(tmp_path / "river.txt"), "--corpus", "rivers", "--tenant", salt)
+    assert "rivers" in corpus("list")
     answer(client, "The river", salt)
     hear_of(app, before)
-    memory("drop", "rivers", "--tenant", salt)
-    assert "rivers" not in memory("list")
+    corpus("remove", "rivers", "--tenant", salt)
+    assert "rivers" not in corpus("list")
 
 
 def test_metrics_tell_of_drafting(app: App) -> None:

@@ -119,7 +119,7 @@ class ReusingEngine:
         log = Path(self._folder.name) / "log"
         environment = engine_environment(**IN_ONE_PROCESS)
         run.engine_started()
-        self._child = Child("reusing", {"model": model}, environment, log, "tests.support.", Forked)
+        self._child = Child("blending_engine", {"model": model}, environment, log, "tests.support.", Forked)
         self._child.answer()
 
     def do(self, action: str, **parameters: Any) -> Any:
@@ -394,7 +394,7 @@ class Engine:
         """Greedy answers to requests that come together.
 
         Args:
-            requests: `tokens`, and what they reuse (`reuse`).
+            requests: `tokens`, and what they reuse (`blending`).
             rows_per_step: of selective recompute.
             abort: engine steps after which a request is aborted, by its number.
         """

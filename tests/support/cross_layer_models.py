@@ -115,7 +115,7 @@ class FusingEngines:
             environment |= side_channel()
         run.engine_started()
         log = Path(self._folder.name) / "log"
-        self._child = Child("fusing", {}, environment, log, "tests.support.", Forked)
+        self._child = Child("cross_layer_models", {}, environment, log, "tests.support.", Forked)
         self._child.answer()
 
     def do(self, action: str, **parameters: Any) -> Any:
@@ -224,7 +224,7 @@ class Engines:
         return sum(metric.value for metric in self._llm.get_metrics() if metric.name == name)
 
     def transfers(self) -> dict[str, float]:
-        """Pulls by what became of them (`integrity.stats`)."""
+        """Pulls by what became of them (`pull_proof.stats`)."""
         found = [m for m in self._llm.get_metrics() if m.name == "vllm:headrace_transfers"]
         return {metric.labels["event"]: metric.value for metric in found}
 

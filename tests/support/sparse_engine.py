@@ -190,7 +190,7 @@ class Engine:
 
         Args:
             requests: `tokens`, `max_tokens`, and the share of their KV that they attend to
-                (`sparse`; None for all) or keep of their contexts (`bounded`); `arrives` as of
+                (`sparse`; None for all) or keep of their contexts (`compression`); `arrives` as of
                 `asked_of`.
         """
         from vllm import SamplingParams
@@ -303,7 +303,7 @@ class Engine:
         from vllm import SamplingParams
 
         engine, taken, answer, cached = self._llm.llm_engine, [0], list[int](), 0
-        prompt = {"prompt_token_ids": tokens, "cache_salt": f"technique:bounded-{share:g}:"}
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"technique:compression-{share:g}:"}
         params = SamplingParams(
             max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"compression": share}
         )

@@ -130,7 +130,7 @@ class StoredEngine:
         return Stored(**self._child.do("pull", prompt=prompt, salt=salt, parameters=parameters))
 
     def transfers(self) -> Counter[str]:
-        """Pulls by what became of them (`integrity.stats`)."""
+        """Pulls by what became of them (`pull_proof.stats`)."""
         return Counter(self._child.do("transfers"))
 
     def events(self) -> Counter[str]:

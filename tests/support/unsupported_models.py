@@ -95,6 +95,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     from headrace_decode.attention.settings import SparseSettings
     from headrace_decode.compression.engine.settings import CompressionSettings
     from headrace_decode.llm.engine_classes import COMPRESSION_SCHEDULERS
+    from headrace_engine.connector.connector import HeadraceConnector
 
     MODELS[name]().save_pretrained(folder / name)
     store = {"name": f"store-{name}", "folder": str(folder), "dram_bytes": 32 << 20, "node": False}
@@ -144,7 +145,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
         cached.append(output.num_cached_tokens)
     core: Any = llm.llm_engine.engine_core.engine_core
     connector: Any = core.scheduler.connector
-    stored = next(each for each in connector._connectors if hasattr(each, "half"))
+    stored = next(each for each in connector._connectors if isinstance(each, HeadraceConnector))
     blocks = stored._arena.stats()["blocks"]
     logging.getLogger("headrace").removeHandler(said)
     llm.llm_engine.engine_core.shutdown()

@@ -164,7 +164,7 @@ async def test_garbage_is_counted_and_costs_nothing_else(
     await until(lambda: counts["bad_reports"] == 2 and counts["malformed"] == 4)
     assert counts["bad_batches"] == 2 and counts["unknown_topics"] == 1
     assert all(got.running != 99 for got in gateway.reports)
-    said = [line for line in caplog.messages if "the line of bad" in line]
+    said = [line for line in caplog.messages if "the events of bad" in line]
     assert len(said) == 1
     member.close()
 

@@ -184,7 +184,7 @@ def test_a_file_whose_creator_died_is_made_anew(tmp_path: Path) -> None:
 
 def test_after_unlink_the_next_to_come_starts_empty_and_the_others_go_on(make: Make) -> None:
     old = make()
-    row = old.namespace(DIGEST, BLOCK, LAYERS)
+    row = old.register_namespace(DIGEST, BLOCK, LAYERS)
     store(old, row, 1)
     old.unlink()
     new = make()

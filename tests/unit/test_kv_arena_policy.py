@@ -109,7 +109,7 @@ def test_state_of_another_version_is_not_touched() -> None:
 def test_what_one_handle_learns_another_decides_by(opened: Any, clock: Clock) -> None:
     """Chats that come back are stored beside scans that never do; the scans go first."""
     learner, evictor = opened(), opened()
-    row = learner.namespace(DIGEST, BLOCK, LAYERS)
+    row = learner.register_namespace(DIGEST, BLOCK, LAYERS)
     for number in range(80):
         learner.record_prompt(row, hashes(*chain(number, 4)))
         clock.now_s += 1.0

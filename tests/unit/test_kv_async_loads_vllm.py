@@ -86,4 +86,4 @@ def test_all_of_a_prompt_that_fills_most_of_the_cache_is_saved(engine: Scheduled
     free = pool.get_num_free_blocks()
     engine.served("long", 31 * BLOCK + 10)
     assert (engine.connector._arena.table["state"] == READY).sum() == 31
-    assert pool.get_num_free_blocks() == free and not engine.connector.half.counts["save_busy"]
+    assert pool.get_num_free_blocks() == free and not engine.connector.scheduler.counts["save_busy"]

@@ -78,7 +78,7 @@ def test_pins_that_an_engine_of_other_weights_left_give_way(
     pinned = sum(pin(engine, *there))
     assert settled(node, 20), "a block that is not written yet cannot be evicted"
     new = Arena.attach("arena", node.settings.folder)
-    row = new.namespace(b"other-weights--!", SHAPE.payload_bytes, SHAPE.layers)
+    row = new.register_namespace(b"other-weights--!", SHAPE.payload_bytes, SHAPE.layers)
     slots = new.reserve(row, keys(*range(100, 104)), [0] * 4, [0] * 4)
     assert (slots >= 0).all()
     new.publish(slots, np.zeros((4, SHAPE.layers), np.uint64))

@@ -140,7 +140,7 @@ class Reader:
         )
         self.puller = Prefetcher(self.arena, self.source, 2**24)
 
-    def space(self, digest: bytes) -> NamespaceInfo | None:
+    def namespace_info(self, digest: bytes) -> NamespaceInfo | None:
         return next((s for s in self.arena.namespaces() if s.digest == digest), None)
 
     def pull(self, *numbers: int) -> int:

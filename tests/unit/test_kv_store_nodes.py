@@ -128,7 +128,7 @@ def test_what_a_keeper_asks_in_vain_is_counted_and_told_once(
         assert asyncio.run(one._ask(node, "serve_peers")) is None
     assert one._failures == {"serve_peers_ValueError": 3}
     assert [record.message for record in caplog.records] == [
-        "a store node's lend failed: secret: is not set"
+        "a store node's serve_peers failed: secret: is not set"
     ]
 
 
@@ -165,7 +165,7 @@ async def test_a_keeper_looks_again_after_a_look_that_failed(
     while len(made) < 2 or one._down_reasons:
         await asyncio.sleep(0.01)
     task.cancel()
-    assert "looking at the store nodes failed" in caplog.text
+    assert "checking the store nodes failed" in caplog.text
 
 
 # A node that begins to lend

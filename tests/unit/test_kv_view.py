@@ -147,7 +147,7 @@ def test_a_view_follows_an_arena_that_was_replaced(
         "arena", 2**20, folder=settings.folder, block_bytes=BLOCK_BYTES, layers=LAYERS
     ) as after:
         assert view.held_tokens(prompt, "") == 0
-        row = after.namespace(DIGESTS[0], BLOCK_BYTES, LAYERS)
+        row = after.register_namespace(DIGESTS[0], BLOCK_BYTES, LAYERS)
         put(after, row, hashes(prompt, "")[:1])
         assert view.held_tokens(prompt, "") == 4
     view.close()

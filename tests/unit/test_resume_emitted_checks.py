@@ -46,7 +46,7 @@ def test_what_an_engine_can_have_said_passes(groups: list[tuple[int, ...]], ends
         (
             [(EmittedChoice(0, (), finish="stop"),), (EmittedChoice(0, (1,)),)],
             None,
-            "behind its end",
+            "after its end",
         ),
         ([(EmittedChoice(0, (1,), (((1, 0.0, 1),),)),)], None, "that the request does not ask for"),
         ([(EmittedChoice(0, (1,)),)], 1, "without their log-probabilities"),

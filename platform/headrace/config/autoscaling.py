@@ -14,7 +14,7 @@ TARGET_ONGOING_REQUESTS = {"prefill": 2.0, "decode": 16.0}
 
 
 class RoleAutoscaling(Section):
-    """ReplicaBounds of a role's number of replicas, which then follows the load. Left out: the
+    """Bounds of a role's number of replicas, which then follows the load. Left out: the
     number is `replicas`, always."""
 
     min_replicas: int = Field(
