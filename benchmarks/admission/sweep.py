@@ -197,7 +197,9 @@ class Sweep:
         without: dict[str, Callable[[], AbstractContextManager[Any]]] = {
             "nothing": nullcontext,
             "wait_safety_factor": lambda: mock.patch.object(admission, "MAX_WAIT_FACTOR", 1.0),
-            "prefill_safety_factor": lambda: mock.patch.object(admission, "MAX_PREFILL_FACTOR", 1.0),
+            "prefill_safety_factor": lambda: mock.patch.object(
+                admission, "MAX_PREFILL_FACTOR", 1.0
+            ),
             "measured_rate": _engines_for_rate,
             "right_prices": lambda: _dear(3.0),
             "right_prices_and_measured_rate": _dear_and_engines_for_rate,

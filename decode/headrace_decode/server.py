@@ -329,7 +329,11 @@ class DecodeServer(PDDecodeServer):
         These are its load, its report stream, its routes, its techniques and its port's token.
         """
         endpoint = {} if self._reporting is None else self._reporting.info()
-        own = {"routes": self._routes, "token": self._token, "techniques": self.engine.llm.offered_techniques}
+        own = {
+            "routes": self._routes,
+            "token": self._token,
+            "techniques": self.engine.llm.offered_techniques,
+        }
         return {**self._load(), **endpoint, **own}
 
     def _load(self) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class ReusingEngine:
         log = Path(self._folder.name) / "log"
         environment = engine_environment(**IN_ONE_PROCESS)
         run.engine_started()
-        self._child = Child("blending_engine", {"model": model}, environment, log, "tests.support.", Forked)
+        self._child = Child(
+            "blending_engine", {"model": model}, environment, log, "tests.support.", Forked
+        )
         self._child.answer()
 
     def do(self, action: str, **parameters: Any) -> Any:

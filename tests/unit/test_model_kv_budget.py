@@ -291,7 +291,7 @@ def test_a_plan_becomes_the_techniques_of_an_app(model: Path) -> None:
     assert decode.kv_cache_bytes is not None and decode.kv_cache_bytes >= found.chosen.sizes.cache
     assert decode.engine["long_prefill_token_threshold"] == 128
 
-    gate = f"techniques.compression.calibration={model / 'bounded'}"
+    gate = f"techniques.compression.calibration={model / 'compressed'}"
     streamed, found = apply_kv_budget(config(model, *tight, gate))
     assert found is not None and found.chosen.name == "incremental"
     bounded_, decode = streamed.techniques.compression, streamed.decode

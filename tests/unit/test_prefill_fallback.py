@@ -20,7 +20,7 @@ from headrace_engine.serving.parsers import Parsers
 
 def engine() -> Any:
     meter = SimpleNamespace(steps_total=0, running=2, waiting=1)
-    llm = SimpleNamespace(errored=False, offered="")
+    llm = SimpleNamespace(errored=False, offered_techniques="")
     parsers = Parsers("hermes", None)
     return SimpleNamespace(meter=meter, llm=llm, parsers=parsers, vllm_config=None)
 

@@ -31,7 +31,7 @@ class Wire:
     def resume_reading(self) -> None:
         self.paused = False
 
-    def over(self, *, clean: bool) -> None:
+    def release(self, *, clean: bool) -> None:
         self.ends.append(clean)
 
 

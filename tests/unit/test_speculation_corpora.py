@@ -281,7 +281,7 @@ class TestLoader:
         for number in (1, 2):
             answer = await replica.part(number, "late")
             assert answer["error"].startswith(
-                f"part {number} of version 7 of corpus 'c' is not what"
+                f"part {number} of version 7 of corpus 'c' is not the next"
             )
         assert "error" in await replica.flip()
         await replica.part(0, "one")

@@ -57,7 +57,7 @@ def llm(answers: Any, scheduler: type = ResumeScheduler, blends: bool = True) ->
 async def test_what_every_worker_can_do_is_offered(answers: Any, offered: str) -> None:
     one = llm(answers)
     await one.withdraw_unsupported_techniques()
-    assert one.offered == offered
+    assert one.offered_techniques == offered
 
 
 async def test_why_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,20 +66,20 @@ async def test_why_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         [{"blending": "rows of Mixtral cannot be recomputed"}]
     ).withdraw_unsupported_techniques()
     [record] = caplog.records
-    assert "as if they had not asked for reuse: rows of Mixtral" in record.getMessage()
+    assert "as if they had not asked for blending: rows of Mixtral" in record.getMessage()
 
 
 async def test_a_scheduler_of_the_users_own_shares_answers_so_none_may_be_approximate() -> None:
     one = llm([{}], Scheduler)
     await one.withdraw_unsupported_techniques()
-    assert one.offered == "blending=auto"
+    assert one.offered_techniques == "blending=auto"
 
 
 async def test_an_engine_without_techniques_is_asked_nothing() -> None:
     one = llm(AssertionError("asked"), blends=False)
     one._lossy_modes = {}
     await one.withdraw_unsupported_techniques()
-    assert one.offered == ""
+    assert one.offered_techniques == ""
 
 
 class Wants:
@@ -105,7 +105,7 @@ def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_sta
     def rows(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(worker, "_connectors", lambda: [object(), connector])
+    monkeypatch.setattr(worker, "worker_connectors", lambda: [object(), connector])
     monkeypatch.setattr(worker, "row_engine", rows)
 
     class Plain:

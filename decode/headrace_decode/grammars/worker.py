@@ -42,7 +42,6 @@ import numpy as np
 
 from headrace_decode.grammars import limits
 from headrace_decode.grammars.keywords import named, unenforced
-from headrace_engine.vllm.structured_output import backend_class, grammar_key, grammar_tokenizer
 
 STACK_BYTES = 4 * 2**20
 """Half the stack of a thread of the engine: a recursion that would be too deep there crashes here.
@@ -143,7 +142,9 @@ class Compiler:
     """
 
     def __init__(self, config: Any) -> None:
+        # vLLM logs to standard output when it is imported. `main` has redirected that by now.
         from headrace_decode.grammars.combined_backend import is_backend_automatic
+        from headrace_engine.vllm.structured_output import grammar_tokenizer
 
         self._config = config
         self._tokenizer = grammar_tokenizer(config.model_config)
@@ -159,6 +160,7 @@ class Compiler:
 
     def _backend(self, name: str) -> Any:
         from headrace_decode.grammars.combined_backend import CombinedBackend
+        from headrace_engine.vllm.structured_output import backend_class
 
         size = self._config.model_config.get_vocab_size()
         make = CombinedBackend if name == "combined" else backend_class(name)
@@ -167,6 +169,8 @@ class Compiler:
     def __call__(self, spec: Spec) -> Answer:
         """Check, compile and follow a grammar; return it as vLLM's check changed it."""
         from vllm.sampling_params import StructuredOutputsParams
+
+        from headrace_engine.vllm.structured_output import grammar_key
 
         try:
             wanted = StructuredOutputsParams(**spec)
