@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,15 @@ from headrace_decode.http.public_routes import Route, api_of, keep_public_routes
 
 ROOT = Path(__file__).parents[2]
 OPENAI = "vllm.entrypoints.openai.chat_completion.api_router"
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Logs as before: vLLM's application silences the whole process."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class BackupStorage(Protocol):
 
 
 class FolderBackup:
-    """The file `gossip_log` of a folder, readable by its owner alone."""
+    """The file `BACKUP_NAME` of a folder, readable by its owner alone."""
 
     shared = False
 
@@ -87,7 +87,7 @@ class FolderBackup:
 
 
 class ObjectBackup:
-    """The object `gossip_log` below the tier's prefix."""
+    """The object `BACKUP_NAME` below the tier's prefix."""
 
     shared = True
 
