@@ -90,6 +90,7 @@ AT_ONCE = 4
 SLOW_HEADS = 200
 UNREAD = 60
 HELD_AFTER_S = 10.0
+STALL_POLL_S = 2.0
 GUESSES = 500
 BLOCKS = 3
 TARGETS = {
@@ -142,12 +143,19 @@ class Target:
         """Return the decode replica's part of the status document."""
         return next(r for r in self.status()["replicas"] if r["role"] == "decode")
 
-    def stall_s(self) -> Stall:
-        """Return the longest stalls of the last minute, of either loop."""
+    def stalls_s(self) -> dict[str, Stall]:
+        """Return the longest stalls of the last minute, by loop."""
         found = self.status()
         decode = next(r for r in found["replicas"] if r["role"] == "decode")
-        both = found["gateway"], decode
-        return Stall(*(max(each[f"loop_{kind}_s"] for each in both) for kind in Stall._fields))
+        loops = {"gateway": found["gateway"], "decode": decode}
+        return {
+            name: Stall(*(each[f"loop_{kind}_s"] for kind in Stall._fields))
+            for name, each in loops.items()
+        }
+
+    def stall_s(self) -> Stall:
+        """Return the longest stalls of the last minute, of either loop."""
+        return Stall(*map(max, *self.stalls_s().values()))
 
     def held(self) -> dict[str, float]:
         """Return the requests, body bytes and connections that the gateway holds for clients other
@@ -197,6 +205,14 @@ class Attacks:
             for itl_s, came_s in waits
         ]
 
+    def around(self, stalls: StallWatch) -> list[str]:
+        """Return the stalls that were longer than those before, with the attacks that ran then."""
+        return [
+            f"{loop} loop: {stall.stall * 1e3:.0f} ms, held {stall.held * 1e3:.0f} ms, beside "
+            + (", ".join(self._between(seen_s - STALL_POLL_S, seen_s)) or "no attack")
+            for loop, stall, seen_s in stalls.notes
+        ]
+
     def _between(self, began_s: float, ended_s: float) -> list[str]:
         return [
             f"{name} ({end_s - start_s:.1f} s)"
@@ -206,10 +222,16 @@ class Attacks:
 
 
 class StallWatch:
-    """Asks for the longest stall now and then, in a thread."""
+    """Asks for the longest stall now and then, in a thread.
+
+    Attributes:
+        notes: (loop, stall, when it was seen) of each stall that was longer than those before.
+    """
 
     def __init__(self, target: Target) -> None:
         self.longest = Stall()
+        self.notes: list[tuple[str, Stall, float]] = []
+        self._by_loop: dict[str, Stall] = {}
         self._target, self._over = target, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -222,9 +244,14 @@ class StallWatch:
         self._thread.join(60.0)
 
     def _run(self) -> None:
-        while not self._over.wait(5.0):
+        while not self._over.wait(STALL_POLL_S):
             try:
-                self.longest = Stall(*map(max, self.longest, self._target.stall_s()))
+                for loop, stall in self._target.stalls_s().items():
+                    before = self._by_loop.get(loop, Stall())
+                    self._by_loop[loop] = Stall(*map(max, before, stall))
+                    if self._by_loop[loop] != before:
+                        self.notes.append((loop, stall, time.monotonic()))
+                    self.longest = Stall(*map(max, self.longest, stall))
             except httpx.HTTPError as error:
                 print(f"no status: {error!r}", file=sys.stderr)
 
@@ -292,7 +319,8 @@ def measure(target: Target, kinds: Sequence[str], client_niceness: int) -> dict[
     wrong += attack(target, sent, kinds, client_niceness, Attacks())
     again_bytes = sum(parts.resident_bytes().values()) - once_bytes
     itl_s, quiet_s, busy_s = (percentile(each.itl_s, 0.99) for each in (neighbour, quiet, beside))
-    for each in [*wrong, *neighbour.failures, *under_way.beside(neighbour)]:
+    tokens, held_loops = under_way.beside(neighbour), under_way.around(stalls)
+    for each in [*wrong, *neighbour.failures, *tokens, *held_loops]:
         print(each, file=sys.stderr)
     return {
         "stall_ms_max": round(stalls.longest.stall * 1e3, 1),
