@@ -364,7 +364,7 @@ def test_up_stops_when_another_process_stops_it_and_not_when_its_state_file_is_l
     process = watch(environment)
     instance = instances.load("watched")
     assert instance is not None
-    instances.forget("watched", "t")
+    instances.remove("watched", "t")
     time.sleep(1.5)
     assert process.poll() is None
     instance.stopper = ProcessId.of(psutil.Process())

@@ -20,12 +20,13 @@ OPENAI = "vllm.entrypoints.openai.chat_completion.api_router"
 
 
 @pytest.fixture(autouse=True)
-def log_level() -> Iterator[None]:
+def log_levels() -> Iterator[None]:
     """Logs as before: vLLM's application silences the whole process."""
     root = logging.getLogger()
-    level = root.level
+    before = [(each, each.level) for each in (root, *root.handlers)]
     yield
-    root.setLevel(level)
+    for each, level in before:
+        each.setLevel(level)
 
 
 @pytest.mark.parametrize(
