@@ -46,7 +46,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -55,17 +54,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from benchmarks.hostile.attacks import (
-    ANSWER_LIMIT_S,
     COMPLETE,
     KINDS,
     Request,
@@ -77,8 +71,9 @@ from benchmarks.hostile.attacks import (
     wires,
     wrong_answer,
 )
-from benchmarks.hostile.machine import Parts
 from benchmarks.hostile.neighbour import NeighbourProcess, percentile
+from benchmarks.hostile.target import Target
+from benchmarks.hostile.timeline import Attacks, StallWatch
 from benchmarks.instance import headrace
 from benchmarks.serving.environment import environment
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
@@ -90,7 +85,6 @@ AT_ONCE = 4
 SLOW_HEADS = 200
 UNREAD = 60
 HELD_AFTER_S = 10.0
-STALL_POLL_S = 2.0
 GUESSES = 500
 BLOCKS = 3
 TARGETS = {
@@ -102,158 +96,6 @@ TARGETS = {
     "held.body_bytes": 0.0,
     "held.sockets": 0.0,
 }
-
-
-class Stall(NamedTuple):
-    """How long a loop stood still, and for how long of it its own process used a processor."""
-
-    stall: float = 0.0
-    held: float = 0.0
-
-
-@dataclass
-class Target:
-    """The running app."""
-
-    url: str
-    model: str
-    keys: dict[str, str]
-
-    def __post_init__(self) -> None:
-        self._admin = httpx.Client(base_url=self.url, headers=self.bearer("admin"), timeout=60)
-
-    def bearer(self, who: str) -> dict[str, str]:
-        """Return the header of a key."""
-        return {"authorization": f"Bearer {self.keys[who]}"}
-
-    def connect(self) -> socket.socket:
-        """Return a connection to the public port."""
-        url = urlsplit(self.url)
-        return socket.create_connection((url.hostname, url.port), timeout=ANSWER_LIMIT_S)
-
-    def status(self) -> dict[str, Any]:
-        """Return the status document."""
-        return dict(self._admin.get("/headrace/v1/status").raise_for_status().json())
-
-    def change(self, path: str, body: dict[str, Any]) -> None:
-        """Administer."""
-        self._admin.put(path, json=body).raise_for_status()
-
-    def decode(self) -> dict[str, Any]:
-        """Return the decode replica's part of the status document."""
-        return next(r for r in self.status()["replicas"] if r["role"] == "decode")
-
-    def stalls_s(self) -> dict[str, Stall]:
-        """Return the longest stalls of the last minute, by loop."""
-        found = self.status()
-        decode = next(r for r in found["replicas"] if r["role"] == "decode")
-        loops = {"gateway": found["gateway"], "decode": decode}
-        return {
-            name: Stall(*(each[f"loop_{kind}_s"] for kind in Stall._fields))
-            for name, each in loops.items()
-        }
-
-    def stall_s(self) -> Stall:
-        """Return the longest stalls of the last minute, of either loop."""
-        return Stall(*map(max, *self.stalls_s().values()))
-
-    def held(self) -> dict[str, float]:
-        """Return the requests, body bytes and connections that the gateway holds for clients other
-        than this program's administrator."""
-        found = self.status()["gateway"]
-        port = urlsplit(self.url).port
-        ours = {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.raddr}
-        open_ones = [
-            each
-            for each in psutil.Process(found["pid"]).net_connections("tcp")
-            if each.raddr and each.laddr.port == port and each.raddr.port not in ours
-        ]
-        return {
-            "held.requests": found["relaying"],
-            "held.body_bytes": found["body_bytes"],
-            "held.sockets": len(open_ones),
-        }
-
-    def parts(self) -> Parts:
-        """Its processes."""
-        found = self.status()
-        replicas = {each["role"]: each["pid"] for each in found["replicas"]}
-        return Parts({"gateway": found["gateway"]["pid"], **replicas})
-
-
-class Attacks:
-    """A record of the times at which attacks ran."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[str, float, float]] = []
-
-    @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """Record that this attack runs during the `with` block."""
-        began_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seen.append((name, began_s, time.monotonic()))
-
-    def beside(self, neighbour: NeighbourProcess, count: int = 20) -> list[str]:
-        """Return the neighbour's latest tokens, with the attacks that ran while it waited."""
-        waits = sorted(zip(neighbour.itl_s, neighbour.came_s, strict=True), reverse=True)[:count]
-        return [
-            f"a token after {itl_s * 1e3:.0f} ms beside "
-            + (", ".join(self._between(came_s - itl_s, came_s)) or "no attack")
-            for itl_s, came_s in waits
-        ]
-
-    def around(self, stalls: StallWatch) -> list[str]:
-        """Return the stalls that were longer than those before, with the attacks that ran then."""
-        return [
-            f"{loop} loop: {stall.stall * 1e3:.0f} ms, held {stall.held * 1e3:.0f} ms, beside "
-            + (", ".join(self._between(seen_s - STALL_POLL_S, seen_s)) or "no attack")
-            for loop, stall, seen_s in stalls.notes
-        ]
-
-    def _between(self, began_s: float, ended_s: float) -> list[str]:
-        return [
-            f"{name} ({end_s - start_s:.1f} s)"
-            for name, start_s, end_s in self._seen
-            if start_s < ended_s and end_s > began_s
-        ]
-
-
-class StallWatch:
-    """Asks for the longest stall now and then, in a thread.
-
-    Attributes:
-        notes: (loop, stall, when it was seen) of each stall that was longer than those before.
-    """
-
-    def __init__(self, target: Target) -> None:
-        self.longest = Stall()
-        self.notes: list[tuple[str, Stall, float]] = []
-        self._by_loop: dict[str, Stall] = {}
-        self._target, self._over = target, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> StallWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(60.0)
-
-    def _run(self) -> None:
-        while not self._over.wait(STALL_POLL_S):
-            try:
-                for loop, stall in self._target.stalls_s().items():
-                    before = self._by_loop.get(loop, Stall())
-                    self._by_loop[loop] = Stall(*map(max, before, stall))
-                    if self._by_loop[loop] != before:
-                        self.notes.append((loop, stall, time.monotonic()))
-                    self.longest = Stall(*map(max, self.longest, stall))
-            except httpx.HTTPError as error:
-                print(f"no status: {error!r}", file=sys.stderr)
 
 
 def main() -> int:
