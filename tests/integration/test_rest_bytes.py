@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -52,14 +53,19 @@ class Servers:
     """Gateways of replicas that tell reasoning from answers, by the kind of their parser."""
 
     def ask(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, httpx.Response]:
-        """The answers of vLLM's server and of the gateway."""
+        """The answers of vLLM's server and of the gateway. A grammar whose trial a busy machine
+        did not finish is answered with 503, "ask again", and is asked again."""
         method = "GET" if body is None else "POST"
         headers = {"x-request-id": "0123456789abcdef"}
-        vllm, gateway = (
-            client.request(method, path, json=body, headers=headers)
-            for client in (self.vllm, self.gateway)
-        )
-        return vllm, gateway
+
+        def answer(client: httpx.Client) -> httpx.Response:
+            for _ in range(ASKED_AGAIN):
+                reply = client.request(method, path, json=body, headers=headers)
+                if reply.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                    break
+            return reply
+
+        return answer(self.vllm), answer(self.gateway)
 
     def keys(self, target: str, body: Any, tenant: str | None = None) -> dict[str, Any]:
         """What the replica tells of a request's prompt."""

@@ -118,6 +118,7 @@ async def _main(model: str) -> None:
     line += ["--enable-prompt-tokens-details"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
+    llm.grammars.start()
 
     class Marked(BaseThinkingReasoningParser):
         start_token, end_token = REASONING_MARKS

@@ -19,8 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+from headrace_decode.grammars.limits import FREE_S
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
 from headrace_decode.grammars.worker import (
+    NICEST,
     TOKEN_CHOOSERS,
     Answer,
     TrialLimits,
@@ -131,9 +133,22 @@ def test_the_worker_answers_a_quick_grammar_before_a_slow_one_that_came_first(
         assert [json.loads(lines.readline())["id"] for _ in jobs] == [2, 1]
 
 
-def test_a_trial_takes_only_the_processor_time_that_the_engines_leave() -> None:
-    answer = run_confined(lambda: {"spec": os.sched_getscheduler(0)}, CLOSE)
-    assert answer == {"spec": os.SCHED_IDLE}
+def scheduled_after(cpu_s: float) -> Answer:
+    while time.process_time() < cpu_s:
+        pass
+    return {"spec": [os.sched_getscheduler(0), os.nice(0)]}
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "policy"),
+    [(0.0, os.SCHED_OTHER), (FREE_S + 0.1, os.SCHED_IDLE)],
+    ids=["short", "long"],
+)
+def test_a_long_trial_takes_only_the_processor_time_that_the_engines_leave(
+    cpu_s: float, policy: int
+) -> None:
+    answer = run_confined(lambda: scheduled_after(cpu_s), TrialLimits(cpu_s=4))
+    assert answer == {"spec": [policy, NICEST]}
 
 
 def busy() -> Answer:
@@ -144,7 +159,7 @@ def busy() -> Answer:
 
 
 def test_a_trial_that_takes_long_rests_three_quarters_of_the_time() -> None:
-    """Of 3 s: 0.1 s, and a quarter of the rest."""
+    """Of 3 s: 0.2 s, and a quarter of the rest."""
     before_s = time.thread_time()
     used_s = run_confined(busy, TrialLimits(cpu_s=4))["spec"]
     assert used_s < 1.5

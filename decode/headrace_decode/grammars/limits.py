@@ -30,11 +30,11 @@ MAX_TRIALS, MAX_TENANT_TRIALS = 3, 2
 """Maximum number of trials at the same time, in all and of one tenant. A slow grammar thus delays
 no other grammar, and two slow grammars of a tenant delay no other tenant. Each trial may add
 `COMPILE_BYTES` of memory."""
-FREE_S, RUN_S, REST_S = 0.1, 0.005, 0.015
-"""Seconds for which a trial computes freely; after that, seconds for which it computes and rests in
-turns. The turns are shorter than an engine's step, so that no step has a trial beside it all the
-time. Several such trials rest longer: together they compute as much as one. Grammars in use compile
-in 0.06 to 0.16 s."""
+FREE_S, RUN_S, REST_S = 0.2, 0.005, 0.015
+"""Processor seconds for which a trial computes freely; after that, seconds for which it computes
+and rests in turns. Grammars in use compile in 0.06 to 0.16 s. The turns are shorter than an
+engine's step, so that no step has a trial beside it all the time. Several such trials rest longer:
+together they compute as much as one."""
 COMPILE_BYTES = 2**30
 """Maximum memory that one trial may add."""
 ANSWER_BYTES = 8 * 2**20

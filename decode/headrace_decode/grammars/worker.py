@@ -47,7 +47,8 @@ STACK_BYTES = 4 * 2**20
 """Half the stack of a thread of the engine: a recursion that would be too deep there crashes here.
 """
 PR_SET_PDEATHSIG = 1
-NICE = 10
+NICE, NICEST = 10, 19
+"""Niceness of the worker, and the highest, which is that of its trials."""
 
 TokenChooser = Callable[[Sequence[int]], int]
 """Function that chooses a walk's next token among the allowed ones."""
@@ -170,14 +171,14 @@ class Compiler:
         """Check, compile and follow a grammar; return it as vLLM's check changed it."""
         from vllm.sampling_params import StructuredOutputsParams
 
-        from headrace_engine.vllm.structured_output import grammar_key
+        from headrace_engine.vllm.structured_output import chosen_backend, grammar_key
 
         try:
             wanted = StructuredOutputsParams(**spec)
             if (why := self._check(wanted)) is not None:
                 return _refused(why)
             kind, text = grammar_key(wanted)
-            chosen = wanted._backend or "xgrammar"
+            chosen = chosen_backend(wanted)[0] or "xgrammar"
             automatic = self._config.structured_outputs_config.backend == "auto"
             names = {chosen, "xgrammar"} if automatic else {chosen}
             for name in ("combined",) if self._combined else names:
@@ -198,10 +199,11 @@ class Compiler:
         except Exception as error:
             return _refused(str(error)[:500])
         kept = {name: getattr(wanted, name) for name in (*spec, "grammar")}
+        chosen_name, is_automatic = chosen_backend(wanted)
         return {
             "spec": {name: value for name, value in kept.items() if value is not None},
-            "backend": wanted._backend,
-            "automatic": wanted._backend_was_auto,
+            "backend": chosen_name,
+            "automatic": is_automatic,
         }
 
     def _check(self, wanted: Any) -> str | None:
@@ -277,7 +279,7 @@ def _child(work: Callable[[], Answer], trial_limits: TrialLimits, writer: int) -
     """Do the work in the child process within its limits, and exit. Never returns."""
     try:
         _end_with_parent()
-        _yield_to_engines()
+        os.nice(NICEST)
         faulthandler.disable()  # a crash is an answer here
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_CPU, (trial_limits.cpu_s, trial_limits.cpu_s + 1))
@@ -300,20 +302,29 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _yield_to_engines() -> None:
-    """Use only the processor time that other processes leave.
+def _yield_to_engines(pid: int) -> None:
+    """Let a process use only the processor time that other processes leave.
 
     Niceness is not enough: Ray's workers, and thus the engines, have 15, and the maximum is 19.
     """
     with contextlib.suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the processor seconds that a child has used."""
+    return time.clock_gettime(~pid << 3 | 2)  # Linux: the clock of a process, by its id
 
 
 class _CpuThrottle:
-    """Throttle of a child: it computes freely for `FREE_S`, and then a quarter of the time.
+    """Throttle of a child: for `FREE_S` of processor time it computes at `NICEST`, and then a
+    quarter of the time and only while other processes leave a core.
 
     A compiler that fills memory slows engines on other cores, even at the lowest priority. All
-    children that have used up their free time share that quarter.
+    children that have used up their free time share that quarter. A grammar in use compiles in the
+    free time: at the lowest priority, one would wait for more than `COMPILE_WALL_S` on a machine
+    whose cores are all busy.
 
     Args:
         pid: process id of the child, which is running.
@@ -335,7 +346,13 @@ class _CpuThrottle:
         """Stop or continue the child if that is due; return the seconds until the next call."""
         now_s = time.monotonic()
         if now_s >= self._change_s:
-            self._sharing.add(self._pid)
+            if self._pid not in self._sharing:
+                left_s = limits.FREE_S - _cpu_s(self._pid)
+                if left_s > 0:
+                    self._change_s = now_s + max(left_s, limits.RUN_S)
+                    return self._change_s - now_s
+                self._sharing.add(self._pid)
+                _yield_to_engines(self._pid)
             self._runs = not self._runs
             os.kill(self._pid, signal.SIGCONT if self._runs else signal.SIGSTOP)
             turn_s = (limits.RUN_S + limits.REST_S) * len(self._sharing)
