@@ -15,7 +15,7 @@ from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
 from headrace.disaggregation import TrafficLoad
 from headrace.simulate.hardware import Hardware, prefill_s
 from headrace_lab.simulate.autoscaled_fleet import FleetObservation, RoleObservation
-from headrace_lab.simulate.traffic_means import Traffic
+from headrace_lab.simulate.traffic_means import TrafficMeans
 
 _NEVER_S = 1e6
 
@@ -57,7 +57,7 @@ class Ours:
         self.bounds = bounds if joint else replace(bounds, prefill=(1, bounds.prefill[1]))
         self.prices = prices if start_price else ReplicaCosts(0.0)
         self.certain = not forecast
-        self.forecast, self.traffic = RateForecaster(), Traffic()
+        self.forecast, self.traffic = RateForecaster(), TrafficMeans()
         self.begin_s, self.bin_end_s, self.count = day.begin_s, BIN_S, 0
         self.last = 0.0
         if forecast:
@@ -113,7 +113,7 @@ class Ours:
             tokens = max(1, end - int(one["cached"]) - int(one["loaded"]))
             for column, side in enumerate(sides, 2):
                 rows[n, column] = prefill_s(side.curve, tokens, end, side.step_tokens)
-        self.traffic.ended(rows)
+        self.traffic.record_ended(rows)
         return new
 
     def _move_s(self) -> float:

@@ -6,7 +6,6 @@ loading of a corpus (`loading`), looks for traces of one tenant's texts in anoth
 (`isolation`), and lets replicas share what they learn (`share`). These modules describe their
 figures.
 
-
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with as
   many drafted tokens in total; ``C.drafted_vs_arctic`` is the ratio of drafted tokens
 - ``C.accepted_per_query_vs_ngram``: the same against vLLM's prompt look-up

@@ -5,17 +5,16 @@ Each figure is the median over repeats of the median over steps.
 
 - ``query_us``: one look-up, that is one request's draft of at most DRAFT_TOKENS tokens with their
   survivals, in a step of ROWS requests: the time of `OneRowMemory.draft_many` over ROWS. The
-      requests
-  walk through kept text: nearly every look-up finds places and walks a whole draft.
+  requests walk through kept text: nearly every look-up finds places and walks a whole draft.
 - ``cold.query_us``: the same where the step before it read BETWEEN_BYTES of something else, as an
   engine reads its weights.
 - ``single_us``: a look-up in a step of one request, where the call from Python is most of it.
 - ``extend_us``: appending one accepted token to a request's own index, in a step of ROWS.
 - ``arctic.``: one call of `speculate`, which is how vLLM calls it, for the same contexts.
 - ``insert_us_per_token``: `OneRowMemory.insert`, answer by answer, into a memory that is full and
-evicts,
-  as one is after its first hours. ``growing.``: into one that begins empty, with the cost of moving
-  its tokens into larger partitions. ``arctic.``: its tree over past answers only, which grows.
+  evicts, as one is after its first hours. ``growing.``: into one that begins empty, with the cost
+  of moving its tokens into larger partitions. ``arctic.``: its tree over past answers only, which
+  grows.
 - ``bytes_per_token``: bytes taken over tokens kept, mean over the growth from a quarter on;
   ``full.``: the capacity of a memory that evicts over what it keeps.
 """

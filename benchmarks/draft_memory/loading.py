@@ -1,6 +1,6 @@
 """Cost of loading an operator corpus, for the engine that it is loaded into.
 
-The engine's thread takes the corpus in calls between steps (`retrieval.corpus_loads`): 8 million
+The engine's thread takes the corpus in calls between steps (`retrieval.corpus_manager`): 8 million
 tokens in documents of 4,000 tokens, once into memory that is allocated at the beginning, and once
 into memory that grows with the documents.
 
@@ -42,10 +42,8 @@ def measure() -> dict[str, float]:
 
 def _load(tokens: int, *, reserved: bool) -> tuple[float, list[float]]:
     """Return the seconds of the call that begins, and of each that loads."""
-    rng, corpora = (
-        np.random.default_rng(1),
-        CorpusManager(DraftMemory(MemorySettings(CAPACITY_BYTES))),
-    )
+    rng = np.random.default_rng(1)
+    corpora = CorpusManager(DraftMemory(MemorySettings(CAPACITY_BYTES)))
     version: dict[str, Any] = {"corpus": "c", "version": 1}
     expected = tokens + tokens // 100 if reserved else 0
     begin_s = _timed(corpora, {"do": "begin", **version, "tokens": expected})[0]

@@ -58,7 +58,7 @@ class Child:
 
 
 class Node:
-    """A StoreNode with little more than a board."""
+    """A StoreNode with little more than a gossip log."""
 
     def __init__(self, folder: Path) -> None:
         small: dict[str, Any] = {
@@ -70,8 +70,8 @@ class Node:
         paths: dict[str, Any] = {"folder": folder, "socket_folder": folder}
         self._node = StoreNode(NodeSettings(**small, **paths)).start()
 
-    def board(self) -> dict[str, Any]:
-        """Return the node's `Board.stats`."""
+    def gossip_stats(self) -> dict[str, Any]:
+        """Return the node's `GossipLog.stats`."""
         return dict(self._node.operations.stats()["board"])
 
 
@@ -79,7 +79,7 @@ class Replica:
     """A memory that shares, and replays exchanges as an engine would give them."""
 
     def __init__(self, folder: Path) -> None:
-        self._arm = _Asked(FLOOR, replica=0)
+        self._arm = _SelectiveKeeping(FLOOR, replica=0)
         self._replicator = SegmentReplicator(
             ReplicationLog(self._arm.memory), ReplicationSettings(STORE, str(folder))
         )
@@ -110,7 +110,7 @@ class Replica:
         return self._replicator.stats()
 
 
-class _Asked(Ours):
+class _SelectiveKeeping(Ours):
     """The drafting memory, which keeps an answer only if `keep` is set."""
 
     keep = True

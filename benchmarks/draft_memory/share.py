@@ -40,7 +40,7 @@ def measure(exchanges: list[Exchange]) -> dict[str, float]:
     with folder() as name:
         try:
             node = Child(Node, Path(name))
-            node.call("board")
+            node.call("gossip_stats")
             children += [node, Child(Replica, Path(name)), Child(Replica, Path(name))]
             return _measure(children, name, of_a, of_b, single, killed)
         finally:

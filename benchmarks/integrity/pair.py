@@ -136,7 +136,7 @@ class Consumer:
         self.remote = agent.prep_xfer_dlist(self.peer, ends[1], "DRAM")
 
     def start(self, blocks: Any, positions: Any, claim: Claim) -> Any:
-        """`proving.Sums`."""
+        """`proving_agent.Sums`."""
         return self.sums.start(blocks, block_seeds(claim.identity, positions))
 
     def begin(self, claim: Claim, theirs: list[int], ours: list[int], request_id: str = "r") -> Any:

@@ -140,4 +140,4 @@ def compared(run: dict[str, Any], exact: dict[str, Any], cache_blocks: int) -> F
 
 
 if __name__ == "__main__":
-    report(__doc__, measured, "gate")
+    report(__doc__, measured, "predictor")

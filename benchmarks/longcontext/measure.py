@@ -26,7 +26,7 @@ from benchmarks.longcontext.context import Context, computed
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.judge import Row, judge, judged_rows
 from benchmarks.longcontext.peers import pressed
-from benchmarks.longcontext.streaming import ByEntropy, Gated, Streaming
+from benchmarks.longcontext.streaming import ByEntropy, Streaming, WithPredictor
 from benchmarks.longcontext.texts import Case, case
 from benchmarks.plain import model
 from headrace_decode.attention.calibration_file import ModelShape
@@ -78,14 +78,14 @@ def ours(
             continue
         rows += streamed(lm, found, name, one, MAIN_SHARE)
     if predictor is not None:
-        of_model = gate_of(folder, predictor)
+        of_model = predictor_of(folder, predictor)
         for (name, turns), share in itertools.product(STREAMED.items(), SHARES):
-            rows += streamed(lm, found, name, Gated(of_model, turns), share)
+            rows += streamed(lm, found, name, WithPredictor(of_model, turns), share)
     return rows
 
 
 def streamed(
-    lm: LM, context: Context, name: str, one: Streaming | ByEntropy | Gated, share: float
+    lm: LM, context: Context, name: str, one: Streaming | ByEntropy | WithPredictor, share: float
 ) -> list[Row]:
     """A row, with the most that was ever held, as a share of the context's KV; none where the
     context is too short."""
@@ -99,7 +99,7 @@ def streamed(
     return [row]
 
 
-def gate_of(folder: str, file: Path) -> ImportancePredictor:
+def predictor_of(folder: str, file: Path) -> ImportancePredictor:
     """Return the predictor in a file, for the model in a folder."""
     shape = ModelShape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
     return read_predictor(file, shape, PAGE_TOKENS)
@@ -107,7 +107,7 @@ def gate_of(folder: str, file: Path) -> ImportancePredictor:
 
 def predictor_arms(folder: str, predictor: Path) -> tuple[Arm, Arm]:
     """Return the arm of an engine with this file, and the same arm without its fits."""
-    scores, name = has_predictor(gate_of(folder, predictor)), f"{OURS}, with a predictor"
+    scores, name = has_predictor(predictor_of(folder, predictor)), f"{OURS}, with a predictor"
     fits = Arm(name, scores, BOTH, queries="last", page_tokens=PAGE_TOKENS, main=True)
     return fits, replace(fits, name=f"{name}, keys and values as they were", ridges=LEFT)
 

@@ -1,13 +1,13 @@
 """A context that is never in memory as a whole: it is prefilled block by block under the budget.
 
-`IncrementalCompression`: each block is computed over the KV kept of the blocks before it. It is
+`Streaming`: each block is computed over the KV kept of the blocks before it. It is
 repeated once, so that its tokens and the older ones are ranked by the same attention. Tokens that
 do not fit are dropped, and the others are fitted. The retained KV never exceeds the budget and one
 block. Positions do not change.
 
 `ByEntropy`: the same by blocks, with tokens dropped by entropy.
 
-`Gated`: streaming with a predictor, as in an engine.
+`WithPredictor`: streaming with a predictor, as in an engine.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ByEntropy:
     blocks: int
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
-        """Return the same as `IncrementalCompression.held`."""
+        """Return the same as `Streaming.held`."""
         held, at, most = *nothing(lm), 0
         size = -(-len(tokens) // self.blocks)
         for begin in range(0, len(tokens), size):
@@ -169,7 +169,7 @@ def of_these(at: Positions, kept: Tensor) -> tuple[Positions, Positions]:
 
 
 @dataclass(frozen=True)
-class Gated:
+class WithPredictor:
     """
     Attributes:
         predictor: of the model.
@@ -180,7 +180,7 @@ class Gated:
     turns: tuple[float, ...] = ()
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int] | None:
-        """Return the same as `IncrementalCompression.held`; None if the context is too short for an
+        """Return the same as `Streaming.held`; None if the context is too short for an
         engine to stream it."""
         share = total / (lm.layers * lm.kv_heads * len(tokens))
         turns = [int(part * len(tokens)) for part in self.turns]

@@ -102,4 +102,4 @@ def measured(predictor: Path | None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    report(__doc__, measured, "gate")
+    report(__doc__, measured, "predictor")

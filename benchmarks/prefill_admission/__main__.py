@@ -6,11 +6,12 @@ arms have the same engine. A prompt of 32 tokens comes at five moments of a long
     python -m benchmarks.prefill_admission [--quick] [--json FILE]
 
 Arms:
-    waits: the short prompt waits for the long one's first token, as a gate without spare tokens
-        has it;
+    waits: the short prompt waits for the long one's first token, as with admission without spare
+        tokens;
     at_once: it is with the engine at once, which gives a long prompt all tokens of each step, as
         vLLM does;
-    beside: likewise, but the engine leaves a sixteenth of each step's tokens (`gate`).
+    beside: likewise, but the engine leaves a sixteenth of each step's tokens
+        (`headrace_engine.prefill_admission`).
 
 Figures, by length of the long prompt and tokens of a step, means over the five moments:
     ARM.short_ms, ARM.long_ms: from a prompt's coming to its first token;

@@ -1,6 +1,6 @@
 """Quality of answers with lossy techniques, against the exact model.
 
-    python -m benchmarks.quality --json FILE [--technique reuse store] [--plots FOLDER]
+    python -m benchmarks.quality --json FILE [--technique blending store] [--plots FOLDER]
 
 Prompts are multi-document questions (`headrace_lab.texts.prompts`) and tasks with known answers
 (`tasks`), made from texts of installed packages. The model is SmolLM2-135M in fp32. FILE keeps the
@@ -9,7 +9,7 @@ results so far, so a run can be resumed.
     kl, kl_p99, top1, perplexity   as in `headrace_lab.models.exact.Score`, means over prompts
     task_score_vs_exact            share of the answers' tokens that are right / the exact model's,
                                    over task prompts of which it gets 0.8 right (target 0.97 for
-                                   reuse at its default budget)
+                                   blending at its default ratio)
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from headrace_decode.attention.page_counts import RECENT, SINKS, selected_page_c
 from headrace_decode.sparse.offload import working_set as working
 from headrace_decode.sparse.offload.working_set import WorkingSet
 from headrace_decode.sparse.page_selection import select_pages
-from headrace_lab.sparse.miss_substitution import stand_ins
+from headrace_lab.sparse.miss_substitution import substitute_misses
 
 PAGE_TOKENS, STEPS, NEWEST_TOKENS = 32, 128, 256
 SHARE, RATIOS = 0.1, (1.25, 1.5, 2.0)
@@ -122,7 +122,7 @@ def replayed(scores: Scores, tokens: int, ratio: float, rule: str) -> list[int]:
             hits, moved = lru.step(layer, cold)
         else:
             hits = int((mine.slots_of(layer, cold) >= 0).sum())
-            mine.see(layer, now)
+            mine.record_scores(layer, now)
             moved = len(mine.demand(layer, cold, n).pages)
             if rule == "layer":
                 before = mine._worth[layer].copy()
@@ -149,14 +149,14 @@ def left_out(scores: Scores, tokens: int, ratio: float, slack: float) -> list[fl
         now = scores[layer, step, :, :n]
         before = mine.slots_of(layer, np.tile(np.arange(n), (heads, 1)))
         before[:, n - NEWEST_TOKENS // PAGE_TOKENS :] = 0
-        taken = stand_ins(now, chosen, before, SINKS, RECENT - 1, slack)
+        taken = substitute_misses(now, chosen, before, SINKS, RECENT - 1, slack)
         missed = (np.take_along_axis(before, chosen, 1) < 0).sum()
         fetched = (np.take_along_axis(before, taken, 1) < 0).sum()
         covered = np.take_along_axis(now, chosen, 1).sum()
         if step:
             lost = covered - np.take_along_axis(now, taken, 1).sum()
             total += missed, missed - fetched, lost, covered
-        mine.see(layer, now)
+        mine.record_scores(layer, now)
         mine.demand(layer, taken, n)
         mine.ahead(layer, n, mine.slots)
     return total.tolist()

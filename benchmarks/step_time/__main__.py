@@ -2,7 +2,7 @@
 
 Replays the steps of a real engine (`steps.csv`, made by `benchmarks.step_time.record`) in order:
 each model predicts a step, then learns it. Errors are relative; the first 50 steps of each model
-are left out. `steptime` is the current model; the others are earlier ones (`peers`). Models of
+are left out. `step_time` is the current model; the others are earlier ones (`peers`). Models of
 prompts only get the steps that have only prompts.
 
 Then a simulated machine halves its speed: the error of decode steps 10, 100 and 500 steps later.
@@ -47,8 +47,8 @@ class Now:
         self.fit.observe(*shape, seconds)
 
 
-MODELS: Mapping[str, Callable[[], Model]] = {"steptime": Now, "line": Line, "curve": Curve}
-PROMPT_MODELS: Mapping[str, Callable[[], Model]] = {"steptime_prompts": Now, "pairs": Pairs}
+MODELS: Mapping[str, Callable[[], Model]] = {"step_time": Now, "line": Line, "curve": Curve}
+PROMPT_MODELS: Mapping[str, Callable[[], Model]] = {"step_time_prompts": Now, "pairs": Pairs}
 
 
 def recorded(file: Path) -> list[tuple[Shape, float]]:
@@ -113,7 +113,7 @@ def measure(file: Path) -> dict[str, float]:
     now, gate, began_s = Now(), GateLine(), time.perf_counter()
     for shape, seconds in steps:
         now.observe(shape, seconds)
-    found["steptime.observe_us"] = 1e6 * (time.perf_counter() - began_s) / len(steps)
+    found["step_time.observe_us"] = 1e6 * (time.perf_counter() - began_s) / len(steps)
     for shape, seconds in with_prompts:
         gate.observe(shape, seconds)
     found["gate.free_tokens"] = now.fit.free_tokens()

@@ -1,6 +1,6 @@
 """The decode replica, which answers clients over its own HTTP port and carries out their plans.
 
-It runs vLLM's own OpenAI application around an engine that plans (`llm.PlannedLLM`), so
+It runs vLLM's own OpenAI application around an engine that plans (`llm.planned_llm`), so
 answers are byte for byte vLLM's. Requests arrive in three ways: over the gateway's byte relay to
 this replica's port, over Ray's direct streaming (HAProxy to Ray's port of the replica), and as
 Ray's classic actor calls. All of them reach the same engine.
@@ -15,12 +15,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -105,10 +100,8 @@ class DecodeServer(PDDecodeServer):
             wiring.setup("decode")
         self._wiring = wiring
         app_name = serve.get_replica_context().app_name
-        self._overrides, self._applied_overrides = (
-            OverrideStore(app_name, read_cluster_value, write_cluster_value),
-            AppliedOverrides(),
-        )
+        self._overrides = OverrideStore(app_name, read_cluster_value, write_cluster_value)
+        self._applied_overrides = AppliedOverrides()
         self._prefills = prefill_server
         self._listener: Listener | None = None
         self._port: InFlight | None = None
@@ -174,7 +167,7 @@ class DecodeServer(PDDecodeServer):
         return await LLMServer.completions(self, request, raw_request_info)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Build vLLM's application with only the public routes (`routes`) and the `apis` layer."""
+        """Build vLLM's application with only the public routes and the `apis` layer."""
         app = await LLMServer.__serve_build_asgi_app__(self)
         keep_public_routes(app)
         engine, died = self.engine, lambda: bool(self.engine.llm.errored)
@@ -192,7 +185,7 @@ class DecodeServer(PDDecodeServer):
             orchestrator=self._orchestrator,
             prefill_call=self._prefill,
             meter=meter,
-            gate=make_prefill_admission(vllm_config, meter),
+            admission=make_prefill_admission(vllm_config, meter),
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
             blending=self._blending_planner(vllm_config),
@@ -418,7 +411,7 @@ class DecodeServer(PDDecodeServer):
         return await self.engine.llm.speculation(command)
 
     async def headrace_corpus(self, command: dict[str, Any]) -> dict[str, Any] | None:
-        """Run a command of `CorpusLoader` at this replica's drafting memory.
+        """Run a command of `CorpusLoader` at this replica's retrieval memory.
 
         Return the answer; None without a memory.
         """

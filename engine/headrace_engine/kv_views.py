@@ -48,6 +48,5 @@ def split_kv(cache: Tensor, order: KvOrder) -> tuple[Tensor, Tensor]:
         raise ValueError(f"KV cache: strides {cache.stride()} are not those of the CPU layout vec")
     flat = cache.flatten(2)
     keys, values = flat.split(tokens * both // 2, dim=2)
-    return keys.unflatten(2, (both // 2, tokens)).transpose(2, 3), values.unflatten(
-        2, (tokens, both // 2)
-    )
+    keys = keys.unflatten(2, (both // 2, tokens)).transpose(2, 3)
+    return keys, values.unflatten(2, (tokens, both // 2))

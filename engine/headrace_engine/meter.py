@@ -58,7 +58,7 @@ class Unproven(NamedTuple):
     peer: str
     """The producing engine's id in NIXL."""
     kind: str
-    """`integrity.identity.Unproved.kind`."""
+    """`pull_proof.identity.Unproved.kind`."""
     why: str
 
 
@@ -98,7 +98,7 @@ class EngineMeter:
     transfer_seconds_total: float = 0.0
     transfer_failures_total: int = 0
     transfers_by_event: dict[str, int] = field(default_factory=dict)
-    """Number of pulls by the result of their proof (`integrity.events`)."""
+    """Number of pulls by the result of their proof (`pull_events`)."""
     proof_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds that the proofs took from the arrival of the bytes, by kind of proof."""
     store_totals: dict[str, float] = field(default_factory=dict)

@@ -99,9 +99,8 @@ async def rehearse(
     meter.on_step.append(see)
     for number in range(times):
         name, began_s = f"rehearsal-{start}-{number}", clock()
-        salt = isolated_salt(
-            name, "rehearsal"
-        )  # no client asks for these prompts, so they are not stored
+        # No client asks for these prompts, so they are not stored.
+        salt = isolated_salt(name, "rehearsal")
         for ids in prompts:
             if number and len(ids) > SHORT_TOKENS and clock() - began_s > SHORT_S:
                 break

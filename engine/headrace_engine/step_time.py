@@ -28,8 +28,8 @@ set it. The noise of a step is learned, too.
 Two processes fit the model, and neither has all data of an engine's steps.
 
 - The replica's process (`meter`) sees each step through vLLM's statistics, but has only an estimate
-  of the context. Its fit prices prompts: for the router's costs, the compute gate, and, as numbers
-  (`to_dict`), the routers of other replicas.
+  of the context. Its fit prices prompts: for the router's costs, prefill admission, and, as
+  numbers (`to_dict`), the routers of other replicas.
 - The engine's process sees the exact context. The drafting planner fits decode steps there, from
   the begin of one step to the begin of the next. The KV connector fits steps with prompts, without
   the waits for KV that it loads, because it decides about these waits.

@@ -61,7 +61,7 @@ def build_app(args: dict[str, Any]) -> Application:
 
     Raises:
         pydantic.ValidationError: a field is unknown or its value impossible.
-        ValueError: an argument would have no effect (`dropin`), or the token path needs an
+        ValueError: an argument would have no effect (`deploy.drop_in`), or the token path needs an
             environment that the process does not have.
     """
     section = AppSection.model_validate(args.get("headrace") or {})
@@ -92,7 +92,7 @@ def build_app(args: dict[str, Any]) -> Application:
     saves = section.speculation.enabled and section.speculation.save
     store = add_store(section.store, engines, setup, save_board=saves)
     add_speculative_decoding(section.speculation, pd.decode_config.engine_kwargs)
-    reusing = add_blending(section.techniques.blending, engines)
+    make_blending_planner = add_blending(section.techniques.blending, engines)
     add_sparse_attention(section.techniques, engines, engines[1:])
     prefill = _deployment(
         pd.prefill_config,
@@ -108,7 +108,7 @@ def build_app(args: dict[str, Any]) -> Application:
         setup=setup,
         tenants=tenants_of(section.speculation),
         drafting_metrics=RaySpeculationMetrics,
-        make_blending_planner=reusing,
+        make_blending_planner=make_blending_planner,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
     )
     bind = {"prefill_server": prefill, "wiring": wiring, "store": store}

@@ -111,10 +111,10 @@ class DisaggregationAdvice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able fields, with None in place of inf."""
-        traffics = {"disaggregation_pays": self.disaggregation_pays, **asdict(self)}
+        fields = {"disaggregation_pays": self.disaggregation_pays, **asdict(self)}
         for name in ("now", "colocated", "best"):
-            traffics[name] = {k: v if math.isfinite(v) else None for k, v in traffics[name].items()}
-        return traffics
+            fields[name] = {k: v if math.isfinite(v) else None for k, v in fields[name].items()}
+        return fields
 
 
 def advise(load: TrafficLoad, prefill: int, decode: int) -> DisaggregationAdvice:

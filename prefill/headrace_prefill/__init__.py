@@ -1,3 +1,3 @@
-"""Making KV: the prefill deployment. Imports `headrace_kvstore` and nothing else of ours."""
+"""The prefill deployment, which makes KV. It imports `headrace_engine` and `headrace_kvstore`."""
 
 __version__ = "0.1.0"

@@ -71,7 +71,7 @@ class PrefillServer(PDPrefillServer):
         llm_config: the prefill `LLMConfig`.
         setup: called once in the replica before the engine starts (logging, tracing).
         store: the deployment that keeps the machines' StoreNodes; None without a store.
-        standby: how it answers clients while no decode replica can; None if it never does.
+        fallback: how it answers clients while no decode replica can; None if it never does.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -93,14 +93,14 @@ class PrefillServer(PDPrefillServer):
             make_app = partial(LLMServer.__serve_build_asgi_app__, self)
             self._fallback = fallback.make_server(make_app, self.engine)
             await self._fallback.start()
-        self._gate = make_prefill_admission(self.engine.vllm_config, self.engine.meter)
+        self._admission = make_prefill_admission(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
         self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
-        self._ahead, self._heard = PromptBacklog(), ReceivedPlans()
+        self._backlog, self._received_plans = PromptBacklog(), ReceivedPlans()
         self.engine.meter.on_step.append(self._on_step)
-        self._line = ReplicaReporting(
+        self._reporting = ReplicaReporting(
             self._replica_id,
             "prefill",
             self._machine,
@@ -139,12 +139,12 @@ class PrefillServer(PDPrefillServer):
         compute_tokens = request.compute_tokens or len(token_ids)
         self._arrived(request, len(token_ids), compute_tokens)
         try:
-            async with self._gate.turn(compute_tokens):
+            async with self._admission.turn(compute_tokens):
                 waited_s = time.perf_counter() - arrived
                 output = await self._compute(request, token_ids)
         finally:
-            self._ahead.ended(request.request_id)
-            self._line.changed()
+            self._backlog.ended(request.request_id)
+            self._reporting.changed()
         kv_params = (output and output.kv_transfer_params) or {}
         if output is None or not kv_params.keys() - {REUSED_KEY}:
             raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
@@ -174,7 +174,7 @@ class PrefillServer(PDPrefillServer):
             detokenize=False,
             extra_args={PARAMS_KEY: produce_params(request.check, reuse)},
         )
-        # vLLM's own method: a standby engine class may override it for clients' requests.
+        # vLLM's own method: the fallback's engine class may override it for clients' requests.
         outputs = AsyncLLM.generate(
             self.engine.llm,
             prompt,
@@ -201,30 +201,30 @@ class PrefillServer(PDPrefillServer):
     def _arrived(self, request: PrefillRequest, prompt_tokens: int, compute_tokens: int) -> None:
         """Report a prompt to the gateways at once."""
         if request.plan_id:
-            self._heard.add(request.plan_id, time.monotonic())
-        self._ahead.arrived(request.request_id, prompt_tokens, compute_tokens)
-        self._line.changed()
+            self._received_plans.add(request.plan_id, time.monotonic())
+        self._backlog.arrived(request.request_id, prompt_tokens, compute_tokens)
+        self._reporting.changed()
 
     def _on_step(self, step: Step) -> None:
-        self._ahead.computed(step.prompt, step.pairs)
+        self._backlog.computed(step.prompt, step.pairs)
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "prompts": len(self._ahead),
-            "queued_tokens": self._ahead.tokens,
-            "queued_pairs": self._ahead.pairs,
-            "heard": self._heard.recent(time.monotonic()),
+            "prompts": len(self._backlog),
+            "queued_tokens": self._backlog.tokens,
+            "queued_pairs": self._backlog.pairs,
+            "heard": self._received_plans.recent(time.monotonic()),
         }
 
     async def __del__(self) -> None:
-        line = getattr(self, "_line", None)
-        if line is not None:
-            line.drains()
-        prefill_fallback = getattr(self, "_fallback", None)
-        if prefill_fallback is not None:
-            await prefill_fallback.stop()
-        if line is not None:
-            await line.close()
+        reporting = getattr(self, "_reporting", None)
+        if reporting is not None:
+            reporting.drains()
+        fallback = getattr(self, "_fallback", None)
+        if fallback is not None:
+            await fallback.stop()
+        if reporting is not None:
+            await reporting.close()
         joining = getattr(self, "_joining", None)
         if joining is not None:
             joining.cancel()
@@ -245,8 +245,8 @@ class PrefillServer(PDPrefillServer):
     async def headrace_replica(self) -> dict[str, Any]:
         """Return the facts with which gateways follow this replica's reports and blocks, and those
         with which they send it clients' requests if it has a `FallbackServing`."""
-        is_fallback = {} if self._fallback is None else self._fallback.info()
-        return {"replica_id": self._replica_id, **is_fallback, **self._line.info()}
+        fallback = {} if self._fallback is None else self._fallback.info()
+        return {"replica_id": self._replica_id, **fallback, **self._reporting.info()}
 
     async def headrace_status(self) -> dict[str, Any]:
         """Return the state of this replica, JSON-able."""
@@ -258,7 +258,7 @@ class PrefillServer(PDPrefillServer):
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
             **self.engine.meter.snapshot(),
-            "at_gate": self._gate.waiting,
+            "waiting_for_admission": self._admission.waiting,
         }
 
 

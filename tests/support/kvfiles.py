@@ -19,6 +19,9 @@ from headrace_kvstore.nvme.record import PAGE_BYTES, BlockShape, WriteRequest
 from headrace_kvstore.nvme.segment import page_memory
 
 SHAPE = BlockShape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
+SEGMENT_BYTES = PAGE_BYTES + 4 * SHAPE.record_bytes
+SIZE_BYTES = 3 * SEGMENT_BYTES
+"""Three segments of four blocks."""
 
 
 def sums_at(
@@ -112,3 +115,14 @@ class Bench:
             got = self.memory[at : at + self.shape.payload_bytes]
             assert not good or (got == self.content(numbers[i]).reshape(-1)).all(), numbers[i]
         return right
+
+
+def reopen(tier: NvmeTier, size_bytes: int = SIZE_BYTES) -> NvmeTier:
+    """Close a tier, and open its folder again."""
+    tier.close()
+    return NvmeTier.open(tier.folder, size_bytes, SEGMENT_BYTES, tier.file_io)
+
+
+def files_bytes(tier: NvmeTier) -> int:
+    """The size of all files of a tier."""
+    return sum(os.stat(path).st_size for path in tier.folder.iterdir())

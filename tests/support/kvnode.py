@@ -24,6 +24,7 @@ from headrace_kvstore.settings.node_settings import NodeSettings
 
 SHAPE = BlockShape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
 DIGEST = SHAPE.digest
+LEASE_S = 20.0
 SECRET = "what the nodes of these tests share"
 
 
@@ -223,3 +224,15 @@ def settled(node: StoreNode, timeout_s: float) -> bool:
             return True
         time.sleep(0.005)
     return False
+
+
+def written(node: StoreNode, engine: Engine, *numbers: int) -> None:
+    """Store blocks, and wait until they are on NVMe."""
+    engine.put(*numbers)
+    until(lambda: len(node.operations.locate(DIGEST, keys(*numbers), 0.0)) == len(numbers))
+    assert settled(node, 20)
+
+
+def located(node: StoreNode, *numbers: int, request: str = "r") -> int:
+    """The number of leading blocks that NVMe has."""
+    return len(node.operations.locate(DIGEST, keys(*numbers), LEASE_S, request))

@@ -148,3 +148,8 @@ class Engine:
                 scheduled_new_reqs=[], scheduled_cached_reqs=none, num_scheduled_tokens={}
             )
         )
+
+
+def saved(work: StoreWork) -> list[int]:
+    """The blocks that a step saves."""
+    return [block for save in work.saves.values() for block in save.blocks]

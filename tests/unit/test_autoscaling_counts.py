@@ -15,7 +15,7 @@ from headrace.autoscaling.forecast import RateForecast
 from headrace.autoscaling.load_average import decayed_average
 from headrace.disaggregation import TrafficLoad
 from headrace.simulate.hardware import default_steps
-from headrace_lab.simulate.traffic_means import KEPT, LEAST, Traffic
+from headrace_lab.simulate.traffic_means import KEPT, LEAST, TrafficMeans
 
 SLO = Slo(ttft_s=2.0, itl_s=0.05, share=0.95)
 BOUNDS = ReplicaBounds((0, 16), (0, 16))
@@ -172,11 +172,11 @@ def test_bounds_that_make_no_sense_are_refused(bounds: Any) -> None:
 def test_little_traffic_says_nothing_and_old_traffic_is_forgotten() -> None:
     import numpy as np
 
-    traffic = Traffic()
+    traffic = TrafficMeans()
     row = np.array([[100.0, 10.0, 0.1, 0.2]])
-    traffic.ended(np.repeat(row, LEAST - 1, axis=0))
+    traffic.record_ended(np.repeat(row, LEAST - 1, axis=0))
     assert traffic.load(default_steps(), 1000, 0.0) is None
-    traffic.ended(np.repeat(2 * row, 3 * KEPT, axis=0))
+    traffic.record_ended(np.repeat(2 * row, 3 * KEPT, axis=0))
     told = traffic.load(default_steps(), 2100, 0.5)
     assert told is not None
     assert (told.prompt_tokens, told.answer_tokens, told.most_running) == (200.0, 20.0, 10)
@@ -187,9 +187,9 @@ def test_means_are_averaged_with_forgetting() -> None:
     import numpy as np
 
     row = np.array([[1000.0, 200.0, 0.5, 0.4]])
-    traffic, other = Traffic(), Traffic()
-    traffic.ended(np.repeat(row, LEAST, axis=0))
-    other.ended(np.repeat(3 * row, LEAST, axis=0))
+    traffic, other = TrafficMeans(), TrafficMeans()
+    traffic.record_ended(np.repeat(row, LEAST, axis=0))
+    other.record_ended(np.repeat(3 * row, LEAST, axis=0))
     one, three = (each.load(default_steps(), 330_000, 0.1) for each in (traffic, other))
     assert one is not None and three is not None
     assert decayed_average(None, one, 0.01) == one

@@ -17,13 +17,12 @@ from typer.testing import CliRunner
 from headrace.cli.console import CliError
 from headrace.cli.main import app
 from headrace_decode.attention.calibration_file import ModelShape
-from headrace_decode.compression.engine import calibration as gates
+from headrace_decode.compression.engine import calibration as calibrations
 from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.engine.calibration import read, read_bases
-from headrace_lab.cli.calibrate.blending import frame, reuse
-from headrace_lab.cli.calibrate.compression import bounded
+from headrace_lab.cli.calibrate import blending, compression, sparse
+from headrace_lab.cli.calibrate.blending import frame
 from headrace_lab.cli.calibrate.model import model
-from headrace_lab.cli.calibrate.sparse import sparse
 from headrace_lab.cli.calibrate.texts import long_texts
 from tests.support.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_llama
 
@@ -37,7 +36,7 @@ def texts(folder: Path, count: int) -> Path:
 
 
 def run(folder: Path, target_kl: float, output: Path | None = None) -> None:
-    reuse(
+    blending.calibrate(
         str(tiny_llama()), texts=folder, prompts=1, tokens=600, target_kl=target_kl, output=output
     )
 
@@ -85,7 +84,7 @@ def test_the_frame_is_what_stands_around_the_users_text() -> None:
 
 
 def run_sparse(folder: Path, target_kl: float, output: Path, tokens: int = 2500) -> None:
-    sparse(
+    sparse.calibrate(
         str(tiny_llama()),
         texts=folder,
         learn=1,
@@ -160,11 +159,11 @@ def test_the_help_names_the_target_and_pages_that_no_engine_has_are_refused() ->
     assert "must be 16 or 32" in str(refused.exception)
 
 
-# ---- bounded --------------------------------------------------------------------------------
+# ---- compression ----------------------------------------------------------------------------
 
 
-def run_bounded(folder: Path, output: Path) -> None:
-    bounded(
+def run_compression(folder: Path, output: Path) -> None:
+    compression.calibrate(
         str(tiny_llama()),
         texts=folder,
         learn=2,
@@ -180,18 +179,18 @@ def test_it_writes_a_gate_that_an_engine_of_the_model_takes(
 ) -> None:
     file = tmp_path / "tiny.safetensors"
     (tmp_path / "texts").mkdir()
-    run_bounded(texts(tmp_path / "texts", 9), file)
+    run_compression(texts(tmp_path / "texts", 9), file)
     printed = capsys.readouterr()
     assert f"techniques.compression.calibration: {file}" in printed.out
     assert "text 3 of 3 measured" in printed.err
-    found = gates.read(file)
+    found = calibrations.read(file)
     assert found.page_tokens == 32 and found.kl[0.12] > found.kl[0.5] >= 0
     shape = ModelShape.of(AutoConfig.from_pretrained(tiny_llama()).to_dict())
-    gate = gates.read_predictor(file, shape, 32)
+    gate = calibrations.read_predictor(file, shape, 32)
     assert gate.level.shape == (LAYERS, KV_HEADS)
     assert gate.straight.shape == (LAYERS, KV_HEADS, 2 * HEAD_DIM)
 
 
 def test_a_gates_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(CliError, match="cannot be written"):
-        run_bounded(tmp_path, tmp_path / "nowhere" / "file")
+        run_compression(tmp_path, tmp_path / "nowhere" / "file")

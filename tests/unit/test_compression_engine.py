@@ -470,14 +470,14 @@ def test_parts_of_one_course_have_names_of_their_own() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 256, 300])
 def test_all_layers_are_scored_behind_the_last_part_and_then_fitted_and_no_more(rows: int) -> None:
     one = job(4000)
-    assert 1 <= one.score(rows, scorer=True) <= 2 * LAYERS
+    assert 1 <= one.score(rows, is_reading=True) <= 2 * LAYERS
     while not one.all_read:
         one.next_part()
-    one.score(rows, scorer=True)
+    one.score(rows, is_reading=True)
     scored = 0
     while not one.all_scored:
-        scored += one.score(rows, scorer=False)
-    assert scored == LAYERS and one.score(rows, scorer=False) == 0
+        scored += one.score(rows, is_reading=False)
+    assert scored == LAYERS and one.score(rows, is_reading=False) == 0
     layers = 0
     while not one.all_fitted:
         layers += one.fit(rows)

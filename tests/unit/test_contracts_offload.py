@@ -28,7 +28,7 @@ from headrace_decode.attention.offload.block_manager import (
 )
 from headrace_decode.attention.offload.footprint import Footprint
 from headrace_decode.attention.offload.ledger import Ledger
-from headrace_decode.attention.offload.scheduler import OFFLOADED, OffloadingScheduler, _tell
+from headrace_decode.attention.offload.scheduler import OFFLOADED, OffloadingScheduler, _announce
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.attention_backend import worker
 from headrace_decode.compression.engine.scheduler import CompressionScheduler
@@ -76,7 +76,7 @@ class Engine:
         output = SimpleNamespace(
             finished_req_ids=[], num_scheduled_tokens={request.request_id: tokens}
         )
-        _tell(self.manager, output, {})
+        _announce(self.manager, output, {})
         told: dict[str, list[int]] = getattr(output, OFFLOADED)
         return told
 

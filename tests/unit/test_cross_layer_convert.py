@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from headrace.cli.console import CliError
 from headrace.cli.main import app
-from headrace_lab.cli.cross_layer.convert import Asked, convert
+from headrace_lab.cli.cross_layer.convert import ConvertOptions, convert
 from headrace_lab.cross_layer.asymmetry import learned, nearest
 from headrace_lab.cross_layer.convert import Converter
 from headrace_lab.cross_layer.distill import distill
@@ -154,10 +154,10 @@ class TestAsymmetry:
 
 
 class TestCommand:
-    def asked(self, texts: Path, **options: Any) -> Asked:
+    def asked(self, texts: Path, **options: Any) -> ConvertOptions:
         usual = {"kind": "fused", "perplexity": 0.05, "readers": None, "distill": 0}
         sizes = {"texts": texts, "fit": 5, "measure": 1, "tokens": 48}
-        return Asked(**{**usual, **sizes, **options})
+        return ConvertOptions(**{**usual, **sizes, **options})
 
     def test_it_writes_the_largest_model_within_the_limit_and_says_what_it_saves(
         self, source: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -138,7 +138,7 @@ def test_fused_attends_to_mixtures(order: tuple[int, ...]) -> None:
         "first": SimpleNamespace(kv_cache=low),
         "last": SimpleNamespace(kv_cache=high),
         "mixture": weights,
-        "scratch": Scratch(2),
+        "memory": Scratch(2),
     }
     told = metadata(FusedBackend, ROWS)
     assert told.blocks.tolist() == [1, 3, 7, 9, 11], "those that are read, each once"
@@ -153,7 +153,7 @@ def test_only_rows_with_logits_are_attended_for_in_a_fast_prefill() -> None:
         "first": SimpleNamespace(kv_cache=low),
         "last": SimpleNamespace(kv_cache=high),
         "mixture": weights,
-        "scratch": Scratch(2),
+        "memory": Scratch(2),
     }
     backend = create_fast_prefill_custom_backend("FastPrefill", FusedBackend)
     last = [sum(ROWS[: n + 1]) - 1 for n in range(len(ROWS))]

@@ -23,7 +23,7 @@ from headrace_lab.cross_layer.comparison import (
     read_losses,
 )
 from headrace_lab.cross_layer.head_loss import head_loss
-from headrace_lab.cross_layer.train import Order, Recipe, begin, windows_of
+from headrace_lab.cross_layer.train import Recipe, WindowOrder, begin, windows_of
 from headrace_lab.models.decoder import Decoder
 from headrace_lab.texts.corpus import CorpusError, learn_vocabulary, sides, stream
 from tests.support.cross_layer_models import config, reference
@@ -89,15 +89,15 @@ class TestTexts:
 
 class TestOrder:
     def test_each_window_comes_once_before_any_comes_again(self) -> None:
-        order = Order(7, seed=3)
+        order = WindowOrder(7, seed=3)
         assert sorted(order.at(0, 7)) == sorted(order.at(7, 7)) == list(range(7))
         assert list(order.at(0, 7)) != list(order.at(7, 7))
 
     def test_it_does_not_depend_on_where_one_begins(self) -> None:
-        assert list(Order(5, 0).at(3, 6)) == list(Order(5, 0).at(0, 9))[3:]
+        assert list(WindowOrder(5, 0).at(3, 6)) == list(WindowOrder(5, 0).at(0, 9))[3:]
 
     def test_seeds_differ(self) -> None:
-        assert list(Order(50, 0).at(0, 50)) != list(Order(50, 1).at(0, 50))
+        assert list(WindowOrder(50, 0).at(0, 50)) != list(WindowOrder(50, 1).at(0, 50))
 
     def test_windows_share_the_token_between_them(self) -> None:
         found = windows_of(np.arange(9, dtype=np.uint32), 4)

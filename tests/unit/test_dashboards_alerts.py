@@ -59,7 +59,7 @@ STREAMS = series("headrace_gateway_ttft_seconds_count", streamed="yes")
 IN_TIME = series("headrace_gateway_ttft_seconds_bucket", streamed="yes", le="1.6")
 BROKEN = series("headrace_gateway_replica_losses_total", when="stream")
 GIVEN_UP = series("headrace_remote_prefill_failures_total")
-IN_DOUBT = series("headrace_prefill_replicas_failing")
+PREFILL_FAILING = series("headrace_prefill_replicas_failing")
 TRANSFERS = series("vllm_nixl_num_failed_transfers_total", ReplicaId="d")
 WAITING = series("vllm_num_requests_waiting", ReplicaId="d")
 RATIO = "headrace_plan_ttft_error_ratio"
@@ -98,7 +98,7 @@ HEALTHY: Series = {
     series("headrace_plans_total", kind="remote"): counts(300),
     series("headrace_plans_total", kind="local"): counts(300),
     GIVEN_UP: counts(1),
-    IN_DOUBT: steady(0),
+    PREFILL_FAILING: steady(0),
     TRANSFERS: counts(0.1),
     blocks("loaded_dram"): counts(100),
     blocks("lost_gone"): counts(1),
@@ -149,7 +149,7 @@ CASES = {
         ("TtftBurnsSlowly",), {IN_TIME: counts(598, 540, 140)}
     ),
     "prefill replicas fail": Case(("PrefillFallsBack",), {GIVEN_UP: counts(1, 30)}),
-    "a breaker stays open": Case(("PrefillInDoubt",), {IN_DOUBT: steady(0, 1, 10)}),
+    "a breaker stays open": Case(("PrefillFailing",), {PREFILL_FAILING: steady(0, 1, 10)}),
     "transfers fail": Case(("KvTransfersFail",), {TRANSFERS: counts(0.1, 2, 20)}),
     "blocks do not come": Case(("KvBlocksLost",), {blocks("lost_gone"): counts(1, 50)}),
     "blocks are damaged": Case(("KvCorrupt",), {blocks("lost_corrupt_nvme"): counts(0, 0.1)}),
@@ -195,7 +195,7 @@ CASES = {
     "one request in an hour, and it fails": Case(
         (), {ANSWERED: None, FAILED: counts(0, 0.02), BROKEN: None, REFUSED: None}
     ),
-    "a breaker opens for a minute": Case((), {IN_DOUBT: steady(0, 1, 1)}),
+    "a breaker opens for a minute": Case((), {PREFILL_FAILING: steady(0, 1, 1)}),
     "a burst waits and goes": Case((), {WAITING: f"2x{END - 20} 40x5 2x15"}),
     "a burst is refused": Case((), {REFUSED: counts(3, 200, 1)}),
 }

@@ -154,7 +154,7 @@ class Told:
         self.held: set[bytes] = set()
         self.resyncs = 0
         self._events = events
-        events.tell(self.publish, self.resync)
+        events.subscribe(self.publish, self.resync)
 
     def publish(self, changes: list[Change]) -> None:
         for change in changes:

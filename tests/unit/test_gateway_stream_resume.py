@@ -86,7 +86,7 @@ async def test_a_stream_goes_on_from_another_replica_behind_what_the_client_has(
     assert second.headers[NAME] == str(len(says(1)))
     assert second[BODY].startswith(says(1)), "the second line led to no event"
     assert first.headers["x-request-id"] == second.headers["x-request-id"]
-    assert losses.when == ["taken_up"]
+    assert losses.when == ["resumed"]
 
 
 async def test_a_replica_that_lives_takes_its_stream_up_itself() -> None:

@@ -24,7 +24,7 @@ GOLDEN_LAYERS = [0x349D4A8C8448137D, 0xD6FF7A2D9826D8BA]
 
 
 def test_the_sums_of_these_bytes_never_change() -> None:
-    """Stored blocks carry them: a change needs a new `keys.FORMAT_VERSION`."""
+    """Stored blocks carry them: a change needs a new `namespace.FORMAT_VERSION`."""
     assert sums.checksum_of(b"", 0) == GOLDEN_EMPTY
     assert sums.checksum_of(bytes(64), 1) == GOLDEN_ZEROS
     assert sums.checksum_of(RAMP, 0xFEEDFACE) == GOLDEN_RAMP

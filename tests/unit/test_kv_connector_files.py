@@ -25,7 +25,7 @@ from headrace_kvstore.blocks.checksum import block_seed, layer_seeds
 from headrace_kvstore.nvme import nvme_tier as nvme
 from headrace_kvstore.nvme import record
 from headrace_kvstore.nvme.file_io import FileIo
-from headrace_kvstore.nvme.segment import BlockReader, Location, Read
+from headrace_kvstore.nvme.segment import Location, Read
 from headrace_kvstore.protocol.wire import BadBlock
 from headrace_kvstore.settings.store_settings import StoreSettings
 from tests.support.kvfiles import no_descriptors_left
@@ -39,7 +39,7 @@ NAMES = [f"model.layers.{n}.attn" for n in range(LAYERS)]
 
 
 class Engine:
-    """An engine's cache and its worker half, over an arena of its own."""
+    """An engine's cache and its worker side, over an arena of its own."""
 
     def __init__(self, folder: Path, name: str, fill: int) -> None:
         rng = np.random.default_rng(fill)
@@ -172,12 +172,11 @@ def test_no_descriptor_left_is_no_fault_of_the_disk(
     assert second.load([0, 1], places) == set()
 
 
-def slow(engine: Engine, file_io: SlowMover, ahead: bool = False) -> FileLoader:
+def slow(engine: Engine, file_io: SlowMover, ahead: bool = False) -> None:
     """Give the engine a disk of this speed, for its steps' loads or for those ahead of them."""
     files = engine.worker._files_ahead if ahead else engine.worker._files
-    assert isinstance(files, FileLoader)
-    files._file_io, files._reader = file_io, BlockReader(file_io)
-    return files
+    assert isinstance(files, FileLoader) and files._host is None, "its first load opens the disk"
+    files._file_io = file_io
 
 
 def test_a_load_that_takes_longer_than_computing_is_given_up_and_its_blocks_stay_on_disk(

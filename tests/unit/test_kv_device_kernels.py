@@ -36,7 +36,7 @@ if INTERPRETED:
 def test_kernels_equal_the_cpu_in_the_interpreter() -> None:
     layouts = Path(__file__).with_name("test_kv_layout_vllm.py")
     also = [f"{layouts}::test_the_device_cache_{what}" for what in CACHES]
-    also.append(str(Path(__file__).with_name("test_kv_ways.py")))
+    also.append(str(Path(__file__).with_name("test_kv_read_paths.py")))
     passes_in_the_interpreter(__file__, *also)
 
 

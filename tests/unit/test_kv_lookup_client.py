@@ -88,7 +88,7 @@ def test_a_node_tells_the_leading_run_by_medium(node: StoreNode, engine: Engine)
     assert node.operations.find_available(DIGEST, []) == []
 
 
-def test_a_survey_is_no_use_of_a_block(node: StoreNode, engine: Engine) -> None:
+def test_a_lookup_is_no_use_of_a_block(node: StoreNode, engine: Engine) -> None:
     on_nvme_only(node, engine, 0, 1)
     before = node.operations.stats()
     for _ in range(3):
@@ -104,35 +104,35 @@ def test_a_survey_is_no_use_of_a_block(node: StoreNode, engine: Engine) -> None:
 
 
 def ask(
-    surveyor: LookupClient, *numbers: int, digests: tuple[bytes, ...] = (DIGEST,)
+    client: LookupClient, *numbers: int, digests: tuple[bytes, ...] = (DIGEST,)
 ) -> list[AvailableRun]:
-    return asyncio.run(surveyor.available_runs(digests, keys(*numbers), 0.0))
+    return asyncio.run(client.available_runs(digests, keys(*numbers), 0.0))
 
 
 @pytest.fixture
-def surveyor(tmp_path: Path) -> Iterator[LookupClient]:
-    surveyor = LookupClient("arena", limit_s=PATIENT_S, retry_s=PATIENT_S, socket_folder=tmp_path)
-    yield surveyor
-    surveyor.close()
+def client(tmp_path: Path) -> Iterator[LookupClient]:
+    client = LookupClient("arena", limit_s=PATIENT_S, retry_s=PATIENT_S, socket_folder=tmp_path)
+    yield client
+    client.close()
 
 
 def test_the_node_s_answer_comes_over_its_socket(
-    node: StoreNode, engine: Engine, surveyor: LookupClient
+    node: StoreNode, engine: Engine, client: LookupClient
 ) -> None:
     on_nvme_only(node, engine, 0, 1)
-    assert ask(surveyor, 0, 1, 2) == [AvailableRun("nvme", 2)]
-    assert ask(surveyor, 0, digests=(DIGEST, b"another-worker..")) == []
-    assert ask(surveyor, 0, digests=()) == []
-    assert ask(surveyor) == []
+    assert ask(client, 0, 1, 2) == [AvailableRun("nvme", 2)]
+    assert ask(client, 0, digests=(DIGEST, b"another-worker..")) == []
+    assert ask(client, 0, digests=()) == []
+    assert ask(client) == []
 
 
 def test_many_ask_at_once_and_each_gets_its_own_answer(
-    node: StoreNode, engine: Engine, surveyor: LookupClient
+    node: StoreNode, engine: Engine, client: LookupClient
 ) -> None:
     on_nvme_only(node, engine, *range(8))
 
     async def all_at_once() -> list[list[AvailableRun]]:
-        wanted = (surveyor.available_runs([DIGEST], keys(*range(n)), 0.0) for n in range(1, 9))
+        wanted = (client.available_runs([DIGEST], keys(*range(n)), 0.0) for n in range(1, 9))
         return list(await asyncio.gather(*wanted))
 
     assert asyncio.run(all_at_once()) == [[AvailableRun("nvme", n)] for n in range(1, 9)]
@@ -141,35 +141,35 @@ def test_many_ask_at_once_and_each_gets_its_own_answer(
 def test_a_node_that_was_restarted_is_asked_again(
     node: StoreNode, engine: Engine, tmp_path: Path
 ) -> None:
-    surveyor = LookupClient("arena", limit_s=PATIENT_S, retry_s=0.05, socket_folder=tmp_path)
+    client = LookupClient("arena", limit_s=PATIENT_S, retry_s=0.05, socket_folder=tmp_path)
     on_nvme_only(node, engine, 0)
 
     async def before_and_after() -> None:
-        assert await surveyor.available_runs([DIGEST], keys(0), 0.0) == [AvailableRun("nvme", 1)]
+        assert await client.available_runs([DIGEST], keys(0), 0.0) == [AvailableRun("nvme", 1)]
         node.close()
-        assert await surveyor.available_runs([DIGEST], keys(0), 0.0) == []
+        assert await client.available_runs([DIGEST], keys(0), 0.0) == []
         other = StoreNode(settings(tmp_path)).start()
         assert await asyncio.to_thread(settled, other, PATIENT_S)
         await asyncio.sleep(0.1)
-        assert await surveyor.available_runs([DIGEST], keys(0), 0.0) == [AvailableRun("nvme", 1)]
+        assert await client.available_runs([DIGEST], keys(0), 0.0) == [AvailableRun("nvme", 1)]
         other.close()
-        surveyor.close()
+        client.close()
 
     asyncio.run(before_and_after())
 
 
 def test_a_node_with_nothing_below_dram_is_not_asked_again_and_again(
-    tmp_path: Path, surveyor: LookupClient
+    tmp_path: Path, client: LookupClient
 ) -> None:
     alone = StoreNode(settings(tmp_path, nvme_folder=None)).start()
     for _ in range(3):
-        assert ask(surveyor, 0) == []
+        assert ask(client, 0) == []
     assert alone.operations.stats()["requests"]["lookup"] == 1
     alone.close()
 
 
-def test_without_a_node_there_is_no_wait(surveyor: LookupClient) -> None:
-    assert ask(surveyor, 0) == []  # or the test would take as long as the limit
+def test_without_a_node_there_is_no_wait(client: LookupClient) -> None:
+    assert ask(client, 0) == []  # or the test would take as long as the limit
 
 
 class Mute:
@@ -202,10 +202,10 @@ def mute(tmp_path: Path) -> Iterator[Mute]:
 def test_a_node_that_hangs_is_waited_for_once_and_the_loop_goes_on(
     mute: Mute, tmp_path: Path
 ) -> None:
-    surveyor = LookupClient("arena", limit_s=1.0, retry_s=PATIENT_S, socket_folder=tmp_path)
+    client = LookupClient("arena", limit_s=1.0, retry_s=PATIENT_S, socket_folder=tmp_path)
 
     async def beside() -> tuple[list[AvailableRun], int]:
-        asked = asyncio.create_task(surveyor.available_runs([DIGEST], keys(0), 0.0))
+        asked = asyncio.create_task(client.available_runs([DIGEST], keys(0), 0.0))
         turns = 0
         while not asked.done():
             turns += 1
@@ -215,19 +215,19 @@ def test_a_node_that_hangs_is_waited_for_once_and_the_loop_goes_on(
     found, turns = asyncio.run(beside())
     assert found == [] and turns > 10
     assert mute.heard(int(1e3 * PATIENT_S)) is not None
-    assert ask(surveyor, 0) == []
+    assert ask(client, 0) == []
     assert mute.heard() is None, "it is left alone for a while"
-    surveyor.close()
+    client.close()
 
 
 @pytest.mark.parametrize("reply", [wire.Failed("the node is busy"), wire.Done(), b"nonsense"])
 def test_another_answer_counts_as_none(mute: Mute, tmp_path: Path, reply: Any) -> None:
     # Nonsense answers no question, so what ends the wait is the limit.
     limit_s = 0.2 if isinstance(reply, bytes) else PATIENT_S
-    surveyor = LookupClient("arena", limit_s=limit_s, retry_s=PATIENT_S, socket_folder=tmp_path)
+    client = LookupClient("arena", limit_s=limit_s, retry_s=PATIENT_S, socket_folder=tmp_path)
 
     async def answered() -> list[AvailableRun]:
-        asking = asyncio.create_task(surveyor.available_runs([DIGEST], keys(0), 0.0))
+        asking = asyncio.create_task(client.available_runs([DIGEST], keys(0), 0.0))
         if isinstance(reply, bytes):
             request = await asyncio.to_thread(mute.heard, int(1e3 * PATIENT_S))
             assert request is not None
@@ -237,26 +237,26 @@ def test_another_answer_counts_as_none(mute: Mute, tmp_path: Path, reply: Any) -
         return await asking
 
     assert asyncio.run(answered()) == []
-    surveyor.close()
+    client.close()
 
 
 def test_a_socket_of_another_user_is_not_asked(
-    mute: Mute, surveyor: LookupClient, monkeypatch: pytest.MonkeyPatch
+    mute: Mute, client: LookupClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert ask(surveyor, 0) == []
+    assert ask(client, 0) == []
     assert mute.heard() is None
 
 
 def test_questions_without_an_answer_are_counted_and_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    surveyor = LookupClient("nobody", limit_s=0.01, retry_s=1e-9, socket_folder=tmp_path)
+    client = LookupClient("nobody", limit_s=0.01, retry_s=1e-9, socket_folder=tmp_path)
     for _ in range(3):
-        assert ask(surveyor, 0) == []
-    assert surveyor.failures == {"NodeUnavailable": 3}
+        assert ask(client, 0) == []
+    assert client.failures == {"NodeUnavailable": 3}
     assert len([r for r in caplog.records if "a plan does without" in r.message]) == 1
-    surveyor.close()
+    client.close()
 
 
 # What the planner sees
@@ -271,8 +271,8 @@ def test_a_view_joins_dram_and_what_lies_below(
     node: StoreNode, engine: Engine, tmp_path: Path
 ) -> None:
     given = StoreSettings(name="arena", dram_bytes=node.settings.dram_bytes, folder=tmp_path)
-    surveyor = LookupClient("arena", limit_s=PATIENT_S, socket_folder=tmp_path)
-    view = StoreView(given, lambda: [DIGEST], hashes, 4, surveyor)
+    client = LookupClient("arena", limit_s=PATIENT_S, socket_folder=tmp_path)
+    view = StoreView(given, lambda: [DIGEST], hashes, 4, client)
 
     def available_runs(tokens: int) -> list[AvailableRun]:
         return asyncio.run(view.available_runs(range(tokens), "", 1.0))
@@ -301,7 +301,7 @@ def test_a_store_that_asks_no_node_sees_dram_only(
     given = StoreSettings(
         name="arena", dram_bytes=node.settings.dram_bytes, folder=tmp_path, node=False
     )
-    surveyor = LookupClient("arena", limit_s=PATIENT_S, socket_folder=tmp_path)
-    view = StoreView(given, lambda: [DIGEST], hashes, 4, surveyor)
+    client = LookupClient("arena", limit_s=PATIENT_S, socket_folder=tmp_path)
+    view = StoreView(given, lambda: [DIGEST], hashes, 4, client)
     assert asyncio.run(view.available_runs(range(9), "", 1.0)) == []
     view.close()

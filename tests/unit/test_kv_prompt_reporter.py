@@ -81,8 +81,8 @@ def test_a_request_is_told_once_by_the_engine_that_prefills_it(
 ) -> None:
     heard: list[list[bytes]] = []
     index: Any = None
-    half = SchedulerConnector(index, 16, record_prompt=heard.append)
-    half.added(
+    scheduler = SchedulerConnector(index, 16, record_prompt=heard.append)
+    scheduler.added(
         SimpleNamespace(
             **{"request_id": "r", "cache_salt": None, "block_hashes": [b"x", b"y"], **fields}
         )

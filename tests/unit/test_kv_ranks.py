@@ -113,13 +113,13 @@ def test_what_one_rank_did_not_fill_is_given_up_once_all_have_ended(
     engine: Make, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = engine(GQA, 2, seed=1)
-    half = first.workers[1]._worker
-    assert half is not None
+    worker = first.workers[1]._worker
+    assert worker is not None
 
     def broken(*_: object) -> np.ndarray:
         raise MemoryError("no")
 
-    monkeypatch.setattr(half._cache, "save", broken)
+    monkeypatch.setattr(worker._cache, "save", broken)
     first.save(SAVED)
     assert arena.stats()["writing"] == len(SAVED) and arena.stats()["blocks"] == 0
     names = [HASHES[block] for block in SAVED]
@@ -194,10 +194,10 @@ def test_heads_that_several_ranks_have_are_stored_once(engine: Make, arena: Aren
 def test_blocks_stay_until_the_last_rank_has_read_them(engine: Make, arena: Arena) -> None:
     first = engine(GQA, 2, seed=1)
     first.save(SAVED)
-    half = first.scheduler._scheduler
-    assert half is not None
+    scheduler = first.scheduler._scheduler
+    assert scheduler is not None
     names = [HASHES[block] for block in SAVED]
-    half._index.lease(names)
+    scheduler._index.lease(names)
     slots = arena.lookup(0, names)
     arena.release(slots)
     assert arena.stats()["leased"] == len(SAVED)
@@ -237,5 +237,5 @@ def test_a_slot_that_is_never_finished_keeps_its_state(engine: Make, arena: Aren
     first.save(SAVED, [0])
     assert int((arena.table["state"] == WRITING).sum()) == len(SAVED)
     first.save(SAVED, [0])  # again, by the same rank: there is nothing for it to do
-    half = first.workers[0]._worker
-    assert half is not None and half.counts["save_not_needed"] == len(SAVED)
+    worker = first.workers[0]._worker
+    assert worker is not None and worker.counts["save_not_needed"] == len(SAVED)

@@ -26,7 +26,7 @@ def test_a_count_of_nothing_is_no_news() -> None:
     assert Reporter().report(Counter(saved=0)) is None
 
 
-def test_reports_of_both_halves_and_of_all_workers_add_up() -> None:
+def test_reports_of_both_sides_and_of_all_workers_add_up() -> None:
     total = StoreStats({"saved": 1}).aggregate(StoreStats({"saved": 2, "declined_nvme": 3}))
     assert total.reduce() == {"declined_nvme": 3, "saved": 3}
     total.reset()

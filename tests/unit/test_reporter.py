@@ -19,7 +19,7 @@ class Line:
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
-        self.followed = True
+        self.has_subscribers = True
 
     def report(self, report: Report) -> None:
         self.reports.append(report)
@@ -90,16 +90,16 @@ async def test_a_replica_where_nothing_happens_reports_all_the_same() -> None:
 
 async def test_nothing_is_reported_while_nobody_listens() -> None:
     line: Any = Line()
-    line.followed = False
+    line.has_subscribers = False
     reporter = Reporter(line, lambda: IDENTITY, facts())
     reporter.changed()
     await asyncio.sleep(0.05)
     assert line.reports == []
-    line.followed = True
+    line.has_subscribers = True
     reporter.now()
     await asyncio.sleep(1.5 * EVERY_S)
     assert len(line.reports) == 2
-    line.followed = False
+    line.has_subscribers = False
     await asyncio.sleep(1.5 * EVERY_S)
     assert len(line.reports) == 2
     reporter.close()

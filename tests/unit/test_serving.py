@@ -250,7 +250,7 @@ def test_a_replica_that_starts_late_ends_up_as_one_that_heard_every_order(
 
 
 class Desk:
-    """Obeys orders as a replica does (`speculation.order.Order`)."""
+    """Obeys orders as a replica does (`headrace_decode.speculative`)."""
 
     def __init__(self) -> None:
         self.standing: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from headrace_decode.attention_backend.worker import bases_for
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, read_bases, write
 from headrace_engine.connector.identity.engine_identity import SPARSE_KEY
-from headrace_lab.sparse.calibrate import least_share
+from headrace_lab.sparse.calibrate import min_share
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 128,
@@ -60,7 +60,7 @@ def file(tmp_path: Path) -> Path:
     ("target", "share"), [(1.0, 0.05), (0.05, 0.1), (0.02, 0.2), (0.004, 0.3), (0.001, None)]
 )
 def test_the_share_is_the_least_that_keeps_to_the_target(target: float, share: float) -> None:
-    assert least_share(KL, target) == share
+    assert min_share(KL, target) == share
 
 
 # ---- the file -------------------------------------------------------------------------------

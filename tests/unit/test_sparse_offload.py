@@ -23,7 +23,7 @@ from headrace_decode.attention.offload.decision import (
 from headrace_decode.attention.offload.footprint import Footprint, footprint
 from headrace_decode.attention.offload.ledger import Ledger
 from headrace_decode.sparse.offload.working_set import Moves, WorkingSet
-from headrace_lab.sparse.miss_substitution import stand_ins
+from headrace_lab.sparse.miss_substitution import substitute_misses
 
 HEADS, PAGES = 2, 30
 
@@ -49,7 +49,7 @@ def test_slots_and_pages_agree_whatever_is_asked_for(steps: list[tuple[bool, int
     one = WorkingSet(1, HEADS, 6, PAGES)
     contents = np.full((HEADS, 6), -1)
     for ahead, seed, n in steps:
-        one.see(0, scores_of(seed)[:, :n])
+        one.record_scores(0, scores_of(seed)[:, :n])
         rng = np.random.default_rng(seed)
         chosen = np.sort([rng.permutation(PAGES)[:6] for _ in range(HEADS)], 1)
         moves = one.ahead(0, n, 6) if ahead else one.demand(0, chosen, n)
@@ -70,7 +70,7 @@ def test_what_is_there_does_not_move_again() -> None:
 def test_pages_of_least_worth_make_room_and_chosen_ones_stay() -> None:
     one, scores = WorkingSet(1, 1, 3, PAGES), np.zeros((1, PAGES), np.float32)
     scores[0, 1:4] = 0.1, 0.3, 0.2
-    one.see(0, scores)
+    one.record_scores(0, scores)
     one.demand(0, np.array([[1, 2, 3]]), PAGES)
     one.demand(0, np.array([[5]]), PAGES)
     assert sorted(one.pages_in(0)[0]) == [2, 3, 5]
@@ -80,7 +80,7 @@ def test_pages_of_least_worth_make_room_and_chosen_ones_stay() -> None:
 
 def test_the_sink_keeps_its_slot_whatever_it_draws() -> None:
     one = WorkingSet(1, 1, 3, PAGES, sinks=1)
-    one.see(0, np.linspace(0, 1, PAGES, dtype=np.float32)[None])
+    one.record_scores(0, np.linspace(0, 1, PAGES, dtype=np.float32)[None])
     one.demand(0, np.array([[0, 1, 2]]), PAGES)
     one.ahead(0, PAGES, 3)
     assert sorted(one.pages_in(0)[0]) == [0, PAGES - 2, PAGES - 1]
@@ -88,19 +88,19 @@ def test_the_sink_keeps_its_slot_whatever_it_draws() -> None:
 
 def test_pages_of_most_worth_come_ahead_and_only_they_move() -> None:
     one, scores = WorkingSet(1, HEADS, 4, PAGES), scores_of(1)
-    one.see(0, scores)
+    one.record_scores(0, scores)
     one.demand(0, np.array([[0], [0]]), PAGES)
     one.ahead(0, PAGES, 4)
     best = np.sort(np.argsort(-scores, axis=1)[:, :4], axis=1)
     assert (np.sort(one.pages_in(0), axis=1) == best).all()
     assert len(one.ahead(0, PAGES, 4).pages) == 0
-    one.see(0, scores * 0)
+    one.record_scores(0, scores * 0)
     assert len(one.ahead(0, PAGES, 4).pages) == 0, "all fade alike"
 
 
 def test_there_is_room_until_each_slot_has_a_page() -> None:
     one = WorkingSet(2, HEADS, 4, PAGES)
-    one.see(0, scores_of(1))
+    one.record_scores(0, scores_of(1))
     one.demand(0, np.array([[0], [0]]), PAGES)
     assert one.has_room(0) and one.has_room(1)
     one.ahead(0, PAGES, 4)
@@ -109,7 +109,7 @@ def test_there_is_room_until_each_slot_has_a_page() -> None:
 
 def test_no_more_move_ahead_than_may() -> None:
     one = WorkingSet(1, HEADS, 4, PAGES)
-    one.see(0, scores_of(1))
+    one.record_scores(0, scores_of(1))
     moves = one.ahead(0, PAGES, 1)
     assert moves.heads.tolist() == [0, 1]
     assert moves.pages.tolist() == scores_of(1).argmax(1).tolist()
@@ -119,7 +119,7 @@ def test_no_more_move_ahead_than_may() -> None:
 def test_moves_that_did_not_happen_are_taken_back() -> None:
     one = WorkingSet(1, HEADS, 4, PAGES)
     moves = one.demand(0, np.array([[3, 4], [3, 5]]), PAGES)
-    one.forget(0, Moves(*(part[:1] for part in moves)))
+    one.undo(0, Moves(*(part[:1] for part in moves)))
     consistent(one)
     assert one.slots_of(0, np.array([[3], [3]])).tolist() == [[-1], [0]]
 
@@ -140,20 +140,22 @@ def there(*pages: int) -> np.ndarray:
 
 
 def test_without_slack_nothing_is_left_out() -> None:
-    assert stand_ins(SCORES, CHOSEN, there(3, 4), 1, 1, 0.0) is CHOSEN
+    assert substitute_misses(SCORES, CHOSEN, there(3, 4), 1, 1, 0.0) is CHOSEN
 
 
 def test_the_least_losses_are_taken_within_the_slack() -> None:
     # 0.3 of 1 is not chosen. Leaving 5 out for 4 loses 0.04, 2 for 3 loses 0.15 more.
-    found = stand_ins(SCORES, CHOSEN, there(0, 3, 4, 9), 1, 1, 0.15)
+    found = substitute_misses(SCORES, CHOSEN, there(0, 3, 4, 9), 1, 1, 0.15)
     assert found.tolist() == [[0, 2, 4, 9]]
-    assert stand_ins(SCORES, CHOSEN, there(0, 3, 4, 9), 1, 1, 0.12).tolist() == CHOSEN.tolist()
-    everything = stand_ins(SCORES, CHOSEN, there(0, 3, 4, 9), 1, 1, 0.7)
+    assert (
+        substitute_misses(SCORES, CHOSEN, there(0, 3, 4, 9), 1, 1, 0.12).tolist() == CHOSEN.tolist()
+    )
+    everything = substitute_misses(SCORES, CHOSEN, there(0, 3, 4, 9), 1, 1, 0.7)
     assert everything.tolist() == [[0, 3, 4, 9]]
 
 
 def test_the_sink_and_the_newest_are_never_left_out() -> None:
-    assert stand_ins(SCORES, CHOSEN, there(2, 5, 8), 1, 1, 9.0).tolist() == CHOSEN.tolist()
+    assert substitute_misses(SCORES, CHOSEN, there(2, 5, 8), 1, 1, 9.0).tolist() == CHOSEN.tolist()
 
 
 @given(st.integers(0, 200), st.floats(0.001, 2.0))
@@ -162,7 +164,7 @@ def test_no_more_attention_is_lost_than_may_be(seed: int, slack: float) -> None:
     scores = rng.dirichlet(np.ones(PAGES), HEADS).astype(np.float32)
     chosen = np.sort(np.argsort(-scores, 1)[:, :8], 1)
     slots = rng.integers(-1, 1, (HEADS, PAGES)).astype(np.int32)
-    found = stand_ins(scores, chosen, slots, 1, 1, slack)
+    found = substitute_misses(scores, chosen, slots, 1, 1, slack)
     before, after = (np.take_along_axis(scores, one, 1).sum(1) for one in (chosen, found))
     assert (before - after <= slack * (1 - before) + 1e-5).all()
     assert (np.diff(found, axis=1) > 0).all() and found.shape == chosen.shape
@@ -192,9 +194,9 @@ def test_host_memory_is_promised_at_admission_and_given_back_once() -> None:
     ledger.leave("a")
     ledger.leave("a")
     assert ledger.free_host_blocks == 15 and ledger.planned("a") == PLANNED, "it comes back"
-    ledger.forget("a")
-    ledger.forget("b")
-    ledger.forget("never seen")
+    ledger.remove("a")
+    ledger.remove("b")
+    ledger.remove("never seen")
     assert ledger.free_host_blocks == 25 and ledger.planned("a") is None
 
 

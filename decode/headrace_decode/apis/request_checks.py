@@ -54,7 +54,7 @@ class EngineAbilities:
     """The abilities of an engine and its application.
 
     Attributes:
-        why_no_tools: why tool calls cannot be parsed, in words; None if they abilities.
+        why_no_tools: why tool calls cannot be parsed, in words; None if they can.
         tool_server: whether vLLM runs tools itself (`engine.tool_server`).
         priorities: whether the engine schedules by priority.
     """

@@ -6,7 +6,7 @@ instruction sets `vec` and `vec16` keep K as `[head_dim, tokens]`, then V as `[t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,12 @@ Ids = NDArray[np.int64]
 Kernel = Callable[..., None]
 """(query, keys, values, output, starts, lengths, table, schedule, scale): vLLM's attention over
 [tokens, heads, head_dim], with blocks of one KV head."""
+
+
+def pages_of(blocks: Sequence[int] | Ids, block_pages: int) -> Ids:
+    """Return the pages of blocks of the scheduler, `block_pages` each: int64 [n]."""
+    first = np.asarray(blocks, np.int64)[:, None] * block_pages
+    return (first + np.arange(block_pages)).reshape(-1)
 
 
 class LayerCache:

@@ -126,7 +126,8 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
     def _rows(
         self, count: int, starts: Any, lengths: Any, tables: Any
     ) -> tuple[list[SelectingRow], list[StagedRow]]:
-        """Return the sparse and the staged rows; arguments as for `Bound.offloaded_rows`."""
+        """Return the sparse and the staged rows; arguments as for
+        `AttentionRuntime.offloaded_rows`."""
 
         def refresh(row: int, first: int, last: int, budget: int) -> tuple[int, int]:
             assert RUNTIME.summary_table is not None
@@ -142,8 +143,8 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
 
 
 def _step_arrays(common: CommonAttentionMetadata) -> tuple[int, Any, Any, Any]:
-    """Return the number of rows, their starts, KV and blocks, as `Bound.offloaded_rows` takes
-    them."""
+    """Return the number of rows, their starts, KV and blocks, as
+    `AttentionRuntime.offloaded_rows` takes them."""
     starts, lengths = common.query_start_loc.numpy(), common.seq_lens.numpy()
     return common.num_reqs, starts, lengths, common.block_table_tensor.numpy()
 

@@ -5,7 +5,8 @@ steps, vLLM's dense kernel computes the dense rows. Sparse rows are in its batch
 one token, which costs nothing, and their results are overwritten. The kernel derives no size from a
 row's length, so the results of dense rows are bit-identical.
 
-`card` registers the backend as `CUSTOM`, only in engines whose configuration has sparse attention.
+`cuda_runtime` registers the backend as `CUSTOM`, only in engines whose configuration has sparse
+attention.
 """
 
 from __future__ import annotations

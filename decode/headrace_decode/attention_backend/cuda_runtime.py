@@ -44,7 +44,7 @@ class CudaSparseRuntime:
         bases: basis of each layer.
         page_tokens: tokens of a page.
         heads: number of query heads.
-        most_pages: maximum pages of a request.
+        max_pages: maximum pages of a request.
     """
 
     bases: list[Basis]
@@ -56,8 +56,8 @@ class CudaSparseRuntime:
     def of(
         cls, config: Any, settings: SparseSettings
     ) -> tuple[CudaSparseRuntime | None, str | None]:
-        """Install the backend in an engine whose model is not loaded yet, and return its card; or
-        return why the engine attends densely."""
+        """Install the backend in an engine whose model is not loaded yet, and return its
+        runtime; or return why the engine attends densely."""
         why = unsupported_cuda_engine(config, settings.page_tokens, MAX_PAGES)
         if why is not None:
             return None, why

@@ -84,7 +84,7 @@ class AttentionRuntime:
         Args:
             count: number of rows of the step.
             starts: int [rows + 1], first token of each row.
-            kv_tokens, bring_up: as for `SparseRows.select_rows`.
+            kv_tokens, refresh: as for `SparseRows.select_rows`.
         """
         if self._rows is None or self._batch is None or not self.in_step:
             return []

@@ -70,7 +70,7 @@ class SparseWorkerMixin:
     """The model's rotary embedding, if requests may drop KV."""
     _host_blocks = 0
     """Number of blocks in host memory; 0 if no KV leaves the cache."""
-    _card: CudaSparseRuntime | None = None
+    _cuda: CudaSparseRuntime | None = None
     """Resources on a CUDA GPU; None on other devices."""
     _batch: RunnerRows[BatchRow] | FollowedRows[BatchRow]
     _blocks: Callable[[str], Sequence[int]]
@@ -104,7 +104,7 @@ class SparseWorkerMixin:
         if runs_on_cuda():
             from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
 
-            self._card, why = CudaSparseRuntime.of(config, self._settings)
+            self._cuda, why = CudaSparseRuntime.of(config, self._settings)
             return why
         why = unsupported_cpu_engine(config, self._settings.page_tokens)
         if why is None:
@@ -115,10 +115,10 @@ class SparseWorkerMixin:
         """Return the bytes for the KV cache like vLLM, less the part that sparse attention takes on
         a GPU."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
-        if self._card is None:
+        if self._cuda is None:
             return available
         specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        return self._card.cache_bytes(available, next(iter(specs.values())))
+        return self._cuda.cache_bytes(available, next(iter(specs.values())))
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return vLLM's specs, or specs of layers whose blocks may leave the cache or be dropped if
@@ -168,14 +168,14 @@ class SparseWorkerMixin:
             return
         if not all(hasattr(module.impl, "sparse") for module in modules):
             raise RuntimeError("vLLM made its layers with another attention backend than ours")
-        if self._card is not None:
-            self._bind_card(self._card, modules)
+        if self._cuda is not None:
+            self._bind_cuda(self._cuda, modules)
         else:
             self._bind(modules)
 
-    def _bind_card(self, card: CudaSparseRuntime, modules: list[Any]) -> None:
+    def _bind_cuda(self, runtime: CudaSparseRuntime, modules: list[Any]) -> None:
         try:
-            taken = card.bind(modules)
+            taken = runtime.bind(modules)
         except Exception as error:
             logger.debug("sparse attention cannot be bound", exc_info=True)
             self._attend_densely(f"{type(error).__name__}: {error}")
@@ -183,13 +183,13 @@ class SparseWorkerMixin:
         second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         self._batch = FollowedRows(batch_row) if second else RunnerRows(runner, batch_row)
-        RUNTIME.bind(card.rows(), self._batch.rows)
+        RUNTIME.bind(runtime.rows(), self._batch.rows)
         logger.info(
             "sparse attention over pages of %d tokens on this GPU; of the KV cache's memory "
             "summaries take %.0f MB, and %.0f MB are left to a step",
-            card.page_tokens,
+            runtime.page_tokens,
             taken / 1e6,
-            card.scratch_bytes / 1e6,
+            runtime.scratch_bytes / 1e6,
         )
 
     def _bind(self, modules: list[Any]) -> None:

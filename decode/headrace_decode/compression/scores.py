@@ -124,7 +124,8 @@ def predicted_scores(predicted: Tensor, asked: Tensor, keys: Tensor, scale: floa
     """Return one layer's scores: fp32 [kv_heads, places], `ABSENT` where a place has no token.
 
     Args:
-        told: the predictor's scores, fp32 [kv_heads, places], below 0 where a place has no token.
+        predicted: the predictor's scores, fp32 [kv_heads, places], below 0 where a place has no
+            token.
         asked: queries that `to_later_positions` returned.
         keys: fp32 [kv_heads, places, head_dim], rotated. scale: scale of the logits.
     """

@@ -39,7 +39,7 @@ class PlanExecution:
     prefill_call: PrefillCall
     """Call that prefills a prompt at another engine."""
     meter: EngineMeter
-    gate: PrefillAdmission
+    admission: PrefillAdmission
 
     def work(
         self,
@@ -110,7 +110,7 @@ class PlanExecution:
             release=release,
             cached_tokens=lambda output: output.num_cached_tokens or 0,
             new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
-            turn=lambda tokens: self.gate.turn(tokens, job),
+            turn=lambda tokens: self.admission.turn(tokens, job),
             engine_steps=lambda: self.meter.steps_total,
             engine_busy=lambda: self.meter.running > 0,
         )

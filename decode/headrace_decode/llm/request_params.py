@@ -22,6 +22,7 @@ from headrace_decode.techniques import (
 )
 from headrace_engine.connector.identity.engine_identity import lossy_codec
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY
+from headrace_engine.vllm.structured_output import set_chosen_backend
 from headrace_kvstore.identity.salts import distinct_from_adapters, tenant_salt
 
 RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", RESUME_TOKENS})
@@ -111,8 +112,7 @@ def with_grammar(params: SamplingParams, tried: dict[str, Any]) -> SamplingParam
     """Return a copy of `params` with the grammar of a trial (`grammars.worker.Compiler`)."""
     changed = copy.copy(params)
     changed.structured_outputs = StructuredOutputsParams(**tried["spec"])
-    changed.structured_outputs._backend = tried["backend"]
-    changed.structured_outputs._backend_was_auto = tried["automatic"]
+    set_chosen_backend(changed.structured_outputs, tried["backend"], tried["automatic"])
     return changed
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger("headrace.decode")
 RENDER_ONLY: ContextVar[bool] = ContextVar("headrace_render_only", default=False)
 """Whether this task only renders a prompt and does not compute it."""
 
-Supplies = Callable[[Sequence[int], str], Awaitable[Sequence[AvailableRun]]]
+FindAvailableRuns = Callable[[Sequence[int], str], Awaitable[Sequence[AvailableRun]]]
 
 _TEXT = frozenset(
     [
@@ -81,7 +81,7 @@ class BlockKeysRoute:
         app: the application for all other requests.
         render: (target, body) -> the prompt of a client's request; None if there is not one.
         hashes: (token ids, salt) -> the engine's hashes of the prompt's full blocks.
-        supplies: (token ids, salt) -> the tokens that this machine's store could supply.
+        available_runs: (token ids, salt) -> the tokens that this machine's store could supply.
         machine: the machine's id.
     """
 
@@ -90,11 +90,11 @@ class BlockKeysRoute:
         app: ASGIApp,
         render: Callable[[str, dict[str, Any]], Awaitable[RenderedPrompt | None]],
         hashes: Callable[[Sequence[int], str], list[bytes]],
-        available_runs: Supplies | None = None,
+        available_runs: FindAvailableRuns | None = None,
         machine: str = "",
     ) -> None:
         self._app, self._render, self._hashes = app, render, hashes
-        self._supplies, self._machine = available_runs, machine
+        self._available_runs, self._machine = available_runs, machine
         self._logged: set[type] = set()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -141,8 +141,8 @@ class BlockKeysRoute:
         named = (prompt.token_ids, prompt.salt)
         hashes = self._hashes(*named) if prompt.plain else []
         stored: Sequence[AvailableRun] = ()
-        if self._supplies is not None and prompt.plain and prompt.local_only is None:
-            stored = await self._supplies(*named)
+        if self._available_runs is not None and prompt.plain and prompt.local_only is None:
+            stored = await self._available_runs(*named)
         return {
             "prompt_tokens": len(prompt.token_ids),
             "keys": base64.b64encode(keys_of(hashes).astype("<u8").tobytes()).decode(),

@@ -1,4 +1,4 @@
-"""vLLM's renderer for Hugging Face tokenizers, with long texts on their own thread (`longtext`).
+"""vLLM's renderer for Hugging Face tokenizers, with long texts on their own thread (`long_texts`).
 
 It decides only where a prompt is tokenised: `LongTextTokenizer` tokenises long texts, and vLLM all
 others. vLLM checks and refuses the resulting tokens as usual. The renderer is installed through

@@ -9,9 +9,9 @@ from headrace_decode.http.internal_port import ASGIApp
 from headrace_decode.rendering.keys import (
     RENDER_ONLY,
     BlockKeysRoute,
+    FindAvailableRuns,
     PromptRendered,
     RenderedPrompt,
-    Supplies,
 )
 from headrace_engine.vllm.kv_cache import block_hasher
 from headrace_engine.vllm.openai_app import find_handler, request_model
@@ -21,7 +21,7 @@ def keys_route(
     behind: ASGIApp,
     app: Any,
     vllm_config: Any,
-    available_runs: Supplies | None = None,
+    available_runs: FindAvailableRuns | None = None,
     machine: str = "",
 ) -> BlockKeysRoute:
     """Return an application that answers with a prompt's block keys, in front of `behind`.
@@ -30,7 +30,7 @@ def keys_route(
         behind: the application for all other requests.
         app: vLLM's application over the engine; its handlers render the prompts.
         vllm_config: the engine's configuration.
-        supplies, machine: arguments of `BlockKeysRoute`.
+        available_runs, machine: arguments of `BlockKeysRoute`.
     """
     hasher = block_hasher(vllm_config)
     return BlockKeysRoute(behind, partial(rendered, app.state), hasher, available_runs, machine)

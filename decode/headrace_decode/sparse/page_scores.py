@@ -10,7 +10,7 @@ This is the logarithm of the exact attention mass, apart from the summary's erro
 
 with coordinates z in a shared basis, whose weights w = B q are the same for all pages, and
 directions V of the page's own. q and w are rounded to 8 bits. This error is a tenth of the error of
-the summaries' 4 bits, and all products are of integers (`lanes`).
+the summaries' 4 bits, and all products are of integers (`simd_dot`).
 
 The softmax over pages per query head is summed over the query heads that share a KV head.
 

@@ -3,8 +3,8 @@
 The first page holds the text's attention sink (StreamingLLM, arXiv 2309.17453), and the newest
 tokens draw attention whatever they are. Neither is left to an estimate.
 
-The k-th highest score is built bit by bit, like in `kernels.choosing`. Floats are ordered like
-their bits, if for floats below 0 all bits but the sign are inverted. This orders any bits, so
+The k-th highest score is built bit by bit, like in `kernels.page_selection`. Floats are ordered
+like their bits, if for floats below 0 all bits but the sign are inverted. This orders any bits, so
 exactly the given number of pages is chosen, whatever the scores.
 """
 

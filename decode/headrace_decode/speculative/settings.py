@@ -26,12 +26,12 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 class ReplicationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The board over which replicas share their memories, and the limits of the transfers.
+    """The gossip log over which replicas share their memories, and the limits of the transfers.
 
     Attributes:
         store: name of the StoreNode's arena.
         socket_folder: folder of the StoreNode's socket; None for the system's temporary folder.
-        poll_s: seconds between two polls of the board.
+        poll_s: seconds between two polls of the log.
         bytes_per_s: maximum average rate, in both directions together.
         timeout_s: seconds until a node counts as away.
     """

@@ -90,7 +90,8 @@ class LoadPrice:
     def computed(
         self, prompt: int, rows: int, draft: int, context: int, pairs: int, seconds: float
     ) -> None:
-        """Learn a step's shape (`work.StepShape`) and its seconds, without any waiting for KV."""
+        """Learn a step's shape (`store_work.StepShape`) and its seconds, without any waiting for
+        KV."""
         self._step.observe(prompt, rows, draft, context, pairs, seconds)
 
     def loaded(self, medium: str, blocks: int, seconds: float) -> None:
@@ -123,7 +124,7 @@ class LoadPrice:
 
     def block_s(self, first_block: int, blocks: int) -> float | None:
         """Return the mean predicted seconds to compute one of these blocks: the limit that a pull
-        from a peer or an object must beat (`peers.pull_price`)."""
+        from a peer or an object must beat (`peers.pull_cost`)."""
         first = first_block * self._block_tokens
         seconds = self.compute_s(first, first + blocks * self._block_tokens)
         return None if seconds is None else seconds / blocks

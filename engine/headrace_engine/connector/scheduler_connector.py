@@ -67,7 +67,7 @@ class SchedulerConnector:
             a lossy codec does not touch them.
         costs: predicts how long blocks take to compute, for the eviction policy, and whether loads
             pay ahead of their step.
-        prompted: called with each new prompt's full blocks, root first; must not wait.
+        record_prompt: called with each new prompt's full blocks, root first; must not wait.
         ended: called with the blocks of each save that all workers have ended; must not wait.
         names: names blocks in the store.
         under_steps: whether a load may be made under the step that needs it.

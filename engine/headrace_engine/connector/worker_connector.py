@@ -50,7 +50,6 @@ logger = logging.getLogger("headrace.kvstore")
 SAVE_NICENESS = 5
 """Niceness of the saving thread: the engine's computing thread goes first if both want a core."""
 
-
 REFUSED = {EXISTS: "save_not_needed", NO_ROOM: "save_no_room"}
 
 Seeds = Callable[[Sequence[bytes]], np.ndarray]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 CHECKS_KEY = "headrace_integrity"
-"""Key in a connector's settings: which transfers are checked (`integrity.settings`)."""
+"""Key in a connector's settings: which transfers are checked (`pull_proof.settings`)."""
 UNIDENTIFIED = "unidentified"
 """The digest of an engine whose KV has no identity."""
 SPLITTABLE = "LBHNC", "BLHNC"

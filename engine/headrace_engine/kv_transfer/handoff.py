@@ -68,7 +68,7 @@ class PrefillRequest:
     check: bool = False
     """Have the KV checked byte for byte: the caller distrusts the replica."""
     kv: str = ""
-    """The caller's `kvkind`; empty if it takes any."""
+    """The caller's `KvKind` as text; empty if it takes any."""
     reuse: Mapping[str, Any] | None = None
     """Stored runs that the KV may be made from, as the caller found them."""
 

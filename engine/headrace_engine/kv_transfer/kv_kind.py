@@ -1,4 +1,4 @@
-"""Determines an engine's kind, by which `exchange` decides which engines can exchange KV."""
+"""Determines an engine's kind, by which `compatibility` decides which engines can exchange KV."""
 
 from __future__ import annotations
 

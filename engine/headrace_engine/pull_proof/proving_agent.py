@@ -75,7 +75,7 @@ class Pull:
     """Their positions in the prompt. Empty, as `blocks`, where the two engines' blocks cannot be
     compared."""
     pieces: int = 1
-    """`exchange.pieces` of the two engines."""
+    """`compatibility.pieces` of the two engines."""
 
 
 class Stage(Enum):

@@ -24,16 +24,8 @@ from headrace_engine.pull_proof.identity import (
 from headrace_engine.pull_proof.prompt_digests import PromptDigests
 from headrace_engine.pull_proof.records import Grants
 from headrace_engine.pull_proof.settings import Sampling
-from headrace_engine.pull_proof.step_work import (
-    StepWork,
-    ToSum,
-    geometry_of,
-    settings_of,
-)
-from headrace_engine.vllm.connectors import (
-    NixlPullConnectorScheduler,
-    yield_req_data,
-)
+from headrace_engine.pull_proof.step_work import StepWork, ToSum, geometry_of, settings_of
+from headrace_engine.vllm.connectors import NixlPullConnectorScheduler, yield_req_data
 from headrace_kvstore.protocol.address import host_port
 
 logger = logging.getLogger("headrace.engine")
@@ -53,7 +45,7 @@ class _Summed:
 
 
 class ProvenScheduler(NixlPullConnectorScheduler):
-    """The scheduler's half: gives hand-outs their identity, and pulls the claims to prove."""
+    """The scheduler's side: gives hand-outs their identity, and pulls the claims to prove."""
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)

@@ -10,16 +10,10 @@ from dataclasses import dataclass, field
 
 from vllm.config import VllmConfig
 
-from headrace_engine.pull_proof.identity import (
-    Claim,
-    Identity,
-    Unproved,
-)
+from headrace_engine.pull_proof.identity import Claim, Identity, Unproved
 from headrace_engine.pull_proof.records import Geometry
 from headrace_engine.pull_proof.settings import IntegritySettings
-from headrace_engine.vllm.connectors import (
-    NixlHandshakePayload,
-)
+from headrace_engine.vllm.connectors import NixlHandshakePayload
 
 
 @dataclass
@@ -41,7 +35,7 @@ class ToSum:
 
 @dataclass
 class StepWork:
-    """Work of one step that the scheduler's half gives to the worker's half."""
+    """Work of one step that the scheduler's side gives to the worker's side."""
 
     ended: list[str] = field(default_factory=list)
     """Requests that will hand out no blocks."""

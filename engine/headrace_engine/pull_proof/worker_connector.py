@@ -15,29 +15,19 @@ from headrace_engine.kv_transfer.kv_kind import kv_heads
 from headrace_engine.pull_events import PROVED, UNPROVED
 from headrace_engine.pull_proof.block_ids import by_group, has_blocks
 from headrace_engine.pull_proof.content import BlockSums, block_seeds
-from headrace_engine.pull_proof.identity import (
-    Claim,
-    Unproved,
-)
+from headrace_engine.pull_proof.identity import Claim, Unproved
 from headrace_engine.pull_proof.proving_agent import ProvingAgent, Pull
 from headrace_engine.pull_proof.records import RecordTable
 from headrace_engine.pull_proof.stats import TransferStats
-from headrace_engine.pull_proof.step_work import (
-    ProvenPayload,
-    ToSum,
-    geometry_of,
-    settings_of,
-)
-from headrace_engine.vllm.connectors import (
-    NixlPullConnectorWorker,
-)
+from headrace_engine.pull_proof.step_work import ProvenPayload, ToSum, geometry_of, settings_of
+from headrace_engine.vllm.connectors import NixlPullConnectorWorker
 from headrace_kvstore.blocks.block_layout import LayoutError
 
 logger = logging.getLogger("headrace.engine")
 
 
 class ProvenWorker(NixlPullConnectorWorker):
-    """The worker's half: keeps the records that pullers read, and reads those of producers."""
+    """The worker's side: keeps the records that pullers read, and reads those of producers."""
 
     nixl_wrapper: Any
     xfer_handshake_metadata: Any
@@ -143,7 +133,7 @@ class ProvenWorker(NixlPullConnectorWorker):
     # As a puller
 
     def start(self, blocks: Sequence[int], positions: Sequence[int], claim: Claim) -> Future[Any]:
-        """Start to make fingerprints of blocks that arrived (`proving.Sums`)."""
+        """Start to make fingerprints of blocks that arrived (`proving_agent.Sums`)."""
         assert self._sums is not None
         return self._sums.start(blocks, block_seeds(claim.identity, positions))
 

@@ -3,7 +3,7 @@
 The engine's process publishes the events over sockets in a private folder of this machine, as
 batches that are numbered from 0 (`vllm.distributed.kv_events`, 0.29). At its start and after a gap,
 the follower has vLLM replay batches; vLLM keeps the last `REPLAYED_STEPS`. If vLLM no longer keeps
-a missing batch, the follower forgets all blocks and continues with the batches that are left.
+a missing batch, the follower removes all blocks and continues with the batches that are left.
 
 A block's key is the low 64 bits of its hash, 8 bytes big-endian. Only blocks of the engine's own
 memory are followed. Of a model with several KV cache groups, only the first group is followed.
@@ -102,7 +102,7 @@ class HeldBlocks:
         return len(self._keys)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         with self._lock:
             self._keys.clear()
 
@@ -139,7 +139,7 @@ class HeldBlocks:
                         del self._keys[key]
                     changes.append(Change(stored, GPU, b"", key))
             if len(self._keys) > self._most:
-                logger.error("%d KV blocks are held by vLLM's events; forgotten", len(self._keys))
+                logger.error("%d KV blocks are held by vLLM's events; removed", len(self._keys))
                 self._keys.clear()
                 cleared = True
         return None if cleared else changes
@@ -176,7 +176,7 @@ class EngineEvents:
         self.events, self.replay = (f"ipc://{self._folder / name}" for name in ("events", "replay"))
         self.held = HeldBlocks()
         self._numbers = BatchSequence()
-        self._told: tuple[Callable[[list[Change]], None], Callable[[], None]] | None = None
+        self._subscriber: tuple[Callable[[list[Change]], None], Callable[[], None]] | None = None
         self._stop, self._wake = threading.Event(), WakeupSignal()
         self._thread: threading.Thread | None = None
         self.batches = self.replays = self.lost = 0
@@ -187,18 +187,20 @@ class EngineEvents:
             self._thread = threading.Thread(target=self._run, name="engine-events", daemon=True)
             self._thread.start()
 
-    def tell(self, publish: Callable[[list[Change]], None], resync: Callable[[], None]) -> None:
+    def subscribe(
+        self, publish: Callable[[list[Change]], None], resync: Callable[[], None]
+    ) -> None:
         """Report each change from now on, on the follower's thread.
 
         Args:
             publish: gets changes, in order; never waits.
             resync: called when `held.contents()` has to be read again, and once now.
         """
-        self._told = publish, resync
+        self._subscriber = publish, resync
         resync()
 
     def stats(self) -> dict[str, Any]:
-        """Return JSON-able counts. `lost`: how often all blocks were forgotten."""
+        """Return JSON-able counts. `lost`: how often all blocks were removed."""
         return {
             "blocks": len(self.held),
             "batches": self.batches,
@@ -237,7 +239,7 @@ class EngineEvents:
                 if not complained:
                     complained = True
                     logger.exception("vLLM's KV events cannot be followed; this is said once")
-                self._forget()
+                self._clear()
                 self._stop.wait(0.1)
         context.destroy(0)
 
@@ -255,7 +257,7 @@ class EngineEvents:
         if self._numbers.classify(seq, whole=False) is BatchAction.WAIT:
             self._mend(context)
             if self._numbers.classify(seq, whole=False) is BatchAction.WAIT:
-                self._forget()
+                self._clear()
                 self._apply(seq, payload)
                 return
         if self._numbers.classify(seq, whole=False) is BatchAction.TAKE:
@@ -279,7 +281,7 @@ class EngineEvents:
                 seq = int.from_bytes(number, "big")
                 fate = self._numbers.classify(seq, whole=False)
                 if fate is BatchAction.WAIT:  # vLLM no longer keeps those before it
-                    self._forget()
+                    self._clear()
                 if fate is not BatchAction.SKIP:
                     self._apply(seq, payload)
 
@@ -287,16 +289,16 @@ class EngineEvents:
         self._numbers.mark_applied(seq)
         self.batches += 1
         changes = self.held.apply(payload)
-        if self._told is not None:
-            publish, resync = self._told
+        if self._subscriber is not None:
+            publish, resync = self._subscriber
             if changes is None:
                 resync()
             elif changes:
                 publish(changes)
 
-    def _forget(self) -> None:
-        """Forget all blocks, because batches were lost."""
+    def _clear(self) -> None:
+        """Remove all blocks, because batches were lost."""
         self.lost += 1
         self.held.clear()
-        if self._told is not None:
-            self._told[1]()
+        if self._subscriber is not None:
+            self._subscriber[1]()

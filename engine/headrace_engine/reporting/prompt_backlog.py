@@ -30,7 +30,7 @@ class PromptBacklog:
 
     @property
     def pairs(self) -> float:
-        """Pairs of these tokens and the tokens that they attend to (`steptime.pairs_of`)."""
+        """Pairs of these tokens and the tokens that they attend to (`step_time.pairs_of`)."""
         return max(0.0, self._pairs - self._done_pairs)
 
     def arrived(self, request_id: str, prompt_tokens: int, compute_tokens: int) -> None:

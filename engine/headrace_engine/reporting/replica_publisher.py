@@ -1,6 +1,6 @@
-"""A replica's line: the sockets by which it publishes to all gateways of the app.
+"""The sockets by which a replica publishes to all gateways of the app.
 
-    events  PUB     batches of block events, reports and beats (`protocol.events` has the frames)
+    events  PUB     batches of block events, reports and heartbeats (frames: `protocol.events`)
     replay  ROUTER  batches again, for a gateway that missed some
 
 Both sockets accept only peers that have the replica's token (`protocol.membership`). Serve tells
@@ -34,8 +34,9 @@ class ReplicaPublisher:
     Args:
         token: proof that gateways have to show, at least 16 characters from a random source.
         host: IP address to listen at. The ports are any free ones.
-        contents: returns all blocks that the engine holds now; called on the line's thread.
-        on_followed: called on the line's thread when a gateway begins to listen and none did.
+        contents: returns all blocks that the engine holds now; called on the publisher's thread.
+        on_first_subscriber: called on the publisher's thread when a gateway begins to listen and
+            none did.
 
     Raises:
         zmq.ZMQError: this machine has no such address.
@@ -71,7 +72,7 @@ class ReplicaPublisher:
         }
 
     @property
-    def followed(self) -> bool:
+    def has_subscribers(self) -> bool:
         """Whether a gateway listens."""
         return self._publisher.has_subscribers
 

@@ -1,4 +1,4 @@
-"""Publishes a replica's reports, and the blocks that its engine holds, over its line."""
+"""Publishes a replica's reports, and the blocks that its engine holds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from headrace_engine.reporting.reporter import EngineFacts, Reporter
 
 
 class ReplicaReporting:
-    """A replica's line and its reporter, open from the start. Made and used on the replica's event
-    loop.
+    """A replica's publisher and its reporter, open from the start. Made and used on the replica's
+    event loop.
 
     Args:
         replica, role, machine: as in a `Report`.
@@ -43,16 +43,16 @@ class ReplicaReporting:
         self._draining = False
         self._loop = asyncio.get_running_loop()
         contents = tuple if events is None else events.held.contents
-        self._line = ReplicaPublisher(token, host, contents, self._followed)
+        self._publisher = ReplicaPublisher(token, host, contents, self._on_first_subscriber)
         if events is not None:
-            events.tell(self._line.publish, self._line.resync)
-        self._reporter = Reporter(self._line, engine, facts, self._own_facts)
+            events.subscribe(self._publisher.publish, self._publisher.resync)
+        self._reporter = Reporter(self._publisher, engine, facts, self._own_facts)
         engine.on_rows.append(self.changed)
 
     def info(self) -> dict[str, Any]:
         """Return what gateways need of the replica: its id, role and machine, and the endpoints and
-        token of its line."""
-        return {**self._identity, "line": self._line.info()}
+        token of its publisher."""
+        return {**self._identity, "line": self._publisher.info()}
 
     def changed(self) -> None:
         """Report soon: a request came or ended, or something else in the report has changed."""
@@ -66,10 +66,10 @@ class ReplicaReporting:
     async def close(self) -> None:
         """Stop reporting, and unbind the sockets."""
         self._reporter.close()
-        await asyncio.to_thread(self._line.close)
+        await asyncio.to_thread(self._publisher.close)
 
-    def _followed(self) -> None:
-        """Report at once, because a gateway begins to listen. Called on the line's thread."""
+    def _on_first_subscriber(self) -> None:
+        """Report at once, because a gateway begins to listen. Called on the publisher's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(lambda: self._reporter.now())
 

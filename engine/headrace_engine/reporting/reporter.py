@@ -82,12 +82,14 @@ class Reporter:
     loop.
 
     Args:
-        line: publishes the reports.
+        publisher: publishes the reports.
         facts: give the fields of a report; where two give the same field, the later one counts.
     """
 
-    def __init__(self, line: ReplicaPublisher, *facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._line, self._facts = line, facts
+    def __init__(
+        self, publisher: ReplicaPublisher, *facts: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._publisher, self._facts = publisher, facts
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._reported_s = 0.0
@@ -97,7 +99,7 @@ class Reporter:
 
     def changed(self) -> None:
         """Report soon, because something in the report has changed. Returns at once."""
-        if not self._line.followed:
+        if not self._publisher.has_subscribers:
             return
         due_s = max(self._loop.time(), self._reported_s + MIN_REPORT_INTERVAL_S)
         if due_s < self._due_s and not self._closed:
@@ -122,14 +124,14 @@ class Reporter:
 
     def _report(self) -> None:
         self._reported_s, self._due_s = self._loop.time(), math.inf
-        if not self._line.followed:
+        if not self._publisher.has_subscribers:
             return
         self._arm(self._reported_s + EVERY_S)
         try:
             fields: dict[str, Any] = {}
             for fact in self._facts:
                 fields.update(fact())
-            self._line.report(msgspec.convert(fields, Report))
+            self._publisher.report(msgspec.convert(fields, Report))
             self.reports += 1
         except Exception:
             self.failures += 1

@@ -49,7 +49,7 @@ from headrace_engine.vllm.executor import InProcessExecutor
 logger = logging.getLogger("headrace.engine")
 
 SPARE_SHARE = 16
-"""A prompt gets all tokens of a step at most, less one of so many (`gate`)."""
+"""A prompt gets all tokens of a step at most, less one of so many (`prefill_admission`)."""
 
 
 class MeterStatLogger(StatLoggerBase):
@@ -331,7 +331,7 @@ def step_time_facts(vllm_config: VllmConfig, in_process: bool) -> dict[str, Any]
 
 
 def make_prefill_admission(vllm_config: VllmConfig, meter: EngineMeter) -> PrefillAdmission:
-    """Return the gate of a started engine."""
+    """Return the prefill admission of a started engine."""
     most = prompt_step_tokens(vllm_config)
     spare = vllm_config.scheduler_config.max_num_batched_tokens - most
     return PrefillAdmission(meter, most, spare)

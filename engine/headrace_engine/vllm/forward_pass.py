@@ -1,6 +1,6 @@
 """The parts of a Llama-shaped model of vLLM, to compute rows of prompts outside of vLLM's steps.
 
-`tests/unit/test_contracts_reuse.py` pins what is used here.
+`tests/unit/test_contracts_blending.py` pins what is used here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from headrace_engine.kv_views import KvOrder
 from headrace_engine.vllm.attention.layers import (
     unsupported_kv_cache,
     unsupported_layers,
@@ -95,24 +96,26 @@ def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         raise Unsupported(why)
 
 
-def kv_caches(decoder: Decoder, kv_cache_config: KVCacheConfig) -> tuple[list[Tensor], str, int]:
+def kv_caches(
+    decoder: Decoder, kv_cache_config: KVCacheConfig
+) -> tuple[list[Tensor], KvOrder, int]:
     """Return the engine's KV cache in the model's order of layers.
 
     Returns:
-        Each layer's cache; the order of K and V in their last two axes, "joined" or "vec"; and
-        tokens of the scheduler's block.
+        Each layer's cache; the order of K and V in their last two axes; and tokens of the
+        scheduler's block.
 
     Raises:
         Unsupported: its layout is not known.
     """
     [group] = kv_cache_config.kv_cache_groups
     caches = [module.kv_cache for module in decoder.attention]
-    order = "joined"
+    order = KvOrder.JOINED
     if caches[0].device.type == "cpu":
         isa = getattr(decoder.attention[0], "isa", None)
         if isa != "vec":
             raise Unsupported(f"the CPU's KV layout {isa} is not known: known is vec")
-        order = "vec"
+        order = KvOrder.VEC
     if caches[0].shape[3] != 2 * decoder.attention[0].head_size:
         raise Unsupported(f"a KV cache of shape {tuple(caches[0].shape)} is not known")
     return caches, order, group.kv_cache_spec.block_size

@@ -1,6 +1,6 @@
 """The layers of which vLLM's models are built, for model classes outside of vLLM.
 
-`tests/unit/test_contracts_fusion.py` pins what is used here.
+`tests/unit/test_contracts_cross_layer.py` pins what is used here.
 """
 
 from __future__ import annotations

@@ -32,3 +32,11 @@ def keep_private(request: Any, first_block: int | None = None) -> None:
     if first_block is not None:
         hashes[first_block:] = [private_name(mine, n) for n in range(first_block, len(hashes))]
     request._block_hasher = name_new_blocks
+
+
+def stop_naming(request: Any) -> None:
+    """Take the names of a request's blocks away, and give its new blocks none.
+
+    No prefix cache and no store then gets them.
+    """
+    request.block_hashes, request._block_hasher = [], None

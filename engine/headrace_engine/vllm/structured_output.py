@@ -49,3 +49,14 @@ def grammar_key(wanted: Any) -> tuple[StructuredOutputOptions, str]:
     from vllm.v1.structured_output.request import get_structured_output_key
 
     return get_structured_output_key(wanted)
+
+
+def chosen_backend(wanted: Any) -> tuple[str | None, bool]:
+    """Return the backend that vLLM's check chose for a grammar, and whether the choice was
+    automatic."""
+    return wanted._backend, wanted._backend_was_auto
+
+
+def set_chosen_backend(wanted: Any, backend: str | None, automatic: bool) -> None:
+    """Set the results of `chosen_backend`, as if vLLM had checked the grammar here."""
+    wanted._backend, wanted._backend_was_auto = backend, automatic

@@ -1,7 +1,7 @@
 """vLLM's worker of this platform: its class, its connectors, and the rows of its batch.
 
 `tests/unit/test_contracts_sparse.py`, `test_contracts_sparse_device.py` and
-`test_contracts_reuse.py` pin what is used here.
+`test_contracts_blending.py` pin what is used here.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ import numpy as np
 
 from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.arena_map import RejectedError, Section
-from headrace_kvstore.arena.evicting_arena import Chosen, EvictingArena, Hashes
+from headrace_kvstore.arena.evicting_arena import Chosen, Hashes
 from headrace_kvstore.arena.geometry import (
     DISCARDED_TOTAL,
     DROPPED,
@@ -46,7 +46,7 @@ from headrace_kvstore.arena.geometry import (
     Geometry,
 )
 from headrace_kvstore.arena.locking import LockBusyError
-from headrace_kvstore.arena.pins import MAX_PINNED_SHARE
+from headrace_kvstore.arena.pinning_arena import PinningArena
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.writer_group import Writer, WriterToken
 from headrace_kvstore.blocks.slot_record import FREE, READY, WRITING, pack_hashes
@@ -64,7 +64,7 @@ EXISTS, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held."""
 
 
-class Arena(EvictingArena):
+class Arena(PinningArena):
     """One process's handle on a node's arena. Threads may share it, and a forked child may use it.
 
     `policy` chooses the blocks that are evicted for new ones (see `policy.shared`). It belongs to
@@ -158,14 +158,11 @@ class Arena(EvictingArena):
             count = int(self._words[NAMESPACE_COUNT])
             for namespace_id in range(count):
                 if namespaces["digest"][namespace_id].tobytes() == digest:
-                    known = (
-                        int(namespaces["block_bytes"][namespace_id]),
-                        int(namespaces["layers"][namespace_id]),
-                    )
-                    if known != (block_bytes, layers):
+                    known = self.namespace_info(namespace_id)
+                    if (known.block_bytes, known.layers) != (block_bytes, layers):
                         raise RejectedError(
-                            f"namespace {digest.hex()} has blocks of {known[0]} bytes and "
-                            f"{known[1]} layers, not {block_bytes} and {layers}"
+                            f"namespace {digest.hex()} has blocks of {known.block_bytes} bytes and "
+                            f"{known.layers} layers, not {block_bytes} and {layers}"
                         )
                     if keep:
                         self._file.use(namespace_id)
@@ -177,12 +174,8 @@ class Arena(EvictingArena):
                     f"arena: {self.geometry.segment_bytes} bytes"
                 )
             namespace_id = count if count < NAMESPACES else self._reclaim_namespace()
-            namespaces[namespace_id] = (
-                np.frombuffer(digest, np.uint64),
-                block_bytes,
-                needed,
-                layers,
-            )
+            key = np.frombuffer(digest, np.uint64)
+            namespaces[namespace_id] = key, block_bytes, needed, layers
             self._words[NAMESPACE_COUNT] = max(count, namespace_id + 1)
             if keep:
                 self._file.use(namespace_id)
@@ -411,62 +404,6 @@ class Arena(EvictingArena):
             kernels.lookup(self._t, namespace_id, keys, slots)
             there = slots[slots >= 0]
             return self._drop(there, self.table["generation"][there], READY, DISCARDED_TOTAL)
-
-    def pin(self, namespace_id: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
-        """Pin blocks, which keeps them from eviction, or unpin them.
-
-        Returns bool [n]: whether the block is stored and, with `pinned`, is pinned. All pins
-        together take at most MAX_PINNED_SHARE of the arena; the first of these blocks take
-        precedence. If there is no room, the pins of namespaces that no process uses are removed.
-        """
-        self._check_namespace(namespace_id)
-        keys = pack_hashes(hashes)
-        slots = np.empty(len(keys), np.int64)
-        room = self.pin_limit_bytes - self.table["bytes"][self.table["pinned"] == 1].sum()
-        with self._section:
-            kernels.lookup(self._t, namespace_id, keys, slots)
-            there = slots[slots >= 0]
-            if pinned:
-                new = self.table["pinned"][there] == 0
-                taken = np.cumsum(self.table["bytes"][there] * new)
-                if len(taken) and taken[-1] > room:
-                    room += self._unpin_unused_namespaces(namespace_id)
-                fits = taken <= room
-                slots[np.flatnonzero(slots >= 0)[~fits & new]] = -1
-                there = there[fits | ~new]
-            self.table["pinned"][there] = pinned
-        return slots >= 0
-
-    def _unpin_unused_namespaces(self, namespace_id: int) -> float:
-        """Unpin the blocks of namespaces that no living process uses, such as those of replaced
-        weights; return their bytes. In a section."""
-        pinned = (self.table["pinned"] == 1) & (self.table["namespace"] != namespace_id)
-        freed = 0.0
-        for other in np.unique(self.table["namespace"][pinned]).tolist():
-            if self._file.unused(other):
-                slots = np.flatnonzero(pinned & (self.table["namespace"] == other))
-                freed += float(self.table["bytes"][slots].sum())
-                self.table["pinned"][slots] = 0
-        return freed
-
-    @property
-    def pin_limit_bytes(self) -> int:
-        """Bytes that pinned blocks may take."""
-        return int(MAX_PINNED_SHARE * int(self._t.segments["bytes"].sum()))
-
-    def pinned(self) -> np.ndarray:
-        """Return the rows of all pinned blocks, SLOT [n], a copy."""
-        rows, _ = self.blocks()
-        return rows[rows["pinned"] == 1]
-
-    def unpin(self, rows: np.ndarray) -> int:
-        """Unpin blocks, so that they may be evicted; return how many were unpinned. rows: SLOT [n],
-        copies."""
-        count = 0
-        for namespace_id in np.unique(rows["namespace"]).tolist():
-            names = [h.tobytes() for h in rows["hash"][rows["namespace"] == namespace_id]]
-            count += int(self.pin(namespace_id, names, pinned=False).sum())
-        return count
 
     def clear(self, namespace_id: int | None = None) -> int:
         """Drop all blocks, or one namespace's, also pinned and leased ones; return their number.

@@ -182,7 +182,7 @@ class BlockLayout:
         Args:
             caches: tensor by layer name; they must stay alive as long as addresses are used.
             blocks: the scheduler's block count (`KVCacheConfig.num_blocks`).
-            held: which parts of each layer they hold.
+            shard: which parts of each layer they hold.
 
         Raises:
             LayoutError: as `layer_layout` (naming the layer) and `BlockLayout`.

@@ -59,7 +59,7 @@ class Coder:
         raise NotImplementedError
 
     def read(self, stored: Bytes, layer: Any) -> None:
-        """Fill `layer`, whose elements are `lanes` integers."""
+        """Fill `layer`, whose elements are `bitcast` integers."""
         raise NotImplementedError
 
     def encode(self, layer: Bytes, stored: Bytes) -> None:

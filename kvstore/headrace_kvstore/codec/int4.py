@@ -47,7 +47,7 @@ from headrace_kvstore.codec.shape import LayerShape
 from headrace_kvstore.numba_jit import jit
 
 PARAMETER: dict[str, Any] = {"float32": np.uint16, "bfloat16": np.uint16, "float16": np.int16}
-"""Format of m and s for each dtype, named as in `lanes`."""
+"""Format of m and s for each dtype, named as in `bitcast`."""
 FLAT = np.float32(2.0**-100)
 """Ranges below this count as 0: their step would be no normal float32."""
 LOWEST, HIGHEST = np.int32(-(2**31)), np.int32(2**31 - 1)

@@ -1,4 +1,4 @@
-"""Number formats inside Triton kernels, as `codec.lanes` has them inside numba's.
+"""Number formats inside Triton kernels, as `codec.bitcast` has them inside numba's.
 
 `FORMAT` names an element: "float32", "bfloat16" or "float16". All functions round to nearest, ties
 to even. Kernels must therefore be launched with `EXACT`, which forbids fused multiply-and-add.

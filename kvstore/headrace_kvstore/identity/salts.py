@@ -16,10 +16,10 @@ KV that must be isolated from other KV of the same tokens gets a mark in front o
 
     technique:MARK:...          MARK holds no colon
 
-Blocks under a marked salt live in engines only: the store neither supplies nor keeps them
-(`connector.scheduler`), except for blocks that an engine saves under names of its own. `EXACT` is
-one such mark. A request without a technique has no mark, so its keys are the same as without this
-module. No client may send a salt that looks marked.
+Blocks under a marked salt live in engines only: the store neither supplies nor keeps them, except
+for blocks that an engine saves under names of its own. `EXACT` is one such mark. A request without
+a technique has no mark, so its keys are the same as without this module. No client may send a salt
+that looks marked.
 """
 
 from __future__ import annotations

@@ -26,10 +26,8 @@ def intersect(workers: Sequence[Sequence[AvailableRun]]) -> list[AvailableRun]:
     """Return the leading run that every worker of an engine is supplied with. Each block has its
     slowest medium, each medium its longest wait."""
     waits: dict[str, float] = {}
-    for supply in (supply for available_runs in workers for supply in available_runs):
-        waits[supply.medium] = max(supply.wait_s, waits.get(supply.medium, 0.0))
-    media = [
-        [s.medium for s in available_runs for _ in range(s.length)] for available_runs in workers
-    ]
+    for run in (run for runs in workers for run in runs):
+        waits[run.medium] = max(run.wait_s, waits.get(run.medium, 0.0))
+    media = [[run.medium for run in runs for _ in range(run.length)] for runs in workers]
     slowest = [max(block, key=MEDIA.index) for block in zip(*media, strict=False)]
-    return [AvailableRun(m, len(list(run)), waits[m]) for m, run in groupby(slowest)]
+    return [AvailableRun(m, len(list(blocks)), waits[m]) for m, blocks in groupby(slowest)]

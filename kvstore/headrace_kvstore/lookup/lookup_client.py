@@ -1,7 +1,7 @@
-"""Surveys: the planner asks a machine's StoreNode which blocks of a prompt it could supply.
+"""Lookups: the planner asks a machine's StoreNode which blocks of a prompt it could supply.
 
 The node answers at once. It knows the blocks on its disk, follows its peers' events, and lists the
-object store; it prices the blocks that it would have to pull. A survey reads, leases and counts
+object store; it prices the blocks that it would have to pull. A lookup reads, leases and counts
 nothing. A node that does not answer within `limit_s`, or has no tier below DRAM, is not asked again
 for `retry_s`. Until then the planner knows only of DRAM.
 """
@@ -70,15 +70,15 @@ class LookupClient:
         names = [bytes(name) for name in hashes[:MAX_BLOCKS]]
         asked = [self._client.ask(wire.Lookup(digest, names, compute_s)) for digest in digests]
         replies = await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
-        surveyed = [reply for reply in replies if isinstance(reply, wire.LookupReply)]
+        answers = [reply for reply in replies if isinstance(reply, wire.LookupReply)]
         for reply in replies:
             if not isinstance(reply, wire.LookupReply):
                 self._failed(reply)
-        if len(surveyed) < len(digests) or not all(reply.below for reply in surveyed):
+        if len(answers) < len(digests) or not all(reply.below for reply in answers):
             self._retry_at_s = time.monotonic() + self._retry_s
-        if len(surveyed) < len(digests):
+        if len(answers) < len(digests):
             return []
-        return intersect([[AvailableRun(*run) for run in reply.runs] for reply in surveyed])
+        return intersect([[AvailableRun(*run) for run in reply.runs] for reply in answers])
 
     def _failed(self, reply: object) -> None:
         """Count an error or a reply that is no answer, and log the first of each kind."""

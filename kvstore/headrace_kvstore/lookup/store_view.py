@@ -37,7 +37,7 @@ class StoreView:
         digests: gives the namespaces of the engine's blocks, one a worker, once they are known.
         hashes: hashes blocks as the engine does.
         block_tokens: tokens of a block.
-        surveyor: asks the machine's node; None makes one.
+        lookup_client: asks the machine's node; None makes one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StoreView:
         found = [AvailableRun(DRAM, held)] if held else []
         if rest and self._settings.node:
             found += await self._lookup_client.available_runs(self._digests(), rest, compute_s)
-        return [supply._replace(length=supply.length * self._block_tokens) for supply in found]
+        return [run._replace(length=run.length * self._block_tokens) for run in found]
 
     def holds(self, hashes: Sequence[bytes]) -> list[bool]:
         """Return, for each block, whether DRAM has the parts of all workers. Never raises."""

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace_kvstore.lookup import availability as supply
+from headrace_kvstore.lookup.availability import DRAM, NVME, AvailableRun
 from headrace_kvstore.node.administration import administer
 from headrace_kvstore.node.block_value import BlockValue, UseHistory, below_dram
 from headrace_kvstore.node.gossip_backup import GossipBackup
@@ -46,7 +46,7 @@ class Operations:
     Args:
         settings: of the node.
         tiers: where its blocks are.
-        worth: values blocks, for `warm`.
+        block_value: values blocks, for `warm`.
         gossip_log: entries that processes of this machine leave for each other.
         events: publish the node's changes.
         slow: runs requests that may take long.
@@ -124,7 +124,7 @@ class Operations:
 
     def find_available(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
-    ) -> list[supply.AvailableRun]:
+    ) -> list[AvailableRun]:
         """Return where the leading run of these blocks would come from: DRAM and NVMe, and after
         these the blocks that `pull` would bring. Nothing is read, leased or counted."""
         dram, tier, peer_service = self.tiers.dram, self.tiers.nvme, self.tiers.peer_service
@@ -135,8 +135,8 @@ class Operations:
         if tier is not None:
             on_nvme = tier.contains(digest, hashes)
         here = int(np.append(in_dram | on_nvme, False).argmin())
-        media = [supply.DRAM if fast else supply.NVME for fast in in_dram[:here]]
-        found = [supply.AvailableRun(medium, len(list(run))) for medium, run in groupby(media)]
+        media = [DRAM if fast else NVME for fast in in_dram[:here]]
+        found = [AvailableRun(medium, len(list(run))) for medium, run in groupby(media)]
         if peer_service is not None:
             found += peer_service.find_available(digest, hashes[here:], compute_s)
         return found

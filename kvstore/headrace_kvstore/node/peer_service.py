@@ -115,7 +115,7 @@ class PeerService:
         most.
 
         compute_s: seconds to compute a block, 0 if that is not known. Returns None if no peer or
-        object has any, or if computing is predicted to be as fast. See `peers.pull_price`.
+        object has any, or if computing is predicted to be as fast. See `peers.pull_cost`.
         """
         offered = self._offered(digest, hashes, compute_s)
         if offered is None:
@@ -166,11 +166,8 @@ class PeerService:
             runs += dram.objects.runs(digest, wanted)
         if not runs:
             return None
-        size, limit_s = (
-            dram.arena.namespaces()[namespace_id].block_bytes,
-            self._settings.pull_limit_s,
-        )
-        return dram, wanted, choose_pull(runs, size, compute_s, limit_s)
+        size = dram.arena.namespace_info(namespace_id).block_bytes
+        return dram, wanted, choose_pull(runs, size, compute_s, self._settings.pull_limit_s)
 
     def set_peers(self, addresses: Sequence[str]) -> None:
         """Make these peers and those of the settings the only peers. Raises ValueError."""

@@ -25,7 +25,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +35,7 @@ import numpy as np
 
 from headrace_kvstore.daemon_thread_pool import DaemonThreadPool
 from headrace_kvstore.lock_file import acquire_lock_file
+from headrace_kvstore.nvme.block_lookup import BlockLookup
 from headrace_kvstore.nvme.catalog import Segment, Value, use_per_second
 from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.record import (
@@ -56,7 +57,6 @@ from headrace_kvstore.nvme.segment import (
     Read,
     Verify,
 )
-from headrace_kvstore.nvme.segment_space import SegmentSpace
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -64,8 +64,6 @@ WRITING_BYTES = 256 * 2**20
 """Maximum size of the records in flight to the disk."""
 LOCK = "lock"
 """File in a folder that its owner holds, with the owner's name in it."""
-LOCATED_AT_ONCE = 256
-"""Maximum number of blocks located under one hold of the lock: half a millisecond."""
 NOT_THE_DISK = (errno.ECANCELED, errno.EFAULT, *NO_FILE, *NO_RESOURCES)
 """Errors of a write that are not disk faults: cancelled, the source memory was unmapped, the file
 was removed, no descriptor or memory to open it."""
@@ -77,7 +75,7 @@ class FolderBusy(RuntimeError):
     """Another process owns the folder."""
 
 
-class NvmeTier(SegmentSpace):
+class NvmeTier(BlockLookup):
     """Blocks on a local disk. Thread-safe; made by `NvmeTier.open`."""
 
     def __init__(
@@ -140,99 +138,6 @@ class NvmeTier(SegmentSpace):
         except OSError as error:
             tier._set_state("off", f"cannot open {folder}: {error}")
         return tier
-
-    # Looking
-
-    def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
-        """Return for each block whether it can be read, bool (n,); change nothing."""
-        with self._lock:
-            if self.state == "off":
-                return np.zeros(len(hashes), bool)
-            return self._catalog.contains(digest, hashes)
-
-    def locate(self, digest: bytes, block_hash: bytes, lease_s: float = 0.0) -> Location | None:
-        """Return where a block lies, or None. With a lease, for a reader, the segment is not
-        removed for so long, and the block counts as used."""
-        with self._lock:
-            row = None if self.state == "off" else self._catalog.row(digest, block_hash)
-            if row is None:
-                return None
-            segment, slot = self._catalog.place(row)
-            if lease_s > 0:
-                entry = self._catalog.table[row]
-                now_s = time.monotonic()
-                entry["lease_until_s"] = max(entry["lease_until_s"], now_s + lease_s)
-                entry["hits"] += 1
-                entry["used_s"] = now_s
-            sums = segment.sums[slot].copy()
-            key = padded(block_hash)
-            return Location(segment.path, segment.number, slot, segment.shape, key, sums)
-
-    def locate_leading(
-        self, digest: bytes, hashes: Sequence[bytes], lease_s: float = 0.0
-    ) -> list[Location]:
-        """Locate the leading run of blocks that are here and of one shape, as `locate`. The lock is
-        held for LOCATED_AT_ONCE blocks at a time."""
-        found: list[Location] = []
-        for first in range(0, len(hashes), LOCATED_AT_ONCE):
-            some = hashes[first : first + LOCATED_AT_ONCE]
-            with self._lock:
-                more = self._locate_some(digest, some, lease_s, found[0].shape if found else None)
-            found += more
-            if len(more) < len(some):
-                break
-        return found
-
-    def _locate_some(
-        self, digest: bytes, hashes: Sequence[bytes], lease_s: float, shape: BlockShape | None
-    ) -> list[Location]:
-        if self.state == "off":
-            return []
-        catalog = self._catalog
-        found: list[Location] = []
-        keys = [padded(block_hash) for block_hash in hashes]
-        rows = catalog.leading(digest, keys)
-        for segment, slots in catalog.places(rows):
-            shape = shape or segment.shape
-            if segment.shape != shape:
-                break
-            here = segment.path, segment.number
-            found += [
-                Location(*here, slot, shape, key, sums)
-                for slot, key, sums in zip(
-                    slots, keys[len(found) :], segment.sums[slots], strict=False
-                )
-            ]
-        rows = rows[: len(found)]
-        if lease_s > 0 and rows:
-            table, now_s = catalog.table, time.monotonic()
-            until_s = np.maximum(table["lease_until_s"][rows], now_s + lease_s)
-            table["lease_until_s"][rows] = until_s
-            table["hits"][rows] += 1
-            table["used_s"][rows] = now_s
-        return found
-
-    def rows(self) -> np.ndarray:
-        """Return a copy of the table, SLOT (n,), of the blocks that are here."""
-        with self._lock:
-            table = self._catalog.table
-            return table[table["state"] > 0]
-
-    def record(self, digest: bytes, block_hash: bytes) -> np.void | None:
-        """Return a copy of a block's row, SLOT."""
-        with self._lock:
-            row = self._catalog.row(digest, block_hash)
-            return None if row is None else self._catalog.table[row].copy()
-
-    def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Yield namespace digest and rows, SLOT (n,), of each segment's blocks."""
-        with self._lock:
-            segments = list(self._catalog.segments.values())
-        for segment in segments:
-            with self._lock:
-                rows = self._catalog.table[segment.rows[segment.rows >= 0]]
-            if len(rows):
-                yield segment.shape.digest, rows
 
     # Reading
 
@@ -318,8 +223,8 @@ class NvmeTier(SegmentSpace):
     def _reserve_slot(
         self, shape: BlockShape, save: WriteRequest, full: bool = False
     ) -> PendingWrite | Future[bool] | None:
-        """Return a flight with a slot for the block, or a future of the outcome if it needs or gets
-        none. None if a segment must be made first; full: no segment can be made.
+        """Return a pending write with a slot for the block, or a future of the outcome if it needs
+        or gets none. None if a segment must be made first; full: no segment can be made.
         """
         with self._lock:
             key = padded(save.hash)

@@ -25,7 +25,7 @@ class ObjectRead:
         addresses: u64 (blocks, layers), where each layer goes.
         sums: u64 (layers,) a block: filled in for blocks that are right.
         deadline_s: monotonic time at which missing blocks are given up.
-        judge: called with each block that arrived, and whether it is right.
+        on_result: called with each block that arrived, and whether it is right.
     """
 
     def __init__(

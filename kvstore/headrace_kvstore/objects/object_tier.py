@@ -17,7 +17,6 @@ All who can write below the prefix are trusted: checksums find damage, not forge
 from __future__ import annotations
 
 import logging
-import math
 import struct
 import threading
 import time
@@ -31,6 +30,7 @@ import numpy as np
 from headrace_kvstore.circuit_breaker import CircuitBreaker
 from headrace_kvstore.daemon_thread_pool import DaemonThreadPool
 from headrace_kvstore.nvme.record import BlockShape, WriteRequest
+from headrace_kvstore.objects.excluded_objects import ExcludedObjects
 from headrace_kvstore.objects.object_catalog import ObjectCatalog, StoredObject
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import BACKUP_NAME, ObjectName, pack
@@ -45,7 +45,6 @@ INDEX_BLOCKS = 1 << 18
 """Maximum number of objects known at once, those used or made last: about 0.25 GB."""
 LIST_OBJECTS, BATCH_OBJECTS = 1 << 16, 1 << 12
 """Number of names listed in one refresh (66 requests to S3), and added under one lock."""
-MAX_IGNORED = 1 << 16
 SPARE_SHARE = 100
 """A tier with more objects than it knows leaves at least 1 / SPARE_SHARE of its size free."""
 READ_TIMEOUTS = 3
@@ -88,15 +87,7 @@ class ObjectTier:
         self._reads, self._writes = CircuitBreaker(), CircuitBreaker()
         self._lock = threading.RLock()
         self._catalog = ObjectCatalog(writer)
-        self._ignored: dict[str, tuple[str, float | None, int]] = {}
-        """Objects that are not used, by name: the reason, the time stamp, and the last walk that
-        saw the object. An object is used again once it was written again."""
-        self._ignored_names: Counter[str] = Counter()
-        """Number of objects that the last walk did not add, by reason."""
-        self._removed: set[str] = set()
-        self._removed_before: set[str] = set()
-        """Names removed since this refresh began (`_removed`), and from the beginning of the
-        previous one until then. A listing may still show them."""
+        self._excluded = ExcludedObjects()
         self._listing: ListingPass | None = None
         self._listings = 0
         self._unindexed = self._unindexed_bytes = self._written_in_listing = 0
@@ -163,7 +154,7 @@ class ObjectTier:
                 "objects": len(self._catalog.objects) + self._unindexed,
                 "bytes": self._own_bytes,
                 "size_bytes": self.size_bytes,
-                "ignored": self._ignored_names + Counter(why for why, *_ in self._ignored.values()),
+                "ignored": self._excluded.counts(),
                 "breaker_opened": self._reads.opened + self._writes.opened,
                 "last_error": self._last_error,
                 **self._counts,
@@ -218,9 +209,7 @@ class ObjectTier:
                 raise
 
         data = self._request("reads", self._reads, get)
-        if data is None:
-            return None
-        if len(data) == held.name.size_bytes:
+        if data is None or len(data) == held.name.size_bytes:
             return data
         self._count("reads_truncated", 1)
         self._ignore_object(held.text, "truncated")
@@ -294,7 +283,7 @@ class ObjectTier:
 
     def _delete(self, names: Sequence[str]) -> bool:
         with self._lock:
-            self._removed.update(names)
+            self._excluded.record_removed(names)
         try:
             self.client.delete(names)
         except ObjectError as error:
@@ -309,11 +298,12 @@ class ObjectTier:
         """List the next LIST_OBJECTS names, and add new objects. At the end of a walk, drop objects
         that are missing. Returns False if the listing failed."""
         with self._lock:
-            self._removed_before, self._removed = self._removed, set()
+            self._excluded.begin_refresh()
         listing = self._listing = self._listing or ListingPass(self._listings + 1)
         self._listings = listing.number
+        take = partial(listing.take, self.client, BATCH_OBJECTS)
         for _ in range(LIST_OBJECTS // BATCH_OBJECTS):
-            listed = self._request("lists", self._reads, lambda: self._next(listing))
+            listed = self._request("lists", self._reads, take)
             if listed is None:
                 listing.names = None
                 if not listing.in_order:
@@ -325,12 +315,6 @@ class ObjectTier:
                 break
         self._count("lists", 1)
         return True
-
-    def _next(self, listing: ListingPass) -> list[Listed]:
-        """Return the next names, from where the walk stopped."""
-        if listing.names is None:
-            listing.names = self.client.list(listing.after) if listing.after else self.client.list()
-        return listing.take(BATCH_OBJECTS)
 
     def _add_listed(self, listing: ListingPass, listed: Sequence[Listed]) -> None:
         """Add new objects as far as there is room; remove own ones that are too many."""
@@ -372,13 +356,7 @@ class ObjectTier:
         if held is not None:
             held.listing = listing.number
             return False
-        if each.name in self._removed or each.name in self._removed_before:
-            return False
-        why, stamp, _ = self._ignored.pop(each.name, ("", -math.inf, 0))
-        if why and stamp in (None, each.modified_s):
-            self._ignored[each.name] = why, each.modified_s, listing.number
-            return False
-        return each.name != BACKUP_NAME
+        return each.name != BACKUP_NAME and not self._excluded.excludes(each, listing.number)
 
     def _finish_listing(self, listing: ListingPass) -> None:
         """Drop the objects that the whole walk did not show, and plan the next walk."""
@@ -389,9 +367,8 @@ class ObjectTier:
             for held in gone:
                 if held.listing < listing.number:
                     self._catalog.remove(held.text)
-            for name in [n for n, (_, _, seen) in self._ignored.items() if seen < listing.number]:
-                del self._ignored[name]
-            self._listing, self._ignored_names = None, listing.ignored
+            self._excluded.finish_listing(listing)
+            self._listing = None
             self._unindexed, self._unindexed_bytes = listing.own_objects, listing.own_bytes
             written, self._written_in_listing = self._written_in_listing, 0
             # The next walk makes room for the writes until the walk after it has ended.
@@ -411,7 +388,7 @@ class ObjectTier:
 
     def _add_written(self, held: StoredObject) -> None:
         with self._lock:
-            self._ignored.pop(held.text, None)
+            self._excluded.readmit(held.text)
             held.listing = self._listings
             self._catalog.add(held)
             self._written_in_listing += held.name.size_bytes
@@ -422,9 +399,7 @@ class ObjectTier:
         """Drop an object, and do not use it until it is written again."""
         with self._lock:
             self._catalog.remove(name)
-            self._ignored[name] = why, None, self._listings
-            if len(self._ignored) > MAX_IGNORED:
-                del self._ignored[next(iter(self._ignored))]
+            self._excluded.ignore(name, why, self._listings)
 
     # Inside
 

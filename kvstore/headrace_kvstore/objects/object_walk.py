@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from headrace_kvstore.objects.object_client import Listed
+from headrace_kvstore.objects.object_client import Listed, StoreClient
 
 AGE_S = 600.0
 """Resolution of ages: a year of objects takes about 50,000 numbers."""
@@ -43,9 +43,10 @@ class ListingPass:
     ignored: Counter[str] = field(default_factory=Counter)
     names: Iterator[Listed] | None = None
 
-    def take(self, count: int) -> list[Listed]:
-        """Return the next names. Raises what the client raises."""
-        assert self.names is not None
+    def take(self, client: StoreClient, count: int) -> list[Listed]:
+        """Return the next names, from where the walk stopped. Raises what the client raises."""
+        if self.names is None:
+            self.names = client.list(self.after)
         some = list(islice(self.names, count))
         self.ended = len(some) < count
         for each in some:

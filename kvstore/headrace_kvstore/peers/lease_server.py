@@ -4,9 +4,9 @@ A lease is an arena lease: blocks are not evicted until it is released or expire
 NVMe has are brought into DRAM first, and the answer waits for that. Peers may lease at most
 MAX_LEASED_SHARE of the arena at once; further requests are refused, and the peer computes.
 
-The reader verifies the blocks of a lease by their tags (`tags`). The owner makes tags when they are
-first asked for, of bytes that match their sums, and keeps them while the slot holds that block. The
-sums lie where peers cannot write.
+The reader verifies the blocks of a lease by their tags (`block_tags`). The owner makes tags when
+they are first asked for, of bytes that match their sums, and keeps them while the slot holds that
+block. The sums lie where peers cannot write.
 
 When a block does not verify at the reader, the owner checks its own copy. If that is wrong too,
 the block is dropped. Otherwise the transfer was at fault.

@@ -42,7 +42,7 @@ _batches = msgspec.msgpack.Decoder(EventBatch)
 
 
 class PeerLink:
-    """Link to one peer. All but `turn` may be called from any thread.
+    """Link to one peer. All but `poll` may be called from any thread.
 
     Args:
         address: HOST:PORT of the peer's socket for peers.
@@ -89,10 +89,8 @@ class PeerLink:
         if now_s < self._next_s:
             return
         known = self.state == "up" and not self._reconnect
-        self._reconnect, self._next_s = (
-            False,
-            now_s + (poll_interval_s if known else HANDSHAKE_INTERVAL_S),
-        )
+        self._reconnect = False
+        self._next_s = now_s + (poll_interval_s if known else HANDSHAKE_INTERVAL_S)
         wanted = self._directory.wanted(self.address)
         self._asked = self.client.ask(
             PollRequest(*self._read, wanted, POLL_BYTES) if known else HandshakeRequest()

@@ -1,8 +1,8 @@
-"""Peers as a `Source` of the prefetcher: a peer leases its blocks, and this node reads them.
+"""Peers as a source of the prefetcher: a peer leases its blocks, and this node reads them.
 
 Each batch goes to the peer that holds the longest leading run; if several do, to the one with the
 shortest predicted pull. A pull ends well before its lease. A block that arrives later, or does not
-match its tag (`tags`), is a miss. The peer makes the tags while this node reads the blocks.
+match its tag (`block_tags`), is a miss. The peer makes the tags while this node reads the blocks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class PeerSource:
     """Source of pulls into one arena.
 
     Args:
-        space: digest -> the namespace in the arena, with its block size; None if it is not known.
+        namespace: digest -> the namespace in the arena, with its block size; None if it is not
+            known.
         readers: with the arena's memory.
         secret: the app's.
     """

@@ -1,8 +1,8 @@
 """The interface of an eviction policy, which chooses the slots of a table to give up next.
 
-A policy reads the slot table (`table.SLOT`) and arrays of its own. It reads no clock, does no I/O
-and starts no thread, so every process that maps the arena can evict, and the simulator replays the
-code that production runs. Its caller lets one process in at a time (`shared.SharedPolicy`).
+A policy reads the slot table (`slot_record.SLOT`) and arrays of its own. It reads no clock, does no
+I/O and starts no thread, so every process that maps the arena can evict, and the simulator replays
+the code that production runs. Its caller lets one process in at a time (`shared.SharedPolicy`).
 
 `prompt` reports each prompt. When room is short, `choose` names the slots to give up.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headrace_kvstore.blocks.slot_record import READY, SLOT
 
 Table = NDArray[np.void]
-"""Slot records, shape (slots,), dtype `table.SLOT`."""
+"""Slot records, shape (slots,), dtype `slot_record.SLOT`."""
 
 Slots = NDArray[np.int64]
 """Indices into a table."""
@@ -118,7 +118,7 @@ def saved_s(rows: Table, seconds_per_byte: float) -> NDArray[np.float64]:
     meaning.
 
     Args:
-        byte_s: of a load from the tier; 0 while it is not known.
+        seconds_per_byte: of a load from the tier; 0 while it is not known.
     """
     size, known_s = rows["bytes"].astype(np.float64), rows["compute_s"].astype(np.float64)
     known = known_s > 0.0

@@ -213,8 +213,8 @@ class EventPublisher:
         replay_endpoint: to bind the ROUTER socket to; None for no replay.
         contents: everything that is held now, as changes; called on the publisher's thread.
         members: the app's members, the only ones let in; None lets in all that reach the sockets.
-        beats: whether reports are published, and beats while there is no report.
-        on_followed: called on the publisher's thread when the first subscriber subscribes.
+        heartbeats: whether reports are published, and empty ones while there is no report.
+        on_first_subscriber: called on the publisher's thread when the first subscriber subscribes.
         name: of the thread.
 
     Raises:
@@ -233,11 +233,8 @@ class EventPublisher:
         on_first_subscriber: Callable[[], None] = lambda: None,
         name: str = "kv-events",
     ) -> None:
-        self._contents, self._heartbeats, self._on_first_subscriber = (
-            contents,
-            heartbeats,
-            on_first_subscriber,
-        )
+        self._contents, self._heartbeats = contents, heartbeats
+        self._on_first_subscriber = on_first_subscriber
         self._context = zmq.Context()
         ends = {zmq.XPUB: endpoint, zmq.ROUTER: replay_endpoint}
         self._sockets: dict[int, zmq.Socket[bytes]] = {

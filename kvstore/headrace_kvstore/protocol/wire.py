@@ -176,8 +176,8 @@ class Located(Message):
 
 class LookupReply(Message):
     """A leading run of blocks: (medium, blocks, predicted seconds until engines can load them), as
-    `supply.AvailableRun`. `below`: whether there is any tier below DRAM; if not, asking makes no
-    sense."""
+    `availability.AvailableRun`. `below`: whether there is any tier below DRAM; if not, asking makes
+    no sense."""
 
     runs: list[tuple[Medium, Annotated[int, Meta(ge=1)], Annotated[float, Meta(ge=0.0)]]] = []
     below: bool = True

@@ -135,7 +135,8 @@ class Computed:
 def divergences(
     model: LM, rope: Rope, text: Sequence[int], predictor: ImportancePredictor, page_tokens: int
 ) -> dict[float, float]:
-    """Return the mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`.
+    """Return the mean KL(exact || compressed) over a text's last tokens, nats, by share of
+    `SHARES`.
 
     It is the larger KL of two: a context that is compressed once, and one that is streamed.
 

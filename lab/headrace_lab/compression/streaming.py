@@ -1,4 +1,4 @@
-"""Streaming of contexts in plain torch, as `bounded.engine.streaming` does it in an engine.
+"""Streaming of contexts in plain torch, as `compression.engine.incremental` does it in an engine.
 
 Dropped tokens stay in the arrays and are masked, so nothing here saves memory.
 """

@@ -133,11 +133,11 @@ def compare(
                 continue
             run = Run(asked.described(kind), asked.recipe, seed, settings, folder / name)
 
-            def tell(found: Losses, name: str = name) -> None:
+            def save(found: Losses, name: str = name) -> None:
                 _write(folder / LOSSES / f"{name}.json", asdict(found))
                 report(name, found)
 
-            if not run.go(train, valid, report=tell, stop=stop):
+            if not run.train(train, valid, report=save, stop=stop):
                 break
             write(folder / name, asked.described(kind), run.model)
             _write(

@@ -35,7 +35,7 @@ INITIAL_STD = 0.02
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 WARM_UP = 0.05
 """Share of the steps in which the learning rate rises."""
-LOOKS, LOOK_WINDOWS = 20, 64
+VALIDATIONS, VALIDATION_WINDOWS = 20, 64
 """Number of validations of a run, and the windows that each uses. After the last step all windows
 are used."""
 
@@ -120,11 +120,11 @@ class Run:
         begin(self.model, seed)
         self._optimizer = _optimizer(self.model)
         self.losses = Losses(settings, sum(weight.numel() for weight in self.model.parameters()))
-        self._step, self._since_look = 0, [0.0, 0.0]
+        self._step, self._since_validation = 0, [0.0, 0.0]
         if self._state.exists():
             self._restore()
 
-    def go(
+    def train(
         self,
         train: Tokens,
         valid: Tokens,
@@ -141,8 +141,8 @@ class Run:
         """
         recipe, losses = self._recipe, self.losses
         windows, validation = windows_of(train, recipe.context), windows_of(valid, recipe.context)
-        order = Order(len(windows), self._seed)
-        looks = {math.ceil(recipe.steps * n / LOOKS) for n in range(1, LOOKS + 1)}
+        order = WindowOrder(len(windows), self._seed)
+        due = {math.ceil(recipe.steps * n / VALIDATIONS) for n in range(1, VALIDATIONS + 1)}
         saved = time.monotonic()
         while self._step < recipe.steps:
             begun = time.monotonic()
@@ -150,13 +150,13 @@ class Run:
             self._learn(windows[numbers])
             losses.compute_s += time.monotonic() - begun
             self._step += 1
-            if self._step in looks:
+            if self._step in due:
                 tokens = self._step * recipe.step_tokens
-                total, count = self._since_look
+                total, count = self._since_validation
                 losses.train.append((tokens, total / count))
-                some = validation[:LOOK_WINDOWS]
+                some = validation[:VALIDATION_WINDOWS]
                 losses.valid.append((tokens, loss_of(self.model, some, recipe.batch)))
-                self._since_look = [0.0, 0.0]
+                self._since_validation = [0.0, 0.0]
                 report(losses)
             halted = stop()
             if halted or time.monotonic() - saved > CHECKPOINT_S:
@@ -178,8 +178,8 @@ class Run:
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._since_look[0] += float(loss.detach())
-        self._since_look[1] += 1
+        self._since_validation[0] += float(loss.detach())
+        self._since_validation[1] += 1
 
     def _save(self) -> None:
         """Replace the checkpoint; a reader finds either the whole old file or the whole new one."""
@@ -188,7 +188,7 @@ class Run:
             torch.save(
                 {
                     "step": self._step,
-                    "since_look": self._since_look,
+                    "since_look": self._since_validation,
                     "model": self.model.state_dict(),
                     "optimizer": self._optimizer.state_dict(),
                     "losses": asdict(self.losses),
@@ -201,13 +201,13 @@ class Run:
 
     def _restore(self) -> None:
         state = torch.load(self._state, weights_only=True)
-        self._step, self._since_look = state["step"], state["since_look"]
+        self._step, self._since_validation = state["step"], state["since_look"]
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.losses = Losses(**state["losses"])
 
 
-class Order:
+class WindowOrder:
     """The order of windows: in each epoch every window once, in a different order.
 
     Args:

@@ -1,7 +1,7 @@
 """The gateway's admission in the simulator, before the gateway's own placement.
 
 SLO classes, tickets, fair shares, costs and the capacity of the replicas are the gateway's code
-(`headrace.gateway.admission`). The queue around them (`admission.queue`: turns, polls of the
+(`headrace.gateway.admission`). The queue around them (`admission_queue`: turns, polls of the
 replicas, reports of other gateways) is implemented again here for the simulation's clock. It leaves
 out two terms of the capacity: requests that no report shows yet (`sent`), and
 `prefill_safety_factor`.
@@ -121,7 +121,7 @@ class _AdmittedSimulation(Simulation):
             np.full(count, np.nan),
             [gateway.admission for gateway in self.gateways],
         )
-        self._capacity, self._looked_s = Capacity(), -math.inf
+        self._capacity, self._polled_s = Capacity(), -math.inf
         self._requests: dict[Ticket, int] = {}
         self._under_way: dict[int, tuple[_Gateway, Ticket]] = {}
         self._turn_s, self._peers_s = 0.0, PEER_POLL_INTERVAL_S
@@ -145,7 +145,7 @@ class _AdmittedSimulation(Simulation):
         tenant = int(self.tenancy.tenant[r])
         ticket = gateway.admission.arrive(
             *(str(tenant), self.tenancy.class_of(tenant), int(self.s.req["prompt"][r]), now_s),
-            self._look(now_s, REFRESH_INTERVAL_S),
+            self._capacity_at(now_s, REFRESH_INTERVAL_S),
         )
         if isinstance(ticket, Refusal):
             self.result.refused[r], self.result.retry_s[r] = True, ticket.retry_after_s
@@ -154,7 +154,7 @@ class _AdmittedSimulation(Simulation):
             self._requests[ticket] = r
             self._turn_s = max(self._turn_s, now_s + POLL_INTERVAL_S)
         else:
-            self._go(gateway, ticket, r, now_s)
+            self._start(gateway, ticket, r, now_s)
 
     def _turn(self, now_s: float) -> None:
         for gateway in self.gateways:
@@ -162,11 +162,11 @@ class _AdmittedSimulation(Simulation):
             while (ticket := admission.pop_expired(now_s)) is not None:
                 self.result.expired[self._requests.pop(ticket)] = True
                 self.s.ev.count[4] += 1
-            capacity = self._look(now_s, POLL_INTERVAL_S)
+            capacity = self._capacity_at(now_s, POLL_INTERVAL_S)
             while (ticket := admission.next(now_s, capacity)) is not None:
-                self._go(gateway, ticket, self._requests.pop(ticket), now_s)
+                self._start(gateway, ticket, self._requests.pop(ticket), now_s)
 
-    def _go(self, gateway: _Gateway, ticket: Ticket, r: int, now_s: float) -> None:
+    def _start(self, gateway: _Gateway, ticket: Ticket, r: int, now_s: float) -> None:
         self.result.queued_s[r] = now_s - ticket.arrived_s
         self._now = self._under_way[r] = gateway, ticket
         super()._place(r, now_s)
@@ -189,10 +189,10 @@ class _AdmittedSimulation(Simulation):
         hardware = self.cluster.hardware
         return hardware.prefill if e < self.cluster.prefills else hardware.decode
 
-    def _look(self, now_s: float, every_s: float) -> Capacity:
-        if now_s - self._looked_s < every_s:
+    def _capacity_at(self, now_s: float, every_s: float) -> Capacity:
+        if now_s - self._polled_s < every_s:
             return self._capacity
-        self._looked_s = now_s
+        self._polled_s = now_s
         self._note_ended()
         if now_s >= self._peers_s:
             self._share_usage()

@@ -42,7 +42,8 @@ class RoleObservation(NamedTuple):
         draining: number of replicas that finish their requests.
         ongoing: requests on their way to the role's engines or on them; for decode also those that
             are not placed yet.
-        busy: share of the time since the last look that a ready engine computed, on average.
+        busy: share of the time since the last observation that a ready engine
+            computed, on average.
     """
 
     ready: int
@@ -56,8 +57,8 @@ class FleetObservation(NamedTuple):
     """State of the replicas and requests that a scaling policy sees.
 
     Attributes:
-        arrived: number of requests that arrived since the last look.
-        ended: numbers of the requests that ended since the last look.
+        arrived: number of requests that arrived since the last observation.
+        ended: numbers of the requests that ended since the last observation.
         requests: the simulation's table of all requests.
     """
 
@@ -95,7 +96,7 @@ class Fleet:
     Attributes:
         gpu_s: engine seconds paid for in the measured part.
         ordered: number of replicas that were ordered.
-        course: one row for each look: time, and the paid replicas of each role.
+        course: one row for each observation: time, and the paid replicas of each role.
     """
 
     gpu_s: float

@@ -2,8 +2,8 @@
 (`ClusterState`).
 
 Each rule has the same view: exact prefixes of every engine and of its node's store, from events,
-where the blocks of placed requests count as present (`known`), and exact counts of requests in
-flight. Some of these routers know less. If a rule is published for one kind of replica only, it
+where the blocks of placed requests count as present (`known_blocks`), and exact counts of requests
+in flight. Some of these routers know less. If a rule is published for one kind of replica only, it
 chooses the prefill engine, and decode engines are chosen as in that project's own prefill/decode
 mode.
 

@@ -1,4 +1,4 @@
-"""Mean costs of the last requests that ended, for `advice.TrafficLoad`."""
+"""Mean costs of the last requests that ended, for `TrafficLoad`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COLUMNS = ("prompt_tokens", "answer_tokens", "local_s", "remote_s")
 
 
 @dataclass(slots=True)
-class Traffic:
+class TrafficMeans:
     """The last requests: tokens of the prompt and of the answer, and the seconds to compute the
     prompt on a decode engine and on a prefill engine."""
 
     _rows: NDArray[np.float64] = field(default_factory=lambda: np.zeros((KEPT, len(COLUMNS))))
     _seen: int = 0
 
-    def ended(self, rows: NDArray[np.float64]) -> None:
+    def record_ended(self, rows: NDArray[np.float64]) -> None:
         """Record requests that ended, one for each row; float64 [requests, 4]."""
         rows = rows[-KEPT:]
         at = (self._seen + np.arange(len(rows))) % KEPT

@@ -1,8 +1,7 @@
 """Bases of a model, learned from some texts, and the error of each share, measured on others.
 
 A text's prefix is computed exactly. Then its last rows are computed as in decoding, each over the
-KV of the rows before it, with attention in all layers to the pages that an engine would
-select.
+KV of the rows before it, with attention in all layers to the pages that an engine would select.
 """
 
 from __future__ import annotations
@@ -102,6 +101,6 @@ def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
     return found
 
 
-def least_share(kl: Mapping[float, float], target_kl: float) -> float | None:
+def min_share(kl: Mapping[float, float], target_kl: float) -> float | None:
     """Return the smallest share whose KL is at most the target; None if there is none."""
     return min((share for share, one in kl.items() if one <= target_kl), default=None)

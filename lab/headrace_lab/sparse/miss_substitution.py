@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headrace_decode.sparse.summary_layout import jit
 
 
-def stand_ins(
+def substitute_misses(
     scores: NDArray[np.float32],
     chosen: NDArray[np.int64],
     slots: NDArray[np.int32],
@@ -33,7 +33,7 @@ def stand_ins(
 
     Args:
         scores: float32 [kv_heads, n].
-        chosen: int64 [kv_heads, c] ascending, as from `choosing.choose`.
+        chosen: int64 [kv_heads, c] ascending, as from `page_selection.select_pages`.
         slots: int [kv_heads, n]; below 0 for pages without a slot.
         sinks, recent: numbers of first and last pages, which are never replaced.
         slack: allowed losses, over the attention to pages that are not chosen.
@@ -45,13 +45,13 @@ def stand_ins(
         return chosen
     found = chosen.copy()
     order = np.argsort(np.take_along_axis(scores, chosen, 1), axis=1, kind="stable")
-    _stand_in(scores, slots, order, sinks, recent, np.float32(slack), found)
+    _substitute(scores, slots, order, sinks, recent, np.float32(slack), found)
     found.sort(axis=1)
     return found
 
 
 @jit
-def _stand_in(
+def _substitute(
     scores: Any,
     slots: Any,
     order: Any,

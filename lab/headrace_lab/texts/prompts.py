@@ -56,7 +56,7 @@ class Prompt:
         place: one of `PLACES`.
         share: share of the documents' tokens that were seen before.
         stand_in: tokens of `STAND_IN`, to replace those from the question's first position on.
-        answer: the answer, if it is known (`tasks`).
+        answer: the answer, if it is known (`benchmarks.quality.tasks`).
     """
 
     name: str

@@ -1,12 +1,12 @@
-"""Shared state of the policies of both roles, one state for each app, in Serve's controller.
+"""State of the autoscaler of one app, in Serve's controller; the policies of both roles share it.
 
 Serve calls each deployment's policy separately, about ten times a second. The decode role's policy
-passes its replicas' metrics to the state; both policies read the counts that the state decided. The
-state counts the requests of each minute, measures how long replicas take to start, and decides once
-a minute, or when a replica was added or removed.
+records its replicas' metrics; both policies read the counts that were decided. `AutoscalerState`
+counts the requests of each minute, measures how long replicas take to start, and decides once a
+minute, or when a replica was added or removed.
 
-A new state, after a restart of Serve's controller, knows no traffic. It decides nothing in its
-first minute, and stops no replica before it has observed the load for `ReplicaCosts.stop_s`.
+After a restart of Serve's controller no traffic is known. Nothing is decided in the first minute,
+and no replica is stopped before the load was observed for `ReplicaCosts.stop_s`.
 
 Pure: no Ray, no clock. Serve's controller calls it from one thread.
 """

@@ -1,4 +1,4 @@
-"""Exponentially decaying averages of the requests' costs, for `advice.TrafficLoad`."""
+"""Exponentially decaying averages of the requests' costs, for `disaggregation.TrafficLoad`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Metrics that decode replicas publish for the policy, as Serve's custom metrics: numbers by name.
 
 A replica publishes the number of its requests, the cost of its last requests, and its engine's step
-times: the part of its router's snapshot that `advice.load_of` reads. Serve transfers only numbers,
-so the entries of lists get numbered names. Metrics are input from a peer, and are checked.
+times: the part of its router's snapshot that `disaggregation.load_of` reads. Serve transfers only
+numbers, so the entries of lists get numbered names. Metrics are input from a peer, and are checked.
 """
 
 from __future__ import annotations

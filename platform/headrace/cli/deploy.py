@@ -1,4 +1,4 @@
-"""AppDeployment and deleting the app through `headrace.cli.driver`, a process of its own.
+"""Deploying and deleting the app through `headrace.cli.driver`, a process of its own.
 
 `AppDeployment` starts that process early, as it imports vLLM for many seconds. `Deletion` deletes
 the app when told to, and also when this process dies without a word.

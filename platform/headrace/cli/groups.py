@@ -19,7 +19,7 @@ corpus_app = typer.Typer(
     no_args_is_help=True,
 )
 store_app = typer.Typer(
-    help="Look at the KV blocks of a running app's store, unpin and clear them.",
+    help="Inspect, unpin and clear the KV blocks of a running app's store.",
     no_args_is_help=True,
 )
 keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
@@ -118,7 +118,7 @@ def model_check_kv(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
+    """Show the size of a model's KV, as it is and as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
     or int4: bytes, blocks, contexts that fit."""
     from headrace.cli import kv_size
     from headrace.config.techniques import KvBudgetSection
@@ -207,7 +207,7 @@ NamespaceOption = Annotated[
 
 @store_app.command("pins")
 def store_pins(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """List the prompts that are pinned in DRAM, on each machine, and what they take."""
+    """List the prompts that are pinned in DRAM, on each machine, and their size."""
     from headrace.cli.show import store
 
     store.pins(name, as_json=as_json)
@@ -217,7 +217,7 @@ def store_pins(name: NameOption = None, as_json: JsonOption = False) -> None:
 def store_unpin(
     hash: Annotated[
         str | None,
-        typer.Argument(help="From headrace store pins. Default: all pins.", show_default=False),
+        typer.Argument(help="Pin from headrace store pins. Default: all pins.", show_default=False),
     ] = None,
     namespace: NamespaceOption = None,
     name: NameOption = None,
@@ -262,11 +262,11 @@ KeyFileOption = Annotated[
 
 @keys_app.command("add")
 def keys_add(
-    name: Annotated[str, typer.Argument(help="What logs and lists call the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the key in logs and lists.")],
     file: KeyFileOption,
     tenant: Annotated[
         str | None,
-        typer.Option(help="Keys of one tenant share KV and drafts. Without: the key's name."),
+        typer.Option(help="Keys of one tenant share KV and draft tokens. Default: the key's name."),
     ] = None,
     admin: Annotated[
         bool, typer.Option("--admin", help="The key may also change how the app works.")
@@ -303,7 +303,7 @@ def keys_list(file: KeyFileOption, as_json: JsonOption = False) -> None:
 def keys_revoke(
     name: Annotated[str, typer.Argument(help="See `headrace keys list`.")], file: KeyFileOption
 ) -> None:
-    """Take a key out of the file; running gateways refuse it within seconds."""
+    """Remove a key from the file; running gateways refuse it within seconds."""
     from headrace.cli import keys
 
     keys.revoke(file, name)

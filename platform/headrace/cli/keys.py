@@ -89,7 +89,7 @@ def show_list(file: Path, *, as_json: bool) -> None:
 
 
 def revoke(file: Path, name: str) -> None:
-    """Take a key out of the file.
+    """Remove a key from the file.
 
     Raises:
         CliError: there is no such key, it is the last one, or the file cannot be used.

@@ -146,8 +146,8 @@ def down(
         bool,
         typer.Option(
             "--forget",
-            help="Do not contact the Ray cluster that the instance joined; only forget the "
-            "instance. For clusters that no longer exist.",
+            help="Do not contact the Ray cluster that the instance joined; only remove the "
+            "instance's record. For clusters that no longer exist.",
         ),
     ] = False,
 ) -> None:
@@ -216,7 +216,7 @@ def explain(
     request_id: Annotated[
         str | None,
         typer.Argument(
-            help="The request's id: x-request-id of its answer. Without one: how engines keep to "
+            help="The request's id: x-request-id of its answer. Without it: the plan of "
             "techniques.kv_budget.",
             metavar="REQUEST",
             show_default=False,
@@ -225,8 +225,9 @@ def explain(
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the plan of a request: where it went, at what predicted price, and why. Or that of the
-    KV budget: what holds the contexts, with what error, and what else was possible."""
+    """Show the plan of a request: its replicas, the predicted price and the reasons. Without a
+    request, show the plan of the KV budget: the chosen technique, its error and the other options.
+    """
     from headrace.cli.show import explain as command
 
     command.explain(request_id, name, as_json=as_json)

@@ -25,7 +25,7 @@ _SINGLE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size
 
 @dataclass(frozen=True)
 class BlendingFactory:
-    """Maker of the object by which a decode replica decides about reuse."""
+    """Maker of the planner by which a decode replica decides about blending."""
 
     mode: str
     recompute_ratio: float
@@ -41,13 +41,14 @@ class BlendingFactory:
 
 
 def add_blending(section: BlendingSection, engines: list[dict[str, Any]]) -> BlendingFactory | None:
-    """Have engines reuse stored KV. Return None if reuse is switched off.
+    """Have engines blend stored KV. Return None if blending is off.
 
     Args:
-        engines: `engine_kwargs` of all roles, with store and drafting in them; changed in place.
+        engines: `engine_kwargs` of all roles, with store and speculative decoding in them; changed
+            in place.
 
     Raises:
-        ValueError: an engine has a worker class of its own or no store, or cannot reuse.
+        ValueError: an engine has a worker class of its own or no store, or cannot blend.
     """
     if section.mode == "off":
         return None

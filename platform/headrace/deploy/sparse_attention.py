@@ -2,7 +2,7 @@
 for engines.
 
 Both roles get the size of pages, which decides where bytes lie in the KV cache. Prefill engines
-attend densely, since they compute prompts. Contexts are bounded where answers are computed.
+attend densely, since they compute prompts. KV is compressed where answers are computed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def add_sparse_attention(
     """Have engines attend sparsely, and bound contexts, where requests ask for it.
 
     Args:
-        engines: `engine_kwargs` of all roles, with drafting and reuse in them; changed in place.
+        engines: `engine_kwargs` of all roles, with speculative decoding and blending in them;
+            changed in place.
         answering: those of them whose KV may leave the cache or be dropped. A prefill engine's may
             not: decode engines pull it from there.
 

@@ -16,7 +16,7 @@ logger = logging.getLogger("headrace.speculation")
 
 
 def add_speculative_decoding(section: SpeculationSection, engine: dict[str, Any]) -> bool:
-    """Have an engine draft. Return whether it drafts by our means.
+    """Switch on speculative decoding in an engine. Return whether it is Headrace's.
 
     Args:
         section: the configuration's section.

@@ -58,7 +58,7 @@ def add_store(
         store: the configuration's section.
         engines: `engine_kwargs` of all roles; changed in place.
         setup: prepares the store's processes (logs, traces).
-        save_board: keep a backup of the data that drafting replicas share.
+        save_board: keep a backup of the token sequences that decode replicas share.
 
     Returns:
         None where no engine takes the store.

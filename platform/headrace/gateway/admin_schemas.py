@@ -1,4 +1,4 @@
-"""Bodies of administrative requests: prefill policy, drafting, store orders, prompts to warm."""
+"""Bodies of administrative requests: plan policy, speculation, store actions, prompts to warm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RouterPolicy(BaseModel):
 
 
 class SpeculationUpdate(BaseModel):
-    """How far decode replicas draft: `mode`, `draft_cap` or both."""
+    """Changes of speculative decoding: `mode`, `draft_cap` or both."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

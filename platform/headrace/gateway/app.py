@@ -182,7 +182,7 @@ class GatewayApp:
             *(self._admin, self._corpora, self._body_reader),
             relayed=relayed,
             pool=pool,
-            relay=relay,
+            fetcher=fetcher,
         )
         return _Parts(pool, upstream, relay, builtin, relayed, placer, queue)
 

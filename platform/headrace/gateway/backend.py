@@ -107,7 +107,7 @@ class Backend(Protocol):
         """Change how decode replicas draft; return the state of each that drafts."""
 
     async def send_corpus_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a command to the drafting memory of every decode replica that has one.
+        """Send a command to the retrieval memory of every decode replica that has one.
 
         Returns:
             The answer of each with its `replica_id`; that of a failed replica has `error`.
@@ -168,7 +168,7 @@ class GatewayMetrics(Protocol):
 
         Args:
             when: `before` it got the request, or while it `worked` on it. After its stream had
-                begun: `taken_up` if another replica resumed it, `stream` if it ended with an error.
+                begun: `resumed` if another replica resumed it, `stream` if it ended with an error.
         """
 
     def queued(self, slo: str, seconds: float) -> None:

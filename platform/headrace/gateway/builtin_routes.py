@@ -19,7 +19,7 @@ from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, STORE, WARM
-from headrace.gateway.relay.relay import Relay
+from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.relayed_routes import RelayedRoutes
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.request_context import RequestContext
@@ -51,13 +51,12 @@ class BuiltinRoutes:
     """The handlers of the gateway's own routes.
 
     Args:
-        admin: makes the documents and sends the orders.
+        admin: makes the documents and sends the commands.
         corpora: handles the operations on corpora.
-        intake: reads bodies.
-        place: takes one of the places for requests that replicas work on.
-        admitted: passes a caller's request with a number of bytes through the admission queue.
+        body_reader: reads bodies.
+        relayed: counts the gateway's own requests to replicas, and admits them.
         pool: the replicas.
-        relay: sends a request to a replica.
+        fetcher: sends a request to a replica.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class BuiltinRoutes:
         *,
         relayed: RelayedRoutes,
         pool: ReplicaPool,
-        relay: Relay,
+        fetcher: RetryingFetcher,
     ) -> None:
         self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
-        self._relayed, self._pool, self._relay = relayed, pool, relay
+        self._relayed, self._pool, self._fetcher = relayed, pool, fetcher
 
     def find(self, path: str) -> Handler | None:
         """Return the handler of a path; None if replicas answer it."""
@@ -99,7 +98,7 @@ class BuiltinRoutes:
         return bool(self._pool.routes.at(path))
 
     async def _command(self, context: RequestContext) -> None:
-        """Change the plan policy or the drafting of the app."""
+        """Change the plan policy or the speculative decoding of the app."""
         context.allow_methods("PUT")
         self._body_reader.check_admin(context)
         wanted = await self._body_reader.json(context, MAX_COMMAND_BODY_BYTES)
@@ -131,7 +130,7 @@ class BuiltinRoutes:
         await context.answer(200, await self._admin.store(wanted), JSON_TYPE)
 
     async def _corpus(self, context: RequestContext) -> None:
-        """List, load or drop corpora of the drafting memories."""
+        """List, load or remove corpora of the retrieval memories."""
         self._body_reader.check_admin(context)
         corpus, method = context.path[len(CORPORA) + 1 :], context.call.method
         context.allow_methods(*(("PUT", "DELETE") if corpus else READS))
@@ -172,7 +171,7 @@ class BuiltinRoutes:
         context.allow_methods(*READS)
         self._body_reader.limit_answer_time(context)
         context.call.method, context.call.target = "GET", MODELS
-        answer = await self._relay.fetch(context.call)
+        answer = await self._fetcher.fetch(context.call)
         answer.close()
         if answer.reply.status != 200:  # pass on the replica's own error
             headers = dict(answer.reply.headers)

@@ -1,5 +1,4 @@
-"""`/headrace/v1/send_corpus_command`: operator corpora in the drafting memories of all decode
-replicas.
+"""`/headrace/v1/corpora`: operator corpora in the retrieval memories of all decode replicas.
 
 A client sends a corpus in one request or in numbered parts, so that no body is long and every
 answer shows the progress. Each part goes to all replicas. After the last part, the replicas that
@@ -45,7 +44,7 @@ class CorpusPart(BaseModel):
         default=None, gt=0, description="Seconds for which it is kept; null for ever."
     )
     version: Count | None = Field(
-        default=None, description="Left out in part 0; after that, what part 0's answer said."
+        default=None, description="Left out in part 0; after that, the version in part 0's answer."
     )
     part: Count = Field(default=0, description="Counts from 0.")
     more: bool = Field(
@@ -59,7 +58,7 @@ class CorpusPart(BaseModel):
             raise wrong_field("texts", "must not be empty in the first part")
         if (self.part == 0) != (self.version is None):
             raise wrong_field(
-                "version", "must be left out in part 0, and then be what part 0's answer said"
+                "version", "must be left out in part 0, and then be the version in part 0's answer"
             )
         return self
 

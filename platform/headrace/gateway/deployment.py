@@ -47,7 +47,7 @@ logger = logging.getLogger("headrace.gateway")
 BROADCAST_TIMEOUT_S = 5.0
 METRICS_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 35.0
-"""Time limit of store operations, longer than the one of the store's keeper (`keeper.CLEAR_S`)."""
+"""Time limit of store operations, longer than the one of `StoreNodeManager` (`CLEAR_S`)."""
 
 
 class ServeBackend:
@@ -160,7 +160,7 @@ class ServeBackend:
     async def store(
         self, action: str, namespace: str | None = None, hash: str | None = None
     ) -> list[dict[str, Any]]:
-        """Ask the store's keeper, which asks each machine's node; empty without a store."""
+        """Ask the store's manager, which asks each machine's node; empty without a store."""
         if self._store is None:
             return []
         answers = await _ask_all(
@@ -175,7 +175,7 @@ class ServeBackend:
         return [dict(answer) for answer in answers if answer]
 
     async def send_corpus_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a command to all drafting memories; return the answers of replicas that have one."""
+        """Send a command to all retrieval memories; return the answers of the replicas."""
         try:
             call = self._decode.broadcast("headrace_corpus", command)
             answers = await call.results_async(timeout_s=None, return_exceptions=True)

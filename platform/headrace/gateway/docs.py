@@ -39,19 +39,19 @@ vLLM {vllm}.
   `Authorization: Bearer KEY` or as `x-api-key: KEY`. Routes below `/headrace/v1/` take a key with
   the role admin.
 - **Request ids.** A client may send `x-request-id`: 1 to 128 letters, digits, `_`, `.`, `:` and
-  `-`. The answer carries it. `GET /headrace/v1/plans/ID` then tells where the request was computed.
+  `-`. The answer carries it. `GET /headrace/v1/plans/ID` then shows where the request was computed.
   A request to `/v1/responses` is known there by the `id` of its answer. `request_id` in the body of
-  a chat, a completion or a response becomes the id of the answer, behind its usual beginning.
+  a chat, a completion or a response becomes the id of the answer, after its usual beginning.
 - **Errors.** A refusal of the gateway looks like one of the API that was called:
   `{{"error": {{"message", "type", "param", "code"}}}}` for OpenAI's, `{{"type": "error", "error":
   {{"type", "message"}}}}` for Anthropic's. Errors of vLLM are passed on as they are, those of
   `/v1/messages` in Anthropic's shape and with Anthropic's types.
 - **Streams** are passed on event by event. If a replica dies in the middle of a stream, another one
-  [takes it up](resume.md). If it dies before the first byte, the request is sent to another one,
+  [resumes it](resume.md). If it dies before the first byte, the request is sent to another one,
   three times at most. A client can [resume its stream](resume.md#when-a-gateway-dies) at another
   gateway.
-- **Tenants.** A key proves its tenant, and tenants share no KV and no drafts. `cache_salt` in the
-  body of a request divides its tenant further. vLLM offers the field in chat completions,
+- **Tenants.** A key proves its tenant, and tenants share no KV and no draft tokens. `cache_salt` in
+  the body of a request divides its tenant further. vLLM offers the field in chat completions,
   completions, responses and messages.
 - **SLO classes.** With [admission](admission.md) a request may name its class in the header
   `x-headrace-slo`, or in its body as `vllm_xargs.slo`. A name that does not exist is answered 400.
@@ -72,7 +72,7 @@ vLLM {vllm}.
 
 - **Tools, reasoning, schemas** work without settings for the families of models that vLLM has
   parsers for; [Tools](tools.md) says which.
-- **Cached tokens.** `usage` tells how many tokens of the prompt no engine computed: they were in an
+- **Cached tokens.** `usage` says how many tokens of the prompt no engine computed: they were in an
   engine's cache or in the KV store. The fields are `prompt_tokens_details.cached_tokens`,
   `input_tokens_details.cached_tokens` and `cache_read_input_tokens`. Several prompts are summed; of
   several samples the first one counts.

@@ -111,14 +111,14 @@ OPERATIONS = (
     Operation(
         "GET",
         "/headrace/v1/console",
-        "The same, at most a second old: for the web console, however many pages look.",
+        "The same, at most a second old: for the web console, however many pages are open.",
         (401, 403, 405, 429, 500, 504),
     ),
     Operation("GET", "/console", "The web console.", (404, 405), answer="text/html"),
     Operation(
         "GET",
         PLANS + "{request_id}",
-        "Why a request went where it went.",
+        "The plan of a request, with its reasons.",
         (401, 403, 404, 405, 429, 500, 504),
     ),
     Operation(
@@ -131,7 +131,7 @@ OPERATIONS = (
     Operation(
         "PUT",
         SPECULATION,
-        "How far decode replicas draft, and whether at all.",
+        "Change the mode and the limit of speculative decoding.",
         _CHANGE_ERRORS,
         SpeculationUpdate,
     ),
@@ -146,18 +146,23 @@ OPERATIONS = (
         _CHANGE_ERRORS,
         StoreAction,
     ),
-    Operation("GET", CORPORA, "Corpora to draft from.", (401, 403, 405, 409, 429, 500, 504)),
+    Operation(
+        "GET",
+        CORPORA,
+        "List the corpora.",
+        (401, 403, 405, 409, 429, 500, 504),
+    ),
     Operation(
         "PUT",
         CORPORA + "/{corpus}",
-        "Load a corpus to draft from, or a part of it.",
+        "Load a corpus for speculative decoding, or a part of it.",
         (*_CHANGE_ERRORS, 409),
         CorpusPart,
     ),
     Operation(
         "DELETE",
         CORPORA + "/{corpus}",
-        "Draft from a corpus no more.",
+        "Remove a corpus.",
         (400, 401, 403, 404, 405, 409, 500, 504),
         query=("tenant",),
     ),

@@ -140,9 +140,9 @@ class ReplicaPool:
         """Return the number of available replicas, the number of requests that they can take
         together until each has `max_requests`, and the number that they have."""
         down, ready, free, busy = self.down, 0, 0, 0
-        stand_ins_count = not self.ready_now
+        fallbacks_count = not self.ready_now
         for replica in self._replicas:
-            if replica.is_fallback and not stand_ins_count:
+            if replica.is_fallback and not fallbacks_count:
                 continue
             if (name := replica.replica_id) not in down:
                 load = self.in_flight.get(name, 0) + self._others.get(name, 0)
@@ -175,10 +175,10 @@ class ReplicaPool:
         """Wait for a ready replica, and return a place on the best one.
 
         Args:
-            affinity: see `choose_replica.affinity_key`.
+            affinity: see `replica_selection.affinity_key`.
             until: loop time at which to give up.
             waited_s: the length of the wait, for the message.
-            draftable_tokens: see `choose_replica.draftable_tokens`.
+            draftable_tokens: see `replica_selection.draftable_tokens`.
 
         Raises:
             ApiError: 503 when none was ready in time.
@@ -322,5 +322,5 @@ class ReplicaPool:
 
 
 def _keep_members(replicas: list[ReplicaInfo], members: frozenset[str]) -> list[ReplicaInfo]:
-    """Return the decode replicas among these members, and all prefill replicas that stand in."""
+    """Return the decode replicas among these members, and all prefill fallbacks."""
     return [each for each in replicas if each.is_fallback or each.replica_id in members]

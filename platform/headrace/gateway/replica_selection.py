@@ -10,7 +10,7 @@ If a request can be drafted for, replicas where its tokens cost clearly more are
 (`headrace.router.token_cost`). Of the rest, the one with the lowest load is chosen. Ties go to the
 replica with the highest rendezvous weight for the request's affinity key: a conversation stays
 where its prefix is cached, and losing one replica moves only the conversations that it held.
-Prefill replicas that can stand in are chosen only when no decode replica is ready.
+Prefill fallbacks are chosen only when no decode replica is ready.
 """
 
 from __future__ import annotations

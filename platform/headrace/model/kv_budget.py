@@ -2,16 +2,14 @@
 
 An engine is to answer n requests at once, each with p prompt tokens and a answer tokens.
 
-| option      | blocks of its cache                                     | beside it    | host memory
-|
-|-------------|---------------------------------------------------------|--------------|-------------|
-| full        | n * whole                                               |              |
-| | compressed  | whole + reading + (n - 1) * (kept + tail)               |              |
-| | incremental | n * described + kept + segment + step                   | see below    | see below
-| |             | + (n - 1) * (kept + tail)                               |              |
-| | offloaded   | n * (slots + window); if that is whole or more:         | see below    | n * whole
-| |             | whole + (n - 1) * (slots + window)                      |              |
-|
+| option      | blocks of its cache                             | beside it | host memory |
+|-------------|-------------------------------------------------|-----------|-------------|
+| full        | n * whole                                       |           |             |
+| compressed  | whole + reading + (n - 1) * (kept + tail)       |           |             |
+| incremental | n * described + kept + segment + step           | see below | see below   |
+|             | + (n - 1) * (kept + tail)                       |           |             |
+| offloaded   | n * (slots + window); if that is whole or more: | see below | n * whole   |
+|             | whole + (n - 1) * (slots + window)              |           |             |
 
 `whole` is p + a in blocks. A compressed context is kept in `kept` blocks, a part of its prompt's
 whole blocks, and `tail` blocks for all tokens after these. One context at a time is whole, and the

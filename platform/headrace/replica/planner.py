@@ -115,7 +115,7 @@ class ReplicaPlanner:
         """Plan a prompt, or adopt the plan that came with it.
 
         Args:
-            given: a gateway's plan (`router.wire`), which is checked.
+            given: a gateway's plan (`router.plan_codec`), which is checked.
             computed: tokens to compute if the request names stored runs that its KV is made from.
                 The store supplies the others, and a gateway does not know of it.
         """

@@ -93,7 +93,7 @@ class Cluster:
     Args:
         settings: the router's settings.
         rng: source of plan names, and of the times at which engines are measured again.
-        liveness: state of each replica, from everything that the gateway observes.
+        circuit_breakers: state of each replica, from everything that the gateway observes.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Cluster:
             prompt.tokens,
             now_s,
             held,
-            available_runs=self._supplies(view, prompt),
+            available_runs=self._available_runs(view, prompt),
             affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
             local_only=prompt.local_only,
             itl_target_s=targets.itl_s,
@@ -369,7 +369,9 @@ class Cluster:
         report, engine = self._reports[name], self._known_view.engines[self._known_view.row(name)]
         engine[report.role] = name not in self.circuit_breakers.unhealthy
 
-    def _supplies(self, view: ClusterView, prompt: Prompt) -> Sequence[Sequence[AvailableRun]]:
+    def _available_runs(
+        self, view: ClusterView, prompt: Prompt
+    ) -> Sequence[Sequence[AvailableRun]]:
         if not prompt.stored or prompt.machine not in self._machines:
             return ()
         available_runs: list[Sequence[AvailableRun]] = [()] * len(view.loads)

@@ -95,8 +95,8 @@ def _few(runs: tuple[Run, ...]) -> list[tuple[str, int]]:
     return [(run.source, run.tokens) for run in (*kept, *rest)]
 
 
-def _runs(fields: Any) -> tuple[Run, ...]:
-    runs = tuple(Run(source, _count(tokens)) for source, tokens in fields)
+def _runs(value: Any) -> tuple[Run, ...]:
+    runs = tuple(Run(source, _count(tokens)) for source, tokens in value)
     if len(runs) > _RUNS or not {run.source for run in runs} <= _SOURCES:
         raise ValueError("not a plan: it has too many runs, or sources that there are not")
     return runs
@@ -106,14 +106,14 @@ def _short(reason: str) -> str:
     return reason if len(reason) <= _REASON_CHARS else reason[: _REASON_CHARS - 3] + "..."
 
 
-def _name(fields: Any) -> str:
-    if not isinstance(fields, str) or len(fields) > _NAME_CHARS:
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _NAME_CHARS:
         raise ValueError(f"not a plan: a name is a text of at most {_NAME_CHARS} characters")
-    return fields
+    return value
 
 
-def _reasons(fields: Any) -> tuple[str, ...]:
-    reasons = tuple(fields)
+def _reasons(value: Any) -> tuple[str, ...]:
+    reasons = tuple(value)
     if len(reasons) > _REASONS or not all(
         isinstance(reason, str) and len(reason) <= _REASON_CHARS for reason in reasons
     ):
@@ -121,13 +121,13 @@ def _reasons(fields: Any) -> tuple[str, ...]:
     return reasons
 
 
-def _count(fields: Any) -> int:
-    if type(fields) is not int or not 0 <= fields <= _TOKENS_MAX:
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _TOKENS_MAX:
         raise ValueError("not a plan: a number of tokens is out of bounds")
-    return fields
+    return value
 
 
-def _seconds(fields: Any) -> float:
-    if type(fields) not in (int, float) or not math.isfinite(fields) or abs(fields) > _SECONDS_MAX:
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > _SECONDS_MAX:
         raise ValueError("not a plan: seconds out of bounds")
-    return float(fields)
+    return float(value)

@@ -141,8 +141,8 @@ def _mean_model(models: Sequence[Any]) -> dict[str, Any]:
     return {**first, "state": np.mean(states, axis=0).tolist()}
 
 
-def _mean(document: Sequence[Mapping[str, Any]], name: str) -> float:
-    return sum(_number(one, name) for one in document) / len(document)
+def _mean(models: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(_number(one, name) for one in models) / len(models)
 
 
 def _number(document: Mapping[str, Any], name: str) -> float:

@@ -118,9 +118,8 @@ class Engine:
     #: Maximum tokens and requests of a step: vLLM's max_num_batched_tokens and max_num_seqs.
     step_tokens: int = 8192
     max_requests: int = 256
-    #: Whether Headrace's gate (`headrace_engine.prefill_admission`) admits the prompts to the
-    # scheduler, and not : all at once. `step_tokens` is then a prompt's share of a step, 15/16 of
-    # it.
+    #: Whether `headrace_engine.prefill_admission` admits the prompts to the scheduler, and not all
+    #: at once. `step_tokens` is then a prompt's share of a step, 15/16 of it.
     has_prefill_admission: bool = False
 
     def __post_init__(self) -> None:

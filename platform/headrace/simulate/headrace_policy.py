@@ -50,7 +50,7 @@ class HeadracePolicy:
                 prompt_tokens=request.prompt,
                 now_s=cluster.now_s,
                 held=request.match,
-                available_runs=_supplies(cluster, request),
+                available_runs=_available_runs(cluster, request),
                 affinity=request.affinity,
             ),
             policy=self._policy,
@@ -136,7 +136,7 @@ class HeadracePolicy:
         engines["free_blocks"][split:] = np.maximum(0, blocks - cluster.sent_blocks[split:])
 
 
-def _supplies(cluster: ClusterState, request: PromptRequest) -> list[list[AvailableRun]]:
+def _available_runs(cluster: ClusterState, request: PromptRequest) -> list[list[AvailableRun]]:
     """Return the leading tokens that each node's store has."""
     block = cluster.hardware.block_tokens
     return [[AvailableRun(DRAM, n * block, 0.0)] if n else [] for n in request.stores.tolist()]

@@ -1,4 +1,4 @@
-"""Headrace's gate in front of a simulated engine: which prompt is next, and which may share a step.
+"""Prefill admission of a simulated engine: which prompt is next, and which may share a step.
 
 The rules are those of `headrace_engine.prefill_admission`. The prompt with the smallest arrival
 time plus own work is next. A prompt joins another's step if that costs the other less than a step.

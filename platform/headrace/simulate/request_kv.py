@@ -10,15 +10,8 @@ from headrace_kvstore.numba_jit import jit
 
 inner = block_pool.inner
 
-find, use, add, evict, release, touch = (
-    block_pool.find,
-    block_pool.use,
-    block_pool.add,
-    block_pool.evict,
-    block_pool.release,
-    block_pool.touch,
-)
-room = block_pool.room
+find, use, add, room = block_pool.find, block_pool.use, block_pool.add, block_pool.room
+evict, release, touch = block_pool.evict, block_pool.release, block_pool.touch
 CLEARED = -1
 """Key of a change that clears all blocks of a holder."""
 
@@ -37,7 +30,7 @@ def pairs_between(first: int, last: int) -> float:
 
 @inner
 def log_change(s: State, now: float, holder: int, key: int, parent: int, stored: int) -> None:
-    """Log a change of a holder, for the router's knowledge of the caches (`known`)."""
+    """Log a change of a holder, for the router's knowledge of the caches (`known_blocks`)."""
     n = s.ev.count[2]
     if n < LOG_ROWS:
         row = s.ev.log[n]

@@ -31,14 +31,12 @@ from headrace.simulate.state import (
     COMPUTING_D,
     COMPUTING_P,
     FAR,
-    ITL_GROWTH,
     MOVING,
     QUEUED_D,
     State,
 )
 
 inner, room = block_pool.inner, block_pool.room
-_LOG_GROWTH = float(np.log(ITL_GROWTH))
 
 
 @inner

@@ -74,7 +74,7 @@ REQUEST = np.dtype(
         ("tries", "i4"),
         ("preempted", "i4"),
         ("next", "i4"),
-        # Priority in a has_prefill_admission engine's queue: the lowest is next.
+        # Priority in the queue of an engine with prefill admission: the lowest is next.
         ("due_s", "f8"),
     ],
     align=True,
@@ -87,7 +87,7 @@ ENGINE = np.dtype(
         ("open", "i1"),
         ("step_tokens", "i8"),
         ("max_requests", "i8"),
-        # Headrace's gate: whether there is one; prompt tokens that double the shortest step; tokens
+        # Prefill admission: whether it is on; prompt tokens that double the shortest step; tokens
         # of a step that are left beside a prompt which takes several steps.
         ("has_prefill_admission", "i1"),
         ("free_tokens", "f8"),

@@ -23,6 +23,7 @@ from headrace_engine.vllm.scheduler import (
     FullAttentionManager,
     FullAttentionSpec,
     make_block_hash_with_group_id,
+    name_block,
     register_kv_cache_spec,
 )
 
@@ -144,7 +145,7 @@ class OffloadBlockManager(FullAttentionManager):  # type: ignore[misc]
         """Make a request's slots findable under this number, until other requests take them."""
         slots = self._slots[request_id]
         for name, block in zip(self._names(number, len(slots)), slots, strict=True):
-            self.block_pool._insert_block_hash(name, block, num_tokens=self.block_size)
+            name_block(self.block_pool, name, block, self.block_size)
 
     def has_slots(self, number: int, held: int) -> bool:
         """Return whether all slots under this number, `held` of them, can still be found."""
@@ -213,9 +214,7 @@ class OffloadSpec(FullAttentionSpec):  # type: ignore[misc]
         """Return the bytes that a request needs at most, like vLLM; no more than its footprint,
         which suffices for any length."""
         whole: int = super().max_memory_usage_bytes(vllm_config)
-        longest, in_flight = (
-            vllm_config.model_config.max_model_len,
-            vllm_config.max_in_flight_tokens,
-        )
-        least = footprint(longest, None, self.block_size, self.block_size, in_flight)
-        return min(whole, least.blocks * self.page_size_bytes)
+        longest = vllm_config.model_config.max_model_len
+        in_flight = vllm_config.max_in_flight_tokens
+        smallest = footprint(longest, None, self.block_size, self.block_size, in_flight)
+        return min(whole, smallest.blocks * self.page_size_bytes)

@@ -40,7 +40,7 @@ def footprint(
     """Return the footprint of a request.
 
     Args:
-        most_tokens: maximum tokens of prompt and answer.
+        max_tokens: maximum tokens of prompt and answer.
         chosen: pages that a step chooses of them; None if the request attends densely.
         step_tokens: maximum tokens of the request in all steps that may be in flight at once.
     """

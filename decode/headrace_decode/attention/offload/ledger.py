@@ -72,7 +72,7 @@ class Ledger:
         if footprint is not None:
             self.free_host_blocks += footprint.host
 
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Remove a request that ended."""
         self.leave(request_id)
         self._planned.pop(request_id, None)

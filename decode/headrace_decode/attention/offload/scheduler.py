@@ -110,7 +110,7 @@ class _OffloadingMixin:
         if not (waiting and room):
             return {}
         usable = manager.block_pool.num_gpu_blocks - 1
-        least = [self._least_blocks(each, usable) for each in waiting]
+        least = [self._min_blocks(each, usable) for each in waiting]
         step_s, busy = self._busy(manager)
         if left := self._make_room(manager, busy, least[:room]):
             step_s, busy = self._busy(manager)
@@ -133,7 +133,7 @@ class _OffloadingMixin:
             if way and manager.ledger.has_room(offloaded):
                 manager.ledger.plan(each.request_id, offloaded)
             else:
-                manager.ledger.forget(each.request_id)
+                manager.ledger.remove(each.request_id)
             free -= ways[way].blocks
         return left
 
@@ -179,7 +179,7 @@ class _OffloadingMixin:
                 left[request.request_id] = _final(request)
         return left
 
-    def _least_blocks(self, request: Any, usable: int) -> int:
+    def _min_blocks(self, request: Any, usable: int) -> int:
         """Return the minimum number of blocks over all ways to serve a request."""
         whole = -(-self._max_tokens(request) // self._block_tokens)
         stays = _share(request) is None or request.kv_transfer_params
@@ -224,7 +224,7 @@ class _OffloadingMixin:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         left = self._switch(manager)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        _tell(manager, output, left)
+        _announce(manager, output, left)
         setattr(output, STEP_TIMING, (self._answers(manager, output), self._clock()))
         return output
 
@@ -280,11 +280,11 @@ def _steps(request: Any) -> int:
     return max(0, int(request.max_tokens - request.num_output_tokens))
 
 
-def _tell(manager: OffloadBlockManager, output: Any, left: Mapping[str, int]) -> None:
+def _announce(manager: OffloadBlockManager, output: Any, left: Mapping[str, int]) -> None:
     """Tell the worker which requests are newly offloaded in this step."""
     ledger = manager.ledger
     for request_id in output.finished_req_ids:
-        ledger.forget(request_id)
+        ledger.remove(request_id)
     left = {name: tokens for name, tokens in left.items() if ledger.is_admitted(name)}
     newly_offloaded = {name: manager.slots(name) for name in left}
     for request_id in output.num_scheduled_tokens:

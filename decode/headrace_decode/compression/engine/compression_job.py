@@ -64,8 +64,8 @@ class CompressionJob:
         prompt: token ids. share: share of the context's KV that it keeps.
         block_tokens: tokens of a block of the scheduler.
         longest: number of positions of the model. layers: number of its layers.
-        gated: whether a predictor replaces rows that repeat. Then there is only one part, which
-            computes the context's last rows again.
+        has_predictor: whether a predictor replaces rows that repeat. Then there is only one
+            part, which computes the context's last rows again.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class CompressionJob:
     def all_scored(self) -> bool:
         return self._unscored == 0
 
-    def score(self, rows: int, scorer: bool) -> int:
+    def score(self, rows: int, is_reading: bool) -> int:
         """Return the number of layers to score in a step.
 
         Args:
             rows: number of rows that read again in this step; if there are none, the number that
                 the step may have.
-            reading: whether a part is being read.
+            is_reading: whether a part is being read.
         """
         layers = self._layers_beside(rows)
-        if self.all_read and not scorer:
+        if self.all_read and not is_reading:
             layers = min(layers, self._unscored)
             self._unscored -= layers
         return layers

@@ -6,7 +6,7 @@ anything is overwritten.
 
 The scheduler gives the context's other blocks to other requests in the same step. If the copy
 fails, the request's KV is therefore lost. Only this request ends, with an error
-(`sparse.engine.lost`).
+(`lost_requests`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.attention.batch import BatchRow
-from headrace_decode.attention.cpu_cache import Ids
+from headrace_decode.attention.cpu_cache import Ids, pages_of
 from headrace_decode.compression.engine.compressed_attention import CompressedRow, RetainedPages
 from headrace_decode.compression.engine.context_scorer import (
     ContextScorer,
@@ -158,7 +158,7 @@ class CompressionWorker:
         room = self.head_pages.of_blocks(drop.blocks[drop.description_blocks :])
         if (stream := self._incremental.get(name)) is not None:
             per = self.head_pages.page_tokens
-            new = self._pages(self._blocks(name))[stream.tokens // per : drop.tokens // per]
+            new = self._pages(name)[stream.tokens // per : drop.tokens // per]
             kept = stream.drop(drop.tokens, new, room)
             if drop.description_blocks:
                 self.head_pages.write_bytes(
@@ -174,10 +174,9 @@ class CompressionWorker:
         self._dropped[name] = held
         logger.info("%s: KV of %d tokens is kept in %d blocks", name, drop.tokens, len(drop.blocks))
 
-    def _pages(self, blocks: Sequence[int]) -> Ids:
-        """Return the pages of blocks of the scheduler."""
-        per = self.head_pages.block_pages
-        return (np.asarray(blocks, np.int64)[:, None] * per + np.arange(per)).reshape(-1)
+    def _pages(self, request_id: str) -> Ids:
+        """Return a request's pages."""
+        return pages_of(self._blocks(request_id), self.head_pages.block_pages)
 
     def select_rows(
         self,
@@ -230,7 +229,7 @@ class CompressionWorker:
 
     def _scorer(self, rereads: RereadRows) -> ContextScorer:
         if rereads.request_id not in self._scorers:
-            pages = self._pages(self._blocks(rereads.request_id))
+            pages = self._pages(rereads.request_id)
             pages = pages[: rereads.tokens // self.head_pages.page_tokens]
             made = ContextScorer(
                 rereads, pages, self.head_pages, self._scale, self._rope, self._predictor

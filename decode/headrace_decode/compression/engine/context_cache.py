@@ -1,13 +1,13 @@
 """Index of the retained KV in an engine's cache that a later prompt can continue from.
 
 Whenever an incrementally compressed context drops KV, the retained KV stands for all of its tokens
-so far. It is remembered under the hash of the last block of these tokens, which covers all blocks
+so far. It is indexed under the hash of the last block of these tokens, which covers all blocks
 before, the share and the tenant (vLLM's prefix hashes, with the cache salt). A later prompt that
 begins with the same tokens continues from there: a conversation's next turn, or another question
 about the same text.
 
 No memory is reserved for it: its blocks may be free. When other requests take any of them, the
-entry is forgotten.
+entry is evicted.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ContextCache:
     """Retained KV in an engine's cache, by hash of its context.
 
     Args:
-        is_there: (number, held) -> whether the blocks still hold it.
+        has_slots: (number, held) -> whether the blocks still hold it.
     """
 
     def __init__(self, has_slots: Callable[[int, int], bool]) -> None:
-        self._is_there = has_slots
+        self._has_slots = has_slots
         self._kept: dict[bytes, CachedContext] = {}
         self._numbers = 0
 
@@ -58,7 +58,7 @@ class ContextCache:
     def add(self, key: bytes, held: int) -> CachedContext | None:
         """Add KV that is kept in `held` blocks. Return None if this hash has an entry whose
         blocks are still there."""
-        if key in self._kept and self._is_there(*self._kept[key]):
+        if key in self._kept and self._has_slots(*self._kept[key]):
             return None
         self._numbers += 1
         self._kept[key] = CachedContext(self._numbers, held)
@@ -73,7 +73,7 @@ class ContextCache:
         """
         for blocks in range(min(most, len(hashes)), min_blocks(hashes) - 1, -1):
             kept = self._kept.get(hashes[blocks - 1])
-            if kept is not None and self._is_there(*kept):
+            if kept is not None and self._has_slots(*kept):
                 return blocks, kept
         return None
 
@@ -89,7 +89,7 @@ class ContextCache:
         gone = {
             key: kept.number
             for key, kept in self._kept.items()
-            if kept.number in numbers or not self._is_there(*kept)
+            if kept.number in numbers or not self._has_slots(*kept)
         }
         for key in gone:
             del self._kept[key]

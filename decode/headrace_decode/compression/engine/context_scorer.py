@@ -58,7 +58,7 @@ class ContextScorer:
     keys later, a layer at a time.
 
     Args:
-        again: rows of any request that reads it.
+        rereads: rows of any request that reads it.
         pages: int64 [n], pages of the context.
         head_pages: head pages of the cache. scale: scale of the logits. rope: the model's rotary
             embedding.
@@ -80,13 +80,8 @@ class ContextScorer:
                 for _ in head_pages.layers
             ]
 
-        self._pages, self._head_pages, self._rope, self._predictor = (
-            pages,
-            head_pages,
-            rope,
-            predictor,
-        )
-        self._scale = scale
+        self._pages, self._head_pages = pages, head_pages
+        self._scale, self._rope, self._predictor = scale, rope, predictor
         self._repeating, self._earlier = of_layers(), of_layers()
         self._predicted: dict[int, Tensor] = {}
         self._came: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in head_pages.layers]
@@ -172,10 +167,10 @@ class ContextScorer:
 
 @dataclass(frozen=True)
 class ScoringRow:
-    """Rows of a step whose queries count for a reading.
+    """Rows of a step whose queries score a context's keys.
 
     Attributes:
-        reading: the reading.
+        scorer: the scorer of the context.
         earlier, repeating: slices of the step's tokens; may be empty.
         turn: as for `ContextScorer.add_queries`, for the rows of `earlier`.
     """

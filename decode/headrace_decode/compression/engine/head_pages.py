@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_decode.attention.cpu_cache import Ids, LayerCache
+from headrace_decode.attention.cpu_cache import Ids, LayerCache, pages_of
 
 
 class HeadPages:
@@ -57,8 +57,7 @@ class HeadPages:
 
     def of_blocks(self, blocks: Sequence[int]) -> Ids:
         """Return all head pages of blocks of the scheduler: int64 [n]."""
-        per = np.arange(self.block_pages)
-        pages = (np.asarray(blocks, np.int64)[:, None] * self.block_pages + per).reshape(-1)
+        pages = pages_of(blocks, self.block_pages)
         layers = range(len(self.layers))
         return np.concatenate([self.number(layer, pages).reshape(-1) for layer in layers])
 

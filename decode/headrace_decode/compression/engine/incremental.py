@@ -65,13 +65,8 @@ class IncrementalCompression:
         predictor: ImportancePredictor,
         held: RetainedContext | None = None,
     ) -> None:
-        self._head_pages, self._scale, self._rope, self._predictor = (
-            head_pages,
-            scale,
-            rope,
-            predictor,
-        )
-        self.held = held
+        self._head_pages, self._scale = head_pages, scale
+        self._rope, self._predictor, self.held = rope, predictor, held
         self._came: list[Tensor] = [torch.empty(0)] * len(head_pages.layers)
 
     @property

@@ -1,8 +1,8 @@
 """Decides which requests of a scheduler stream, when each chooses the KV to keep, and which KV each
 begins with.
 
-In an engine with a predictor, a compressed request streams (`job.IncrementalJob`) if the settings
-say that all do, or if its context and answer are longer than the cache. It begins with the KV that
+In an engine with a predictor, a compressed request streams (`IncrementalJob`) if the settings say
+that all do, or if its context and answer are longer than the cache. It begins with the KV that
 an earlier request kept of the same first tokens, if that is still in the cache (`context_cache`) or
 in the node's store (`stored_context_loader`). vLLM then treats it like a request whose first tokens
 came from elsewhere.
@@ -26,6 +26,7 @@ from headrace_decode.compression.engine.stored_context import RetainedLayout, St
 from headrace_decode.compression.engine.stored_context_loader import StoredContextLoader
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
 from headrace_engine.connector.connector import HeadraceConnector
+from headrace_engine.vllm.private_blocks import stop_naming
 from headrace_engine.vllm.scheduling import RequestStatus
 
 BEGINS = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
@@ -99,7 +100,7 @@ class IncrementalScheduler:
         # The retained KV depends on the share, and vLLM's hashes do not.
         share = b"%r|" % keep_ratio_in(request.sampling_params, COMPRESSION)
         self._hashes[name] = [sha256(share + bytes(h)).digest() for h in request.block_hashes]
-        request.block_hashes, request._block_hasher = [], None
+        stop_naming(request)
         return True
 
     def _description_blocks(self, stream: IncrementalJob) -> int:
@@ -110,10 +111,8 @@ class IncrementalScheduler:
         return stream.window(self._scheduler._step_tokens) + self._description_blocks(stream)
 
     def _stream(self, request: Any) -> IncrementalJob | None:
-        share, block_tokens = (
-            keep_ratio_in(request.sampling_params, COMPRESSION),
-            self._manager.block_size,
-        )
+        share = keep_ratio_in(request.sampling_params, COMPRESSION)
+        block_tokens = self._manager.block_size
         if share is None or request.prompt_token_ids is None:
             return None
         scheduler, usable = self._scheduler, self._manager.block_pool.num_gpu_blocks - 1
@@ -185,7 +184,7 @@ class IncrementalScheduler:
         for request in itertools.islice(scheduler.waiting, min(room, MAX_CONSIDERED)):
             name = request.request_id
             window = self._manager.windows.get(name)
-            free -= scheduler._least_blocks(request, usable) if window is None else window
+            free -= scheduler._min_blocks(request, usable) if window is None else window
             if free < 0:
                 return  # an earlier request may need the free blocks that this one would begin with
             if window is None or request.num_computed_tokens or request.status not in BEGINS:

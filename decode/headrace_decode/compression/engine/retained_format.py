@@ -1,9 +1,9 @@
 """Bytes that describe the blocks of retained KV: which head has which head pages, and the
 predictor's scores.
 
-    int32 [layers, kv_heads]              number of head pages of each head (`RetainedPages.counts`)
-    fp32 [head pages, page_tokens]             the predictor's scores of their tokens
-    (`RetainedContext.predicted`)
+    int32 [layers, kv_heads]          number of head pages of each head (`RetainedPages.counts`)
+    fp32 [head pages, page_tokens]    the predictor's scores of their tokens
+                                      (`RetainedContext.predicted`)
 
 Head pages are in the order of `RetainedPages.of`, so nothing else is needed.
 """

@@ -2,9 +2,9 @@
 
 The scheduler adds internal requests that read a context again. vLLM schedules these like any
 prompt. They go before waiting requests, since they lead to free memory. While no other request
-waits, they run in small chunks (`pace`), so that answers continue. Their output is not used.
+waits, they run in small chunks (`reread_rate`), so that answers continue. Their output is not used.
 
-In engines with a predictor, requests may stream instead (`streams`).
+In engines with a predictor, requests may stream instead (`incremental_scheduler`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _CompressionMixin:
             self._start_job(request)
 
     def _stays(self, request: Any) -> bool:
-        """Implement `_Offloads._stays`: an incremental request is not offloaded."""
+        """Implement `_OffloadingMixin._stays`: an incremental request is not offloaded."""
         return self._incremental is not None and request.request_id in self._incremental
 
     def _start_job(self, request: Any) -> None:
@@ -98,8 +98,8 @@ class _CompressionMixin:
         if self._incremental is not None:
             self._incremental.before_schedule(metadata)
         job = self._advance(metadata)
-        scorer = job is not None and job.reader in self.requests  # type: ignore[attr-defined]
-        paced = scorer and not self._others_wait()
+        is_reading = job is not None and job.reader in self.requests  # type: ignore[attr-defined]
+        paced = is_reading and not self._others_wait()
         if paced:
             self.scheduler_config.long_prefill_token_threshold = self._reread_rate.rows
         try:
@@ -113,7 +113,7 @@ class _CompressionMixin:
             metadata.fits[job.request_id] = FitWork(job.kept, job.fit(rows))
         elif job is not None:
             rows = output.num_scheduled_tokens.get(job.reader, 0)
-            metadata.layers = job.score(rows or self._reread_rate.rows, scorer)
+            metadata.layers = job.score(rows or self._reread_rate.rows, is_reading)
             if paced and rows == self._reread_rate.rows:
                 setattr(output, PACED, (self._alone_s(output), self._clock()))  # type: ignore[attr-defined]
         setattr(output, COMPRESSION_METADATA, metadata)
@@ -156,7 +156,7 @@ class _CompressionMixin:
         return found
 
     def _attended(self, request: Any) -> int:
-        """Implement `_Offloads._attended`, without the tokens that the request dropped."""
+        """Implement `_OffloadingMixin._attended`, without the tokens that the request dropped."""
         name, tokens = request.request_id, int(request.num_computed_tokens)
         if self._incremental is not None:
             tokens -= self._incremental.dropped_tokens(name)

@@ -22,8 +22,8 @@ class CompressionSettings:
         mode: one of `techniques.MODES`.
         share: share of a context's KV that is kept if the request names none.
         calibration: file of the model's predictor; None: contexts are read again.
-        stream: whether all compressed contexts are streamed (`job.Stream`), not only those longer
-            than the cache. Needs a predictor.
+        stream: whether all compressed contexts are streamed (`IncrementalJob`), not only those
+            longer than the cache. Needs a predictor.
     """
 
     mode: str = "request"
@@ -42,5 +42,7 @@ def settings_of(additional_config: Any) -> CompressionSettings | None:
     Raises:
         TypeError: a field is unknown.
     """
-    told = additional_config.get(BOUNDED_KEY) if isinstance(additional_config, Mapping) else None
-    return CompressionSettings(**told) if told else None
+    settings = (
+        additional_config.get(BOUNDED_KEY) if isinstance(additional_config, Mapping) else None
+    )
+    return CompressionSettings(**settings) if settings else None

@@ -2,7 +2,7 @@
 there. Another engine continues from this KV, or the same engine after its cache lost it.
 
 The retained KV is some of the scheduler's blocks, preceded by blocks that describe them
-(`description`). The store has all of these as plain blocks. Their names look like block hashes.
+(`retained_format`). The store has all of these as plain blocks. Their names look like block hashes.
 They are made from vLLM's hash of the context's last block, which covers all of its tokens, the
 share and the tenant:
 
@@ -60,8 +60,8 @@ def block_names(context: bytes, predictor: bytes, count: int) -> list[bytes]:
 
 
 def _name(context: bytes, predictor: bytes, number: int, last: bool) -> bytes:
-    told = b"%s|%d|%d|" % (VERSION, number, last)
-    return sha256(told + predictor + context).digest()[: len(context)]
+    label = b"%s|%d|%d|" % (VERSION, number, last)
+    return sha256(label + predictor + context).digest()[: len(context)]
 
 
 def find_stored(

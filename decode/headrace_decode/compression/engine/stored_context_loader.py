@@ -1,5 +1,5 @@
 """Loads retained KV from the node's store for incremental requests, and saves theirs to it
-(`stored`).
+(`stored_context`).
 
 A waiting request is given blocks. It keeps waiting, as vLLM has requests wait for KV from
 elsewhere, until the store's connector has filled them. If a block cannot be loaded, or if the

@@ -1,1 +1,1 @@
-"""Sparse attention at decode inside a vLLM engine on a CPU (docs/sparse.md)."""
+"""Sparse attention at decode inside a vLLM engine (docs/sparse.md)."""

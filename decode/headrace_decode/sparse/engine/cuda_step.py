@@ -1,6 +1,6 @@
 """A step's sparse rows on a device, and the pages whose summaries it makes.
 
-The host decides by counts which rows are sparse (`engine.rows`). Block tables stay on the device.
+The host decides by counts which rows are sparse (`sparse_rows`). Block tables stay on the device.
 Only a few numbers for each row are copied there, once a step. Nothing is read back.
 
 Triton compiles a kernel again for numbers and addresses that are not multiples of 16. Sizes and
@@ -43,7 +43,7 @@ class DuePages:
         self.pages: list[int] = []
 
     def refresh(self, row: int, first: int, last: int, budget: int) -> tuple[int, int]:
-        """Add pages, as a `rows.BringUp`. A page costs 1, for all layers together."""
+        """Add pages, as a `RefreshSummaries`. A page costs 1, for all layers together."""
         last = min(last, first + budget)
         self.rows += [row] * (last - first)
         self.pages += range(first, last)

@@ -17,7 +17,7 @@ from headrace_decode.attention.batch import BatchRow
 from headrace_decode.attention.page_counts import selected_page_count
 
 STEP_WORK = 256
-"""Budget of `Book.refresh` in a step: 10 ms at pages of 32 tokens, 3 KV heads of 64."""
+"""Budget of `PageSummaryTable.refresh` in a step: 10 ms at pages of 32 tokens, 3 KV heads of 64."""
 READY_STEPS = 32
 """Maximum number of steps in which all pages of a request get their summaries, however many it has.
 Such a step takes less than twice as long as a dense one: at 32,768 tokens and 3 KV heads of 64, a
@@ -107,7 +107,7 @@ class SparseRows:
             rows: the batch.
             queries: int [rows], number of tokens that each row computes.
             kv_tokens: int [rows], tokens of each row's KV after the step.
-            bring_up: makes the summaries.
+            refresh: makes the summaries.
         """
         wanting: list[tuple[int, int, int]] = []
         for number, row in enumerate(rows):

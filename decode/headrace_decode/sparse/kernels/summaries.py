@@ -1,4 +1,4 @@
-"""Summaries of all pages of a layer on a device, in the bytes that `sparse.layout` describes.
+"""Summaries of all pages of a layer on a device, in the bytes that `summary_layout` describes.
 
 A page's summary is made again only if the sum of its keys' bytes differs from the sum that it was
 made from. A caller may therefore name pages repeatedly, and writers of KV need not report a write.

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_decode.attention.cpu_cache import Ids, LayerCache
+from headrace_decode.attention.cpu_cache import Ids, LayerCache, pages_of
 from headrace_decode.sparse.summary_layout import jit
 
 Words = NDArray[np.int64]
@@ -49,19 +49,18 @@ class HostPool:
     def nbytes(self) -> int:
         return sum(layer.cache.numel() * layer.cache.element_size() for layer in self.layers)
 
-    def take(self, blocks: int) -> Ids:
-        """Take so many free blocks; return their pages, int64 [blocks * block_pages].
+    def allocate(self, blocks: int) -> Ids:
+        """Allocate so many free blocks; return their pages, int64 [blocks * block_pages].
 
         Raises:
             MemoryError: fewer blocks are free.
         """
         if blocks > len(self._free):
             raise MemoryError(f"{blocks} blocks of host memory, and {len(self._free)} are free")
-        taken = np.array([self._free.pop() for _ in range(blocks)], np.int64)
-        return (taken[:, None] * self.block_pages + np.arange(self.block_pages)).reshape(-1)
+        return pages_of([self._free.pop() for _ in range(blocks)], self.block_pages)
 
-    def give_back(self, pages: Ids) -> None:
-        """Give back pages that `take` returned."""
+    def free(self, pages: Ids) -> None:
+        """Free pages that `allocate` returned."""
         self._free += (pages[:: self.block_pages] // self.block_pages).tolist()
 
 

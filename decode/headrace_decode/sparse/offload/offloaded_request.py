@@ -5,8 +5,8 @@
     pages [copied, n)       in the request's own blocks
 
 A block is copied at the end of the step that fills it. The scheduler takes blocks back in the next
-step at the earliest, and never the last full one (`offload.ledger`). The last full block therefore
-counts as in the cache.
+step at the earliest, and never the last full one (`attention.offload.ledger`). The last full block
+therefore counts as in the cache.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.attention.cpu_cache import LayerCache
+from headrace_decode.attention.cpu_cache import Ids, LayerCache, pages_of
 from headrace_decode.attention.page_counts import SINKS
 from headrace_decode.sparse.engine.page_summary_table import PageSummaryTable
-from headrace_decode.sparse.offload.host_pool import HostPool, Ids, copy_rows, words
+from headrace_decode.sparse.offload.host_pool import HostPool, copy_rows, words
 from headrace_decode.sparse.offload.working_set import Moves, WorkingSet
 
 
@@ -30,7 +30,7 @@ class TieredCache:
         layers: layers of the cache. host: host memory.
         summary_table: summaries, with room for the pages of both: host page `u` is `first_host +
             u`.
-        most_pages: maximum pages of a request.
+        max_pages: maximum pages of a request.
     """
 
     def __init__(
@@ -93,9 +93,7 @@ class OffloadedRequest:
         self._memory = memory
         self.pages: Ids = np.empty(0, np.int64)
         self.summarised = 0
-        per = memory.host.block_pages
-        blocks = np.asarray(slots, np.int64)
-        self._slots = (blocks[:, None] * per + np.arange(per)).reshape(-1)
+        self._slots = pages_of(slots, memory.host.block_pages)
         shape = len(memory.layers), memory.kv_heads, len(self._slots), memory.max_pages
         self._working = WorkingSet(*shape, SINKS) if len(self._slots) else None
         self.seen = False
@@ -130,14 +128,13 @@ class OffloadedRequest:
         per, page_tokens = memory.host.block_pages, memory.layers[0].page_tokens
         have, full = self.copied // per, tokens // (per * page_tokens)
         if full < have:  # KV that could not be loaded is computed again
-            memory.host.give_back(self.pages[full * per :])
+            memory.host.free(self.pages[full * per :])
             self.pages = self.pages[: full * per]
             self.summarised = min(self.summarised, self.copied)
             self._lose(self.copied)
         elif full > have:
-            mine = memory.host.take(full - have)
-            there = np.asarray(blocks[have:full], np.int64)
-            pages = (there[:, None] * per + np.arange(per)).reshape(-1)
+            mine = memory.host.allocate(full - have)
+            pages = pages_of(blocks[have:full], per)
             memory.save(pages, mine)
             if self._working is not None and self.summarised == self.copied:
                 self.summarised += memory.summary_table.copy(pages, memory.first_host + mine)
@@ -152,7 +149,7 @@ class OffloadedRequest:
             heads, slots = np.nonzero(inside >= first)
             pages = inside[heads, slots]
             moves = (part.astype(np.int32) for part in (heads, pages, slots))
-            self._working.forget(layer, Moves(*moves))
+            self._working.undo(layer, Moves(*moves))
 
     def summarise(self, most: int) -> int:
         """Make at most so many summaries, each of a page in all layers; return their number."""
@@ -183,7 +180,7 @@ class OffloadedRequest:
         self.asked += int(left.sum())
         missed = int((left & (self._working.slots_of(layer, chosen) < 0)).sum())
         self.missed += missed
-        self._working.see(layer, scores[:, :gone])
+        self._working.record_scores(layer, scores[:, :gone])
         if self._working.has_room(layer):
             self.cold += missed
             self._fetch(layer, self._working.ahead(layer, gone, self.slots))
@@ -207,5 +204,5 @@ class OffloadedRequest:
 
     def end(self) -> None:
         """Give host memory back."""
-        self._memory.host.give_back(self.pages)
+        self._memory.host.free(self.pages)
         self.pages = np.empty(0, np.int64)

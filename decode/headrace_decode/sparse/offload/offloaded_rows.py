@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.attention.batch import BatchRow
+from headrace_decode.attention.cpu_cache import Ids, Kernel
 from headrace_decode.attention.page_counts import RECENT, SINKS
 from headrace_decode.sparse.engine.sparse_rows import STEP_WORK, min_pages, plan_of
-from headrace_decode.sparse.offload.offloaded_request import Ids, OffloadedRequest, TieredCache
+from headrace_decode.sparse.offload.offloaded_request import OffloadedRequest, TieredCache
 from headrace_decode.sparse.page_scores import score_pages
 from headrace_decode.sparse.page_selection import select_pages
 
@@ -83,7 +84,7 @@ class StagedStep:
         rows: at least one.
         memory: memory with the buffer.
         schedule: (starts, lengths) -> the kernel's schedule of these requests.
-        kernel: an `cpu_cache.Kernel`.
+        kernel: a `Kernel`.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class StagedStep:
         rows: Sequence[StagedRow],
         memory: TieredCache,
         schedule: Callable[[Tensor, Tensor], Any],
-        kernel: Callable[..., None],
+        kernel: Kernel,
     ) -> None:
         self.rows, self._memory, self._kernel = rows, memory, kernel
         self._calls = []

@@ -74,7 +74,7 @@ class WorkingSet:
         """Return whether a slot is empty."""
         return bool((self._page_in[layer] < 0).any())
 
-    def see(self, layer: int, scores: NDArray[np.float32]) -> None:
+    def record_scores(self, layer: int, scores: NDArray[np.float32]) -> None:
         """Update the worth of pages with a step's scores: float32 [kv_heads, n] of the first n."""
         worth = self._worth[layer, :, self._sinks : scores.shape[1]]
         np.maximum(scores[:, self._sinks :], worth * np.float32(FADING), out=worth)
@@ -111,7 +111,7 @@ class WorkingSet:
         count = _ahead(self._slot_of[layer], self._page_in[layer], best, n, most, moved)
         return Moves(*moved[:, :count])
 
-    def forget(self, layer: int, moves: Moves) -> None:
+    def undo(self, layer: int, moves: Moves) -> None:
         """Undo moves: their slots are empty."""
         self._slot_of[layer, moves.heads, moves.pages] = -1
         self._page_in[layer, moves.heads, moves.slots] = -1

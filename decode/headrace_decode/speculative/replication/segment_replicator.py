@@ -45,7 +45,7 @@ class SegmentReplicator:
         self._writer = log.memory.replica.to_bytes(8, "little")
         self._generation = ""
         self._read_position = self._head = 0
-        self._notes = 0
+        self._posted = 0
         self._unconfirmed: tuple[PartitionKey, bytes] | None = None
         """A batch that the node has not confirmed."""
         self._state = "not started"
@@ -75,7 +75,7 @@ class SegmentReplicator:
             posted, applied: number of batches; `..._bytes`: their bytes.
             records: number of new records in the applied batches.
             damaged, failed: batches with a wrong checksum, and exchanges with another error.
-            lost_node: how often the node stopped to answer.
+            lost_node: how often the node stopped answering.
             incompatible: refused records of another model or tokenizer.
             pending, unread: number of entries to post, and of log positions to read.
             max_lock_s: longest time for which the memory's lock was held.
@@ -128,14 +128,12 @@ class SegmentReplicator:
             if self._unconfirmed is None:
                 return
             key, data = self._unconfirmed
-            note = GossipEntry(self._writer, _partition_id(key), self._notes + 1, data)
-            if (
-                self._send_request(AppendEntry(self._generation, note)).generation
-                != self._generation
-            ):
+            entry = GossipEntry(self._writer, _partition_id(key), self._posted + 1, data)
+            reply = self._send_request(AppendEntry(self._generation, entry))
+            if reply.generation != self._generation:
                 return  # the node restarted: the next exchange starts over
             self._unconfirmed = None
-            self._notes += 1
+            self._posted += 1
             self._counts["posted"] += 1
             self._counts["posted_bytes"] += len(data)
             left -= len(data)
@@ -146,10 +144,10 @@ class SegmentReplicator:
         if reply.generation != self._generation:  # another log, which has nothing of this replica
             self._generation, self._unconfirmed = reply.generation, None
             self.log.requeue_all()
-        for note in reply.entries:
-            name = f"note of {note.writer.hex()} up to {note.last}"
+        for entry in reply.entries:
+            name = f"entry of {entry.writer.hex()} up to {entry.last}"
             try:
-                self._counts["records"] += self.log.apply(note.data, name)
+                self._counts["records"] += self.log.apply(entry.data, name)
                 self._counts["applied"] += 1
             except CorruptBatchError as error:
                 self._counts["damaged"] += 1
@@ -159,7 +157,7 @@ class SegmentReplicator:
                 logger.exception(
                     "%s could not be applied; replication continues with the next one", name
                 )
-            self._counts["applied_bytes"] += len(note.data)
+            self._counts["applied_bytes"] += len(entry.data)
         self._read_position, self._head = reply.after, reply.head
 
     def _send_request(self, request: AppendEntry | ReadEntries) -> EntryPage:

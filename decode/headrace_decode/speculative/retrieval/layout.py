@@ -64,7 +64,7 @@ HEADER_DTYPE = np.dtype(
         ("generation", "u4"),  # incremented for each segment that the row holds
         ("version", "u4"),
         ("corpus", "u2"),  # interned; 0: of no corpus, then the version has no meaning
-        ("source", "u1"),  # draft.Source
+        ("source", "u1"),  # `DraftSource`
         ("foreign", "u1"),  # came from another replica
     ],
     align=True,

@@ -393,10 +393,8 @@ def _table_bits(tokens: int) -> tuple[int, int]:
 
 def _max_tokens_in(words: int) -> int:
     """Return the maximum number of tokens that a stored ring in so many arena words holds."""
-    low, high = (
-        MIN_PARTITION_TOKENS // 64,
-        max(words // (1 + LENGTHS) // 64, MIN_PARTITION_TOKENS // 64),
-    )
+    low = MIN_PARTITION_TOKENS // 64
+    high = max(words // (1 + LENGTHS) // 64, low)
     while low < high:
         middle = (low + high + 1) // 2
         if _partition_words(64 * middle, is_stored=True) <= words:

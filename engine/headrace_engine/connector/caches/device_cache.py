@@ -1,9 +1,9 @@
 """An engine's KV cache in device memory: blocks go straight between it and payloads in host memory.
 
 A layer of some blocks crosses the bus in one batch of copies. On the device one kernel then puts it
-where the engine keeps it and sums its parts (`device.kernels`), or sums and decodes it. The host
-touches no byte. Saves go the other way. Loads and saves have a stream each. A load begins after
-everything that the computing thread had queued when the step began (`fence`).
+where the engine keeps it and sums its parts (`device.checksum_kernels`), or sums and decodes it.
+The host touches no byte. Saves go the other way. Loads and saves have a stream each. A load begins
+after everything that the computing thread had queued when the step began (`fence`).
 
 On CPU tensors, in Triton's interpreter, the results equal those of `EngineCache` and
 `QuantizedCache`, byte for byte.

@@ -36,7 +36,7 @@ def layer_shape(spec: Any, device: str) -> LayerShape:
 
     Args:
         spec: vLLM's AttentionSpec.
-        device: as `identity.device_identity` names it.
+        device: as `engine_identity.device_identity` names it.
 
     Raises:
         ValueError: the order of the cache on this device is not known here.

@@ -1,6 +1,6 @@
 """Loads of KV blocks straight from the NVMe tier's files, a layer at a time.
 
-A layer of all blocks is read with O_DIRECT into landing memory (`ways`), then moved into the
+A layer of all blocks is read with O_DIRECT into landing memory (`read_paths`), then moved into the
 engine's cache and summed on the way. So each byte is touched twice and no other process handles it.
 There is room for `depth` layers; the pipeline asks for layer l + depth once layer l is in place.
 

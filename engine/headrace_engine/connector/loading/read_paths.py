@@ -218,9 +218,8 @@ class PathBenchmark:
         if min(len(self.host_s), len(self.direct_s)) < MIN_TURNS:
             turns = min(len(self.host_s), len(self.direct_s))
             return "host", f"{turns} turns in {TRIAL_S} s are too few to tell"
-        host, direct = (
-            self.bytes / statistics.median(each) / 1e9 for each in (self.host_s, self.direct_s)
-        )
+        host = self.bytes / statistics.median(self.host_s) / 1e9
+        direct = self.bytes / statistics.median(self.direct_s) / 1e9
         name: Name = "direct" if direct > host else "host"
         return name, f"{direct:.2f} GB/s directly, {host:.2f} GB/s through host memory"
 

@@ -1,6 +1,6 @@
 """vLLM's attention on CPUs: its backend, its kernel, and the layout of its KV cache.
 
-`tests/unit/test_contracts_sparse.py` and `test_contracts_fusion.py` pin what is used here.
+`tests/unit/test_contracts_sparse.py` and `test_contracts_cross_layer.py` pin what is used here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from headrace_engine.vllm.attention.layers import (
+    Attention,
     CommonAttentionMetadata,
     renumbered_metadata,
     unsupported_model,
@@ -172,6 +173,11 @@ def attend(
         kv_cache_dtype=impl.kv_cache_dtype,
     )
     return output
+
+
+def kv_scales(keys: Attention, values: Attention) -> tuple[float, float]:
+    """Return the scale of quantised K of one layer, and that of V of another."""
+    return keys._k_scale_float, values._v_scale_float
 
 
 def split_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

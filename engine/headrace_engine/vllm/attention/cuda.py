@@ -1,6 +1,7 @@
 """vLLM's Triton attention on GPUs: its backend and its kernel.
 
-`tests/unit/test_contracts_sparse_device.py` and `test_contracts_fusion.py` pin what is used here.
+`tests/unit/test_contracts_sparse_device.py` and `test_contracts_cross_layer.py` pin what is used
+here.
 """
 
 from __future__ import annotations

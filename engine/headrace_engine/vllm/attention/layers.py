@@ -1,6 +1,6 @@
 """vLLM's attention layers on any device, and the reasons why an engine's attention is not plain.
 
-`tests/unit/test_contracts_sparse.py` and `test_contracts_fusion.py` pin what is used here.
+`tests/unit/test_contracts_sparse.py` and `test_contracts_cross_layer.py` pin what is used here.
 """
 
 from __future__ import annotations

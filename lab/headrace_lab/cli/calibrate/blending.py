@@ -1,4 +1,4 @@
-"""`headrace lab calibrate blending`: the budget of reuse that meets a target error, for one model.
+"""`headrace lab calibrate blending`: the recompute ratio that meets a target error, for one model.
 
 The model is computed in plain torch, outside of any engine, on prompts of several documents, most
 of which were seen elsewhere before. Documents are the user's own texts, or those of installed
@@ -23,7 +23,7 @@ from headrace_lab.cli.calibrate.texts import files_of
 MARK = "\x00here\x00"
 
 
-def reuse(
+def calibrate(
     name: str | None,
     *,
     texts: Path | None,
@@ -68,7 +68,7 @@ def reuse(
     if wanted is None:
         raise CliError(
             f"no budget up to {max(curve.scores):.2f} keeps to a KL of {target_kl:g}; allow more "
-            "error, or leave reuse off"
+            "error, or leave blending off"
         )
     stdout().print(f"techniques.blending.recompute_ratio: {wanted:.2f}", markup=False)
 

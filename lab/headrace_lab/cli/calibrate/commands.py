@@ -42,7 +42,7 @@ def calibrate_blending(
     bytes of memory a parameter."""
     from headrace_lab.cli.calibrate import blending as command
 
-    command.reuse(
+    command.calibrate(
         model, texts=texts, prompts=prompts, tokens=tokens, target_kl=target_kl, output=output
     )
 
@@ -69,7 +69,7 @@ def calibrate_compression(
     from headrace_lab.cli.calibrate import compression as command
 
     _check_pages(page_tokens)
-    command.bounded(
+    command.calibrate(
         model,
         texts=texts,
         learn=learn,
@@ -103,7 +103,7 @@ def calibrate_sparse(
     from headrace_lab.cli.calibrate import sparse as command
 
     _check_pages(page_tokens)
-    command.sparse(
+    command.calibrate(
         model,
         texts=texts,
         learn=learn,

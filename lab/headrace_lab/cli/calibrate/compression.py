@@ -1,5 +1,5 @@
-"""`headrace lab calibrate compression`: the predictor of a model, and the error of bounded contexts
-with it.
+"""`headrace lab calibrate compression`: the predictor of a model, and the error of compressed
+contexts with it.
 
 The predictor learns from some texts, which are read again. The error of each share is measured on
 other texts, with the scores and pages that an engine uses.
@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.cli.console import CliError, stdout
-from headrace_lab.cli.calibrate.file import Asked, means
+from headrace_lab.cli.calibrate.file import CalibrationInputs, means
 
 
-def bounded(
+def calibrate(
     name: str | None,
     *,
     texts: Path | None,
@@ -36,7 +36,7 @@ def bounded(
     from headrace_lab.compression.learning import Samples
     from headrace_lab.compression.reading import Computed, divergences
 
-    asked = Asked.of(name, "compression", texts, learn + measure, tokens, output)
+    asked = CalibrationInputs.of(name, "compression", texts, learn + measure, tokens, output)
     lm, samples, scores = asked.lm, Samples(), []
     for number, text in enumerate(asked.texts[:learn], 1):
         context = Computed.of(lm, lm.rope, torch.tensor(text))

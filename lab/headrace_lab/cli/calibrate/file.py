@@ -1,5 +1,5 @@
-"""Common parts of commands that write a calibration file: check of the arguments before anything is
-computed, and print of the curve."""
+"""Common parts of commands that write a calibration file: they check the arguments before anything
+is computed, and print the curve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CalibrationInputs:
     """A model, the texts to calibrate it on, and the file to write.
 
     Attributes:
@@ -49,7 +49,7 @@ class Asked:
         count: int,
         tokens: int,
         output: Path | None,
-    ) -> Asked:
+    ) -> CalibrationInputs:
         """Read the model and the texts, and check that the file can be written.
 
         Args:

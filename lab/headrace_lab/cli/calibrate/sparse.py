@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.cli.console import CliError, stdout
-from headrace_lab.cli.calibrate.file import Asked, means
+from headrace_lab.cli.calibrate.file import CalibrationInputs, means
 
 
-def sparse(
+def calibrate(
     name: str | None,
     *,
     texts: Path | None,
@@ -30,9 +30,9 @@ def sparse(
             written, or no share meets the target.
     """
     from headrace_decode.sparse.engine.calibration import Calibration, write
-    from headrace_lab.sparse.calibrate import Learning, divergences, least_share
+    from headrace_lab.sparse.calibrate import Learning, divergences, min_share
 
-    asked = Asked.of(name, "sparse", texts, learn + measure, tokens, output)
+    asked = CalibrationInputs.of(name, "sparse", texts, learn + measure, tokens, output)
     learning, scores = Learning(asked.lm, page_tokens), []
     for number, text in enumerate(asked.texts[:learn], 1):
         learning.add(text)
@@ -42,7 +42,7 @@ def sparse(
         scores.append(divergences(asked.lm, text, bases, page_tokens))
         asked.done(number, "measured")
     kl = means(scores)
-    wanted = least_share(kl, target_kl)
+    wanted = min_share(kl, target_kl)
     if wanted is None:
         raise CliError(
             f"no share up to {max(kl):.2f} keeps to a KL of {target_kl:g}; allow more error, or "

@@ -102,7 +102,7 @@ def convert(
     command.convert(
         model,
         out,
-        command.Asked(
+        command.ConvertOptions(
             cast("ConvertKind", kind), perplexity, readers, distill, texts, fit, measure, tokens
         ),
     )

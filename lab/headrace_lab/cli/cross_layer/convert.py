@@ -26,7 +26,7 @@ BEYOND = 4
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConvertOptions:
     """The command's options."""
 
     kind: ConvertKind
@@ -50,7 +50,7 @@ class Job:
     distilling: Any
 
 
-def convert(name: str, out: Path, asked: Asked) -> None:
+def convert(name: str, out: Path, asked: ConvertOptions) -> None:
     """Convert, write the model and the report, and print the curve.
 
     Raises:
@@ -63,10 +63,10 @@ def convert(name: str, out: Path, asked: Asked) -> None:
 
     if asked.kind not in ("fused", "lite"):
         raise CliError(f"--kind is {asked.kind}: write fused or lite", 2)
-    tell = _clock()
+    print_timed = _clock()
     job = _prepare(name, asked)
-    tell(f"perplexity {job.truth.perplexity:.3f} as it is")
-    points = _curve(job, asked, tell)
+    print_timed(f"perplexity {job.truth.perplexity:.3f} as it is")
+    points = _curve(job, asked, print_timed)
     chosen = points[-1] if asked.readers else last_within(points, 1 + asked.perplexity)
     distilled = None
     if chosen is not None:
@@ -76,7 +76,7 @@ def convert(name: str, out: Path, asked: Asked) -> None:
 
             def report(step: int, loss: float) -> None:
                 if step % every == 0:
-                    tell(f"distilled on {step} texts: KL {loss:.4f}")
+                    print_timed(f"distilled on {step} texts: KL {loss:.4f}")
 
             distill(made, job.model, list(job.distilling), report)
             distilled = job.truth.error(made, first=min(chosen.cross_layer.readers))
@@ -154,7 +154,7 @@ def report_of(
     }
 
 
-def _prepare(name: str, asked: Asked) -> Job:
+def _prepare(name: str, asked: ConvertOptions) -> Job:
     """Read the model and cut the texts."""
     import torch
     from transformers import AutoTokenizer
@@ -186,12 +186,12 @@ def _prepare(name: str, asked: Asked) -> Job:
     return Job(folder, model, converter, Truth(model, measured), texts[asked.fit :])
 
 
-def _curve(job: Job, asked: Asked, tell: Callable[[str], None]) -> list[Point]:
+def _curve(job: Job, asked: ConvertOptions, print_timed: Callable[[str], None]) -> list[Point]:
     points: list[Point] = []
     most = asked.readers or job.converter.layers
     for point in job.converter.curve(asked.kind, job.truth, most):
         points.append(point)
-        tell(
+        print_timed(
             f"{len(points)} layers without KV: perplexity {point.error.perplexity:.3f} times, "
             f"KL {point.error.kl:.4f}"
         )
@@ -200,7 +200,7 @@ def _curve(job: Job, asked: Asked, tell: Callable[[str], None]) -> list[Point]:
     return points
 
 
-def _plot(points: Sequence[Point], asked: Asked, file: Path) -> None:
+def _plot(points: Sequence[Point], asked: ConvertOptions, file: Path) -> None:
     try:
         import matplotlib
     except ImportError:
@@ -224,7 +224,7 @@ def _plot(points: Sequence[Point], asked: Asked, file: Path) -> None:
 def _clock() -> Callable[[str], None]:
     begun = time.monotonic()
 
-    def tell(text: str) -> None:
+    def print_timed(text: str) -> None:
         stderr().print(f"{text}, {time.monotonic() - begun:.0f} s", markup=False)
 
-    return tell
+    return print_timed

@@ -89,7 +89,8 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     termination_log: Annotated[
-        Path, typer.Option(help="File that gets what is wrong, for the pod's status, if it exists.")
+        Path,
+        typer.Option(help="File for the problems, for the pod's status, if it exists."),
     ] = Path("/dev/termination-log"),
 ) -> None:
     """Check this machine, or with --cluster this pod, and print a remedy for each problem.

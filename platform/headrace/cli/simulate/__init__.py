@@ -37,7 +37,11 @@ def simulate(
     ] = 0.7,
     seconds: Annotated[
         float,
-        typer.Option(min=1, max=86400, help="How long requests come. The first 30 % fill caches."),
+        typer.Option(
+            min=1,
+            max=86400,
+            help="Seconds during which requests arrive. The first 30 % fill caches.",
+        ),
     ] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run.")] = 0,
     calibrate: Annotated[
@@ -54,14 +58,14 @@ def simulate(
         ),
     ] = None,
     ttft: Annotated[
-        float, typer.Option(min=0.001, help="Goodput: most seconds to the first token...")
+        float, typer.Option(min=0.001, help="Goodput: maximum seconds to the first token...")
     ] = 2.0,
     ttft_token_ms: Annotated[
-        float, typer.Option(min=0, help="... plus so many milliseconds a token of the prompt.")
+        float, typer.Option(min=0, help="... plus milliseconds for each token of the prompt.")
     ] = 0.1,
     itl_ms: Annotated[
         float,
-        typer.Option(min=0.001, help="Goodput: most milliseconds a token after it, on average"),
+        typer.Option(min=0.001, help="Goodput: maximum mean inter-token latency, in ms."),
     ] = 50.0,
     failures: Annotated[
         int, typer.Option(min=0, max=1000, help="Engines that fail, each for a minute.")

@@ -6,7 +6,7 @@ decode engine must have KV blocks for the request, and must keep its streams' IT
 more stream.
 
 If there are prefill engines, the wait at a decode engine includes the time that its streams would
-lose by the prompt, as in the price of a plan (`router.engines`).
+lose by the prompt, as in the price of a plan (`router.placement.pricing`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def compute_capacity(
         prompt_tokens: number of tokens to compute of a usual prompt.
         itl_s: the lowest ITL target of the streams; inf for none.
         sent: number of requests that were sent and that the view does not show yet.
-        stretch: factor by which prompts take longer than the view says.
+        prefill_safety_factor: factor by which prompts take longer than the view says.
     """
     engines = view.engines
     prefill, decode = engines["prefill"], engines["decode"]
@@ -135,7 +135,7 @@ def _streams(
 
 def _size_s(view: ClusterView, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the seconds of a step of each engine by its size alone, like
-    `router.engines.sized_step_s`, but without padding."""
+    `router.placement.pricing.sized_step_s`, but without padding."""
     at = np.clip(np.searchsorted(_KNOTS, sizes), 1, len(_KNOTS) - 1)
     low, high = _KNOTS[at - 1], _KNOTS[at]
     each = np.arange(len(sizes))

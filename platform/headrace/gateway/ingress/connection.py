@@ -22,7 +22,6 @@ may destroy the answer before the client has read it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,12 +33,13 @@ from headrace.gateway.asgi import (
     ABORT_EXTENSION,
     WRITE_EXTENSION,
     ASGIApp,
-    Message,
     Receive,
     Scope,
     Send,
 )
 from headrace.gateway.errors import ApiError
+from headrace.gateway.ingress.deadline_timer import DeadlineTimer
+from headrace.gateway.ingress.response_sender import ResponseSender
 
 HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
@@ -73,7 +73,7 @@ kind, each of which costs 25 microseconds and 3 KB until it is answered."""
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 """Headers of each answer, so that browsers do not guess its type and caches do not keep it."""
 
-_WITHOUT_BODY = frozenset({204, 304})
+_HEAD_TOO_LARGE = f"The request's head is larger than {MAX_HEAD_BYTES} bytes."
 
 
 class _RefusedError(ValueError):
@@ -108,11 +108,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = self._raw_bytes = self._body_bytes = self._barren_bytes = 0
         self._body_follows = self._framed_again = False
         self._pieces: list[bytes] = []  # pieces of the body since the parser was last fed
-        # The timer.
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0
-        self._until_s: float | None = None
-        self._late: Callable[[], None] = self._end
+        self._deadline = DeadlineTimer(self.loop)
 
     # Called by the event loop.
 
@@ -120,12 +116,10 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if self.client is not None and self.client[0].startswith(MAPPED):
             self.client = self.client[0].removeprefix(MAPPED), self.client[1]
-        self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+        self._deadline.set(HEAD_TIMEOUT_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._until_s = None
-        if self._timer is not None:
-            self._timer.cancel()
+        self._deadline.close()
         self._unparsed = b""
         self.pipeline.clear()
         active = self._active
@@ -238,7 +232,7 @@ class Connection(HttpToolsProtocol):
         extensions: Any = {WRITE_EXTENSION: self._write_at_once, ABORT_EXTENSION: self._hang_up}
         self.scope["extensions"] = extensions
         if self._active is None:
-            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+            self._deadline.set(HEAD_TIMEOUT_S, self._head_is_late)
 
     def on_url(self, url: bytes) -> None:
         if not self._framed_again:
@@ -305,7 +299,7 @@ class Connection(HttpToolsProtocol):
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, _: Send
     ) -> None:
         try:
-            await app(scope, receive, _Answer(self, cycle).send)
+            await app(scope, receive, ResponseSender(cycle, self.linger).send)
         finally:
             self.loop.call_soon(self._bound_closing)
 
@@ -386,7 +380,7 @@ class Connection(HttpToolsProtocol):
         self._lingers = True
         self._unparsed = b""
         self.flow.resume_reading()
-        self._arm(self._time_to_read(LINGER_S), self.transport.abort)
+        self._deadline.set(self._time_to_read(LINGER_S), self.transport.abort)
         if self.transport.can_write_eof():
             try:
                 self.transport.write_eof()
@@ -396,7 +390,7 @@ class Connection(HttpToolsProtocol):
     def _bound_closing(self) -> None:
         """Limit the time that a closing transport waits for the client to read all bytes."""
         if self.transport.is_closing() and not self._lingers:
-            self._arm(self._time_to_read(self._send_timeout_s), self.transport.abort)
+            self._deadline.set(self._time_to_read(self._send_timeout_s), self.transport.abort)
 
     def _time_to_read(self, least_s: float) -> float:
         return least_s + self.transport.get_write_buffer_size() / MIN_RATE
@@ -410,7 +404,7 @@ class Connection(HttpToolsProtocol):
 
     def _end(self) -> None:
         self.transport.close()
-        self._arm(GOODBYE_S, self.transport.abort)
+        self._deadline.set(GOODBYE_S, self.transport.abort)
 
     def _head_is_late(self) -> None:
         if self._in_head:
@@ -418,89 +412,15 @@ class Connection(HttpToolsProtocol):
         else:
             self._end()
 
-    # The timer.
-
     def _settle(self) -> None:
         """Set the timer for the state that the connection is in."""
         if self._lingers or self.transport.is_closing():
             return
         if self.flow.write_paused:
-            self._arm(self._time_to_read(self._send_timeout_s), self.transport.abort)
+            self._deadline.set(self._time_to_read(self._send_timeout_s), self.transport.abort)
         elif self._active is not None:
-            self._until_s = None
+            self._deadline.clear()
         elif self._in_head:
-            self._arm(HEAD_TIMEOUT_S, self._head_is_late)
+            self._deadline.set(HEAD_TIMEOUT_S, self._head_is_late)
         else:
-            self._arm(self.timeout_keep_alive, self._end)
-
-    def _arm(self, seconds: float, late: Callable[[], None]) -> None:
-        """Call `late` in `seconds`.
-
-        Each request calls this, so a time after that of the running timer needs no new timer.
-        """
-        self._until_s, self._late = self.loop.time() + seconds, late
-        if self._timer is None or self._timer_s > self._until_s:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._set_timer(self._until_s)
-
-    def _set_timer(self, at_s: float) -> None:
-        self._timer_s = at_s
-        self._timer = self.loop.call_at(at_s, self._time_is_up)
-
-    def _time_is_up(self) -> None:
-        self._timer = None
-        if self._until_s is None:
-            return
-        if self._until_s > self._timer_s:
-            self._set_timer(self._until_s)
-        else:
-            self._until_s = None
-            self._late()
-
-
-_HEAD_TOO_LARGE = f"The request's head is larger than {MAX_HEAD_BYTES} bytes."
-
-
-class _Answer:
-    """The answer to one request, sent by ASGI messages."""
-
-    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
-        self._connection, self._cycle = connection, cycle
-        self._is_early = False
-        self._ends_by_closing = False
-
-    async def send(self, message: Message) -> None:
-        """Send an ASGI message."""
-        cycle = self._cycle
-        if message["type"] == "http.response.start":
-            message = self._start(message)
-        elif self._ends_by_closing:
-            cycle.expected_content_length = len(message.get("body", b""))
-        more = message["type"] == "http.response.start" or message.get("more_body", False)
-        if more or not self._is_early or not cycle.more_body:
-            await cycle.send(message)  # type: ignore[arg-type]
-            return
-        cycle.keep_alive = True  # uvicorn would close at once
-        await cycle.send(message)  # type: ignore[arg-type]
-        self._connection.linger()
-
-    def _start(self, message: Message) -> Message:
-        """Return the head of the answer with the framing and the `connection` that the request asks
-        for."""
-        cycle = self._cycle
-        headers = list(message.get("headers", ()))
-        names = {name.lower() for name, _ in headers}
-        if cycle.more_body:
-            self._is_early = True
-            if b"connection" not in names:
-                headers.append((b"connection", b"close"))
-        if (
-            cycle.scope["http_version"] == "1.0"
-            and b"content-length" not in names
-            and cycle.scope["method"] != "HEAD"
-            and message["status"] not in _WITHOUT_BODY
-        ):
-            self._ends_by_closing = True
-            cycle.chunked_encoding = False
-        return {**message, "headers": headers}
+            self._deadline.set(self.timeout_keep_alive, self._end)

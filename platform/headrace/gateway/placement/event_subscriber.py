@@ -4,8 +4,7 @@ A replica's publisher (`headrace_engine.reporting.replica_publisher`) has two so
 batches of block events and reports; the other replays batches. A subscriber proves with the
 replica's token that it belongs to the app. It handles three kinds of messages:
 
-- Batches go to the `KvEventProcessor`, which detects missing ones. Missing batches are requested on
-the replay
+- Batches go to the `KvEventProcessor`, which detects missing ones. They are requested on the replay
   socket.
 - Reports go to `on_report`, one at a time. Of the reports that wait together, only the last counts.
 - An empty report is a heartbeat: the replica is alive and has nothing new.

@@ -196,7 +196,7 @@ class Placer:
         if answer.keys is None:
             return None
         stored = [AvailableRun(*run) for run in answer.stored]
-        if not {supply.medium for supply in stored} <= set(MEDIA):
+        if not {run.medium for run in stored} <= set(MEDIA):
             raise ValueError("stored: there is no such medium")
         return Prompt(
             np.frombuffer(base64.b64decode(answer.keys, validate=True), "<u8").astype(np.uint64),

@@ -52,10 +52,6 @@ class Relay:
         """Stop monitoring replicas."""
         await self._fetcher.monitor.aclose()
 
-    async def fetch(self, call: Call) -> Answer:
-        """Return an answer of a replica; the caller closes it. See `RetryingFetcher.fetch`."""
-        return await self._fetcher.fetch(call)
-
     async def run(self, call: Call, send: Send) -> None:
         """Get an answer and copy it to the client.
 

@@ -149,7 +149,7 @@ class StreamRelay:
         if again.reply.status != 200 or not again.has_resume_lines:
             again.close()
             raise errors.replica_lost(f"{_MIDWAY}another replica answered {again.reply.status}")
-        self._on_lost("taken_up")
+        self._on_lost("resumed")
         return again
 
 
@@ -214,10 +214,8 @@ class EventForwarder:
         call.last_events = events
 
     def _count_lines(self) -> None:
-        reservation, more_bytes = (
-            self._call.reservation,
-            self._journal.line_bytes - self._counted_bytes,
-        )
+        reservation = self._call.reservation
+        more_bytes = self._journal.line_bytes - self._counted_bytes
         if reservation is None or not reservation.keep(more_bytes):
             self._journal.stop("the gateway has no room to keep its lines")
         self._counted_bytes = self._journal.line_bytes

@@ -182,9 +182,9 @@ def alerts() -> list[Alert]:
             "10m",
         ),
         Alert(
-            "PrefillInDoubt",
+            "PrefillFailing",
             f"{q.most('ray_headrace_prefill_replicas_failing')} > 0",
-            "{{ $value }} prefill replicas are not asked, because they fail.",
+            "{{ $value }} prefill replicas get no requests, because they fail.",
             "5m",
         ),
         Alert(

@@ -155,8 +155,8 @@ def _placement() -> Board:
                 "s",
             ),
             Panel(
-                "Plans made again",
-                "How many gateways' plans had grown stale when the replica got them?",
+                "Replaced plans",
+                "How many gateways' plans were out of date when the replica got them?",
                 {"replaced": q.rate("ray_headrace_plans_replaced_total", WINDOW)},
                 "reqps",
             ),
@@ -387,8 +387,8 @@ def _failures() -> Board:
                 "reqps",
             ),
             Panel(
-                "Prefill replicas in doubt",
-                "How many breakers are open? Such replicas are not asked until a probe finds them.",
+                "Failing prefill replicas",
+                "How many circuit breakers are open? They close again when a probe passes.",
                 {"most, of a decode replica": q.most("ray_headrace_prefill_replicas_failing")},
             ),
             Panel(

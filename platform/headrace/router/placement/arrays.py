@@ -1,6 +1,9 @@
-"""Layout of placement's arrays: engines, the request, and each engine's costs."""
+"""Layout of placement's arrays: engines, the request, nodes' stores, and each engine's costs."""
+
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 NO_ROOM, SLOW_STEP, LATE = 1, 2, 4
 """Flags of the constraints that a choice breaks: KV headroom, ITL target, TTFT target."""
@@ -74,3 +77,16 @@ COST = np.dtype(
     align=True,
 )
 """One engine's part of every choice for one request."""
+
+
+class NodeStores(NamedTuple):
+    """The runs of a prompt that each node's store can supply, [nodes, runs], and load times."""
+
+    lengths: NDArray[np.int64]
+    """Tokens of each run; the runs follow each other from the prompt's beginning."""
+    waits: NDArray[np.float64]
+    """Predicted seconds until each run is in a medium from which it can be loaded."""
+    media: NDArray[np.int64]
+    """Indices in `headrace_kvstore.lookup.availability.MEDIA`."""
+    loads: NDArray[np.float64]
+    """(fixed_s, byte_s) of each node's media, [nodes, media, 2]."""

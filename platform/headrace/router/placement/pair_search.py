@@ -1,6 +1,6 @@
 """Search for the cheapest pairs of a prefill and a decode engine, without pricing all pairs.
 
-A pair costs (`router.pricing`)
+A pair costs (`placement.pricing`)
 
     max(A_p + handoff_d + X(p, d), Q_d) + last_d + rest_d + behind_p + slowed(p, d)
 
@@ -230,10 +230,7 @@ def _detail(
     curves: Any,
     padded: Any,
     held: Any,
-    lengths: Any,
-    waits: Any,
-    media: Any,
-    loads: Any,
+    stores: Any,
     fits: Any,
     found: Any,
     out: Any,
@@ -246,10 +243,7 @@ def _detail(
         if engines[i].prefill and engines[i].node == node:
             busy_s = max(busy_s, wait_s(engines[i], ask.now_s))
     cached = held_tokens(ask, engine.hbm, held)
-    loaded = prefill_cost(
-        *(ask, engine, curves, padded, d, cached),
-        *(lengths, waits, media, loads),
-    )
+    loaded = prefill_cost(ask, engine, curves, padded, d, cached, stores)
     queue = wait_s(engine, ask.now_s)
     pull, compute, load, stall, behind, last, more, last_behind = local_parts(
         ask, engine, curves, padded, d, loaded, busy_s
@@ -262,10 +256,7 @@ def _detail(
     else:
         other, where = engines[p], engines[p].node
         out[CACHED] = held_tokens(ask, other.hbm, held)
-        loaded = prefill_cost(
-            *(ask, other, curves, padded, p, int(out[CACHED])),
-            *(lengths, waits, media, loads),
-        )
+        loaded = prefill_cost(ask, other, curves, padded, p, int(out[CACHED]), stores)
         out[LOADED_RUNS] = loaded[4]
         out[0], out[2], out[3], out[4] = arrival_parts(other, loaded)
         out[1] = wait_s(other, ask.now_s)
@@ -288,10 +279,7 @@ def find_choices(
     curves: Any,
     padded: Any,
     held: Any,
-    lengths: Any,
-    waits: Any,
-    media: Any,
-    loads: Any,
+    stores: Any,
     fits: Any,
     max_choices: int,
     remote: bool,
@@ -303,9 +291,9 @@ def find_choices(
 
     Args:
         asks: REQUEST [1].
-        engines, curves, padded, loads, fits: as `ClusterView` has them.
+        engines, curves, padded, fits: as `ClusterView` has them.
         held: leading blocks that each holder has, int32 [holders].
-        lengths, waits, media: runs that each node's store can supply, [nodes, runs].
+        stores: a `NodeStores`.
         max_choices: maximum number of choices of each kind.
         remote: whether pairs are wanted, too.
 
@@ -313,7 +301,7 @@ def find_choices(
         (choices CHOICE [2, max_choices]: local ones and pairs; the first of each by part, [2, 16])
     """
     ask = asks[0]
-    costs = price_engines(ask, engines, curves, padded, held, lengths, waits, media, loads)
+    costs = price_engines(ask, engines, curves, padded, held, stores)
     kinds = np.zeros((2, max_choices), CHOICE)
     details = np.zeros((2, LOADED_RUNS_DECODE + 1))
     for kind in range(2):
@@ -324,11 +312,10 @@ def find_choices(
             if kind == 0:
                 find_local(engines, costs, found, allowed)
             elif remote:
-                find_pairs(engines, costs, len(loads), fits, ask.ttft_s, found, allowed)
+                find_pairs(engines, costs, len(stores.loads), fits, ask.ttft_s, found, allowed)
             if found[0].decode >= 0:
                 _detail(
-                    *(ask, engines, curves, padded, held, lengths, waits, media, loads),
-                    *(fits, found[0], details[kind]),
+                    *(ask, engines, curves, padded, held, stores, fits, found[0], details[kind])
                 )
                 break
     return kinds, details

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.placement.arrays import LATE, NO_ROOM, REQUEST, SLOW_STEP
+from headrace.router.placement.arrays import LATE, NO_ROOM, REQUEST, SLOW_STEP, NodeStores
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.pair_search import (
     CACHED,
@@ -69,8 +69,7 @@ class _Best(NamedTuple):
     pairs: list[_Found]
     details: list[list[float]]
     """The first choice of each kind by part, from `find_choices`."""
-    lengths: NDArray[np.int64]
-    media: NDArray[np.int64]
+    stores: NodeStores
     choice: PrefillChoice
 
     @property
@@ -121,16 +120,16 @@ def place_engines(
 
 def _best(view: ClusterView, request: PlacementRequest, engines: NDArray[np.void]) -> _Best:
     held = np.ascontiguousarray(request.held, np.int32)
-    lengths, waits, media = _supplies(view, request)
+    stores = _stores(view, request)
     kinds, details = find_choices(
-        *(_ask(view, request), engines, view.curves, view.padded, held, lengths, waits, media),
-        *(view.loads, view.fits, _CHOICES, request.local_only is None),
+        *(_ask(view, request), engines, view.curves, view.padded, held, stores),
+        *(view.fits, _CHOICES, request.local_only is None),
     )
     local, pairs = ([_Found(*found) for found in kind] for kind in kinds.tolist())
     if local[0].decode < 0:
         raise NoDecodeReplicaError("no decode replica may be asked")
     choice = _choice(view, request, local[0], pairs[0])
-    return _Best(local, pairs, details.tolist(), lengths, media, choice)
+    return _Best(local, pairs, details.tolist(), stores, choice)
 
 
 def _chosen(view: ClusterView, request: PlacementRequest, placement: Placement) -> _Best:
@@ -180,26 +179,26 @@ def _explore(view: ClusterView, request: PlacementRequest, best: _Best) -> _Best
 
 
 def _plan(view: ClusterView, request: PlacementRequest, best: _Best) -> Plan:
-    local, pairs, details, lengths, media, choice = best
+    local, pairs, details, stores, choice = best
     predicted = _named(request, "local", LOCAL_PARTS, details[0])
     if pairs[0].decode >= 0:
         predicted |= _named(request, "remote", REMOTE_PARTS, details[1])
     chosen, detail = best.chosen, details[choice.kind == "remote"]
-    nodes, supply = view.engines["node"], (request.prompt_tokens, view.block_tokens, lengths, media)
+    nodes, prompt = view.engines["node"], (request.prompt_tokens, view.block_tokens, stores)
     own = _runs(
-        *supply, nodes[chosen.decode], int(detail[CACHED_DECODE]), int(detail[LOADED_RUNS_DECODE])
+        *prompt, nodes[chosen.decode], int(detail[CACHED_DECODE]), int(detail[LOADED_RUNS_DECODE])
     )
     runs, fallback = own, tuple[Run, ...]()
     if chosen.prefill >= 0:
         fallback = own
-        runs = _runs(*supply, nodes[chosen.prefill], int(detail[CACHED]), int(detail[LOADED_RUNS]))
+        runs = _runs(*prompt, nodes[chosen.prefill], int(detail[CACHED]), int(detail[LOADED_RUNS]))
     return Plan(
         request_id=request.request_id,
         prefill=None if chosen.prefill < 0 else view.prefill_name,
         prompt_tokens=request.prompt_tokens,
         cached_decode_tokens=int(detail[CACHED_DECODE]),
         cached_prefill_tokens=int(details[1][CACHED]),
-        reachable_tokens=_reachable(view, request, lengths),
+        reachable_tokens=_reachable(view, request, stores),
         decode=view.name(chosen.decode),
         replica="" if chosen.prefill < 0 else view.name(chosen.prefill),
         runs=runs,
@@ -228,20 +227,17 @@ def _ask(view: ClusterView, request: PlacementRequest) -> NDArray[np.void]:
     )
 
 
-def _supplies(view: ClusterView, request: PlacementRequest) -> Any:
-    """Return (lengths, waits, media) of the runs that each node's store can supply.
-
-    [nodes, runs] each; without runs if the request has no `available_runs`.
-    """
+def _stores(view: ClusterView, request: PlacementRequest) -> NodeStores:
+    """Return the runs that each node's store can supply."""
     available_runs = request.available_runs
     nodes, longest = len(view.loads), max(map(len, available_runs), default=0)
     lengths, waits = np.zeros((nodes, longest), np.int64), np.zeros((nodes, longest))
     media = np.zeros((nodes, longest), np.int64)
     for node, runs in enumerate(available_runs):
-        for at, supply in enumerate(runs):
-            lengths[node, at], waits[node, at] = supply.length, supply.wait_s
-            media[node, at] = MEDIA.index(supply.medium)
-    return lengths, waits, media
+        for at, run in enumerate(runs):
+            lengths[node, at], waits[node, at] = run.length, run.wait_s
+            media[node, at] = MEDIA.index(run.medium)
+    return NodeStores(lengths, waits, media, view.loads)
 
 
 def _named(
@@ -288,8 +284,7 @@ def _broken(found: _Found) -> str:
 def _runs(
     prompt_tokens: int,
     block_tokens: int,
-    lengths: NDArray[np.int64],
-    media: NDArray[np.int64],
+    stores: NodeStores,
     node: int,
     cached: int,
     loaded: int,
@@ -299,20 +294,20 @@ def _runs(
     runs = [Run("hbm", cached)] if cached else []
     end, at = 0, cached
     for run in range(loaded):
-        end = min(end + int(lengths[node, run]), useful)
+        end = min(end + int(stores.lengths[node, run]), useful)
         if end > at:
-            runs.append(Run(MEDIA[media[node, run]], end - at))
+            runs.append(Run(MEDIA[stores.media[node, run]], end - at))
             at = end
     if at < prompt_tokens:
         runs.append(Run("compute", prompt_tokens - at))
     return tuple(runs)
 
 
-def _reachable(view: ClusterView, request: PlacementRequest, lengths: NDArray[np.int64]) -> int:
+def _reachable(view: ClusterView, request: PlacementRequest, stores: NodeStores) -> int:
     """Return the maximum of leading tokens that one holder, or one node's store, could save."""
     blocks = max(0, request.prompt_tokens - 1) // view.block_tokens
     held = int(request.held.max(initial=0)) * view.block_tokens
-    stored = int(lengths.sum(axis=1).max(initial=0))
+    stored = int(stores.lengths.sum(axis=1).max(initial=0))
     return min(blocks * view.block_tokens, max(held, stored))
 
 

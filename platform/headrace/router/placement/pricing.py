@@ -29,9 +29,9 @@ later prompts in the queue wait::
   below 0: ``Q = q Phi(q / s) + s phi(q / s)``, ``s = sqrt(drift a)``. Therefore an idle engine
   without a recent report no longer counts as idle.
 - ``X``: seconds to move the KV of the blocks that ``d`` lacks, fitted for moves between nodes and
-within a node. - ``call``, ``handoff``: overheads of the prefill call, and from its return to the
-first token. - ``share(p, d)``: part of its speed that ``d`` loses while ``p`` computes; 0 on two
-nodes. ``C_d``
+  within a node.
+- ``call``, ``handoff``: overheads of the prefill call, and from its return to the first token.
+- ``share(p, d)``: part of its speed that ``d`` loses while ``p`` computes; 0 on two nodes. ``C_d``
   is also stretched while a prefill engine of its node has work.
 - ``r``: streams that will run when the engine begins with this prompt: the running ones, the ones
   whose prompts are ahead of it, and the ones whose KV will arrive from a prefill engine.
@@ -167,7 +167,7 @@ def queue_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
 
 @jit()
 def last_pairs(prompt_tokens: int, tokens: int) -> Any:
-    """Return `steptime.pairs_of` for the last `tokens` tokens of a prompt."""
+    """Return `step_time.pairs_of` for the last `tokens` tokens of a prompt."""
     end = max(prompt_tokens, tokens)
     begin = end - tokens
     return (end * (end + 1) - begin * (begin + 1)) // 2
@@ -207,23 +207,20 @@ def prefill_cost(
     padded: Any,
     i: int,
     cached: int,
-    lengths: Any,
-    waits: Any,
-    media: Any,
-    loads: Any,
+    stores: Any,
 ) -> Any:
     """Return how much of a prompt an engine computes and loads.
 
     Args:
         cached: tokens in its own cache.
-        lengths, waits, media: runs that each node's store can supply, [nodes, runs].
-        loads: (fixed_s, byte_s) of each node's media, [nodes, 4, 2].
+        stores: a `NodeStores`.
 
     Returns:
         (tokens to compute, seconds to compute, seconds to load, seconds until pulled blocks are in
         DRAM, number of leading runs that are loaded)
     """
     n, node, held = ask.prompt_tokens, engine.node, 0
+    lengths, waits, media, loads = stores
     for run in range(lengths.shape[1]):
         held += lengths[node, run]
     useful = min(held, max(0, n - 1)) // ask.block_tokens * ask.block_tokens
@@ -332,21 +329,11 @@ def local_parts(
 
 
 @jit()
-def price_engines(
-    ask: Any,
-    engines: Any,
-    curves: Any,
-    padded: Any,
-    held: Any,
-    lengths: Any,
-    waits: Any,
-    media: Any,
-    loads: Any,
-) -> Any:
+def price_engines(ask: Any, engines: Any, curves: Any, padded: Any, held: Any, stores: Any) -> Any:
     """Return each engine's part of every choice (COST), [engines]."""
     count = len(engines)
     costs = np.zeros(count, COST)
-    busy_s = np.zeros(len(loads))
+    busy_s = np.zeros(len(stores.loads))
     for i in range(count):
         engine = engines[i]
         costs[i].queue_s = wait_s(engine, ask.now_s)
@@ -359,7 +346,7 @@ def price_engines(
         cost.node = engine.node
         cost.tie = hash_pair(engine.key, ask.affinity)
         cached = held_tokens(ask, engine.hbm, held)
-        found = prefill_cost(ask, engine, curves, padded, i, cached, lengths, waits, media, loads)
+        found = prefill_cost(ask, engine, curves, padded, i, cached, stores)
         if engine.prefill:
             call, pull, compute, load = arrival_parts(engine, found)
             cost.arrival_s = call + cost.queue_s + pull + compute + load

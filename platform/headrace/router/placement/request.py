@@ -26,8 +26,8 @@ class PlacementRequest:
         prompt_tokens: its length.
         now_s: time on the view's clock.
         held: leading blocks that each holder has, int32 [holders] (`BlockIndex.match`).
-        supplies: leading runs of tokens that each node's store can supply, [nodes], with the waits
-            that the nodes predict; empty for none.
+        available_runs: leading runs of tokens that each node's store can supply, [nodes], with the
+            waits that the nodes predict; empty for none.
         affinity: hash of the prompt's first block: of several engines with the same price, requests
             with the same first block go to the same one.
         local_only: why the decode engine must prefill it, or None.

@@ -1,1 +1,1 @@
-"""Non-prefix reuse inside a vLLM engine: place stored KV, probe, recompute chosen rows."""
+"""KV blending inside a vLLM engine: place stored KV, probe, recompute chosen rows."""

@@ -114,7 +114,7 @@ class SelectiveRecompute:
 
     Args:
         engine: computes rows.
-        KV scatter: copies runs.
+        scatter: copies runs.
 
     Attributes:
         rows_computed: times a row went through a layer, since the start.

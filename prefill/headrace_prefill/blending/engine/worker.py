@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from headrace_engine.kv_views import KvOrder
 from headrace_engine.vllm.forward_pass import (
     ForwardContexts,
     check_engine,
@@ -71,6 +70,6 @@ def row_engine(worker: Any, kv_cache_config: Any) -> RowEngine:
     fields = worker.vllm_config.model_config.hf_text_config.to_dict()
     rope = rope_of_model(fields, model, decoder.attention)
     caches, order, block_tokens = kv_caches(decoder, kv_cache_config)
-    kv = PagedKV(caches, KvOrder(order), block_tokens)
+    kv = PagedKV(caches, order, block_tokens)
     contexts = ForwardContexts(worker.vllm_config, kv_cache_config, decoder, kv.kernel_tokens)
     return RowEngine(decoder, kv, contexts, rope)

@@ -21,23 +21,14 @@ from headrace_engine.vllm.attention.cpu import (
     CPUAttentionBackendImpl,
     RenumberedMetadataBuilder,
     attend,
+    kv_scales,
     split_cache,
 )
-from headrace_engine.vllm.attention.layers import Attention
-from headrace_prefill.cross_layer.engine.blocks import Mixer
-from headrace_prefill.cross_layer.engine.mixture import Mixture
+from headrace_prefill.cross_layer.engine.sources import FusedSources, LiteSources
 
 
-class LiteImpl(CPUAttentionBackendImpl):
-    """Attention to K of one layer and V of another.
-
-    Args:
-        keys, values: vLLM's attention modules of these layers.
-    """
-
-    def __init__(self, *args: Any, keys: Attention, values: Attention, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._keys, self._values = keys, values
+class LiteImpl(LiteSources, CPUAttentionBackendImpl):
+    """Attention to K of one layer and V of another."""
 
     def forward(
         self,
@@ -55,7 +46,7 @@ class LiteImpl(CPUAttentionBackendImpl):
             return output
         keys, _ = split_cache(self._keys.kv_cache)
         _, values = split_cache(self._values.kv_cache)
-        scales = self._keys._k_scale_float, self._values._v_scale_float
+        scales = kv_scales(self._keys, self._values)
         return attend(self, query, keys, values, attn_metadata, output, *scales)
 
 
@@ -67,28 +58,8 @@ class LiteBackend(CPUAttentionBackend):
         return LiteImpl
 
 
-class FusedImpl(CPUAttentionBackendImpl):
-    """Attention to a mixture of two layers' K and V.
-
-    Args:
-        first, last: vLLM's attention modules of these layers.
-        mixture: the weights.
-        mixer: mixes the blocks; shared by all layers.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        first: Attention,
-        last: Attention,
-        mixture: Mixture,
-        mixer: Mixer,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self._first, self._last = first, last
-        self._mixture, self._mixer = mixture, mixer
-        self._weights: tuple[Tensor, Tensor] | None = None
+class FusedImpl(FusedSources, CPUAttentionBackendImpl):
+    """Attention to a mixture of two layers' K and V."""
 
     def forward(
         self,
@@ -103,12 +74,12 @@ class FusedImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if attn_metadata is None:  # a dummy run
-            self._mixer.reserve(self._first.kv_cache)
+            self._memory.reserve(self._first.kv_cache)
             return output
         first, last = self._first.kv_cache, self._last.kv_cache
         if self._weights is None:
             self._weights = self._mixture.packed(first, layer.isa)
-        mixed = self._mixer.mix(first, last, attn_metadata.blocks.numpy(), *self._weights)
+        mixed = self._memory.mix(first, last, attn_metadata.blocks.numpy(), *self._weights)
         return attend(self, query, *split_cache(mixed), attn_metadata, output)
 
 

@@ -85,5 +85,5 @@ class Mixer:
 
 
 def _elements(x: Tensor) -> NDArray[Any]:
-    """Return the bits of a contiguous tensor's elements, as `lanes` takes them."""
+    """Return the bits of a contiguous tensor's elements, as `codec.bitcast` takes them."""
     return x.view(_BITS[x.dtype]).view(-1).numpy()

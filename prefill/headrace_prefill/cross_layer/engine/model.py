@@ -50,7 +50,7 @@ class CrossLayerAttention(nn.Module):
 
     Args:
         below: vLLM's attention modules of the layers below.
-        mixer: the `Mixer` or `Scratch` for mixed blocks.
+        memory: the `Mixer` or `Scratch` for mixed blocks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CrossLayerAttention(nn.Module):
         shape: DecoderShape,
         layer: int,
         below: list[Attention],
-        mixer: Any,
+        memory: Any,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -114,11 +114,11 @@ class CrossLayerAttention(nn.Module):
             cache_config=config.cache_config,
             quant_config=quantised,
             prefix=f"{prefix}.attn",
-            **self._sources(shape, layer, below, mixer),
+            **self._sources(shape, layer, below, memory),
         )
 
     def _sources(
-        self, shape: DecoderShape, layer: int, below: list[Attention], mixer: Any
+        self, shape: DecoderShape, layer: int, below: list[Attention], memory: Any
     ) -> dict[str, Any]:
         """Return the arguments with which vLLM's attention reads other layers' caches."""
         if self.stores:
@@ -137,8 +137,7 @@ class CrossLayerAttention(nn.Module):
             )
         if len(keys) == 1:
             return {**shared, "attn_backend": lite, "keys": keys[0], "values": values[0]}
-        sources = {"first": keys[0], "last": keys[1], "mixture": self.mix}
-        sources |= {"mixer" if runs_on_cpu() else "scratch": mixer}
+        sources = {"first": keys[0], "last": keys[1], "mixture": self.mix, "memory": memory}
         return {**shared, "attn_backend": fused, **sources}
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
@@ -190,8 +189,8 @@ def mixing_memory(config: VllmConfig, shape: DecoderShape) -> Any:
     from headrace_prefill.cross_layer.engine.device.scratch import Scratch, usable_bytes
 
     cache = config.cache_config
-    told = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
-    usable = None if told else usable_bytes(cache.gpu_memory_utilization)
+    has_size = cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+    usable = None if has_size else usable_bytes(cache.gpu_memory_utilization)
     return Scratch(shape.cross_layer.storage_layers, usable)
 
 
@@ -204,12 +203,12 @@ class CrossLayerDecoderLayer(nn.Module):
         shape: DecoderShape,
         layer: int,
         below: list[Attention],
-        mixer: Any,
+        memory: Any,
         prefix: str,
     ) -> None:
         super().__init__()
         self.self_attn = CrossLayerAttention(
-            config, shape, layer, below, mixer, f"{prefix}.self_attn"
+            config, shape, layer, below, memory, f"{prefix}.self_attn"
         )
         self.mlp = LlamaMLP(
             shape.hidden,
@@ -242,11 +241,11 @@ class CrossLayerModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocabulary, shape.hidden, quant_config=config.quant_config
         )
-        self.layers, mixer = nn.ModuleList(), mixing_memory(config, shape)
+        self.layers, memory = nn.ModuleList(), mixing_memory(config, shape)
         for layer in range(shape.cross_layer.layers):
             below = [lower.self_attn.attn for lower in self.layers]
             named = f"{prefix}.layers.{layer}"
-            self.layers.append(CrossLayerDecoderLayer(config, shape, layer, below, mixer, named))
+            self.layers.append(CrossLayerDecoderLayer(config, shape, layer, below, memory, named))
         self.norm = RMSNorm(shape.hidden, eps=shape.eps)
         self._cut = shape.cross_layer.first_after_storage
 

@@ -20,23 +20,14 @@ from headrace_engine.vllm.attention.cuda import (
     TritonAttentionMetadata,
     attend,
 )
-from headrace_engine.vllm.attention.layers import Attention
-from headrace_prefill.cross_layer.engine.device.scratch import Scratch
 from headrace_prefill.cross_layer.engine.mixture import Mixture
+from headrace_prefill.cross_layer.engine.sources import FusedSources, LiteSources
 from headrace_prefill.cross_layer.engine.triton_mixing import mix_blocks
 from headrace_prefill.cross_layer.mixing import by_channel
 
 
-class LiteImpl(TritonAttentionImpl):
-    """Attention to K of one layer and V of another.
-
-    Args:
-        keys, values: vLLM's attention modules of these layers.
-    """
-
-    def __init__(self, *args: Any, keys: Attention, values: Attention, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._keys, self._values = keys, values
+class LiteImpl(LiteSources, TritonAttentionImpl):
+    """Attention to K of one layer and V of another."""
 
     def forward(
         self,
@@ -69,28 +60,8 @@ class LiteBackend(TritonAttentionBackend):
         return LiteImpl
 
 
-class FusedImpl(TritonAttentionImpl):
-    """Attention to a mixture of two layers' K and V.
-
-    Args:
-        first, last: vLLM's attention modules of these layers.
-        mixture: the weights.
-        scratch: memory for the mixed blocks; shared by all layers.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        first: Attention,
-        last: Attention,
-        mixture: Mixture,
-        scratch: Scratch,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self._first, self._last = first, last
-        self._mixture, self._scratch = mixture, scratch
-        self._weights: tuple[Tensor, Tensor] | None = None
+class FusedImpl(FusedSources, TritonAttentionImpl):
+    """Attention to a mixture of two layers' K and V."""
 
     def forward(
         self,
@@ -105,14 +76,14 @@ class FusedImpl(TritonAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         if attn_metadata is None:  # a dummy run
-            self._scratch.prepare(self._first.kv_cache, output.device)
+            self._memory.prepare(self._first.kv_cache, output.device)
             return output.fill_(0)
         assert isinstance(attn_metadata, RenumberedMetadata) and attn_metadata.blocks is not None
         first, last = self._first.kv_cache, self._last.kv_cache
         by_token = not first[0].is_contiguous()  # in memory, tokens are the outer axis of a block
         if self._weights is None:
             self._weights = weights_of(self._mixture, first, by_token)
-        memory = self._scratch.of(first)
+        memory = self._memory.of(first)
         if by_token:
             first, last = first.transpose(1, 2), last.transpose(1, 2)
         mixed = mix_blocks(first, last, attn_metadata.blocks, *self._weights, memory)

@@ -1,4 +1,4 @@
-"""What bounding contexts takes from vLLM beyond its documented API.
+"""What KV cache compression takes from vLLM beyond its documented API.
 
 No engine. Where vLLM moves, mend `decode/headrace_decode/compression/engine`.
 """
@@ -17,6 +17,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from headrace_decode.attention.offload import block_manager
 from headrace_decode.compression.engine import head_pages, incremental_scheduler, scheduler
+from headrace_engine.vllm import scheduler as adapter
 from tests.support.contracts import assert_takes
 
 
@@ -81,7 +82,7 @@ def test_a_request_that_waits_may_have_its_first_tokens_already() -> None:
 def test_a_block_is_found_by_any_name_that_it_is_given() -> None:
     names = "block_hash_with_group_id", "block", "num_tokens"
     pool = "vllm.v1.core.block_pool:"
-    assert_takes(f"{pool}BlockPool._insert_block_hash", block_manager.__file__, *names)
+    assert_takes(f"{pool}BlockPool._insert_block_hash", adapter.__file__, *names)
     assert_takes(f"{pool}BlockHashToBlockMap.get_one_block", block_manager.__file__, "key")
     assert_takes(f"{pool}BlockPool.touch", block_manager.__file__, "blocks")
 
