@@ -18,28 +18,33 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import logging
 import multiprocessing
 import os
-import runpy
 import secrets
 import selectors
 import signal
 import socket
 import sys
 import time
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import setproctitle
 
 from headrace.forkserver import READ_LATER, is_of_imports, listen
+from headrace.forkserver.child import (
+    Job,
+    end_with_parent,
+    job_of,
+    parse_command,
+    renew_libraries,
+    take_fds,
+)
 from headrace.forkserver.launcher import ADDRESS_VARIABLE, FORWARDED
 
 logger = logging.getLogger("headrace.forkserver")
@@ -62,9 +67,6 @@ READ_S = 5.0
 RETRY_S = 0.1
 GRACE_S = 10.0
 """Time for children to end by themselves after the owner has ended."""
-PR_SET_PDEATHSIG = 1
-
-Job = Callable[[], object]
 
 
 class _Launcher:
@@ -234,7 +236,7 @@ class ForkServer:
         launcher = _Launcher(connection)
         try:
             launcher.receive()
-            _parsed(launcher.request["arguments"])
+            parse_command(launcher.request["arguments"])
             self._prepare(launcher.request["environment"])
             connection.sendall(b"y")
         except (OSError, ValueError) as error:
@@ -294,7 +296,7 @@ class ForkServer:
             launcher.close_fds()
             _send(launcher.connection, child)
             return None
-        _end_with(parent)
+        end_with_parent(parent)
         # This process's own files are closed first: the launcher's get their numbers.
         signal.set_wakeup_fd(-1)
         for end in self._wake:
@@ -320,15 +322,15 @@ class ForkServer:
         for number in request["ignored"]:
             signal.signal(number, signal.SIG_IGN)
         os.setsid()
-        _take_fds(fds, request["fds"])
+        take_fds(fds, request["fds"])
         os.chdir(request["folder"])
         os.umask(request["umask"])
         os.environ.clear()
         os.environ.update({**self._imported.variables, **request["environment"]})
         os.setpriority(os.PRIO_PROCESS, 0, request["niceness"])
         os.sched_setaffinity(0, request["cores"])
-        job = _job(request["arguments"])
-        _refresh()
+        job = job_of(request["arguments"])
+        renew_libraries()
         if os.access(EXECUTABLE, os.X_OK):
             os.environ["HEADRACE_PYTHON"] = sys.executable
             multiprocessing.set_executable(str(EXECUTABLE))
@@ -348,7 +350,7 @@ class ForkServer:
             listener.close()
             os.close(owner)
             return None
-        _end_with(me)
+        end_with_parent(me)
         launcher.close_fds()
         # Its first call finds the place of the title beside the environment, which must be the
         # first one. Ray has a copy of the library, and only the one that looks first can set it.
@@ -381,67 +383,8 @@ def _send(connection: socket.socket, number: int) -> None:
         connection.sendall(b"%d\n" % number)
 
 
-def _take_fds(have: list[int], wanted: list[int]) -> None:
-    """Move descriptors to the numbers that they have in the launcher."""
-    above = max([*have, *wanted, 2]) + 1
-    moved: list[int] = []
-    for fd in have:
-        moved.append(os.dup2(fd, above + len(moved)))
-        os.close(fd)
-    for fd, number in zip(moved, wanted, strict=True):
-        os.dup2(fd, number, inheritable=True)
-        os.close(fd)
-
-
 def _is_ray_worker(arguments: list[str]) -> bool:
     return bool(arguments) and arguments[0].endswith("/ray/_private/workers/default_worker.py")
-
-
-def _parsed(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Return what `python` with these arguments runs: `-c`, `-m` or nothing for a file; the code,
-    module or file; its own arguments.
-
-    Raises:
-        ValueError: it is none of these, or has an option that a fork cannot follow.
-    """
-    rest = list(arguments)
-    while rest and rest[0] in ("-B", "-u"):
-        rest.pop(0)
-    kind = rest.pop(0) if rest and rest[0] in ("-c", "-m") else ""
-    if not rest or (not kind and rest[0].startswith("-")):
-        raise ValueError(f"python {' '.join(arguments)[:80]}")
-    return kind, rest[0], rest[1:]
-
-
-def _job(arguments: Sequence[str]) -> Job:
-    """Return what `python` would do with these arguments."""
-    kind, what, rest = _parsed(arguments)
-    sys.argv = [kind or what, *rest]
-    sys.path[0] = {"-c": "", "-m": os.getcwd()}.get(kind, str(Path(what).parent))
-    if kind == "-c":
-        code, module = compile(what, "<string>", "exec"), types.ModuleType("__main__")
-        sys.modules["__main__"] = module
-        return lambda: exec(code, module.__dict__)
-    if kind == "-m":
-        return lambda: runpy.run_module(what, run_name="__main__", alter_sys=True)
-    return lambda: runpy.run_path(what, run_name="__main__")
-
-
-def _refresh() -> None:
-    """Give this process its own seed of NumPy and its own number of torch's threads. Python renews
-    the seed of `random` in each fork."""
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > 0 and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(threads))  # read when torch was imported
-
-
-def _end_with(parent: int) -> None:
-    """Be killed when the parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main(listener: int, owner: int, first: Sequence[str], with_ray: Sequence[str]) -> Job:
