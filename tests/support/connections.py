@@ -11,7 +11,7 @@ from typing import Any
 from headrace.gateway import Server, serve_gateway
 from headrace.gateway.ingress.connection import LINGER_BYTES
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Client:

@@ -110,7 +110,7 @@ class Arena(PinningArena):
 
         def initialise(memory: Any) -> None:
             tables = geometry.tables(np.frombuffer(memory, np.uint8))
-            geometry.format(tables, policies.KINDS[policy])
+            geometry.format(tables, policies.KINDS[policy].code)
             header = geometry.header()
             memory[8 : len(header)] = header[8:]
             memory[:8] = header[:8]

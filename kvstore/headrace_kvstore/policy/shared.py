@@ -12,10 +12,10 @@ that was learned is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,10 +34,15 @@ MAX_STATE_SHARE = 1 / 8
 """Maximum share of a store that a policy's state may take; if it would be more, LRU decides."""
 
 
-KINDS = {"lru": 0, "cost-aware": 4}
-"""Codes by the name that settings give. They are in arenas' headers and never change."""
+class PolicyKind(NamedTuple):
+    """A policy that a store can have."""
 
-NAMES = {code: name for name, code in KINDS.items()}
+    code: int
+    """Its number in arenas' headers; it never changes."""
+    make: Callable[..., Policy]
+    """Returns the policy; its argument is one record of `state`, if there is one."""
+    state: Callable[[int], np.dtype] | None = None
+    """Returns the dtype of its state for a store of so many bytes; None if it has no state."""
 
 
 def _record(size_bytes: int) -> np.dtype:
@@ -46,9 +51,19 @@ def _record(size_bytes: int) -> np.dtype:
     return state_dtype(max(1, blocks // 4), blocks)
 
 
+KINDS: Mapping[str, PolicyKind] = {
+    "lru": PolicyKind(0, LRU),
+    "cost-aware": PolicyKind(4, CostAware, _record),
+}
+"""The policies by the name that settings give."""
+
+NAMES = {kind.code: name for name, kind in KINDS.items()}
+
+
 def state_bytes(name: str, size_bytes: int) -> int:
     """Return the bytes of a policy's state for a store of `size_bytes`."""
-    return 0 if name == "lru" else HEAD_BYTES + _record(size_bytes).itemsize
+    state = KINDS[name].state
+    return 0 if state is None else HEAD_BYTES + state(size_bytes).itemsize
 
 
 def affordable(name: str, size_bytes: int) -> str:
@@ -89,12 +104,14 @@ class SharedPolicy:
             name = "lru"
         self.name, self.lock = name, lock
         self._inside: np.ndarray | None = None
-        self.policy: Policy = LRU()
-        if name != "lru":
+        kind = KINDS[name]
+        if kind.state is None:
+            self.policy: Policy = kind.make()
+        else:
             self._inside = state[:8].view(np.uint64)
-            record = state[HEAD_BYTES:].view(_record(size_bytes))
+            record = state[HEAD_BYTES:].view(kind.state(size_bytes))
             with self.lock:  # no process may be inside while a new policy sets up its state
-                self.policy = CostAware(record)
+                self.policy = kind.make(record)
 
     @property
     def learns(self) -> bool:
@@ -145,7 +162,8 @@ def warm(name: str) -> None:
     table = np.zeros(2, SLOT)
     table["state"], table["bytes"] = READY, 1.0
     table["hash"][1] = (1).to_bytes(32, "little")
-    policy = LRU() if name == "lru" else CostAware(np.zeros(1, _record(0)))
+    kind = KINDS[name]
+    policy = kind.make() if kind.state is None else kind.make(np.zeros(1, kind.state(0)))
     keys = np.array([1, 2], np.uint64)
     policy.prompt(keys, 0.0)
     policy.choose(table, 1.0, 1)

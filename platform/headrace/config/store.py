@@ -10,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.config.section import GIB, Section
 
+SHARED = "socket_folder", "policy"
+"""Settings that engines and node must have alike. The first of them to start makes the arena."""
+
 
 class StoreSection(Section):
     """The KV store that all engines of a machine share."""
@@ -114,7 +117,7 @@ class StoreSection(Section):
         """
         from headrace_kvstore.settings.store_settings import StoreSettings
 
-        own = {"dram_bytes": self._dram_bytes, **self._socket_folder}
+        own = {"dram_bytes": self._dram_bytes, **self._shared}
         return self._settings("engine", StoreSettings.parse, name, own)
 
     def node_settings(self, name: str) -> dict[str, Any]:
@@ -125,7 +128,7 @@ class StoreSection(Section):
         """
         from headrace_kvstore.settings.node_settings import NodeSettings
 
-        own: dict[str, Any] = {"dram_bytes": self._dram_bytes, **self._socket_folder}
+        own: dict[str, Any] = {"dram_bytes": self._dram_bytes, **self._shared}
         if self.nvme_folder is not None:
             own |= {"nvme_folder": self.nvme_folder, "nvme_bytes": int(self.nvme_gb * GIB)}
             own |= {"nvme_sync": self.nvme_sync}
@@ -135,10 +138,10 @@ class StoreSection(Section):
         return self._settings("node", NodeSettings.parse, name, own)
 
     @property
-    def _socket_folder(self) -> dict[str, Any]:
-        """Folder of the node's socket for node and engine, if it is set for one of them."""
-        given = self.node.get("socket_folder", self.engine.get("socket_folder"))
-        return {} if given is None else {"socket_folder": given}
+    def _shared(self) -> dict[str, Any]:
+        """The settings of `SHARED` that are set for node or engine, for both of them."""
+        given = {**self.engine, **self.node}
+        return {name: given[name] for name in SHARED if given.get(name) is not None}
 
     @property
     def _dram_bytes(self) -> int:

@@ -71,16 +71,19 @@ class BuiltinRoutes:
     ) -> None:
         self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
         self._relayed, self._pool, self._fetcher = relayed, pool, fetcher
+        self._handlers: dict[str, Handler] = {
+            ROUTER: self._command,
+            SPECULATION: self._command,
+            WARM: self._warm,
+            STORE: self._store,
+            CORPORA: self._corpus,
+        }
 
     def find(self, path: str) -> Handler | None:
         """Return the handler of a path; None if replicas answer it."""
-        if path in (ROUTER, SPECULATION):
-            return self._command
-        if path == WARM:
-            return self._warm
-        if path == STORE:
-            return self._store
-        if path == CORPORA or path.startswith(CORPORA + "/"):
+        if (handler := self._handlers.get(path)) is not None:
+            return handler
+        if path.startswith(CORPORA + "/"):
             return self._corpus
         if path.startswith(OURS) or self._admin.find(path) is not None:
             return self._document
@@ -92,8 +95,7 @@ class BuiltinRoutes:
 
     def has(self, path: str) -> bool:
         """Return whether a path exists, at the gateway or at the replicas."""
-        commands = ROUTER, SPECULATION, WARM, STORE, CORPORA
-        if path in commands or self._admin.find(path) is not None:
+        if path in self._handlers or self._admin.find(path) is not None:
             return True
         return bool(self._pool.routes.at(path))
 
