@@ -30,13 +30,13 @@ import torch
 from benchmarks.gpu.noise import noise_calibration
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.kvstore.engine_node import noise
+from headrace_engine.extensions.extension import HOST_WORKER
 
 TOKENS, ANSWER, STEP = 32768, 64, 2048
 CAP_BYTES, ENGINE_BYTES, MIXED_BYTES = 23_800_000_000, 22_800_000_000, 700_000_000
 """Maximum bytes in use; bytes that the engine is configured with; extra bytes of mixed blocks."""
 COPIED_BYTES = 4 << 30
 PAGE = 32
-SPARSE_WORKER = "headrace_decode.attention_backend.worker.SparseWorker"
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -217,7 +217,7 @@ def _sparse(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
 
     file = noise_calibration(folder / "noise.safetensors", model, PAGE)
     settings = SparseSettings(page_tokens=PAGE, calibration=str(file))
-    return {"worker_cls": SPARSE_WORKER, "additional_config": settings.additional_config()}
+    return {"worker_cls": HOST_WORKER, "additional_config": settings.additional_config()}
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from headrace_decode.attention.offload.block_manager import OffloadBlockManager
-from headrace_decode.attention.offload.scheduler import OffloadingScheduler
+from typing import Any
+
+from headrace_decode.attention.offload.scheduler import OffloadSchedulerPart
+from headrace_engine.extensions.scheduler import HostScheduler
 
 
-class PlannedScheduler(OffloadingScheduler):
+class PlannedScheduler(HostScheduler):
     """
     Attributes:
         offload: whether requests that wait are offloaded; None: as the scheduler decides.
@@ -14,10 +16,18 @@ class PlannedScheduler(OffloadingScheduler):
 
     offload: bool | None = None
 
-    def _switch(self, manager: OffloadBlockManager) -> dict[str, int]:
-        if self.offload is None:
-            return super()._switch(manager)
-        for request in self.waiting if self.offload else ():
-            if manager.ledger.planned(request.request_id) is None:
-                manager.ledger.plan(request.request_id, self._smallest(request))
-        return {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        part = self.part(OffloadSchedulerPart)
+        assert part is not None
+        decide = part.decide
+
+        def planned() -> dict[str, int]:
+            if self.offload is None:
+                return decide()
+            for request in self.waiting if self.offload else ():
+                if part.manager.ledger.planned(request.request_id) is None:
+                    part.manager.ledger.plan(request.request_id, part.smallest(request))
+            return {}
+
+        part.decide = planned  # type: ignore[method-assign]

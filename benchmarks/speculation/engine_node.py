@@ -44,7 +44,9 @@ class Node:
 
     def mode(self, mode: str) -> dict[str, Any]:
         """Switch the planner; the proposer's report."""
-        [report] = self._llm.collective_rpc("headrace_speculation", args=({"mode": mode},))
+        [report] = self._llm.collective_rpc(
+            "headrace_command", args=("speculation", {"mode": mode})
+        )
         return dict(report)
 
     def turn(

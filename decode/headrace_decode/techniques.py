@@ -45,6 +45,8 @@ PARAM = f"vllm_xargs.{FIELD}"
 BLENDING = "blending"
 SPARSE = "sparse"
 COMPRESSION = "compression"
+PARTIAL_KV = (SPARSE, COMPRESSION)
+"""Techniques whose answers use only a part of the KV. A request has one of them at most."""
 MODES = ("off", "request", "auto")
 """Modes of a technique in an app: never, for requests that ask, for all that do not refuse."""
 HEADER = b"x-headrace-techniques"
@@ -104,8 +106,7 @@ def lossy_mode_of(extra: object, modes: Mapping[str, tuple[str, float]]) -> Loss
 
     Args:
         extra: the request's `vllm_xargs`.
-        modes: mode and default keep ratio of `SPARSE` and `COMPRESSION` in the app, as far as the
-            app has these techniques.
+        modes: mode and default keep ratio of the `PARTIAL_KV` techniques that the app has.
 
     Raises:
         TechniqueError: one of the fields is invalid, or the request asks for both techniques.
@@ -113,13 +114,13 @@ def lossy_mode_of(extra: object, modes: Mapping[str, tuple[str, float]]) -> Loss
     requested = extra if isinstance(extra, Mapping) else {}
     found = {
         name: ratio
-        for name in (SPARSE, COMPRESSION)
+        for name in PARTIAL_KV
         if (ratio := _ratio(name, extra, *modes.get(name, ("off", 1.0)))) is not None
     }
     named = [name for name in found if name in requested]
-    if len(named) == 2:
+    if len(named) > 1:
         raise TechniqueError(
-            f"{SPARSE} and {COMPRESSION} exclude each other.", f"vllm_xargs.{COMPRESSION}"
+            f"{named[0]} and {named[1]} exclude each other.", f"vllm_xargs.{named[1]}"
         )
     chosen = named or list(found)
     return LossyMode(chosen[0], found[chosen[0]]) if chosen else None
@@ -204,10 +205,9 @@ def requested_techniques(request: Mapping[str, Any]) -> RequestedTechniques:
         TechniqueError: `requires_exact`, `recompute_ratio` or `lossy_mode_of` refuses a field.
     """
     extra = request.get("vllm_xargs")
-    lossy_mode_of(extra, {name: ("request", 0.5) for name in (SPARSE, COMPRESSION)})
-    return RequestedTechniques(
-        requires_exact(request), *(_allows(name, extra) for name in (BLENDING, SPARSE, COMPRESSION))
-    )
+    lossy_mode_of(extra, {name: ("request", 0.5) for name in PARTIAL_KV})
+    allowed = {name: _allows(name, extra) for name in (BLENDING, *PARTIAL_KV)}
+    return RequestedTechniques(requires_exact(request), **allowed)
 
 
 def _allows(field: str, extra: object) -> bool | None:
@@ -239,11 +239,7 @@ def applied_techniques(requested: RequestedTechniques, offer: str) -> str:
     if requested.exact:
         return "exact"
     names = []
-    wanted = {
-        BLENDING: requested.blending,
-        SPARSE: requested.sparse,
-        COMPRESSION: requested.compression,
-    }
+    wanted = {name: getattr(requested, name) for name in (BLENDING, *PARTIAL_KV)}
     for one in filter(None, offer.split(", ")):
         name, _, mode = one.partition("=")
         if name not in wanted:
@@ -251,9 +247,7 @@ def applied_techniques(requested: RequestedTechniques, offer: str) -> str:
         elif mode == "auto" if wanted[name] is None else wanted[name]:
             names.append(name)
     # A sparse or compressed request blends nothing; a technique that it asked for comes first.
-    lossy = sorted(
-        (n for n in (SPARSE, COMPRESSION) if n in names), key=lambda name: not wanted[name]
-    )
+    lossy = sorted((n for n in PARTIAL_KV if n in names), key=lambda name: not wanted[name])
     if lossy:
         names = [name for name in names if name not in wanted] + lossy[:1]
     return ", ".join(names) or "exact"

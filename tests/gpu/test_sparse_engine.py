@@ -17,11 +17,11 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu.engine import make_llm, model_config
 from benchmarks.gpu.noise import noise_calibration
+from headrace_engine.extensions.extension import HOST_WORKER
 
 pytestmark = pytest.mark.gpu
 
 PAGE, TOKENS, ANSWER = 32, 3000, 24
-WORKER = "headrace_decode.attention_backend.worker.SparseWorker"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["HND", "NHD"])
@@ -48,7 +48,7 @@ def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     patch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
     made = make_llm(
         *(None, 4096, 0.3),
-        worker_cls=WORKER,
+        worker_cls=HOST_WORKER,
         additional_config=settings.additional_config(),
         enable_prefix_caching=False,
     )

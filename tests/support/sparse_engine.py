@@ -15,12 +15,14 @@ from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
 from headrace_decode.attention.calibration_file import CalibrationResult, ModelShape
+from headrace_decode.attention.offload.scheduler import OffloadSchedulerPart
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.compression.engine import calibration as predictors
+from headrace_decode.compression.engine.scheduler import CompressionSchedulerPart
 from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.compression.importance_predictor import ImportancePredictor
-from headrace_decode.llm.engine_classes import COMPRESSION_SCHEDULERS, OFFLOADING_SCHEDULERS
 from headrace_decode.sparse.engine.calibration import Calibration, write
+from headrace_engine.extensions.extension import HOST_SCHEDULERS, HOST_WORKER
 from headrace_lab.models.lm import LM
 from headrace_lab.sparse.calibrate import Learning
 from tests.support import run
@@ -154,12 +156,11 @@ class Engine:
         settings = SparseSettings(calibration=calibration, offload_gib=offload_gib)
         told: dict[str, Any] = {
             "additional_config": settings.additional_config(),
-            "worker_cls": "headrace_decode.attention_backend.worker.SparseWorker",
+            "worker_cls": HOST_WORKER,
         }
-        if offload_gib:
-            told["scheduler_cls"] = OFFLOADING_SCHEDULERS[True]
+        if offload_gib or bounded:
+            told["scheduler_cls"] = HOST_SCHEDULERS[True]
         if bounded:
-            told["scheduler_cls"] = COMPRESSION_SCHEDULERS[True]
             told["additional_config"] |= CompressionSettings(
                 calibration=predictor
             ).additional_config()
@@ -225,7 +226,7 @@ class Engine:
         """What is and was offloaded; all of host memory and of the cache that is free."""
         found: Any = self._bound.offloading
         scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
-        manager = scheduler._offloads
+        manager = scheduler.part(OffloadSchedulerPart).manager
         return {
             "held": len(found),
             "sparse": found.sparse,
@@ -241,10 +242,11 @@ class Engine:
         """What is followed, read and dropped, and blocks of the cache that are taken."""
         following: Any = self._bound.compression
         scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
-        pool = scheduler._offloads.block_pool
+        scheduling = scheduler.part(CompressionSchedulerPart)
+        pool = scheduler.part(OffloadSchedulerPart).manager.block_pool
         return {
             "followed": bool(following),
-            "courses": len(scheduler._jobs) + len(scheduler._incremental or ()),
+            "courses": len(scheduling.jobs) + len(scheduling.incremental or ()),
             "read": following.read,
             "dropped": following.dropped,
             "taken": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),

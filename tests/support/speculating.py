@@ -183,7 +183,7 @@ def _run(llm: Any, task: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     if arm["draft_tokens"]:
         KindsOfDrafts.kind = arm["kind"]
-        llm.collective_rpc("headrace_speculation", args=({"mode": arm["mode"]},))
+        llm.collective_rpc("headrace_command", args=("speculation", {"mode": arm["mode"]}))
     before = _preemptions(llm)
     results = llm.generate(
         [TokensPrompt(prompt_token_ids=prompt) for prompt in task["prompts"]],
@@ -191,7 +191,7 @@ def _run(llm: Any, task: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
         use_tqdm=False,
     )
     if arm["draft_tokens"]:
-        [report] = llm.collective_rpc("headrace_speculation", args=({},))
+        [report] = llm.collective_rpc("headrace_command", args=("speculation", {}))
     answers = [
         {
             "tokens": list(result.outputs[-1].token_ids),

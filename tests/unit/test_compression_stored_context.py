@@ -19,14 +19,15 @@ from headrace_decode.attention.batch import BatchRow
 from headrace_decode.attention.calibration_file import ModelShape
 from headrace_decode.attention.cpu_cache import LayerCache
 from headrace_decode.attention.offload.block_manager import CompressionSpec
+from headrace_decode.attention.offload.scheduler import OffloadSchedulerPart
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.compression.engine.compressed_attention import RetainedPages
 from headrace_decode.compression.engine.compression_worker import CompressionWorker
 from headrace_decode.compression.engine.head_pages import HeadPages
 from headrace_decode.compression.engine.incremental import RetainedContext
-from headrace_decode.compression.engine.metadata import COMPRESSION_METADATA
+from headrace_decode.compression.engine.metadata import COMPRESSION_KEY
 from headrace_decode.compression.engine.retained_format import decode_retained, encode_retained
-from headrace_decode.compression.engine.scheduler import CompressionScheduler
+from headrace_decode.compression.engine.scheduler import CompressionSchedulerPart
 from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.compression.engine.stored_context import (
     RetainedLayout,
@@ -34,6 +35,8 @@ from headrace_decode.compression.engine.stored_context import (
     find_stored,
 )
 from headrace_decode.compression.scores import ABSENT
+from headrace_engine.extensions.extension import metadata_of
+from headrace_engine.extensions.scheduler import HostScheduler
 from headrace_engine.rope import Rope
 from headrace_kvstore.blocks.slot_record import READY
 from tests.support.prompts import noise
@@ -165,7 +168,7 @@ class Streaming(Scheduled):
     def __init__(self, folder: Path, predictor: Path) -> None:
         bounded = CompressionSettings(calibration=str(predictor), stream=True)
         metadata = SparseSettings("off").additional_config() | bounded.additional_config()
-        super().__init__(folder, BLOCKS, CompressionScheduler, SPEC, 512, metadata)
+        super().__init__(folder, BLOCKS, HostScheduler, SPEC, 512, metadata)
         layers = [LayerCache(each) for each in self.caches.values()]
         self.head_pages = HeadPages(layers, BLOCK // PAGE)
         model = json.loads((tiny_llama() / "config.json").read_text())
@@ -180,7 +183,7 @@ class Streaming(Scheduled):
         return list(blocks)
 
     def begins(self, output: Any) -> None:
-        metadata = getattr(output, COMPRESSION_METADATA)
+        metadata = metadata_of(output, COMPRESSION_KEY)
         self.messages.append(metadata)
         gone = output.preempted_req_ids or set()
         self.compression.begin_step(output.finished_req_ids, gone, metadata)
@@ -198,6 +201,10 @@ class Streaming(Scheduled):
 
     def ask(self, name: str, prompt: list[int], answer: int = 3) -> Any:
         return self.add(name, prompt, answer, {"compression": SHARE})
+
+    @property
+    def incremental(self) -> Any:
+        return self.scheduler.part(CompressionSchedulerPart).incremental
 
     def ends(self, request: Any) -> None:
         self.until(lambda: request.is_finished() and not self.connector.scheduler.busy)
@@ -342,7 +349,7 @@ def test_one_that_cannot_begin_when_its_blocks_have_come_gives_them_back(
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
     for _ in range(5):
         second.step()
-    second.until(lambda: not second.scheduler._incremental._stored_loader._loading)
+    second.until(lambda: not second.incremental._stored_loader._loading)
     assert not second.loaded and pool.get_num_free_blocks() == KEPT + DESCRIBED
     pool.free_blocks(taken)
     second.ends(asked)
@@ -353,7 +360,7 @@ def test_a_choice_waits_for_blocks_that_others_have(engines: tuple[Streaming, St
     first, _ = engines
     asked = first.ask("y", noise(24 * BLOCK, 11), answer=10)
     first.until(lambda: asked.num_computed_tokens >= 15 * BLOCK)
-    manager = first.scheduler._offloads
+    manager = first.scheduler.part(OffloadSchedulerPart).manager
     pool, table = manager.block_pool, manager.req_to_blocks["y"]
     pool.touch(list(table))  # as if a copy under way held them
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 4)

@@ -28,11 +28,11 @@ from headrace_decode.attention.offload.block_manager import (
 )
 from headrace_decode.attention.offload.footprint import Footprint
 from headrace_decode.attention.offload.ledger import Ledger
-from headrace_decode.attention.offload.scheduler import OFFLOADED, OffloadingScheduler, _announce
+from headrace_decode.attention.offload.scheduler import newly_offloaded
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.attention_backend import worker
-from headrace_decode.compression.engine.scheduler import CompressionScheduler
 from headrace_decode.compression.engine.settings import CompressionSettings
+from headrace_engine.extensions.scheduler import HostScheduler
 from headrace_engine.vllm.scheduler import replace_as
 from headrace_engine.vllm.scheduling import final_tokens, requests_gone
 from tests.support.contracts import assert_takes
@@ -63,7 +63,7 @@ class Engine:
     def free(self) -> int:
         return int(self.kv.block_pool.get_num_free_blocks())
 
-    def step(self, request: Request, tokens: int, waiting: bool = False) -> dict[str, list[int]]:
+    def step(self, request: Request, tokens: int, waiting: bool = False) -> dict[str, Any]:
         """Schedule and compute so many tokens; what the worker is told."""
         hits: Any = {}
         if waiting:
@@ -76,9 +76,7 @@ class Engine:
         output = SimpleNamespace(
             finished_req_ids=[], num_scheduled_tokens={request.request_id: tokens}
         )
-        _announce(self.manager, output, {})
-        told: dict[str, list[int]] = getattr(output, OFFLOADED)
-        return told
+        return dict(newly_offloaded(self.manager, output, {}).working_sets)
 
     def table(self, request: Request) -> list[int]:
         return list(self.kv.get_block_ids(request.request_id)[0])
@@ -190,23 +188,16 @@ def spec_of(
     drafts: str | None = None,
     compression: bool = False,
     model: dict[str, Any] = ROPED,
-    scheduler: Any = CompressionScheduler,
+    scheduler: Any = HostScheduler,
 ) -> tuple[Any, int]:
     """The spec of a layer in an engine with these; and blocks of its host memory."""
 
     class Plain:
-        def get_kv_cache_spec(self) -> dict[str, Any]:
-            return {"layer": spec}
-
-    class Mine(worker.SparseWorkerMixin, Plain):
-        _sparse = True
-        _settings = SparseSettings(offload_gib=gib)
         vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=1000),
             cache_config=SimpleNamespace(block_size=128),
             speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler),
-            additional_config=CompressionSettings().additional_config() if compression else {},
         )
 
         def get_model(self) -> Any:
@@ -214,8 +205,10 @@ def spec_of(
 
     monkeypatch.setattr(worker, "attention_modules", lambda config, specs: [])
     monkeypatch.setattr(worker, "model_fields", lambda config: model)
-    mine = Mine()
-    return mine.get_kv_cache_spec()["layer"], mine._host_blocks
+    settings = CompressionSettings() if compression else None
+    part = worker.AttentionWorkerPart(Plain(), SparseSettings(offload_gib=gib), settings)
+    part.is_sparse = True
+    return part.kv_cache_specs({"layer": spec})["layer"], part.host_blocks
 
 
 @pytest.mark.parametrize(
@@ -256,7 +249,7 @@ def test_an_engine_offloads_or_says_why_not(
         ({"drafts": "eagle"}, "eagle drafts over the cache"),
         ({"model": ROPED | {"rope_scaling": {"type": "yarn"}}}, "rope_type 'yarn'"),
         ({"model": ROPED | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"scheduler": OffloadingScheduler}, "runs with scheduler_cls headrace_decode"),
+        ({"scheduler": Scheduler}, "runs with scheduler_cls vllm.v1.core.sched"),
     ],
 )
 def test_an_engine_bounds_contexts_or_says_why_not(

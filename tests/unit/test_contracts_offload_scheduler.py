@@ -26,8 +26,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from headrace_decode.attention.lost_requests import LOST, with_lost
 from headrace_decode.attention.offload.block_manager import OffloadSpec
-from headrace_decode.attention.offload.scheduler import COPY_FIRST, OFFLOADED, OffloadingScheduler
+from headrace_decode.attention.offload.scheduler import (
+    OFFLOAD,
+    OffloadMetadata,
+    OffloadSchedulerPart,
+)
 from headrace_decode.attention.settings import SparseSettings
+from headrace_engine.extensions.extension import metadata_of
+from headrace_engine.extensions.scheduler import HostScheduler
 from headrace_engine.vllm.scheduler import replace_as
 from headrace_kvstore.identity.salts import is_isolated
 from tests.support.tiny import tiny_llama
@@ -52,8 +58,8 @@ def scheduler_of(blocks: int) -> Any:
     groups = [KVCacheGroupSpec(["layer"], replace_as(SPEC, OffloadSpec))]
     manager = StructuredOutputManager(config)
     cache = KVCacheConfig(blocks, [], groups)
-    scheduler = OffloadingScheduler(config, cache, manager, block_size=128)
-    scheduler._clock = itertools.count(0.0, 0.03).__next__
+    scheduler: Any = HostScheduler(config, cache, manager, block_size=128)
+    scheduler.part(OffloadSchedulerPart).clock = itertools.count(0.0, 0.03).__next__
     return scheduler
 
 
@@ -76,7 +82,7 @@ def run(scheduler: Any, requests: list[Request]) -> tuple[list[str], int]:
     for _ in itertools.count():
         if not scheduler.has_unfinished_requests():
             break
-        offloaded += getattr(step(scheduler), OFFLOADED)
+        offloaded += metadata_of(step(scheduler), OFFLOAD).working_sets
         most = max(most, len(scheduler.running))
     scheduler.schedule()
     return offloaded, most
@@ -102,8 +108,12 @@ def at_once(scheduler: Any, share: float | None) -> int:
     return run(scheduler, requests)[1]
 
 
+def manager_of(scheduler: Any) -> Any:
+    return scheduler.part(OffloadSchedulerPart).manager
+
+
 def all_is_free(scheduler: Any) -> bool:
-    manager = scheduler._offloads
+    manager = manager_of(scheduler)
     pool, ledger = manager.block_pool, manager.ledger
     return (
         pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
@@ -136,13 +146,13 @@ def test_what_the_worker_copies_before_a_request_leaves_is_final_and_its_blocks_
     scheduler.add_request(first)
     while first.num_output_tokens < 3:
         step(scheduler)
-    taken = 29 - scheduler._offloads.block_pool.get_num_free_blocks()
+    taken = 29 - manager_of(scheduler).block_pool.get_num_free_blocks()
     assert taken == 19, "nobody waits"
     scheduler.add_request(second)
     told = step(scheduler)
-    slots = scheduler._offloads.slots("1")
-    assert (getattr(told, COPY_FIRST), getattr(told, OFFLOADED)) == ({"1": 2402}, {"1": slots})
-    table = scheduler._offloads.req_to_blocks["1"]
+    slots = manager_of(scheduler).slots("1")
+    assert metadata_of(told, OFFLOAD) == OffloadMetadata({"1": slots}, {"1": 2402})
+    table = manager_of(scheduler).req_to_blocks["1"]
     assert [block.is_null for block in table] == [True] * 17 + [False] * 2
     assert "2" in told.num_scheduled_tokens
     while scheduler.has_unfinished_requests():
@@ -201,7 +211,7 @@ def test_requests_end_under_preemption_and_when_aborted() -> None:
     assert all_is_free(scheduler)
     scheduler.add_request(request("4", 8000, 0.05))
     scheduler.schedule()
-    assert scheduler._offloads.ledger.is_admitted("4")
+    assert manager_of(scheduler).ledger.is_admitted("4")
     scheduler.finish_requests("4", requests[0].status.FINISHED_ABORTED)
     scheduler.schedule()
     assert all_is_free(scheduler)

@@ -20,7 +20,9 @@ from headrace_decode.attention.calibration_file import ModelShape
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.attention_backend import worker
 from headrace_decode.attention_backend.cpu import SparseBackend
+from headrace_decode.attention_backend.extension import AttentionExtension
 from headrace_decode.attention_backend.runtime import RUNTIME
+from headrace_engine.extensions.worker import WorkerHost
 from headrace_engine.vllm.attention.cpu import (
     CPUAttentionBackend,
     register_cpu_backend,
@@ -216,8 +218,16 @@ class PlainWorker:
         return step
 
 
-class Worker(worker.SparseWorkerMixin, PlainWorker):
+class Worker(WorkerHost, PlainWorker):
     pass
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has no other extension."""
+    monkeypatch.setattr(
+        "headrace_engine.extensions.worker.installed_extensions", lambda: [AttentionExtension()]
+    )
 
 
 @pytest.mark.parametrize(

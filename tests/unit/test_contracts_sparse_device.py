@@ -28,10 +28,12 @@ from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.attention_backend import cuda_runtime, worker
 from headrace_decode.attention_backend.cuda import SparseBackend, SparseBuilder, SparseImpl
 from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
+from headrace_decode.attention_backend.extension import AttentionExtension
 from headrace_decode.attention_backend.runtime import RUNTIME
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.kernels.page_selection import MAX_PAGES
+from headrace_engine.extensions.worker import WorkerHost
 from headrace_engine.vllm.attention import cuda as attention_cuda
 from headrace_engine.vllm.worker import FollowedRows
 from tests.support.contracts import assert_fields, assert_takes, find
@@ -265,8 +267,16 @@ class PlainWorker:
         return 2**33
 
 
-class Worker(worker.SparseWorkerMixin, PlainWorker):
+class Worker(WorkerHost, PlainWorker):
     pass
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has no other extension."""
+    monkeypatch.setattr(
+        "headrace_engine.extensions.worker.installed_extensions", lambda: [AttentionExtension()]
+    )
 
 
 @pytest.fixture

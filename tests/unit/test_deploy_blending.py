@@ -11,6 +11,7 @@ from headrace.config import AppSection
 from headrace.config.techniques import BlendingSection
 from headrace.deploy.blending import add_blending
 from headrace_decode.speculative.settings import engine_arguments
+from headrace_engine.extensions.extension import HOST_WORKER
 
 ON = BlendingSection(mode="request")
 STORE = {"kv_connector": "HeadraceConnector", "kv_connector_extra_config": {"name": "store"}}
@@ -42,12 +43,11 @@ def test_a_third_connector_has_the_stores_settings() -> None:
     assert connectors[2]["kv_connector_extra_config"] == {"name": "store"}
 
 
-def test_engines_that_draft_and_those_that_do_not_get_their_worker() -> None:
+def test_engines_that_draft_and_those_that_do_not_get_the_worker() -> None:
     drafting = engine(worker_cls=engine_arguments(4)["worker_cls"])
     plain = engine()
     add_blending(ON, [drafting, plain])
-    assert drafting["worker_cls"] == "headrace.deploy.worker_classes.BlendingSpeculativeWorker"
-    assert plain["worker_cls"] == "headrace.deploy.worker_classes.BlendingWorker"
+    assert drafting["worker_cls"] == plain["worker_cls"] == HOST_WORKER
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,15 @@ def test_an_engine_with_other_connectors_is_left_as_it_is(transfer: dict[str, st
     assert store_settings(Transfer(given["kv_transfer_config"])) is None
 
 
+@pytest.mark.parametrize("field", ["engine", "node"])
+def test_the_arena_has_the_policy_that_is_set_whether_an_engine_or_the_node_makes_it(
+    field: str,
+) -> None:
+    section = StoreSection.model_validate({field: {"policy": "lru", "socket_folder": "/run/a"}})
+    for settings in (section.engine_settings("kv"), section.node_settings("kv")):
+        assert (settings["policy"], settings["socket_folder"]) == ("lru", "/run/a")
+
+
 def test_without_the_store_nothing_changes() -> None:
     given = engine()
     before = copy.deepcopy(given)

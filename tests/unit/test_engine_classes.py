@@ -2,65 +2,51 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace_decode.llm import engine_classes
-from headrace_decode.llm.engine_classes import (
-    COMPRESSION_SCHEDULERS,
-    OFFLOADING_SCHEDULERS,
-    SCHEDULERS,
-    WORKER,
-    choose_engine_classes,
-)
-from headrace_engine.connector.identity.engine_identity import BOUNDED_KEY, SPARSE_KEY
+from headrace_decode.llm.engine_classes import choose_engine_classes
+from headrace_engine.extensions.extension import HOST_SCHEDULERS, HOST_WORKER
+from headrace_engine.extensions.scheduler import SchedulerHost
+from headrace_engine.extensions.worker import WorkerHost
+from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
 
 VLLMS = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
-class ResumingWorker:
-    resumes_requests = True
+class HostedWorker(WorkerHost):
+    """A worker class of an operator's own that runs our extensions."""
 
 
 class OtherWorker:
     pass
 
 
-def config(worker: str = VLLMS, scheduler: Any = None, **additional: Any) -> Any:
+def config(worker: str = VLLMS, scheduler: Any = None) -> Any:
     """Return a configuration as vLLM completes it."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(scheduler_cls=scheduler, async_scheduling=True),
         parallel_config=SimpleNamespace(worker_cls=worker),
         use_v2_model_runner=False,
-        additional_config=additional,
     )
 
 
-@pytest.mark.parametrize(
-    ("additional", "schedulers"),
-    [
-        ({}, SCHEDULERS),
-        ({SPARSE_KEY: {"offload_gib": 0}}, SCHEDULERS),
-        ({SPARSE_KEY: {"offload_gib": 2}}, OFFLOADING_SCHEDULERS),
-        ({BOUNDED_KEY: {}}, COMPRESSION_SCHEDULERS),
-        ({SPARSE_KEY: {"offload_gib": 2}, BOUNDED_KEY: {}}, COMPRESSION_SCHEDULERS),
-    ],
-)
-def test_the_techniques_choose_the_scheduler(
-    additional: dict[str, Any], schedulers: dict[bool, str]
-) -> None:
-    one = config(**additional)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_gets_the_classes_that_run_extensions(ahead: bool) -> None:
+    one = config()
+    one.scheduler_config.async_scheduling = ahead
     assert choose_engine_classes(one) is None
-    assert one.scheduler_config.scheduler_cls == schedulers[True]
-    assert one.parallel_config.worker_cls == WORKER
+    assert one.scheduler_config.scheduler_cls == HOST_SCHEDULERS[ahead]
+    assert one.parallel_config.worker_cls == HOST_WORKER
 
 
 @pytest.mark.parametrize(
     ("worker", "why"),
     [
-        (f"{__name__}.ResumingWorker", None),
+        (f"{__name__}.HostedWorker", None),
         (f"{__name__}.OtherWorker", f"the engine runs with worker_cls {__name__}.OtherWorker"),
     ],
 )
@@ -87,7 +73,8 @@ def test_an_operators_scheduler_stays() -> None:
 
 
 def test_the_named_classes_exist() -> None:
-    for paths in (SCHEDULERS, OFFLOADING_SCHEDULERS, COMPRESSION_SCHEDULERS):
-        for path in paths.values():
-            assert engine_classes.resolve_name(path).has_combined_grammar_backend
-    assert engine_classes.resolve_name(WORKER).resumes_requests
+    for path, ahead in zip(HOST_SCHEDULERS.values(), (Scheduler, AsyncScheduler), strict=True):
+        assert issubclass(resolve_name(path), ahead) and issubclass(
+            resolve_name(path), SchedulerHost
+        )
+    assert issubclass(resolve_name(HOST_WORKER), WorkerHost)

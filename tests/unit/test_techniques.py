@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from headrace.gateway.backend import NoMetrics
+from headrace_decode.composition import APART, FEATURES, composition_table
 from headrace_decode.llm.request_params import lossy_store_of, with_technique, with_tenant
 from headrace_decode.techniques import (
     RequestedTechniques,
@@ -232,3 +234,9 @@ async def test_a_lossy_replica_is_told_of_unless_the_request_was_exact_only() ->
                 assert response.headers["x-headrace-techniques"] == told
     await replica.stop()
     assert metrics.told == [INT4, "exact"]
+
+
+def test_the_docs_say_which_features_a_request_cannot_combine() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "techniques.md"
+    assert composition_table() in docs.read_text()
+    assert all(len(pair) == 2 and pair <= {*FEATURES} for pair in APART)

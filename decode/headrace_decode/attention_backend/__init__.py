@@ -1,3 +1,3 @@
-"""vLLM's attention backends, and the worker classes, in which sparse, offloaded and compressed rows
-attend. The only folder that imports more than one technique.
+"""The extension of engines with sparse, offloaded and compressed requests, and vLLM's attention
+backends in which their rows attend. No other folder imports more than one technique.
 """

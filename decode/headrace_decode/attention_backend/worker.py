@@ -1,7 +1,7 @@
-"""Worker classes that put sparse attention into an engine.
+"""Puts sparse attention into an engine's worker, and with it offloading and compression.
 
 If an engine cannot attend sparsely, it starts as usual, logs the reason, and attends densely. Its
-frontend calls `headrace_unsupported` before it offers sparse attention or compressed contexts.
+frontend asks for the reason before it offers sparse attention or compressed contexts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from headrace_decode.attention.calibration_file import CalibrationError, ModelSh
 from headrace_decode.attention.cpu_cache import LayerCache
 from headrace_decode.attention.lost_requests import with_lost
 from headrace_decode.attention.offload.block_manager import CompressionSpec, OffloadSpec
-from headrace_decode.attention.offload.scheduler import COPY_FIRST, OFFLOADED
-from headrace_decode.attention.settings import GIB, SparseSettings, settings_of
+from headrace_decode.attention.offload.scheduler import OFFLOAD, OffloadMetadata
+from headrace_decode.attention.settings import GIB, SparseSettings
 from headrace_decode.attention_backend.runtime import RUNTIME
 from headrace_decode.compression.engine.calibration import read_predictor
 from headrace_decode.compression.engine.compression_worker import CompressionWorker
 from headrace_decode.compression.engine.head_pages import HeadPages
-from headrace_decode.compression.engine.metadata import COMPRESSION_METADATA, CompressionMetadata
-from headrace_decode.compression.engine.settings import settings_of as compression_settings_of
+from headrace_decode.compression.engine.metadata import COMPRESSION_KEY, CompressionMetadata
+from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.compression.importance_predictor import ImportancePredictor
-from headrace_decode.resume.worker import ResumeWorker
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
@@ -34,8 +33,9 @@ from headrace_decode.sparse.engine.sparse_rows import SparseRows
 from headrace_decode.sparse.offload.host_pool import HostPool
 from headrace_decode.sparse.offload.offloaded_request import TieredCache
 from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
-from headrace_decode.speculative.speculative_worker import SpeculativeWorker
 from headrace_decode.techniques import COMPRESSION, SPARSE
+from headrace_engine.extensions.extension import WorkerPart, metadata_of
+from headrace_engine.extensions.scheduler import why_no_extensions
 from headrace_engine.rope import Rope, RopeError
 from headrace_engine.vllm.attention.cpu import register_cpu_backend, unsupported_cpu_engine
 from headrace_engine.vllm.attention.layers import (
@@ -59,43 +59,50 @@ logger = logging.getLogger("headrace.sparse")
 BACKEND = "headrace_decode.attention_backend.cpu.SparseBackend"
 
 
-class SparseWorkerMixin:
-    """Mixin that precedes a vLLM worker class among the bases."""
+class AttentionWorkerPart(WorkerPart):
+    """Sparse, offloaded and compressed requests of a worker.
 
-    _sparse = False
-    _unsupported: dict[str, str] = {}
-    """By technique that the engine does not support: the reason."""
-    _settings = SparseSettings()
-    _rope: Rope | None = None
-    """The model's rotary embedding, if requests may drop KV."""
-    _host_blocks = 0
-    """Number of blocks in host memory; 0 if no KV leaves the cache."""
-    _cuda: CudaSparseRuntime | None = None
-    """Resources on a CUDA GPU; None on other devices."""
-    _batch: RunnerRows[BatchRow] | FollowedRows[BatchRow]
-    _blocks: Callable[[str], Sequence[int]]
+    Args:
+        worker: vLLM's. settings: settings of sparse attention.
+        compression: settings of compression; None if no request drops KV.
 
-    def load_model(self, **kwargs: Any) -> None:
-        """Load the model like vLLM, with our attention backend if the engine supports it."""
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
-        settings = settings_of(config.additional_config)
-        if settings is not None:
-            RUNTIME.page_tokens, self._settings = settings.page_tokens, settings
-            self._unsupported = {}
-            why = self._use_backend(config)
-            if why is None:
-                self._sparse = True
-            else:
-                self._attend_densely(why)
-        super().load_model(**kwargs)  # type: ignore[misc]
+    Attributes:
+        is_sparse: whether the engine attends with our backend.
+        host_blocks: number of blocks in host memory; 0 if no KV leaves the cache.
+    """
 
-    def headrace_unsupported(self) -> dict[str, str]:
-        """Implement `BlendingWorkerMixin.headrace_unsupported`."""
-        found: dict[str, str] = getattr(super(), "headrace_unsupported", dict)()
-        return found | self._unsupported
+    def __init__(
+        self, worker: Any, settings: SparseSettings, compression: CompressionSettings | None
+    ) -> None:
+        self._worker, self._settings, self._compression = worker, settings, compression
+        self.is_sparse = False
+        self.host_blocks = 0
+        self._unsupported: dict[str, str] = {}
+        """By technique that the engine does not support: the reason."""
+        self._rope: Rope | None = None
+        """The model's rotary embedding, if requests may drop KV."""
+        self._cuda: CudaSparseRuntime | None = None
+        """Resources on a CUDA GPU; None on other devices."""
+        self._batch: RunnerRows[BatchRow] | FollowedRows[BatchRow]
+        self._blocks: Callable[[str], Sequence[int]]
+        self._final: dict[str, int] = {}
+        """Number of each request's tokens whose KV is final after the step in progress."""
+
+    def before_load(self) -> None:
+        """Have vLLM make its layers with our attention backend, if the engine supports it."""
+        RUNTIME.page_tokens = self._settings.page_tokens
+        why = self._use_backend(self._worker.vllm_config)
+        if why is None:
+            self.is_sparse = True
+        else:
+            self._attend_densely(why)
+
+    def unsupported(self) -> dict[str, str]:
+        """Implement `WorkerPart.unsupported`."""
+        return dict(self._unsupported)
 
     def _attend_densely(self, why: str) -> None:
-        self._sparse = False
+        self.is_sparse = False
         self._unsupported = {SPARSE: why, COMPRESSION: why}
         logger.warning("this engine attends densely: %s", why)
 
@@ -111,58 +118,56 @@ class SparseWorkerMixin:
             register_cpu_backend(BACKEND)
         return why
 
-    def determine_available_memory(self) -> int:
-        """Return the bytes for the KV cache like vLLM, less the part that sparse attention takes on
-        a GPU."""
-        available: int = super().determine_available_memory()  # type: ignore[misc]
+    def kv_cache_bytes(self, available: int, specs: Mapping[str, Any]) -> int:
+        """Leave the part that sparse attention takes on a GPU."""
         if self._cuda is None:
             return available
-        specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
         return self._cuda.cache_bytes(available, next(iter(specs.values())))
 
-    def get_kv_cache_spec(self) -> dict[str, Any]:
+    def kv_cache_specs(self, specs: dict[str, Any]) -> dict[str, Any]:
         """Return vLLM's specs, or specs of layers whose blocks may leave the cache or be dropped if
         the settings ask for that and the engine supports it."""
-        specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
-        compresses = compression_settings_of(config.additional_config) is not None
-        if not self._sparse or not (compresses or self._settings.offload_gib):
+        config: Any = self._worker.vllm_config
+        compresses = self._compression is not None
+        if not self.is_sparse or not (compresses or self._settings.offload_gib):
             return specs
-        kind, stays = FullAttentionSpec, why_blocks_pinned(specs, config)
+        kind, stays = (
+            FullAttentionSpec,
+            why_blocks_pinned(specs, config) or why_no_extensions(config),
+        )
         if compresses:
-            why = stays or why_scheduler_unable(config, "drops_blocks")
+            why = stays
             if why is None:
-                self._rope, why = rope_of(config, specs, self.get_model())  # type: ignore[attr-defined]
+                self._rope, why = rope_of(config, specs, self._worker.get_model())
             if why is None:
                 kind = CompressionSpec
             else:
                 self._unsupported[COMPRESSION] = why
                 logger.warning("techniques.compression: requests keep all KV: %s", why)
         if self._settings.offload_gib:
-            blocks, why = 0, stays or why_scheduler_unable(config, "offloads_blocks")
+            blocks, why = 0, stays
             if why is None:
                 blocks, why = host_blocks(specs, self._settings, config)
             if why is None:
-                kind, self._host_blocks = OffloadSpec, blocks
+                kind, self.host_blocks = OffloadSpec, blocks
             else:
                 logger.warning("techniques.sparse.offload_gib: KV stays in the cache: %s", why)
         if kind is FullAttentionSpec:
             return specs
         return {name: replace_as(spec, kind) for name, spec in specs.items()}
 
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Initialise the KV cache like vLLM, then bind the layers to their caches."""
-        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        if not self._sparse:
+    def after_kv_cache(self, kv_cache_config: Any) -> None:
+        """Bind the layers to their caches."""
+        if not self.is_sparse:
             return
         kind = FullAttentionSpec if self._rope is None else CompressionSpec
-        kind = OffloadSpec if self._host_blocks else kind
+        kind = OffloadSpec if self.host_blocks else kind
         modules: list[Any] = []
         if (why := unsupported_kv_cache(kv_cache_config, kind)) is None:
-            modules = attention_layers(self.vllm_config, kv_cache_config)  # type: ignore[attr-defined]
+            modules = attention_layers(self._worker.vllm_config, kv_cache_config)
             why = unsupported_layers(modules)
         if why is not None:
-            if self._host_blocks:
+            if self.host_blocks:
                 raise RuntimeError(f"this engine cannot offload KV: {why}")
             self._attend_densely(why)
             return
@@ -180,8 +185,8 @@ class SparseWorkerMixin:
             logger.debug("sparse attention cannot be bound", exc_info=True)
             self._attend_densely(f"{type(error).__name__}: {error}")
             return
-        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        second = self._worker.vllm_config.use_v2_model_runner
+        runner = self._worker.model_runner
         self._batch = FollowedRows(batch_row) if second else RunnerRows(runner, batch_row)
         RUNTIME.bind(runtime.rows(), self._batch.rows)
         logger.info(
@@ -194,15 +199,15 @@ class SparseWorkerMixin:
 
     def _bind(self, modules: list[Any]) -> None:
         keys = [LayerCache(module.kv_cache) for module in modules]
-        block_tokens = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
+        block_tokens = self._worker.vllm_config.cache_config.block_size
         block_pages = block_tokens // RUNTIME.page_tokens
-        summary_table = PageSummaryTable(keys, self._bases(), self._host_blocks * block_pages)
+        summary_table = PageSummaryTable(keys, self._bases(), self.host_blocks * block_pages)
         parts = zip(modules, keys, summary_table.summaries, strict=True)
         for number, (module, of_layer, summaries) in enumerate(parts):
             module.impl.sparse = SparseLayer(of_layer, summaries, number)
         modules[0].impl.sparse.warm(modules[0].num_heads)
         rows = SparseRows(len(modules), RUNTIME.page_tokens)
-        self._batch = runner = RunnerRows(self.model_runner, batch_row)  # type: ignore[attr-defined]
+        self._batch = runner = RunnerRows(self._worker.model_runner, batch_row)
         self._blocks = runner.blocks
         RUNTIME.bind(rows, runner.rows, summary_table)
         if self._rope is not None:
@@ -211,9 +216,9 @@ class SparseWorkerMixin:
             RUNTIME.compression = CompressionWorker(
                 head_pages, scale, self._rope, runner.blocks, predictor
             )
-        if self._host_blocks:
-            host = HostPool(keys, self._host_blocks, block_pages)
-            longest = self.vllm_config.model_config.max_model_len  # type: ignore[attr-defined]
+        if self.host_blocks:
+            host = HostPool(keys, self.host_blocks, block_pages)
+            longest = self._worker.vllm_config.model_config.max_model_len
             most = -(-longest // block_tokens) * block_pages
             RUNTIME.offloading = OffloadedRequests(
                 TieredCache(keys, host, summary_table, most), block_tokens
@@ -239,10 +244,10 @@ class SparseWorkerMixin:
             RuntimeError: the file cannot be used. The scheduler relies on the predictor, so the
                 engine cannot run without it.
         """
-        settings = compression_settings_of(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        settings = self._compression
         if settings is None or settings.calibration is None:
             return None
-        shape = ModelShape.of(model_fields(self.vllm_config))  # type: ignore[attr-defined]
+        shape = ModelShape.of(model_fields(self._worker.vllm_config))
         try:
             return read_predictor(Path(settings.calibration), shape, page_tokens)
         except CalibrationError as error:
@@ -254,33 +259,37 @@ class SparseWorkerMixin:
     def _bases(self) -> list[Basis] | None:
         if self._settings.calibration is None:
             return None
-        config = model_fields(self.vllm_config)  # type: ignore[attr-defined]
+        config = model_fields(self._worker.vllm_config)
         return bases_for(Path(self._settings.calibration), config, RUNTIME.page_tokens)
 
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """Run a step like vLLM, with its sparse, offloaded and compressed rows."""
-        if not self._sparse:
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
-        RUNTIME.begin_step(requests_moved(scheduler_output))
-        self._batch.begin_step(scheduler_output)
+    def begin_step(self, step: Any) -> None:
+        """Prepare the step's sparse, offloaded and compressed rows."""
+        if not self.is_sparse:
+            return
+        RUNTIME.begin_step(requests_moved(step))
+        self._batch.begin_step(step)
         if RUNTIME.compression is not None:
-            metadata = getattr(scheduler_output, COMPRESSION_METADATA, CompressionMetadata())
-            ended = scheduler_output.finished_req_ids
-            preempted = requests_gone(scheduler_output) - ended
+            metadata = metadata_of(step, COMPRESSION_KEY) or CompressionMetadata()
+            ended = step.finished_req_ids
+            preempted = requests_gone(step) - ended
             RUNTIME.lost |= RUNTIME.compression.begin_step(ended, preempted, metadata)
-        final = self._offload_begins(scheduler_output)
-        try:
-            found = super().execute_model(scheduler_output)  # type: ignore[misc]
-        finally:
-            RUNTIME.end_step()
-        if RUNTIME.offloading:
-            RUNTIME.offloading.save(final, self._blocks)
-        return found if found is None else with_lost(found, RUNTIME.pop_lost())
+        self._final = self._offload_begins(step)
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the step's output, with the requests whose KV was lost in it."""
-        found = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return with_lost(found, RUNTIME.pop_lost()) if self._sparse else found
+    def end_step(self) -> None:
+        """Attend densely until the next step."""
+        RUNTIME.end_step()
+
+    def after_step(self, output: Any) -> Any:
+        """Save the KV that is final now; return the output, with the requests whose KV was lost."""
+        if not self.is_sparse:
+            return output
+        if RUNTIME.offloading:
+            RUNTIME.offloading.save(self._final, self._blocks)
+        return output if output is None else with_lost(output, RUNTIME.pop_lost())
+
+    def after_sample(self, output: Any) -> Any:
+        """Return the output, with the requests whose KV was lost in the step."""
+        return with_lost(output, RUNTIME.pop_lost()) if self.is_sparse else output
 
     def _offload_begins(self, step: Any) -> dict[str, int]:
         """Follow a step's offloaded requests. Return the number of each request's tokens whose KV
@@ -288,22 +297,15 @@ class SparseWorkerMixin:
         offloading = RUNTIME.offloading
         if offloading is None:
             return {}
-        offloading.begin_step(requests_gone(step), getattr(step, OFFLOADED, {}))
+        metadata = metadata_of(step, OFFLOAD) or OffloadMetadata({}, {})
+        offloading.begin_step(requests_gone(step), metadata.working_sets)
         if not offloading:
             return {}
-        offloading.save(getattr(step, COPY_FIRST, {}), self._blocks)
+        offloading.save(metadata.copy_first, self._blocks)
         final = final_tokens(step)
         known = {name: before for name, (before, _) in final.items() if offloading.follows(name)}
         offloading.save(known, self._blocks)
         return {name: behind for name, (_, behind) in final.items()}
-
-
-class SparseWorker(SparseWorkerMixin, ResumeWorker):
-    """Worker of engines that do not draft."""
-
-
-class SparseSpeculativeWorker(SparseWorkerMixin, SpeculativeWorker):
-    """Worker of engines that draft."""
 
 
 def why_blocks_pinned(specs: dict[str, Any], config: Any) -> str | None:
@@ -324,19 +326,6 @@ def why_blocks_pinned(specs: dict[str, Any], config: Any) -> str | None:
     if speculative is not None and speculative.method != "custom_class":
         return f"{speculative.method} drafts over the cache"
     return None
-
-
-def why_scheduler_unable(config: Any, ability: str) -> str | None:
-    """Return why an engine's scheduler cannot give blocks of running requests to others; None if it
-    can.
-
-    Args:
-        config: the engine's configuration. ability: attribute of scheduler classes that can.
-    """
-    scheduler = config.scheduler_config.get_scheduler_cls()
-    if getattr(scheduler, ability, False):
-        return None
-    return f"the engine runs with scheduler_cls {scheduler.__module__}.{scheduler.__qualname__}"
 
 
 def host_blocks(

@@ -145,14 +145,13 @@ class Compiler:
     def __init__(self, config: Any) -> None:
         # vLLM logs to standard output when it is imported. `main` has redirected that by now.
         from headrace_decode.grammars.combined_backend import is_backend_automatic
+        from headrace_engine.extensions.scheduler import why_no_extensions
         from headrace_engine.vllm.structured_output import grammar_tokenizer
 
         self._config = config
         self._tokenizer = grammar_tokenizer(config.model_config)
-        # An engine without such a scheduler has only the backend of its first grammar.
-        scheduler = config.scheduler_config.get_scheduler_cls()
-        has_combined = getattr(scheduler, "has_combined_grammar_backend", False)
-        self._combined = has_combined and is_backend_automatic(config)
+        # An engine with another scheduler has only the backend of its first grammar.
+        self._combined = why_no_extensions(config) is None and is_backend_automatic(config)
         self._backends: dict[str, Any] = {}
         for name in ("combined",) if self._combined else ("xgrammar",):
             self._backends[name] = self._backend(name)
@@ -392,7 +391,6 @@ def main() -> None:
     """Serve over standard input and output; all other output goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    os.nice(NICE)
     _end_with_parent()
     # vLLM's own limit also counts the time for which a trial rests. It must not end a trial first,
     # since vLLM's message would count as a refusal.
@@ -401,6 +399,7 @@ def main() -> None:
     compiler = Compiler(pickle.loads(jobs.read(int.from_bytes(jobs.read(8)))))
     answers.write(b"ready\n")
     answers.flush()
+    os.nice(NICE)  # not before: a start that waits for other processes lets grammars wait
     serve(compiler, TrialLimits(), jobs, answers)
 
 

@@ -53,6 +53,7 @@ from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
 from headrace_decode.techniques import (
     BLENDING,
     COMPRESSION,
+    PARTIAL_KV,
     SPARSE,
     LossyMode,
     TechniqueError,
@@ -60,6 +61,7 @@ from headrace_decode.techniques import (
     offered_techniques,
     recompute_ratio,
 )
+from headrace_engine.extensions.scheduler import why_no_extensions
 from headrace_engine.kv_transfer.handoff import REUSE_KEY
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.step_time import StepTime
@@ -134,17 +136,17 @@ class PlannedLLM(ResumableLLM):
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
             reason = f"the engine does not answer: {first}"
-            why = dict.fromkeys((BLENDING, SPARSE, COMPRESSION), reason)
-        scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
-        if not getattr(scheduler, "keeps_answers_private", False):
-            name = f"the engine runs with scheduler_cls {scheduler.__module__}.{scheduler.__name__}"
-            why |= {SPARSE: name, COMPRESSION: name}
-        for name in [name for name in self._lossy_modes if name in why]:
+            why = dict.fromkeys((BLENDING, *PARTIAL_KV), reason)
+        if (other_class := why_no_extensions(self.vllm_config)) is not None:
+            why |= dict.fromkeys(PARTIAL_KV, other_class)  # answers would be shared
+        withdrawn = [name for name in self._lossy_modes if name in why]
+        for name in withdrawn:
             del self._lossy_modes[name]
-        if self.planning is not None and BLENDING in why:
+        if self.planning is not None and self.blending is not None and BLENDING in why:
             self.planning = replace(self.planning, blending=None)
-        for name, reason in why.items():
-            logger.info("requests are served as if they had not asked for %s: %s", name, reason)
+            withdrawn.append(BLENDING)
+        for name in withdrawn:
+            logger.info("requests are served as if they had not asked for %s: %s", name, why[name])
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -282,11 +284,11 @@ class PlannedLLM(ResumableLLM):
         """
         if not self.speculates:
             return None
-        return await self._call_workers("headrace_speculation", command)
+        return await self._call_workers("speculation", command)
 
     async def corpus(self, command: dict[str, Any]) -> dict[str, Any] | None:
         """Return the retrieval memory's answer to a corpus command; None without a memory."""
-        return await self._call_workers("headrace_corpus", command) if self.speculates else None
+        return await self._call_workers("corpus", command) if self.speculates else None
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of independent texts, without special tokens. Blocks."""
@@ -313,9 +315,9 @@ class PlannedLLM(ResumableLLM):
             if state is not None:
                 usage.samples.setdefault(request.external_req_id, []).append(state)
 
-    async def _call_workers(self, method: str, command: dict[str, Any]) -> dict[str, Any] | None:
-        """Call a method of all workers; return the answer of the worker that drafts."""
-        answers = await self.collective_rpc(method, args=(command,))
+    async def _call_workers(self, name: str, command: dict[str, Any]) -> dict[str, Any] | None:
+        """Run an extension's command in all workers; return the answer of the one that drafts."""
+        answers = await self.collective_rpc("headrace_command", args=(name, command))
         return next((dict(answer) for answer in answers if answer), None)
 
     def _refuse_invalid(self, request: EngineRequest) -> None:

@@ -14,8 +14,7 @@ from headrace_decode.resume.scheduler import RESUME_TOKENS
 from headrace_decode.speculative.request_info import request_arguments
 from headrace_decode.speculative.tenant_policies import TenantPolicy
 from headrace_decode.techniques import (
-    COMPRESSION,
-    SPARSE,
+    PARTIAL_KV,
     LossyMode,
     TechniqueError,
     salt_with_technique,
@@ -80,9 +79,7 @@ def with_keep_ratio(params: SamplingParams, lossy_mode: LossyMode | None) -> Sam
     compression the fields are removed.
     """
     extra = {
-        name: value
-        for name, value in (params.extra_args or {}).items()
-        if name not in (SPARSE, COMPRESSION)
+        name: value for name, value in (params.extra_args or {}).items() if name not in PARTIAL_KV
     }
     if lossy_mode is not None:
         extra[lossy_mode.technique] = lossy_mode.keep_ratio

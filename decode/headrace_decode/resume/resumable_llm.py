@@ -79,7 +79,7 @@ class ResumableLLM(AsyncLLM):
 
     Args:
         why_not_resumable: why no stream of this engine can be resumed; None if its scheduler, and
-            with vLLM's first model runner its worker, are those of `headrace_decode.resume`.
+            with vLLM's first model runner its worker, run extensions.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """The proposer class that vLLM loads: it connects a session to the engine and never raises.
 
     speculative_config={"method": "custom_class", "model": "<this module>.HeadraceProposer", ...}
-    worker_cls="headrace_decode.speculative.speculative_worker.SpeculativeWorker"
+    worker_cls="headrace_engine.extensions.worker.HostWorker"
 
-vLLM passes rows without request ids to a proposer. Therefore, the worker class binds the proposer
-to the model runner and announces each step; an unbound proposer drafts nothing. An exception from
-`propose` would end the engine with all its requests. Here it costs one step's drafts, and after a
-few in a row speculative decoding stops until it is switched on again.
+vLLM passes rows without request ids to a proposer. Therefore, `speculative_worker` binds the
+proposer to the model runner and announces each step; an unbound proposer drafts nothing. An
+exception from `propose` would end the engine with all its requests. Here it costs one step's
+drafts, and after a few in a row speculative decoding stops until it is switched on again.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from headrace_decode.speculative.planning.draft_planner import DraftMode
+from headrace_engine.extensions.extension import HOST_WORKER
 
 CONFIG_KEY = "headrace_speculation"
 """Key of the settings in the engine's `additional_config`."""
 
 PROPOSER = "headrace_decode.speculative.proposer.HeadraceProposer"
-WORKER = "headrace_decode.speculative.speculative_worker.SpeculativeWorker"
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -86,7 +86,7 @@ def engine_arguments(draft_tokens: int, **settings: Any) -> dict[str, Any]:
     """
     SpeculationSettings.read(settings)
     return {
-        "worker_cls": WORKER,
+        "worker_cls": HOST_WORKER,
         "speculative_config": {
             "method": "custom_class",
             "model": PROPOSER,

@@ -1,13 +1,12 @@
-"""The worker class that tells the proposer which request is in which row, and when steps begin."""
+"""Connects the proposer to a worker: which request is in which row, and when steps begin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from headrace_decode.resume.worker import ResumeWorker
 from headrace_decode.speculative.proposer import HeadraceProposer
 from headrace_decode.speculative.runner_view import RunnerView
+from headrace_engine.extensions.extension import WorkerPart
 from headrace_engine.vllm.sampling import (
     drafter_of,
     is_drafting_worker,
@@ -16,36 +15,29 @@ from headrace_engine.vllm.sampling import (
 )
 
 
-class SpeculativeWorker(ResumeWorker):
-    """vLLM's worker for the platform, connected to the proposer.
+class SpeculativeWorkerPart(WorkerPart):
+    """The proposer of a worker, if that is a `HeadraceProposer`.
 
     Only the first of the workers that share a model drafts, since the scheduler uses only its
     drafts.
     """
 
-    _proposer: HeadraceProposer | None = None
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._proposer: HeadraceProposer | None = None
 
-    def load_model(self, **kwargs: Any) -> None:
-        """Load the model as vLLM does, then bind the proposer if it is a `HeadraceProposer`."""
-        super().load_model(**kwargs)
-        proposer = drafter_of(self)
+    def after_load(self) -> None:
+        """Bind the proposer."""
+        proposer = drafter_of(self._worker)
         if isinstance(proposer, HeadraceProposer):
-            prepare_for_drafter(self)
+            prepare_for_drafter(self._worker)
             self._proposer = proposer
+            self.commands = {"speculation": proposer.command, "corpus": proposer.corpus_command}
             if is_drafting_worker():
-                draft_tokens = self.speculative_config.num_speculative_tokens
-                proposer.bind(RunnerView(self.model_runner, draft_tokens))
+                draft_tokens = self._worker.speculative_config.num_speculative_tokens
+                proposer.bind(RunnerView(self._worker.model_runner, draft_tokens))
 
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """Announce the step to the proposer, then run it as vLLM does."""
+    def begin_step(self, step: Any) -> None:
+        """Announce the step to the proposer."""
         if self._proposer is not None:
-            self._proposer.begin_step(*scheduled_step(scheduler_output))
-        return super().execute_model(scheduler_output)
-
-    def headrace_speculation(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Run `HeadraceProposer.command`, for `collective_rpc`; {} with another proposer."""
-        return {} if self._proposer is None else self._proposer.command(command)
-
-    def headrace_corpus(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Run `HeadraceProposer.corpus_command`, for `collective_rpc`; {} with another proposer."""
-        return {} if self._proposer is None else self._proposer.corpus_command(command)
+            self._proposer.begin_step(*scheduled_step(step))

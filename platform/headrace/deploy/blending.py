@@ -1,5 +1,5 @@
-"""KV blending in an app's arguments: its connector and worker class for each engine, and the finder
-of stored runs for decode replicas."""
+"""KV blending in an app's arguments: its connector for each engine, and decode replicas' finder of
+stored runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.config.techniques import BlendingSection
+from headrace.deploy.worker_class import use_extension_worker
 from headrace_decode.planning.blending_planner import BlendingPlanner
 from headrace_prefill.blending.finding.finder import Finder
 
 BYTES_PER_TOKEN = 6.4
 """Memory of the finder, with blocks of 128 tokens (`python -m benchmarks.reuse.finding`)."""
-_WORKERS = {
-    "headrace_decode.speculative.speculative_worker.SpeculativeWorker": "BlendingSpeculativeWorker",
-    "auto": "BlendingWorker",
-}
-
-
 _SINGLE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Engine arguments that must be 1: a side pass runs in one worker."""
 
@@ -63,15 +58,12 @@ def _add(engine: dict[str, Any]) -> None:
         several.append("enable_lora")
     if several:
         raise ValueError(f"techniques.blending.mode: cannot be on with {several[0]}; set it to off")
-    worker = engine.get("worker_cls", "auto")
-    if worker not in _WORKERS:
-        raise ValueError(f"techniques.blending.mode: the engine has worker_cls {worker}; remove it")
+    use_extension_worker(engine, "techniques.blending.mode")
     transfer = engine.get("kv_transfer_config")
     if not isinstance(transfer, dict) or transfer.get("kv_connector") != "HeadracePDConnector":
         raise ValueError(
             "techniques.blending.mode: the engine has connectors of its own, and so no store"
         )
-    engine["worker_cls"] = f"headrace.deploy.worker_classes.{_WORKERS[worker]}"
     connectors = transfer["kv_connector_extra_config"]["connectors"]
     store = next(each for each in connectors if each["kv_connector"] == "HeadraceConnector")
     connectors.append(

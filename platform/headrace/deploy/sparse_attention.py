@@ -1,5 +1,4 @@
-"""Sparse attention and KV cache compression in an app's arguments: their worker class and settings
-for engines.
+"""Sparse attention and KV cache compression in an app's arguments: their settings for engines.
 
 Both roles get the size of pages, which decides where bytes lie in the KV cache. Prefill engines
 attend densely, since they compute prompts. KV is compressed where answers are computed.
@@ -13,22 +12,9 @@ from typing import Any
 
 from headrace.config.calibration import FIELD, keep_ratio_of
 from headrace.config.techniques import TechniquesSection
+from headrace.deploy.worker_class import use_extension_worker
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.compression.engine.settings import CompressionSettings
-
-_ENGINE = "headrace_decode.attention_backend.worker"
-_WORKERS = {
-    "auto": f"{_ENGINE}.SparseWorker",
-    "headrace_decode.speculative.speculative_worker.SpeculativeWorker": (
-        f"{_ENGINE}.SparseSpeculativeWorker"
-    ),
-    "headrace.deploy.worker_classes.BlendingWorker": (
-        "headrace.deploy.worker_classes.SparseBlendingWorker"
-    ),
-    "headrace.deploy.worker_classes.BlendingSpeculativeWorker": (
-        "headrace.deploy.worker_classes.SparseBlendingSpeculativeWorker"
-    ),
-}
 
 
 def add_sparse_attention(
@@ -60,12 +46,7 @@ def add_sparse_attention(
             raise ValueError(f"{FIELD}: {error}") from None
         settings = SparseSettings(section.mode, share, section.page_tokens, section.calibration)
     for engine in engines:
-        worker = engine.get("worker_cls", "auto")
-        if worker not in _WORKERS:
-            raise ValueError(
-                f"techniques.{used[0]}.mode: the engine has worker_cls {worker}; remove it"
-            )
-        engine["worker_cls"] = _WORKERS[worker]
+        use_extension_worker(engine, f"techniques.{used[0]}.mode")
         additional = dict(engine.get("additional_config") or {})
         additional |= settings.additional_config()
         if any(engine is each for each in answering):

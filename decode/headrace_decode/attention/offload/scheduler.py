@@ -1,4 +1,4 @@
-"""Schedulers that decide which requests are offloaded, and tell the worker.
+"""Decides in the scheduler which requests are offloaded, and tells the worker.
 
 A request is offloaded if its maximum length does not fit in the KV cache, or if it is sparse and
 offloading lowers the total latency (`decision`). The first rule holds for exact requests as well.
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from headrace_decode.attention.lost_requests import end_lost
 from headrace_decode.attention.offload.block_manager import OffloadBlockManager
@@ -28,97 +29,124 @@ from headrace_decode.attention.offload.decision import (
 from headrace_decode.attention.offload.footprint import Footprint, footprint
 from headrace_decode.attention.offload.ledger import Ledger, cold_blocks
 from headrace_decode.attention.page_counts import selected_page_count
-from headrace_decode.attention.settings import SparseSettings, settings_of
-from headrace_decode.resume.scheduler import AsyncResumeScheduler, ResumeScheduler
+from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.techniques import SPARSE, keep_ratio_in
+from headrace_engine.extensions.extension import SchedulerPart, metadata_of
 from headrace_kvstore.identity.salts import is_isolated, isolated_salt
 
-OFFLOADED = "headrace_offloaded"
-"""Attribute of a step's `SchedulerOutput`: the blocks of the working set, by request that is
-offloaded from this step on."""
-COPY_FIRST = "headrace_left"
-"""Attribute of the same: number of tokens to copy first, by request of these that was in the
-cache."""
-STEP_TIMING = "headrace_step"
-"""Attribute of the same: rows and contexts of a step that computes answers alone (None for another
-step), and when it began."""
+OFFLOAD, TIMING = "offload", "timing"
+"""Keys of a step's metadata: `OffloadMetadata`, and `StepTiming`, which the scheduler itself reads
+again."""
 MAX_CONSIDERED = 16
 """Maximum number of waiting requests that a step considers; no step admits many more."""
 
 
-class _OffloadingMixin:
-    """Mixin for a vLLM scheduler."""
+@dataclass(frozen=True)
+class OffloadMetadata:
+    """Message to the worker about the offloaded requests of a step.
 
-    offloads_blocks = True
-    """Ability that `worker.why_scheduler_unable` looks for."""
-    _clock: Callable[[], float] = staticmethod(time.perf_counter)
+    Attributes:
+        working_sets: blocks of the working set, by request that is offloaded from this step on.
+        copy_first: number of tokens to copy first, by request of these that was in the cache.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._offloads = _manager_of(self)
-        if self._offloads is None:
-            return
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
-        settings = settings_of(config.additional_config)
-        assert settings is not None
-        cache: Any = self.kv_cache_config  # type: ignore[attr-defined]
-        block_bytes = self._offloads.kv_cache_spec.page_size_bytes * len(
-            cache.kv_cache_groups[0].layer_names
-        )
-        self._settings: SparseSettings = settings
-        self._offloads.ledger = Ledger(settings.host_blocks(block_bytes))
-        self._block_tokens: int = self._offloads.block_size
+    working_sets: Mapping[str, Sequence[int]]
+    copy_first: Mapping[str, int]
+
+
+class StepTiming(NamedTuple):
+    """When a step began; and the rows and contexts of a step that computes answers alone."""
+
+    began_s: float
+    answers: tuple[int, list[float]] | None
+
+
+class CompressionView(Protocol):
+    """Facts that offloading needs about requests that drop KV of their context."""
+
+    def stays(self, request: Any) -> bool:
+        """Return whether a request that is too long for the cache is served without offloading."""
+
+    def dropped(self, request: Any) -> int:
+        """Return the number of tokens of a request's context that it has dropped."""
+
+
+class OffloadSchedulerPart(SchedulerPart):
+    """Offloaded requests of a scheduler.
+
+    Args:
+        scheduler: vLLM's. manager: manager of its blocks. settings: settings of the engine.
+
+    Attributes:
+        costs: durations of steps, as learned.
+        clock: returns the time in seconds.
+        returned_s: when vLLM had processed the last output.
+        compression: tells about requests that drop KV; None if none does.
+    """
+
+    def __init__(
+        self, scheduler: Any, manager: OffloadBlockManager, settings: SparseSettings
+    ) -> None:
+        self._scheduler, self.manager, self.settings = scheduler, manager, settings
+        layers = scheduler.kv_cache_config.kv_cache_groups[0].layer_names
+        block_bytes = manager.kv_cache_spec.page_size_bytes * len(layers)
+        manager.ledger = Ledger(settings.host_blocks(block_bytes))
         self.costs = StepCosts()
-        self._returned_s = 0.0
+        self.clock = time.perf_counter
+        self.returned_s = 0.0
+        self.compression: CompressionView | None = None
+        self._copy_first: dict[str, int] = {}
 
-    def add_request(self, request: Any) -> None:
-        """Add a request like vLLM. Plan to offload it if it is too long for the cache."""
-        manager = self._offloads
-        if manager is not None and self._too_long(request) and not self._stays(request):
-            needed = self._smallest(request)
-            if needed.blocks > manager.block_pool.num_gpu_blocks - 1:
-                needed = self._footprint(self._max_tokens(request), None)
-            manager.ledger.plan(request.request_id, needed)
-            exclude_from_connectors(request)
-        super().add_request(request)  # type: ignore[misc]
+    def before_add(self, request: Any) -> None:
+        """Plan to offload a request if it is too long for the cache."""
+        manager = self.manager
+        if not self.is_too_long(request):
+            return
+        if self.compression is not None and self.compression.stays(request):
+            return
+        needed = self.smallest(request)
+        if needed.blocks > manager.block_pool.num_gpu_blocks - 1:
+            needed = self._footprint(self.max_tokens(request), None)
+        manager.ledger.plan(request.request_id, needed)
+        exclude_from_connectors(request)
 
-    def _too_long(self, request: Any) -> bool:
+    def is_too_long(self, request: Any) -> bool:
         """Return whether the cache cannot hold a request as a whole."""
-        assert self._offloads is not None
-        usable = self._offloads.block_pool.num_gpu_blocks - 1
-        return self._max_tokens(request) > usable * self._offloads.block_size
+        usable = self.manager.block_pool.num_gpu_blocks - 1
+        return self.max_tokens(request) > usable * self.manager.block_size
 
-    def _stays(self, request: Any) -> bool:
-        """Return whether a request that is too long is served without being offloaded."""
-        return False
-
-    def _max_tokens(self, request: Any) -> int:
-        longest: int = self.max_model_len  # type: ignore[attr-defined]
+    def max_tokens(self, request: Any) -> int:
+        """Return the maximum number of tokens of a request, prompt and answer."""
+        longest: int = self._scheduler.max_model_len
         return min(request.num_prompt_tokens + request.max_tokens, longest)
 
-    def _smallest(self, request: Any) -> Footprint:
+    def smallest(self, request: Any) -> Footprint:
         """Return the footprint of a request if it is offloaded."""
-        return self._footprint(self._max_tokens(request), _share(request))
+        return self._footprint(self.max_tokens(request), _share(request))
 
-    def _switch(self, manager: OffloadBlockManager) -> dict[str, int]:
+    def before_schedule(self) -> None:
+        """Decide about the next step."""
+        self._copy_first = self.decide()
+
+    def decide(self) -> dict[str, int]:
         """Decide how to serve each sparse request that may be admitted now. Offload running
-        requests if that admits others and pays; return these, as `COPY_FIRST`."""
-        running: list[Any] = self.running  # type: ignore[attr-defined]
-        most: int = self.max_num_running_reqs  # type: ignore[attr-defined]
-        waiting = list(itertools.islice(self.waiting, most))  # type: ignore[attr-defined]
+        requests if that admits others and pays; return these, as `OffloadMetadata.copy_first`."""
+        manager, running = self.manager, self._scheduler.running
+        most: int = self._scheduler.max_num_running_reqs
+        waiting = list(itertools.islice(self._scheduler.waiting, most))
         room = min(max(most - len(running), 0), MAX_CONSIDERED)
         if not (waiting and room):
             return {}
         usable = manager.block_pool.num_gpu_blocks - 1
-        least = [self._min_blocks(each, usable) for each in waiting]
-        step_s, busy = self._busy(manager)
-        if left := self._make_room(manager, busy, least[:room]):
-            step_s, busy = self._busy(manager)
+        least = [self.min_blocks(each, usable) for each in waiting]
+        step_s, busy = self._busy()
+        if left := self._make_room(busy, least[:room]):
+            step_s, busy = self._busy()
         free = manager.block_pool.get_num_free_blocks()
         for number, each in enumerate(waiting[:room]):
-            tokens, share = self._max_tokens(each), _share(each)
+            tokens, share = self.max_tokens(each), _share(each)
             whole = -(-tokens // manager.block_size)
-            offloaded = self._smallest(each)
+            offloaded = self.smallest(each)
             decided = whole > usable or manager.ledger.is_admitted(each.request_id)
             if share is None or decided or not offloaded.slots or each.kv_transfer_params:
                 continue
@@ -137,12 +165,12 @@ class _OffloadingMixin:
             free -= ways[way].blocks
         return left
 
-    def _busy(self, manager: OffloadBlockManager) -> tuple[float, list[RunningRequest]]:
+    def _busy(self) -> tuple[float, list[RunningRequest]]:
         """Predict the seconds of a step of all running requests, and when each of them ends."""
-        running: list[Any] = self.running  # type: ignore[attr-defined]
+        manager, running = self.manager, self._scheduler.running
         context = [0.0] * len(AttentionMode)
         for each in running:
-            context[self._mode(manager, each)] += self._attended(each)
+            context[self.mode(each)] += self.attended(each)
         step_s = self.costs.seconds(max(len(running), 1), context)
         held = (manager.held(each.request_id) for each in running)
         return step_s, [
@@ -150,20 +178,18 @@ class _OffloadingMixin:
             for blocks, each in zip(held, running, strict=True)
         ]
 
-    def _make_room(
-        self, manager: OffloadBlockManager, busy: Sequence[RunningRequest], queue: Sequence[int]
-    ) -> dict[str, int]:
+    def _make_room(self, busy: Sequence[RunningRequest], queue: Sequence[int]) -> dict[str, int]:
         """Offload requests that answer from the cache, if that pays; return these, as
-        `COPY_FIRST`."""
+        `OffloadMetadata.copy_first`."""
+        manager = self.manager
         free, ledger = manager.block_pool.get_num_free_blocks(), manager.ledger
         if queue[0] <= free:
             return {}
         candidates, leavers = [], []
-        running: list[Any] = self.running  # type: ignore[attr-defined]
-        for each in running:
+        for each in self._scheduler.running:
             if _share(each) is None or ledger.planned(each.request_id) is not None:
                 continue
-            tokens, offloaded = self._max_tokens(each), self._smallest(each)
+            tokens, offloaded = self.max_tokens(each), self.smallest(each)
             freed = cold_blocks(_final(each), manager.block_size) - offloaded.slots
             if freed <= 0 or not offloaded.slots or _final(each) < each.num_prompt_tokens:
                 continue
@@ -179,80 +205,72 @@ class _OffloadingMixin:
                 left[request.request_id] = _final(request)
         return left
 
-    def _min_blocks(self, request: Any, usable: int) -> int:
+    def min_blocks(self, request: Any, usable: int) -> int:
         """Return the minimum number of blocks over all ways to serve a request."""
-        whole = -(-self._max_tokens(request) // self._block_tokens)
+        whole = -(-self.max_tokens(request) // self.manager.block_size)
         stays = _share(request) is None or request.kv_transfer_params
-        return whole if stays and whole <= usable else min(whole, self._smallest(request).blocks)
+        return whole if stays and whole <= usable else min(whole, self.smallest(request).blocks)
 
-    def _mode(self, manager: OffloadBlockManager, request: Any) -> AttentionMode:
+    def mode(self, request: Any) -> AttentionMode:
         """Return how a row of the request's answer attends."""
-        sparse, planned = _share(request) is not None, manager.ledger.planned(request.request_id)
+        planned = self.manager.ledger.planned(request.request_id)
+        sparse = _share(request) is not None
         if planned is None:
             return AttentionMode.SPARSE if sparse else AttentionMode.DENSE
         return AttentionMode.OFFLOADED if sparse and planned.slots else AttentionMode.STAGED
 
-    def _attended(self, request: Any) -> int:
+    def attended(self, request: Any) -> int:
         """Return the number of tokens that a row of the request's answer attends to, or chooses
         from."""
-        return int(request.num_computed_tokens)
+        dropped = 0 if self.compression is None else self.compression.dropped(request)
+        return int(request.num_computed_tokens) - dropped
 
     def _footprint(self, max_tokens: int, share: float | None) -> Footprint:
-        assert self._offloads is not None
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        config = self._scheduler.vllm_config
         steps = config.max_in_flight_tokens // config.scheduler_config.max_num_batched_tokens
-        page_tokens = self._settings.page_tokens
+        page_tokens = self.settings.page_tokens
         return footprint(
             max_tokens,
             None if share is None else selected_page_count(max_tokens, page_tokens, share),
             page_tokens,
-            self._offloads.block_size,
-            steps * self._step_tokens,
+            self.manager.block_size,
+            steps * self.step_tokens,
         )
 
     @property
-    def _step_tokens(self) -> int:
+    def step_tokens(self) -> int:
         """Maximum tokens of one prompt in a step."""
-        config: Any = self.vllm_config.scheduler_config  # type: ignore[attr-defined]
+        config = self._scheduler.vllm_config.scheduler_config
         limit, batch = config.long_prefill_token_threshold, config.max_num_batched_tokens
         return int(min(limit, batch) if limit > 0 else batch)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step like vLLM, and tell the worker which requests are offloaded."""
-        manager = self._offloads
-        if manager is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        left = self._switch(manager)
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        _announce(manager, output, left)
-        setattr(output, STEP_TIMING, (self._answers(manager, output), self._clock()))
-        return output
+    def after_schedule(self, step: Any, metadata: dict[str, Any]) -> None:
+        """Tell the worker which requests are offloaded from this step on."""
+        metadata[OFFLOAD] = newly_offloaded(self.manager, step, self._copy_first)
+        answers = self._answers(step)
+        metadata[TIMING] = StepTiming(self.clock(), answers)
 
-    def _answers(self, manager: OffloadBlockManager, output: Any) -> tuple[int, list[float]] | None:
+    def _answers(self, output: Any) -> tuple[int, list[float]] | None:
         """Return the rows and contexts of a step that computes answers alone; None for another."""
         context = [0.0] * len(AttentionMode)
         for name, count in output.num_scheduled_tokens.items():
-            request = self.requests[name]  # type: ignore[attr-defined]
+            request = self._scheduler.requests[name]
             if count != 1 or request.num_computed_tokens <= request.num_prompt_tokens:
                 return None
-            context[self._mode(manager, request)] += self._attended(request)
+            context[self.mode(request)] += self.attended(request)
         return len(output.num_scheduled_tokens), context
 
-    def update_from_output(
-        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Process a step's output like vLLM, and learn from its duration."""
-        now_s = self._clock()
-        end_lost(self, model_runner_output)
-        step: Any = getattr(scheduler_output, STEP_TIMING, None)
-        if step is not None and step[0] is not None:
-            (rows, context), begun_s = step
-            self.costs.observe(rows, context, now_s - max(begun_s, self._returned_s))
-        found = super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output, *args, **kwargs
-        )
-        self._returned_s = self._clock()
-        return found
+    def before_update(self, step: Any, output: Any) -> None:
+        """End the requests whose KV is lost, and learn from the step's duration."""
+        now_s, timing = self.clock(), metadata_of(step, TIMING)
+        end_lost(self._scheduler, output)
+        if timing is not None and timing.answers is not None:
+            rows, context = timing.answers
+            self.costs.observe(rows, context, now_s - max(timing.began_s, self.returned_s))
+
+    def after_update(self) -> None:
+        """Remember when vLLM had processed the output."""
+        self.returned_s = self.clock()
 
 
 def exclude_from_connectors(request: Any) -> None:
@@ -280,32 +298,30 @@ def _steps(request: Any) -> int:
     return max(0, int(request.max_tokens - request.num_output_tokens))
 
 
-def _announce(manager: OffloadBlockManager, output: Any, left: Mapping[str, int]) -> None:
-    """Tell the worker which requests are newly offloaded in this step."""
+def newly_offloaded(
+    manager: OffloadBlockManager, step: Any, copy_first: Mapping[str, int]
+) -> OffloadMetadata:
+    """Return what the worker must know about a scheduled step's offloaded requests.
+
+    Args:
+        copy_first: as in `OffloadMetadata`; requests that the step preempted may be among them.
+    """
     ledger = manager.ledger
-    for request_id in output.finished_req_ids:
+    for request_id in step.finished_req_ids:
         ledger.remove(request_id)
-    left = {name: tokens for name, tokens in left.items() if ledger.is_admitted(name)}
-    newly_offloaded = {name: manager.slots(name) for name in left}
-    for request_id in output.num_scheduled_tokens:
+    left = {name: tokens for name, tokens in copy_first.items() if ledger.is_admitted(name)}
+    working_sets = {name: manager.slots(name) for name in left}
+    for request_id in step.num_scheduled_tokens:
         if ledger.is_admitted(request_id):
             if not ledger.is_known(request_id):
-                newly_offloaded[request_id] = manager.slots(request_id)
+                working_sets[request_id] = manager.slots(request_id)
             ledger.worker_knows(request_id, len(manager.req_to_blocks[request_id]))
-    setattr(output, OFFLOADED, newly_offloaded)
-    setattr(output, COPY_FIRST, left)
+    return OffloadMetadata(working_sets, left)
 
 
-def _manager_of(scheduler: Any) -> OffloadBlockManager | None:
+def offload_manager(scheduler: Any) -> OffloadBlockManager | None:
+    """Return a scheduler's manager of blocks; None if it cannot offload."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return (
         managers[0] if len(managers) == 1 and isinstance(managers[0], OffloadBlockManager) else None
     )
-
-
-class OffloadingScheduler(_OffloadingMixin, ResumeScheduler):
-    """Scheduler in which a step waits for the one before."""
-
-
-class AsyncOffloadingScheduler(_OffloadingMixin, AsyncResumeScheduler):
-    """Scheduler that schedules steps ahead."""

@@ -15,8 +15,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace_decode.attention.offload.block_manager import OffloadBlockManager
-from headrace_decode.attention.offload.scheduler import MAX_CONSIDERED, exclude_from_connectors
+from headrace_decode.attention.offload.scheduler import (
+    MAX_CONSIDERED,
+    OffloadSchedulerPart,
+    exclude_from_connectors,
+)
 from headrace_decode.compression.engine.calibration import digest
 from headrace_decode.compression.engine.compression_job import IncrementalJob
 from headrace_decode.compression.engine.context_cache import CachedContext, ContextCache, min_blocks
@@ -50,18 +53,16 @@ class IncrementalScheduler:
     """Incremental requests of a scheduler.
 
     Args:
-        scheduler: scheduler that offloads. manager: manager of its blocks.
-        settings: settings that name a predictor. page_tokens: tokens of a page that heads keep.
+        scheduler: vLLM's. offload: its offloaded requests.
+        settings: settings that name a predictor.
     """
 
     def __init__(
-        self,
-        scheduler: Any,
-        manager: OffloadBlockManager,
-        settings: CompressionSettings,
-        page_tokens: int,
+        self, scheduler: Any, offload: OffloadSchedulerPart, settings: CompressionSettings
     ) -> None:
-        self._scheduler, self._manager, self._all = scheduler, manager, settings.stream
+        self._scheduler, self._offload, self._all = scheduler, offload, settings.stream
+        self._manager = manager = offload.manager
+        page_tokens = offload.settings.page_tokens
         self._layout = RetainedLayout.of(scheduler.kv_cache_config, page_tokens)
         store = HeadraceConnector.exact_scheduler(scheduler.connector)
         assert settings.calibration is not None
@@ -108,19 +109,19 @@ class IncrementalScheduler:
         return self._layout.description_blocks_for(stream.kept) if self._stored_loader else 0
 
     def _window(self, stream: IncrementalJob) -> int:
-        return stream.window(self._scheduler._step_tokens) + self._description_blocks(stream)
+        return stream.window(self._offload.step_tokens) + self._description_blocks(stream)
 
     def _stream(self, request: Any) -> IncrementalJob | None:
         share = keep_ratio_in(request.sampling_params, COMPRESSION)
         block_tokens = self._manager.block_size
         if share is None or request.prompt_token_ids is None:
             return None
-        scheduler, usable = self._scheduler, self._manager.block_pool.num_gpu_blocks - 1
+        usable = self._manager.block_pool.num_gpu_blocks - 1
         stream = IncrementalJob(request.num_prompt_tokens, share, block_tokens)
-        behind = scheduler._max_tokens(request) - stream.blocks * block_tokens
+        behind = self._offload.max_tokens(request) - stream.blocks * block_tokens
         whole = stream.kept + self._description_blocks(stream) - (-behind // block_tokens)
         most = max(self._window(stream), whole)
-        wanted = self._all or scheduler._too_long(request)
+        wanted = self._all or self._offload.is_too_long(request)
         return stream if wanted and stream.is_worthwhile and most <= usable else None
 
     def dropped_tokens(self, name: str) -> int:
@@ -184,7 +185,7 @@ class IncrementalScheduler:
         for request in itertools.islice(scheduler.waiting, min(room, MAX_CONSIDERED)):
             name = request.request_id
             window = self._manager.windows.get(name)
-            free -= scheduler._min_blocks(request, usable) if window is None else window
+            free -= self._offload.min_blocks(request, usable) if window is None else window
             if free < 0:
                 return  # an earlier request may need the free blocks that this one would begin with
             if window is None or request.num_computed_tokens or request.status not in BEGINS:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from headrace_decode.compression.engine.context_scorer import RereadRows
 
-COMPRESSION_METADATA = "headrace_compression_metadata"
-"""Attribute of a step's `SchedulerOutput` that holds `CompressionMetadata`."""
+COMPRESSION_KEY = "compression"
+"""Key of `CompressionMetadata` in a step's metadata."""
 
 
 class Retention(NamedTuple):

@@ -1,6 +1,6 @@
-"""Schedulers in which compressed requests drop the KV that their context needs least.
+"""Has compressed requests drop the KV that their context needs least, in the scheduler.
 
-The scheduler adds internal requests that read a context again. vLLM schedules these like any
+It adds internal requests that read a context again. vLLM schedules these like any
 prompt. They go before waiting requests, since they lead to free memory. While no other request
 waits, they run in small chunks (`reread_rate`), so that answers continue. Their output is not used.
 
@@ -18,129 +18,134 @@ from vllm import SamplingParams
 from headrace_decode.attention.lost_requests import LOST
 from headrace_decode.attention.offload.decision import AttentionMode
 from headrace_decode.attention.offload.scheduler import (
-    AsyncOffloadingScheduler,
-    OffloadingScheduler,
+    OffloadSchedulerPart,
     exclude_from_connectors,
 )
 from headrace_decode.compression.engine.compression_job import CompressionJob, RereadRequest
 from headrace_decode.compression.engine.incremental_scheduler import IncrementalScheduler
 from headrace_decode.compression.engine.metadata import (
-    COMPRESSION_METADATA,
+    COMPRESSION_KEY,
     CompressionMetadata,
     FitWork,
     Retention,
 )
 from headrace_decode.compression.engine.reread_rate import RereadRateController
-from headrace_decode.compression.engine.settings import settings_of
+from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.compression.scores import PART_TOKENS
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
+from headrace_engine.extensions.extension import SchedulerPart, metadata_of
 from headrace_engine.vllm.scheduling import Request, RequestStatus
 
-PACED = "headrace_paced"
-"""Attribute of a step that reads as many rows again as `RereadRateController` allows: the predicted
-seconds of its answers alone, and when the step began."""
+REREAD = "reread"
+"""Key of the metadata of a step that reads as many rows again as `RereadRateController` allows: the
+predicted seconds of its answers alone, and when it began. The scheduler itself reads it. It is a
+tuple, so that workers need not import this module to unpickle it."""
 
 
-class _CompressionMixin:
-    """Mixin that precedes a scheduler that offloads among the bases."""
+class CompressionSchedulerPart(SchedulerPart):
+    """Compressed requests of a scheduler.
 
-    drops_blocks = True
-    """Ability that `worker.why_scheduler_unable` looks for."""
+    Args:
+        scheduler: vLLM's. offload: its offloaded requests. settings: settings of the engine.
+    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._jobs: dict[str, CompressionJob] = {}
-        config: Any = self.vllm_config  # type: ignore[attr-defined]
-        settings = settings_of(config.additional_config)
-        self._has_predictor = settings is not None and settings.calibration is not None
-        manager = self._offloads  # type: ignore[attr-defined]
-        self._incremental: IncrementalScheduler | None = None
-        if settings is not None and settings.calibration is not None and manager is not None:
-            page_tokens = self._settings.page_tokens  # type: ignore[attr-defined]
-            self._incremental = IncrementalScheduler(self, manager, settings, page_tokens)
-        self._reread_rate = RereadRateController(1 + self.num_spec_tokens)  # type: ignore[attr-defined]
-        # vLLM reads a step's maximum tokens of a prompt from here in each step. `schedule` changes
-        # this copy.
-        self.scheduler_config: Any = copy.copy(self.scheduler_config)  # type: ignore[has-type]
-        self._chunk: int = self.scheduler_config.long_prefill_token_threshold
+    def __init__(
+        self, scheduler: Any, offload: OffloadSchedulerPart, settings: CompressionSettings
+    ) -> None:
+        self._scheduler, self._offload, self._manager = scheduler, offload, offload.manager
+        offload.compression = self
+        self.jobs: dict[str, CompressionJob] = {}
+        self.incremental: IncrementalScheduler | None = None
+        if settings.calibration is not None:
+            self.incremental = IncrementalScheduler(scheduler, offload, settings)
+        self._reread_rate = RereadRateController(1 + scheduler.num_spec_tokens)
+        # vLLM reads a step's maximum tokens of a prompt from here in each step. `before_schedule`
+        # changes this copy.
+        scheduler.scheduler_config = copy.copy(scheduler.scheduler_config)
+        self._chunk: int = scheduler.scheduler_config.long_prefill_token_threshold
+        self._metadata = CompressionMetadata()
+        self._job: CompressionJob | None = None
+        self._is_reading = self._is_paced = False
 
-    def add_request(self, request: Any) -> None:
-        """Add a request like vLLM; a compressed one is incremental, or is read again."""
-        streams = self._incremental is not None and self._incremental.on_add(request)
-        super().add_request(request)  # type: ignore[misc]
-        if not streams:
-            self._start_job(request)
+    def before_add(self, request: Any) -> None:
+        """Have a compressed request stream if it can."""
+        if self.incremental is not None:
+            self.incremental.on_add(request)
 
-    def _stays(self, request: Any) -> bool:
-        """Implement `_OffloadingMixin._stays`: an incremental request is not offloaded."""
-        return self._incremental is not None and request.request_id in self._incremental
-
-    def _start_job(self, request: Any) -> None:
+    def after_add(self, request: Any) -> None:
+        """Plan to read the context of a compressed request again, if it does not stream."""
         share = keep_ratio_in(request.sampling_params, COMPRESSION)
-        manager = self._offloads  # type: ignore[attr-defined]
-        if share is None or manager is None or request.prompt_token_ids is None:
+        if share is None or self.stays(request) or request.prompt_token_ids is None:
             return
-        if manager.ledger.planned(request.request_id) is not None:
+        if self._manager.ledger.planned(request.request_id) is not None:
             return  # too long for the cache: it is offloaded
-        groups = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
         job = CompressionJob(
-            *(request.request_id, list(request.prompt_token_ids), share, manager.block_size),
-            self.max_model_len,  # type: ignore[attr-defined]
-            len(groups[0].layer_names),
-            self._has_predictor,
+            *(request.request_id, list(request.prompt_token_ids), share, self._manager.block_size),
+            self._scheduler.max_model_len,
+            len(self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names),
+            self.incremental is not None,
         )
         if job.is_worthwhile:
-            self._jobs[request.request_id] = job
+            self.jobs[request.request_id] = job
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step like vLLM, with the step's work on compressed requests."""
-        metadata = CompressionMetadata()
-        if self._incremental is not None:
-            self._incremental.before_schedule(metadata)
-        job = self._advance(metadata)
-        is_reading = job is not None and job.reader in self.requests  # type: ignore[attr-defined]
-        paced = is_reading and not self._others_wait()
-        if paced:
-            self.scheduler_config.long_prefill_token_threshold = self._reread_rate.rows
-        try:
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.scheduler_config.long_prefill_token_threshold = self._chunk
-        if self._incremental is not None:
-            self._incremental.after_schedule(metadata, output)
+    def stays(self, request: Any) -> bool:
+        """Implement `CompressionView.stays`: an incremental request is not offloaded."""
+        return self.incremental is not None and request.request_id in self.incremental
+
+    def dropped(self, request: Any) -> int:
+        """Implement `CompressionView.dropped`."""
+        name, tokens = request.request_id, 0
+        if self.incremental is not None:
+            tokens = self.incremental.dropped_tokens(name)
+        job = self.jobs.get(name)
+        if job is not None and job.dropped:
+            tokens += (job.blocks - job.kept) * self._manager.block_size
+        return tokens
+
+    def before_schedule(self) -> None:
+        """Prepare the step's work on compressed requests."""
+        self._metadata = metadata = CompressionMetadata()
+        if self.incremental is not None:
+            self.incremental.before_schedule(metadata)
+        self._job = job = self._advance(metadata)
+        self._is_reading = job is not None and job.reader in self._scheduler.requests
+        self._is_paced = self._is_reading and not self._others_wait()
+        if self._is_paced:
+            rows = self._reread_rate.rows
+            self._scheduler.scheduler_config.long_prefill_token_threshold = rows
+
+    def after_schedule(self, step: Any, metadata: dict[str, Any]) -> None:
+        """Tell the worker the step's work on compressed requests."""
+        self._scheduler.scheduler_config.long_prefill_token_threshold = self._chunk
+        mine, job = self._metadata, self._job
+        if self.incremental is not None:
+            self.incremental.after_schedule(mine, step)
         if job is not None and job.all_scored and not job.all_fitted:
             rows = PART_TOKENS if self._others_wait() else self._reread_rate.rows
-            metadata.fits[job.request_id] = FitWork(job.kept, job.fit(rows))
+            mine.fits[job.request_id] = FitWork(job.kept, job.fit(rows))
         elif job is not None:
-            rows = output.num_scheduled_tokens.get(job.reader, 0)
-            metadata.layers = job.score(rows or self._reread_rate.rows, is_reading)
-            if paced and rows == self._reread_rate.rows:
-                setattr(output, PACED, (self._alone_s(output), self._clock()))  # type: ignore[attr-defined]
-        setattr(output, COMPRESSION_METADATA, metadata)
-        return output
+            rows = step.num_scheduled_tokens.get(job.reader, 0)
+            mine.layers = job.score(rows or self._reread_rate.rows, self._is_reading)
+            if self._is_paced and rows == self._reread_rate.rows:
+                metadata[REREAD] = self._alone_s(step), self._offload.clock()
+        metadata[COMPRESSION_KEY] = mine
 
-    def update_from_output(
-        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Process a step's output like vLLM, and adapt the number of rows that read again."""
-        if self._incremental is not None:
-            self._incremental.on_loads_finished(model_runner_output.kv_connector_output)
-            if hasattr(model_runner_output, LOST):
-                self._incremental.on_lost()
-        paced: Any = getattr(scheduler_output, PACED, None)
-        if paced is not None:
-            alone_s, begun_s = paced
-            begun_s = max(begun_s, self._returned_s)  # type: ignore[attr-defined]
-            self._reread_rate.record_step(self._clock() - begun_s, alone_s)  # type: ignore[attr-defined]
-        return super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output, *args, **kwargs
-        )
+    def before_update(self, step: Any, output: Any) -> None:
+        """Follow loads and losses of KV, and adapt the number of rows that read again."""
+        if self.incremental is not None:
+            self.incremental.on_loads_finished(output.kv_connector_output)
+            if hasattr(output, LOST):
+                self.incremental.on_lost()
+        timing: tuple[float, float] | None = metadata_of(step, REREAD)
+        if timing is not None:
+            alone_s, began_s = timing
+            began_s = max(began_s, self._offload.returned_s)
+            self._reread_rate.record_step(self._offload.clock() - began_s, alone_s)
 
     def _others_wait(self) -> bool:
         """Return whether another request waits, usually for memory, or has its prompt computed."""
-        readers = {job.reader for job in self._jobs.values()}
-        running: list[Any] = self.running  # type: ignore[attr-defined]
-        waiting: Any = self.waiting  # type: ignore[attr-defined]
+        readers = {job.reader for job in self.jobs.values()}
+        running, waiting = self._scheduler.running, self._scheduler.waiting
         prompts = (each for each in running if each.num_computed_tokens < each.num_prompt_tokens)
         return any(each.request_id not in readers for each in itertools.chain(waiting, prompts))
 
@@ -148,38 +153,26 @@ class _CompressionMixin:
         """Predict the seconds that a step's answers would take alone."""
         rows, context = 0, [0.0] * len(AttentionMode)
         for name in output.num_scheduled_tokens:
-            request = self.requests[name]  # type: ignore[attr-defined]
+            request = self._scheduler.requests[name]
             if request.num_computed_tokens > request.num_prompt_tokens:
                 rows += 1
-                context[self._mode(self._offloads, request)] += self._attended(request)  # type: ignore[attr-defined]
-        found: float = self.costs.seconds(rows, context)  # type: ignore[attr-defined]
-        return found
-
-    def _attended(self, request: Any) -> int:
-        """Implement `_OffloadingMixin._attended`, without the tokens that the request dropped."""
-        name, tokens = request.request_id, int(request.num_computed_tokens)
-        if self._incremental is not None:
-            tokens -= self._incremental.dropped_tokens(name)
-        job = self._jobs.get(name)
-        if job is None or not job.dropped:
-            return tokens
-        return tokens - (job.blocks - job.kept) * self._offloads.block_size  # type: ignore[attr-defined]
+                context[self._offload.mode(request)] += self._offload.attended(request)
+        return self._offload.costs.seconds(rows, context)
 
     def _advance(self, metadata: CompressionMetadata) -> CompressionJob | None:
         """Begin a part, or drop KV of a context that was read, scored and fitted. Return the job
         in progress, if any: one context is read at a time."""
-        requests: dict[str, Any] = self.requests  # type: ignore[attr-defined]
-        manager: Any = self._offloads  # type: ignore[attr-defined]
+        requests, manager = self._scheduler.requests, self._manager
         first: CompressionJob | None = None
-        for name, job in list(self._jobs.items()):
+        for name, job in list(self.jobs.items()):
             request = requests.get(name)
             if request is None or request.num_computed_tokens < request.num_prompt_tokens:
                 # The request ended, or its prompt has yet to be computed, perhaps again.
                 if job.reader in requests:
-                    self.finish_requests(job.reader, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
+                    self._scheduler.finish_requests(job.reader, RequestStatus.FINISHED_ABORTED)
                 job.restart()
                 if request is None:
-                    del self._jobs[name]
+                    del self.jobs[name]
             elif first is None and not job.dropped:
                 first = job
         if first is None or first.reader in requests:
@@ -211,15 +204,7 @@ class _CompressionMixin:
         )
         rereads.block_hashes = request.block_hashes[: part.cached // block_tokens]
         exclude_from_connectors(rereads)
-        super().add_request(rereads)  # type: ignore[misc]
-        waiting: Any = self.waiting  # type: ignore[attr-defined]
+        self._scheduler.add_request(rereads)
+        waiting = self._scheduler.waiting
         waiting.remove_request(rereads)
         waiting.prepend_request(rereads)
-
-
-class CompressionScheduler(_CompressionMixin, OffloadingScheduler):
-    """Scheduler in which a step waits for the one before."""
-
-
-class AsyncCompressionScheduler(_CompressionMixin, AsyncOffloadingScheduler):
-    """Scheduler that schedules steps ahead."""

@@ -202,7 +202,7 @@ class BlendingConnector(KVConnectorBase_V1):
     # Worker side
 
     def bind_rows(self, rows: RowEngine) -> None:
-        """Take the model, once it is loaded; `worker.BlendingWorkerMixin` calls this."""
+        """Take the model, once it is loaded; `worker.BlendingWorkerPart` calls this."""
         self._rows, self._pass = rows, SelectiveRecompute(rows, self.scatter(rows))
 
     def no_rows(self, reason: str) -> None:

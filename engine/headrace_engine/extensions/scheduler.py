@@ -1,0 +1,101 @@
+"""vLLM's schedulers, with the parts of the installed extensions."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from headrace_engine.extensions.extension import (
+    METADATA,
+    SchedulerPart,
+    installed_extensions,
+    overridden,
+)
+from headrace_engine.vllm.resumed_requests import waits_for_grammar
+from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
+
+Part = TypeVar("Part", bound=SchedulerPart)
+
+
+class SchedulerHost:
+    """Mixin that precedes a scheduler of vLLM among the bases.
+
+    Attributes:
+        parts: the parts of the extensions that the engine uses.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parts = [part for each in installed_extensions() for part in each.scheduler(self)]
+        self._before_add = overridden(self.parts, "before_add")
+        self._after_add = overridden(self.parts[::-1], "after_add")
+        self._on_grammar_compiled = overridden(self.parts, "on_grammar_compiled")
+        self._before_schedule = overridden(self.parts, "before_schedule")
+        self._after_schedule = overridden(self.parts[::-1], "after_schedule")
+        self._before_update = overridden(self.parts, "before_update")
+        self._after_update = overridden(self.parts[::-1], "after_update")
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return the part of a class; None if there is none."""
+        return next((each for each in self.parts if isinstance(each, kind)), None)
+
+    def add_request(self, request: Any) -> None:
+        """Add a request like vLLM, with what the extensions do to it."""
+        for each in self._before_add:
+            each(request)
+        super().add_request(request)  # type: ignore[misc]
+        for each in self._after_add:
+            each(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step like vLLM, with what the extensions tell the workers about it."""
+        for each in self._before_schedule:
+            each()
+        step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self._after_schedule:
+            metadata: dict[str, Any] = {}
+            for each in self._after_schedule:
+                each(step, metadata)
+            setattr(step, METADATA, metadata)
+        return step
+
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Process a step's output like vLLM, with what the extensions read in it."""
+        for each in self._before_update:
+            each(scheduler_output, model_runner_output)
+        found = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output, *args, **kwargs
+        )
+        for each in self._after_update:
+            each()
+        return found
+
+    def _try_promote_blocked_waiting_request(self, request: Any) -> bool:
+        """Promote a request like vLLM; tell the extensions if it waited for its grammar."""
+        waited_for_grammar = waits_for_grammar(request)
+        promoted: bool = super()._try_promote_blocked_waiting_request(request)  # type: ignore[misc]
+        if promoted and waited_for_grammar:
+            for each in self._on_grammar_compiled:
+                each(request)
+        return promoted
+
+
+class HostScheduler(SchedulerHost, Scheduler):  # type: ignore[misc]
+    """Scheduler for engines in which a step waits for the one before."""
+
+
+class AsyncHostScheduler(SchedulerHost, AsyncScheduler):  # type: ignore[misc]
+    """Scheduler for engines that schedule steps ahead."""
+
+
+def why_no_extensions(config: Any) -> str | None:
+    """Return why an engine's scheduler runs no extensions; None if it runs them.
+
+    Args:
+        config: vLLM's configuration of the engine.
+    """
+    scheduler = config.scheduler_config.get_scheduler_cls()
+    if isinstance(scheduler, type) and issubclass(scheduler, SchedulerHost):
+        return None
+    return f"the engine runs with scheduler_cls {scheduler.__module__}.{scheduler.__qualname__}"
