@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.cli import client, state
+from headrace.cli import chat, client, state
 from headrace.cli.main import main
 
 
@@ -58,6 +60,34 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0
     assert "Usage:" in out
+
+
+def test_the_versions_are_printed_by_command_and_by_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (code, told, _), (also, same, _) = run(capsys, "version"), run(capsys, "--version")
+    assert code == also == 0 and told == same and told.startswith("headrace ")
+
+
+@pytest.mark.parametrize(("options", "temperature"), [((), 0.0), (("--temperature", "0.7"), 0.7)])
+def test_chat_takes_the_likeliest_tokens_unless_asked_otherwise(
+    options: tuple[str, ...],
+    temperature: float,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At vLLM's own default of 1 a small model answers with noise."""
+    seen: list[Mapping[str, Any]] = []
+
+    def send(base_url: str, key: str | None, model: str, sampling: Mapping[str, Any], trust: Any):  # type: ignore[no-untyped-def]
+        seen.append(sampling)
+        return lambda messages: ["Paris."]
+
+    instance = state.Instance(name="a", token="t", phase="ready", endpoint="http://127.0.0.1:1")
+    monkeypatch.setattr(client, "running_instance", lambda name: instance)
+    monkeypatch.setattr(chat, "_openai_send", send)
+    assert run(capsys, "chat", "Capital of France?", *options)[:2] == (0, "Paris.\n")
+    assert seen == [{"max_tokens": 1024, "temperature": temperature}]
 
 
 def test_help_imports_neither_ray_nor_vllm_nor_torch() -> None:

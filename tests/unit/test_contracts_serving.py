@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray._private.node import Node
+from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
 from ray.serve._private import replica, request_router
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
 from ray.serve._private.common import RUNNING_REQUESTS_KEY, DeploymentID, ReplicaID
@@ -22,6 +24,7 @@ from ray.serve.context import ReplicaContext
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 from headrace_engine.kv_transfer.ports import is_free
+from headrace_engine.ray import serve as ray_serve
 from headrace_engine.ray.serve import ongoing_requests
 from headrace_engine.serving.request_router import NamedReplicaRouter, routed_as
 from headrace_engine.vllm.engine import cache_layout
@@ -61,6 +64,20 @@ def test_a_changed_configuration_reaches_the_context() -> None:
     source = inspect.getsource(replica.Replica.reconfigure)
     assert "_deployment_config = deployment_config" in source, f"mend {SERVING}"
     assert "_set_internal_replica_context" in source, f"mend {SERVING}"
+
+
+def test_the_head_leaves_the_dashboards_address_where_workers_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = inspect.getsource(Node.start_api_server)
+    assert f'b"{ray_serve.DASHBOARD_KEY}"' in source, f"mend {SERVING}"
+    assert "ray_constants.KV_NAMESPACE_DASHBOARD" in source, f"mend {SERVING}"
+    assert KV_NAMESPACE_DASHBOARD == ray_serve.DASHBOARD_NAMESPACE, f"mend {SERVING}"
+    for found, address in ((b"127.0.0.1:11856", "127.0.0.1:11856"), (None, "")):
+        monkeypatch.setattr(ray_serve, "_internal_kv_get", lambda *_, found=found, **__: found)
+        assert ray_serve.dashboard_address() == address
+    monkeypatch.setenv("RAY_OVERRIDE_DASHBOARD_URL", "https://ray.example.com")
+    assert ray_serve.dashboard_address() == "https://ray.example.com"
 
 
 def test_a_replica_drains_calls_first_and_then_runs_its_destructor() -> None:

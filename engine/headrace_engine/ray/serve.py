@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+
 from ray import serve
 from ray.experimental.internal_kv import (
     _internal_kv_del,
@@ -14,6 +16,8 @@ from ray.experimental.internal_kv import (
 from ray.serve._private.common import RUNNING_REQUESTS_KEY
 
 NAMESPACE = b"headrace"
+DASHBOARD_NAMESPACE, DASHBOARD_KEY = b"dashboard", "webui:url"
+"""Where the head of a cluster leaves the address of its dashboard."""
 
 
 def ongoing_requests(count: int) -> dict[str, float]:
@@ -35,6 +39,19 @@ def shutdown_seconds() -> tuple[float, float]:
     part of them in which Serve finds that the replica has no calls, as configured now."""
     config = serve.get_replica_context()._deployment_config
     return config.graceful_shutdown_timeout_s, config.graceful_shutdown_wait_loop_s
+
+
+def dashboard_address() -> str:
+    """Return the address of the cluster's Ray dashboard: `host:port`, or the URL in
+    RAY_OVERRIDE_DASHBOARD_URL. It is empty without a dashboard. Blocks.
+
+    A worker's own `ray.init().dashboard_url` has Ray's default port, whichever the head uses.
+    """
+    told = os.environ.get("RAY_OVERRIDE_DASHBOARD_URL")
+    if told:
+        return told
+    found: bytes | None = _internal_kv_get(DASHBOARD_KEY, namespace=DASHBOARD_NAMESPACE)
+    return "" if found is None else found.decode()
 
 
 def read_cluster_value(key: str) -> bytes | None:

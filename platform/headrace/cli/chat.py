@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from headrace.cli import client
@@ -49,15 +49,24 @@ class Conversation:
 
 
 def chat(
-    name: str | None, *, model: str | None, system: str | None, message: str | None, max_tokens: int
+    name: str | None,
+    model: str | None,
+    system: str | None,
+    message: str | None,
+    sampling: Mapping[str, Any],
 ) -> None:
-    """Print one answer if a message is given or piped in; otherwise start a conversation."""
+    """Print one answer if a message is given or piped in; otherwise start a conversation.
+
+    Args:
+        name: the instance. model: None for the instance's model. system: the system prompt.
+        sampling: fields of the request that say how to answer.
+    """
     instance = client.running_instance(name)
     send = _openai_send(
         f"{instance.endpoint}/v1",
         client.api_key(instance),
         model or instance.model,
-        max_tokens,
+        sampling,
         client.trust(instance),
     )
     conversation = Conversation(send, system)
@@ -105,7 +114,11 @@ def _loop(conversation: Conversation, title: str) -> None:
 
 
 def _openai_send(
-    base_url: str, key: str | None, model: str, max_tokens: int, trust: ssl.SSLContext | bool = True
+    base_url: str,
+    key: str | None,
+    model: str,
+    sampling: Mapping[str, Any],
+    trust: ssl.SSLContext | bool = True,
 ) -> Send:
     try:
         import httpx
@@ -123,7 +136,7 @@ def _openai_send(
                 model=model,
                 messages=messages,
                 stream=True,
-                max_tokens=max_tokens,  # type: ignore[arg-type]
+                **sampling,
             )
             for chunk in stream:
                 if chunk.choices and chunk.choices[0].delta.content:

@@ -96,9 +96,21 @@ def _complain(error: Exception) -> None:
     say.print(f"error: {text}", markup=False)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit()
+
+
 @app.callback()
 def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the versions and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     """Declares --debug for the help; `main` has removed it from the arguments."""
 
@@ -243,12 +255,19 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer, in tokens.")] = 1024,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Randomness of the answer; 0 takes the likeliest tokens.")
+    ] = 0.0,
     name: NameOption = None,
 ) -> None:
     """Chat with the running model, or ask it one question."""
     from headrace.cli import chat as command
 
-    command.chat(name, model=model, system=system, message=message, max_tokens=max_tokens)
+    command.chat(
+        name,
+        *(model, system, message),
+        sampling={"max_tokens": max_tokens, "temperature": temperature},
+    )
 
 
 app.command()(doctor)

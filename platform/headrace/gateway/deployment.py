@@ -31,6 +31,7 @@ from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
 from headrace_decode.speculative.tenant_policies import Tenants
 from headrace_engine.ray.serve import (
+    dashboard_address,
     ongoing_requests,
     read_cluster_value,
     remove_cluster_values,
@@ -72,7 +73,7 @@ class ServeBackend:
         self._gateways: DeploymentHandle | None = None
         self._wake_call: DeploymentResponse[Any] | None = None
         self._app_name = serve.get_replica_context().app_name
-        self._dashboard = dashboard_address()
+        self._dashboard = dashboard_address() if ray.is_initialized() else ""
         self._overrides = OverrideStore(self._app_name, read_cluster_value, write_cluster_value)
 
     async def replicas(self) -> list[ReplicaInfo]:
@@ -342,14 +343,6 @@ def _remove_overrides() -> None:
     status = serve.status().applications.get(app)
     if status is not None and status.status == ApplicationStatus.DELETING:
         remove_cluster_values(prefix(app))
-
-
-def dashboard_address() -> str:
-    """Return the address of the cluster's Ray dashboard, as `host:port` or the value of Ray's
-    RAY_OVERRIDE_DASHBOARD_URL; empty without one."""
-    if not ray.is_initialized():
-        return ""
-    return ray.init(ignore_reinit_error=True).dashboard_url or ""  # it starts nothing here
 
 
 async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
