@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -123,6 +124,34 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
         'remote prefill at abcdefgh is off: {"state": "open", "reason": "timed out"}',
     ):
         assert part in text, text
+
+
+def shown(instance: state.Instance, data: dict[str, Any]) -> str:
+    out = io.StringIO()
+    render(instance, data, Console(file=out, width=160))
+    return out.getvalue()
+
+
+def test_status_says_where_the_dashboards_token_is() -> None:
+    instance = state.Instance("a", "t", temp_dir="/tmp/a", dashboard_url="http://127.0.0.1:11856")
+    text = shown(instance, {})
+    assert "http://127.0.0.1:11856  (it asks for the token in /tmp/a/ray-token)" in text
+
+
+def test_status_hides_a_placement_that_the_gateway_does_not_make() -> None:
+    """With one decode replica, the replica plans for itself."""
+    replica = {"role": "decode", "replica_id": "abc"}
+    idle = {"plans": {}, "replicas": 0, "oldest_report_s": 0.0}
+    data = {"replicas": [replica], "gateway": {"router": idle}}
+    assert "placed by this gateway" not in shown(state.Instance("a", "t"), data)
+
+
+def test_a_tier_that_is_off_counts_nothing() -> None:
+    dram = {"state": "on", "blocks": 7, "hits": 0, "misses": 3}
+    tiers = {"dram": dram, "nvme": {"state": "off", "misses": 544}}
+    data = {"replicas": [{"role": "decode"}], "store": [{"machine": "m", "tiers": tiers}]}
+    text = shown(state.Instance("a", "t"), data)
+    assert "544" not in text and "7" in text
 
 
 def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:

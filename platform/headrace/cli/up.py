@@ -333,9 +333,8 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         f"endpoint   {instance.endpoint}/v1",
         f"model      {instance.model}",
     ]
-    if instance.dashboard_url:
-        token = Path(instance.temp_dir) / "ray-token"
-        lines.append(f"dashboard  {instance.dashboard_url}  (it asks for the token in {token})")
+    if instance.dashboard:
+        lines.append(f"dashboard  {instance.dashboard}")
     lines.append(
         f"try        curl {instance.endpoint}/v1/chat/completions "
         f"-H 'Content-Type: application/json'{key} -d '{body}'"

@@ -51,8 +51,8 @@ def head(instance: state.Instance) -> Iterator[Part]:
         up_for = human_seconds(max(0.0, time.time() - instance.started_at))
         where = f"{instance.name}: {where}, up for {up_for}"
     yield Text(where)
-    if instance.dashboard_url:
-        yield Text(f"dashboard: {instance.dashboard_url}")
+    if instance.dashboard:
+        yield Text(f"dashboard: {instance.dashboard}")
 
 
 def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
@@ -74,7 +74,7 @@ def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
     words = ", ".join(f"{count} {kind}" for kind, count in plans.items()) or "none yet"
     yield Text(f"plans: {words}")
     placed = (data.get("gateway") or {}).get("router")
-    if placed:
+    if placed and placed["replicas"]:  # else there is one decode replica, which plans for itself
         yield Text(f"placed by this gateway: {placement(placed)}")
     queue = (data.get("gateway") or {}).get("queue")
     if queue:
@@ -205,7 +205,7 @@ def store_table(nodes: list[dict[str, Any]]) -> Table:
             if state != "on" and tier.get("reason"):
                 state += f": {tier['reason']}"
             counts = (f"{tier.get(key, 0):,}" for key in ("blocks", "hits", "misses"))
-            blocks, hits, misses = counts
+            blocks, hits, misses = counts if tier.get("state") != "off" else ("-", "-", "-")
             sizes = (human_bytes(tier.get(key, 0)) for key in ("bytes", "size_bytes"))
             table.add_row(machine, name, state, blocks, *sizes, hits, misses)
         remote = node.get("remote") or {}
