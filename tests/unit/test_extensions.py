@@ -19,6 +19,7 @@ from headrace_engine.extensions.extension import (
 )
 from headrace_engine.extensions.scheduler import SchedulerHost, why_no_extensions
 from headrace_engine.extensions.worker import WorkerHost
+from headrace_engine.vllm.scheduling import RequestStatus
 
 NAMES = [
     "AttentionExtension",
@@ -207,10 +208,10 @@ def test_an_output_is_read_before_vllm_processes_it(log: list[str]) -> None:
 
 @pytest.mark.parametrize(("waits", "ready"), [(True, True), (True, False), (False, True)])
 def test_extensions_hear_of_a_grammar_once_it_is_compiled(
-    waits: bool, ready: bool, log: list[str], monkeypatch: pytest.MonkeyPatch
+    waits: bool, ready: bool, log: list[str]
 ) -> None:
-    monkeypatch.setattr(scheduler, "waits_for_grammar", lambda request: waits)
-    request = SimpleNamespace(ready=ready)
+    waiting = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    request = SimpleNamespace(ready=ready, status=waiting if waits else RequestStatus.WAITING)
     assert HostedScheduler(log)._try_promote_blocked_waiting_request(request) == ready
     assert log == (["a leads the grammar", "b leads the grammar"] if waits and ready else [])
 
@@ -270,7 +271,8 @@ def test_a_command_reaches_the_extension_that_has_it(log: list[str]) -> None:
 
 def test_what_no_extension_defines_is_not_called(log: list[str]) -> None:
     parts = [Plain(), WorkerPart()]
-    assert [len(overridden(parts, name)) for name in ("end_step", "begin_step")] == [1, 0]
+    methods = WorkerPart.end_step, WorkerPart.begin_step
+    assert [len(overridden(parts, method)) for method in methods] == [1, 0]
     made = HostedWorker(log)
     assert made.execute_model("step") == "output" and made.sample_tokens() == "sampled"
 

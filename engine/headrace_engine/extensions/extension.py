@@ -153,12 +153,10 @@ def installed_extensions() -> list[EngineExtension]:
     return [found[name].load()() for name in (*OURS, *others)]
 
 
-def overridden(parts: Sequence[Any], method: str) -> list[Callable[..., Any]]:
-    """Return a method of the parts that override it, bound to them."""
-    bases = (SchedulerPart, WorkerPart)
-    inherited = [vars(base)[method] for base in bases if method in vars(base)]
-    found = ((part, getattr(type(part), method)) for part in parts)
-    return [getattr(part, method) for part, function in found if function not in inherited]
+def overridden(parts: Sequence[Any], method: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return a method of `SchedulerPart` or `WorkerPart`, bound to each part that overrides it."""
+    name = method.__name__
+    return [getattr(part, name) for part in parts if getattr(type(part), name) is not method]
 
 
 def metadata_of(step: Any, key: str) -> Any:

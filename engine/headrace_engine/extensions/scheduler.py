@@ -10,13 +10,13 @@ from headrace_engine.extensions.extension import (
     installed_extensions,
     overridden,
 )
-from headrace_engine.vllm.resumed_requests import waits_for_grammar
+from headrace_engine.vllm.resumed_requests import GrammarWatch
 from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
 
 Part = TypeVar("Part", bound=SchedulerPart)
 
 
-class SchedulerHost:
+class SchedulerHost(GrammarWatch):
     """Mixin that precedes a scheduler of vLLM among the bases.
 
     Attributes:
@@ -26,13 +26,14 @@ class SchedulerHost:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parts = [part for each in installed_extensions() for part in each.scheduler(self)]
-        self._before_add = overridden(self.parts, "before_add")
-        self._after_add = overridden(self.parts[::-1], "after_add")
-        self._on_grammar_compiled = overridden(self.parts, "on_grammar_compiled")
-        self._before_schedule = overridden(self.parts, "before_schedule")
-        self._after_schedule = overridden(self.parts[::-1], "after_schedule")
-        self._before_update = overridden(self.parts, "before_update")
-        self._after_update = overridden(self.parts[::-1], "after_update")
+        before, after = self.parts, self.parts[::-1]
+        self._before_add = overridden(before, SchedulerPart.before_add)
+        self._after_add = overridden(after, SchedulerPart.after_add)
+        self._on_grammar_compiled = overridden(before, SchedulerPart.on_grammar_compiled)
+        self._before_schedule = overridden(before, SchedulerPart.before_schedule)
+        self._after_schedule = overridden(after, SchedulerPart.after_schedule)
+        self._before_update = overridden(before, SchedulerPart.before_update)
+        self._after_update = overridden(after, SchedulerPart.after_update)
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of a class; None if there is none."""
@@ -71,14 +72,10 @@ class SchedulerHost:
             each()
         return found
 
-    def _try_promote_blocked_waiting_request(self, request: Any) -> bool:
-        """Promote a request like vLLM; tell the extensions if it waited for its grammar."""
-        waited_for_grammar = waits_for_grammar(request)
-        promoted: bool = super()._try_promote_blocked_waiting_request(request)  # type: ignore[misc]
-        if promoted and waited_for_grammar:
-            for each in self._on_grammar_compiled:
-                each(request)
-        return promoted
+    def on_grammar_compiled(self, request: Any) -> None:
+        """Implement `GrammarWatch.on_grammar_compiled`."""
+        for each in self._on_grammar_compiled:
+            each(request)
 
 
 class HostScheduler(SchedulerHost, Scheduler):  # type: ignore[misc]

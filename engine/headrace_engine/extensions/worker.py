@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace_engine.extensions.extension import WorkerPart, installed_extensions, overridden
 from headrace_engine.vllm.worker import PlatformWorker
+
+Hooks = Sequence[Callable[..., Any]]
 
 
 class WorkerHost:
@@ -17,50 +19,53 @@ class WorkerHost:
     """
 
     parts: Sequence[WorkerPart] = ()
+    _begin_step: Hooks = ()
+    _transform_step: Hooks = ()
+    _end_step: Hooks = ()
+    _after_step: Hooks = ()
+    _after_sample: Hooks = ()
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model like vLLM, with the extensions around it."""
         made = [each.worker(self) for each in installed_extensions()]
         self.set_parts([part for part in made if part is not None])
-        for each in overridden(self.parts, "before_load"):
+        for each in overridden(self.parts, WorkerPart.before_load):
             each()
         super().load_model(**kwargs)  # type: ignore[misc]
-        for each in overridden(self.parts[::-1], "after_load"):
+        for each in overridden(self.parts[::-1], WorkerPart.after_load):
             each()
 
     def set_parts(self, parts: Sequence[WorkerPart]) -> None:
         """Have a worker run these parts."""
         self.parts = parts
-        self._begin_step = overridden(parts, "begin_step")
-        self._transform_step = overridden(parts, "transform_step")
-        self._end_step = overridden(parts[::-1], "end_step")
-        self._after_step = overridden(parts[::-1], "after_step")
-        self._after_sample = overridden(parts[::-1], "after_sample")
+        self._begin_step = overridden(parts, WorkerPart.begin_step)
+        self._transform_step = overridden(parts, WorkerPart.transform_step)
+        self._end_step = overridden(parts[::-1], WorkerPart.end_step)
+        self._after_step = overridden(parts[::-1], WorkerPart.after_step)
+        self._after_sample = overridden(parts[::-1], WorkerPart.after_sample)
 
     def determine_available_memory(self) -> int:
         """Return the bytes for the KV cache like vLLM, less those that extensions take."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
-        for each in overridden(self.parts, "kv_cache_bytes"):
+        for each in overridden(self.parts, WorkerPart.kv_cache_bytes):
             available = each(available, super().get_kv_cache_spec())  # type: ignore[misc]
         return available
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return vLLM's specs of the KV cache, as extensions change them."""
         specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        for each in overridden(self.parts, "kv_cache_specs"):
+        for each in overridden(self.parts, WorkerPart.kv_cache_specs):
             specs = each(specs)
         return specs
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Make the KV cache like vLLM, and tell the extensions."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        for each in overridden(self.parts[::-1], "after_kv_cache"):
+        for each in overridden(self.parts[::-1], WorkerPart.after_kv_cache):
             each(kv_cache_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step like vLLM, with the extensions around it."""
-        if not self.parts:
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
         try:
             for each in self._begin_step:
                 each(scheduler_output)
@@ -77,9 +82,8 @@ class WorkerHost:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample a step's tokens like vLLM, and return the output as extensions change it."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if self.parts:
-            for each in self._after_sample:
-                output = each(output)
+        for each in self._after_sample:
+            output = each(output)
         return output
 
     def headrace_unsupported(self) -> dict[str, str]:

@@ -30,9 +30,18 @@ def report_cached_prompt(request: Any, cached_tokens: int) -> None:
     request.prefill_stats.set(tokens, min(cached_tokens, tokens), 0)
 
 
-def waits_for_grammar(request: Any) -> bool:
-    """Return whether a request waits for its grammar to be compiled."""
-    return bool(request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+class GrammarWatch:
+    """Mixin that precedes a scheduler of vLLM among the bases."""
+
+    def on_grammar_compiled(self, request: Any) -> None:
+        """Prepare a request that waited for its grammar, before its first step."""
+
+    def _try_promote_blocked_waiting_request(self, request: Any) -> bool:
+        waited = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        promoted: bool = super()._try_promote_blocked_waiting_request(request)  # type: ignore[misc]
+        if promoted and waited:
+            self.on_grammar_compiled(request)
+        return promoted
 
 
 def advance_grammar(manager: Any, request: Any, tokens: list[int]) -> None:

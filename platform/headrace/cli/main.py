@@ -263,11 +263,8 @@ def chat(
     """Chat with the running model, or ask it one question."""
     from headrace.cli import chat as command
 
-    command.chat(
-        name,
-        *(model, system, message),
-        sampling={"max_tokens": max_tokens, "temperature": temperature},
-    )
+    sampling = {"max_tokens": max_tokens, "temperature": temperature}
+    command.chat(name, model, system, message, sampling)
 
 
 app.command()(doctor)

@@ -84,15 +84,15 @@ class IncrementalScheduler:
     def __len__(self) -> int:
         return len(self._incremental)
 
-    def on_add(self, request: Any) -> bool:
-        """Return whether a new request streams.
+    def before_add(self, request: Any) -> None:
+        """Have a new request stream if it can.
 
-        If so, vLLM's prefix cache and connectors are disabled for it, since its KV depends on what
-        it drops.
+        vLLM's prefix cache and connectors are disabled for one that streams, since its KV depends
+        on what it drops.
         """
         stream, name = self._stream(request), request.request_id
         if stream is None:
-            return False
+            return
         self._incremental[name] = stream
         self._untold.add(name)
         self._manager.windows[name] = self._window(stream)
@@ -102,7 +102,6 @@ class IncrementalScheduler:
         share = b"%r|" % keep_ratio_in(request.sampling_params, COMPRESSION)
         self._hashes[name] = [sha256(share + bytes(h)).digest() for h in request.block_hashes]
         stop_naming(request)
-        return True
 
     def _description_blocks(self, stream: IncrementalJob) -> int:
         """Return the number of blocks that will describe the retained KV; 0 without a store."""

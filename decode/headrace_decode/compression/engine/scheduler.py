@@ -70,7 +70,7 @@ class CompressionSchedulerPart(SchedulerPart):
     def before_add(self, request: Any) -> None:
         """Have a compressed request stream if it can."""
         if self.incremental is not None:
-            self.incremental.on_add(request)
+            self.incremental.before_add(request)
 
     def after_add(self, request: Any) -> None:
         """Plan to read the context of a compressed request again, if it does not stream."""
