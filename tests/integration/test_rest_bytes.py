@@ -8,9 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from http import HTTPStatus
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -20,6 +18,7 @@ import pytest
 from headrace.model import resolve
 from headrace.router.blocks.hashing import PromptKeys
 from headrace_kvstore.identity.salts import tenant_salt
+from tests.support.rest_clients import ASKED_AGAIN, Servers, rest_clients
 from tests.support.rest_requests import (
     ANSWERS,
     CALL,
@@ -33,63 +32,18 @@ from tests.support.rest_requests import (
     TOOL,
     shaped,
 )
-from tests.support.rest_servers import BLOCK_TOKENS, NAME, REASONING, TOKEN, rest_servers
+from tests.support.rest_servers import BLOCK_TOKENS, NAME
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-ASKED_AGAIN = 4
 TEXTS = ("delta", "text", "content", "arguments", "reasoning")
 _VARIES = re.compile(r'(?<=[_"-])[0-9a-f]{16,32}\b|(?<="created":)\d+|(?<="created_at":)\d+')
 
 
-@dataclass
-class Servers:
-    """Clients of both."""
-
-    vllm: httpx.Client
-    gateway: httpx.Client
-    replica: httpx.Client
-    reasoning: dict[str, httpx.Client]
-    """Gateways of replicas that tell reasoning from answers, by the kind of their parser."""
-
-    def ask(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, httpx.Response]:
-        """The answers of vLLM's server and of the gateway. A grammar whose trial a busy machine
-        did not finish is answered with 503, "ask again", and is asked again."""
-        method = "GET" if body is None else "POST"
-        headers = {"x-request-id": "0123456789abcdef"}
-
-        def answer(client: httpx.Client) -> httpx.Response:
-            for _ in range(ASKED_AGAIN):
-                reply = client.request(method, path, json=body, headers=headers)
-                if reply.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
-                    break
-            return reply
-
-        return answer(self.vllm), answer(self.gateway)
-
-    def keys(self, target: str, body: Any, tenant: str | None = None) -> dict[str, Any]:
-        """What the replica tells of a request's prompt."""
-        headers = {"x-headrace-internal": TOKEN}
-        if tenant is not None:
-            headers["x-headrace-tenant"] = tenant
-        asked = {"target": target, "body": body}
-        told = self.replica.post("/headrace/internal/keys", json=asked, headers=headers)
-        assert told.status_code == 200, told.text[:500]
-        return dict(told.json())
-
-    def tokens_read(self) -> int:
-        """Prompt tokens that the engine has taken in since it started."""
-        metrics = self.vllm.get("/metrics").text
-        return int(float(re.findall(r"^vllm:prompt_tokens_total{.*} (\S+)$", metrics, re.M)[0]))
-
-
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    with rest_servers(str(resolve("smollm2-135m-instruct"))) as urls, ExitStack() as stack:
-        plain, ours, port, *reasoning = [
-            stack.enter_context(httpx.Client(base_url=url, timeout=150)) for url in urls
-        ]
-        yield Servers(plain, ours, port, dict(zip(REASONING, reasoning, strict=True)))
+    with rest_clients(str(resolve("smollm2-135m-instruct"))) as clients:
+        yield clients
 
 
 def assert_alike(vllm: httpx.Response, gateway: httpx.Response) -> None:

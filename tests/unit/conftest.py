@@ -11,6 +11,7 @@ import pytest
 from tests.support.clock import Clock
 
 if TYPE_CHECKING:
+    from headrace_kvstore.nvme.file_io import FileIo
     from tests.support.kvworker import Node
 
 
@@ -31,3 +32,13 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield node
     for worker in node.workers:
         worker.close()
+
+
+@pytest.fixture(scope="module")
+def file_io() -> Iterator[FileIo]:
+    """Threads that read and write files."""
+    from headrace_kvstore.nvme.file_io import FileIo
+
+    file_io = FileIo()
+    yield file_io
+    assert file_io.close()

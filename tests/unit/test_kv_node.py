@@ -43,13 +43,6 @@ from tests.support.kvnode import (
 Start = Callable[..., StoreNode]
 
 
-@pytest.fixture(scope="module")
-def file_io() -> Iterator[FileIo]:
-    file_io = FileIo()
-    yield file_io
-    file_io.close()
-
-
 @pytest.fixture
 def start(tmp_path: Path, file_io: FileIo) -> Iterator[Start]:
     nodes: list[StoreNode] = []

@@ -19,13 +19,6 @@ from tests.support.kvnode import DIGEST, Engine, key, keys, settings, settled, u
 Start = Callable[..., StoreNode]
 
 
-@pytest.fixture(scope="module")
-def file_io() -> Iterator[FileIo]:
-    file_io = FileIo()
-    yield file_io
-    file_io.close()
-
-
 @pytest.fixture
 def start(tmp_path: Path, file_io: FileIo) -> Iterator[Start]:
     """Nodes that share one object store; each has a folder of its own."""

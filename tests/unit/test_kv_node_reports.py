@@ -26,13 +26,6 @@ from tests.support.kvnode import (
 )
 
 
-@pytest.fixture(scope="module")
-def file_io() -> Iterator[FileIo]:
-    file_io = FileIo()
-    yield file_io
-    file_io.close()
-
-
 @pytest.fixture
 def node(tmp_path: Path, file_io: FileIo) -> Iterator[StoreNode]:
     node = StoreNode(settings(tmp_path), file_io=file_io).start()

@@ -28,13 +28,6 @@ from tests.support.kvfiles import (
 )
 
 
-@pytest.fixture(scope="module")
-def file_io() -> Iterator[FileIo]:
-    file_io = FileIo()
-    yield file_io
-    assert file_io.close()
-
-
 @pytest.fixture
 def bench(file_io: FileIo) -> Bench:
     return Bench(file_io)

@@ -31,13 +31,6 @@ from tests.support.kvfiles import (
 from tests.support.kvnode import until
 
 
-@pytest.fixture(scope="module")
-def file_io() -> Iterator[FileIo]:
-    file_io = FileIo()
-    yield file_io
-    assert file_io.close()
-
-
 @pytest.fixture
 def bench(file_io: FileIo) -> Bench:
     return Bench(file_io)

@@ -18,13 +18,6 @@ SIZE_BYTES, SEGMENT_BYTES = 2**22, 2**20
 Open = Callable[..., NvmeTier]
 
 
-@pytest.fixture(scope="module")
-def file_io() -> Iterator[FileIo]:
-    file_io = FileIo()
-    yield file_io
-    assert file_io.close()
-
-
 @pytest.fixture
 def opened(tmp_path: Path, file_io: FileIo) -> Iterator[Open]:
     """Opens a slot as the node of an app does."""
