@@ -131,10 +131,8 @@ class AttentionWorkerPart(WorkerPart):
         compresses = self._compression is not None
         if not self.is_sparse or not (compresses or self._settings.offload_gib):
             return specs
-        kind, stays = (
-            FullAttentionSpec,
-            why_blocks_pinned(specs, config) or why_no_extensions(config),
-        )
+        kind = FullAttentionSpec
+        stays = why_blocks_pinned(specs, config) or why_no_extensions(config)
         if compresses:
             why = stays
             if why is None:
