@@ -14,7 +14,7 @@ from headrace.model import resolve
 from tests.support.app import MODEL, App
 from tests.support.browser import Browser
 from tests.support.certificates import Authority
-from tests.support.served import ServedApp, free_port, tiny_args
+from tests.support.served import START_S, ServedApp, free_port, tiny_args
 
 HERE = Path(__file__).parent
 ORDER = (
@@ -102,6 +102,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
         "tls_key_file": str(key),
         "admission": {"classes": {"quick": {"ttft_target_s": 60}}},
     }
+    args["drain_s"] = START_S  # a stream may wait for a replica that starts on a busy machine
     args["techniques"] = {"sparse": {"mode": "request"}, "compression": {"mode": "request"}}
     with ServedApp(args) as app, pytest.MonkeyPatch.context() as environment:
         environment.setenv("SSL_CERT_FILE", str(authority.file))

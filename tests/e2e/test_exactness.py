@@ -1,6 +1,7 @@
 """Greedy output is the same, token for token, from a plain vLLM engine and by each way.
 
-And the status tells which way it was: bytes that NIXL moved, plans by kind.
+And the status tells which way it was: bytes that NIXL moved, plans by kind. Prompts of all
+`LENGTHS` are compared in `test_keys`, by a model that answers faster.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from tests.support.app import App, until
 from tests.support.exact import answer, answer_by
 from tests.support.prompts import (
     FIRST_TURN,
-    LENGTHS,
     SECOND_TURN,
     exactness_prompts,
     plain_prompts,
@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FLOAT32_BYTES = 4
 BLOCK_TOKENS = 128
+CHOSEN = (1, 31, 33, 64, 127, 128, 129, 255, 257, 511, 513, 1100)
 
 
 @pytest.fixture(scope="module")
 def prompts(model_folder: Path) -> list[list[int]]:
-    prompts = exactness_prompts(text_ids(model_folder))
-    assert [len(p) for p in prompts] == list(LENGTHS)
-    return prompts
+    every = exactness_prompts(text_ids(model_folder))
+    return [prompt for prompt in every if len(prompt) in CHOSEN]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_greedy_answers_are_those_of_a_plain_engine(
     if way == "local":
         assert app.nixl_bytes() == bytes_before
     else:
-        least = sum(LENGTHS) * kv_bytes_per_token
+        least = sum(CHOSEN) * kv_bytes_per_token
         until(lambda: app.nixl_bytes() - bytes_before >= least, 60.0, f"{least} bytes over NIXL")
         whole_blocks = sum(-(-length // BLOCK_TOKENS) * BLOCK_TOKENS for length in asked)
         assert app.nixl_bytes() - bytes_before <= whole_blocks * kv_bytes_per_token
@@ -83,7 +83,7 @@ def test_greedy_answers_are_those_of_a_plain_engine(
 def test_kv_of_requests_at_once_is_not_mixed_up(
     truth: Truth, app: App, prompts: list[list[int]]
 ) -> None:
-    some = [p for n, p in enumerate(prompts) if 16 <= len(p) <= 520 and n % 3 != 2]
+    some = [prompt for prompt in prompts if 16 <= len(prompt) <= 520]
     salt = uuid.uuid4().hex
     with app.policy("remote"), ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda p: answer(app, p, salt)["tokens"], some))

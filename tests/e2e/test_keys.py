@@ -19,7 +19,7 @@ from headrace.config.key_file import hash_of, new_key
 from tests.support.app import App, until
 from tests.support.browser import Browser
 from tests.support.exact import answer_by
-from tests.support.prompts import noise, plain_prompts
+from tests.support.prompts import LENGTHS, exactness_prompts, noise, plain_prompts, text_ids
 from tests.support.served import MODEL, START_S, ServedApp
 from tests.support.tiny import tiny_llama
 from tests.support.truth import plain_truth
@@ -73,8 +73,9 @@ def cached_tokens(app: App, served: ServedApp) -> Cached:
 
 @pytest.mark.parametrize("way", ["local", "remote"])
 def test_greedy_answers_are_those_of_a_plain_engine(app: App, way: str) -> None:
-    prompts = [p for p in plain_prompts(tiny_llama()) if 63 <= len(p) <= 513][::2]
-    assert len(prompts) >= 8
+    """Of prompts of all lengths around every boundary."""
+    prompts = exactness_prompts(text_ids(tiny_llama()))
+    assert [len(prompt) for prompt in prompts] == list(LENGTHS)
     with app.policy(way):
         answers = [answer_by(app, way, prompt) for prompt in prompts]
     truth = plain_truth(tiny_llama(), plain_prompts(tiny_llama()))

@@ -1,6 +1,6 @@
 """Real vLLM engines: greedy answers with drafts of every kind are those without.
 
-200 prompts of text and noise, all handed over at once, up to 64 running, 1 to 40 tokens asked for.
+100 prompts of text and noise, all handed over at once, up to 64 running, 1 to 40 tokens asked for.
 The truth is an engine without drafting. One engine drafts junk, the true answer, nothing, or what
 the memory finds; another has so few KV blocks that requests are preempted meanwhile. Among the
 requests are some with two samples and some with a grammar.
@@ -20,7 +20,7 @@ from tests.support.tiny import tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-REQUESTS = 200
+REQUESTS = 100
 LENGTHS = [3, 5, 9, 14, 20, 27, 35, 110, 120, 126, 127, 128]
 """Short, since prompts are what takes time; some end where a KV block does, or grow past it. The
 longest come first, so that they outgrow a small cache together."""

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support import run
-from tests.support.program import IN_ONE_PROCESS, told
+from tests.support.forked import told
+from tests.support.program import IN_ONE_PROCESS
 from tests.support.unsupported_models import BLOCK, MODELS, TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -11,7 +11,8 @@ import sys
 from typing import Any
 
 from tests.support import run
-from tests.support.program import say, told
+from tests.support.forked import told
+from tests.support.program import say
 
 PROMPT = "The river rises in the hills. It flows through three towns. The three towns are called"
 TOKENS = 48

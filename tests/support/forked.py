@@ -8,15 +8,21 @@ this process. What the environment says before vLLM is imported is the first pro
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+from tests.support.program import engine_environment
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -74,6 +80,35 @@ class Forked:
         if self._process.is_alive():
             raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
         return self._process.exitcode
+
+
+def told(program: str, model: str, task: Any = None, *, timeout_s: float, **more: str) -> Any:
+    """What `python -m tests.support.PROGRAM MODEL` says, given `task` as JSON.
+
+    Args:
+        more: of its environment.
+
+    Raises:
+        RuntimeError: it failed; with the end of its log.
+        subprocess.TimeoutExpired: it took longer.
+    """
+    command = [sys.executable, "-m", f"tests.support.{program}", model]
+    with tempfile.TemporaryDirectory() as folder:
+        log, said = Path(folder) / "log", Path(folder) / "said"
+        process = Forked(command, engine_environment(**more), log)
+        try:
+            with process.stdin as given:
+                given.write(json.dumps(task).encode())
+            reader = threading.Thread(target=lambda: said.write_bytes(process.stdout.read()))
+            reader.start()  # it may say more than a pipe holds
+            status = process.wait(timeout_s)
+            reader.join()
+        finally:
+            process.kill()
+        lines = [line for line in said.read_text().splitlines() if line.startswith('{"said"')]
+        if status != 0 or not lines:
+            raise RuntimeError(f"the engine failed: {log.read_text(errors='replace')[-4000:]}")
+        return json.loads(lines[-1])["said"]
 
 
 def _have_server(environment: Mapping[str, str]) -> None:

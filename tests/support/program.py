@@ -1,14 +1,12 @@
 """Programs of `tests.support` that run vLLM engines: the engines leave with the program's process.
 
-A program tells what it found with `say`, and `told` reads that.
+A program tells what it found with `say`, and `forked.told` reads that.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +27,6 @@ def engine_environment(**more: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]),
         **more,
     }
-
-
-def told(program: str, model: str, task: Any = None, *, timeout_s: float, **more: str) -> Any:
-    """What `python -m tests.support.PROGRAM MODEL` says, given `task` as JSON.
-
-    Args:
-        more: of its environment.
-
-    Raises:
-        RuntimeError: it failed; with the end of its log.
-        subprocess.TimeoutExpired: it took longer.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.support.{program}", model],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=engine_environment(**more),
-        cwd=ROOT,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"said"')]
-    if done.returncode != 0 or not lines:
-        raise RuntimeError(f"the engine failed: {done.stderr[-4000:]}")
-    return json.loads(lines[-1])["said"]
 
 
 def say(found: Any) -> None:

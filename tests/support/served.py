@@ -5,6 +5,7 @@
 
 The cluster and its driver are one child process, which ends with its standard input:
     python -m tests.support.served FOLDER RESOURCES
+The cluster's processes are forks of one that has imported vLLM, as those of `headrace up` are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, new_key, write_keys
+from headrace.forkserver import SERVER, listen, py_executable
+from headrace.forkserver.launcher import ADDRESS_VARIABLE
 from tests.support import run
 from tests.support.app import until
 from tests.support.chart import merged, pods, preset, ray_service, serve_config
@@ -32,6 +36,8 @@ MODEL = "tiny"
 START_S = 480.0
 IMPORT_PATH = "headrace.app:build_configured"
 SPARE = 3
+MODEL_INFOS = Path.home() / ".cache" / "vllm" / "modelinfos"
+"""What vLLM knows of classes of models. Learning it takes a process that imports vLLM."""
 
 
 def tiny_args(port: int) -> dict[str, Any]:
@@ -129,6 +135,8 @@ class ServedApp:
         self.keys = {name: new_key() for name in ("operator", "shop", "shop-2", "bank")}
         self._log = open(self.folder / "driver.log", "w+")  # noqa: SIM115
         (home := self.folder / "home").mkdir()
+        if MODEL_INFOS.exists():
+            shutil.copytree(MODEL_INFOS, home / MODEL_INFOS.relative_to(Path.home()))
         command = [sys.executable, "-m", "tests.support.served"]
         self._driver = subprocess.Popen(
             [*as_in_a_container(), *command, str(self.folder), json.dumps(resources())],
@@ -245,14 +253,25 @@ class ServedApp:
         raise RuntimeError(f"the driver is gone: {self._log.read()[-3000:]}")
 
 
+def _start_fork_server(log: Path) -> None:
+    """For this process's children. It ends with this process."""
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # as replicas on CPUs have it, or they are no forks
+    address = os.environ[ADDRESS_VARIABLE] = f"headrace-{secrets.token_hex(16)}"
+    with listen(address) as listener, log.open("ab") as out:
+        fd = listener.fileno()
+        subprocess.Popen([*SERVER, str(fd), str(os.getpid())], pass_fds=[fd], stdout=out, stderr=out)
+
+
 def _main(folder: Path, offered: dict[str, float]) -> None:
     import ray
     from ray import serve
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
+    _start_fork_server(folder / "forkserver.log")
     # Short: Ray's Unix sockets lie deep in it.
     ray.init(
+        runtime_env={"py_executable": py_executable()},
         num_cpus=8,
         resources=offered,
         include_dashboard=False,

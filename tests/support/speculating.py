@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from headrace_decode.speculative.draft_batch import DraftBatch
 from headrace_decode.speculative.retrieval.draft_memory import DraftMemory
 from tests.support import run
-from tests.support.program import IN_ONE_PROCESS, say, told
+from tests.support.forked import told
+from tests.support.program import IN_ONE_PROCESS, say
 
 TOP = 5
 
