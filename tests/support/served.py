@@ -259,7 +259,9 @@ def _start_fork_server(log: Path) -> None:
     address = os.environ[ADDRESS_VARIABLE] = f"headrace-{secrets.token_hex(16)}"
     with listen(address) as listener, log.open("ab") as out:
         fd = listener.fileno()
-        subprocess.Popen([*SERVER, str(fd), str(os.getpid())], pass_fds=[fd], stdout=out, stderr=out)
+        subprocess.Popen(
+            [*SERVER, str(fd), str(os.getpid())], pass_fds=[fd], stdout=out, stderr=out
+        )
 
 
 def _main(folder: Path, offered: dict[str, float]) -> None:

@@ -195,6 +195,7 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
         *(f"--node-ip-address={NODE_HOST}", f"--port={gcs}", f"--temp-dir={temp_dir / 'r'}"),
         *(f"--num-cpus={spec.num_cpus}", f"--object-store-memory={spec.object_store_bytes}"),
         *(f"--include-dashboard={str(spec.dashboard).lower()}", f"--dashboard-host={HOST}"),
+        "--include-log-monitor=false",  # it copies all logs to drivers that ask; ours do not
         *(f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"),
         *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
         *(f"--dashboard-agent-grpc-port={agent_grpc}", f"--runtime-env-agent-port={env_agent}"),
