@@ -171,10 +171,8 @@ def _write(document: dict[str, Any], args: argparse.Namespace) -> None:
         return  # keep an earlier run's table instead of writing an empty one
     for page in args.markdown:
         try:
-            contents = {"serving": table, "measured": report.brief(document)}
-            if args.decode > 1:
-                contents = {"serving-decodes": table}
-            report.write_markdown(page, contents)
+            name = "serving-decodes" if args.decode > 1 else "serving"
+            report.write_markdown(page, {name: table})
         except ValueError as error:
             print(f"error: {page} is left as it was: {error}", file=sys.stderr)
     if args.plot:

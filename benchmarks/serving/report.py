@@ -186,23 +186,6 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def brief(document: Mapping[str, Any]) -> str:
-    """Return the medians alone, for the README."""
-    env = document["environment"]
-    rows = {(r["workload"], r["concurrency"], r["arm"]): r for r in document["cells"]}
-    arms = [a for a in TITLES if any(arm == a for _, _, arm in rows)]
-    head = ["workload", "clients"]
-    head += [f"TTFT p50 ms, {TITLES[a]}" for a in arms] + [f"tokens/s, {TITLES[a]}" for a in arms]
-    lines = [_line(head), _line(["---", "---:", *["---:"] * (2 * len(arms))])]
-    for workload, clients in dict.fromkeys((w, c) for w, c, _ in rows):
-        of_arm = [rows.get((workload, clients, a)) for a in arms]
-        cols = [_middle(row, "ttft_p50_s", 1e3, 0) for row in of_arm]
-        cols += [_middle(row, "tok_s", 1.0, 1) for row in of_arm]
-        lines.append(_line([workload, str(clients), *cols]))
-    machine = f"{env['date'][:10]}, {env['cpu']}, {env['cores']} cores, {env['model']}"
-    return "\n".join([*lines, "", f"Medians; {machine}.", ""])
-
-
 def describe(env: Mapping[str, Any]) -> str:
     """Return the line above a table: date, machine, versions, settings, order."""
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items() if v)
@@ -297,12 +280,6 @@ def _with_spread(row: Mapping[str, Any] | None, measure: str, scale: float, digi
     if row["repeats"] == 1:
         return known["median"]
     return f"{known['median']} ({known['min']} to {known['max']})"
-
-
-def _middle(row: Mapping[str, Any] | None, measure: str, scale: float, digits: int) -> str:
-    if row is None or math.isnan(row[measure]["median"]):
-        return "-"
-    return f"{scale * row[measure]['median']:.{digits}f}"
 
 
 def _ratio(known: Mapping[str, float] | None) -> str:

@@ -111,12 +111,6 @@ def test_the_table_names_machine_and_date_and_shows_spread() -> None:
     assert "144 requests, 0 failed." in table
 
 
-def test_the_readme_gets_the_medians_alone() -> None:
-    table = report.brief(document(THREE))
-    assert "| short | 8 | 100 | 400 | 200 | 100.0 | 50.0 | 90.0 |" in table
-    assert "Medians; 2026-11-21, A CPU, 2 cores, a-model." in table
-
-
 def test_an_arm_that_was_not_run_has_no_column() -> None:
     table = report.markdown(document([repeat("headrace", 0, 0.1, 90)]))
     assert "Ray P/D" not in table
