@@ -64,7 +64,7 @@ def _median(call: Callable[[], int]) -> float:
 
 
 def measure(report: dict[str, Any]) -> None:
-    """Microseconds; see `docs/admission.md`."""
+    """Microseconds; see `docs/admission-measurements.md`."""
     asyncio.run(_measure(report))
 
 
