@@ -3,7 +3,7 @@
 Linux shares CPUs among sessions before it shares them among processes (autogroups, sched(7)).
 Servers that a benchmark starts are sessions of their own. With both cores of a machine busy, a
 client that needs a twentieth of one stood still for 3 to 8 s at a time (Linux 6.18), and took the
-standstill for the servers' (docs/resume.md).
+standstill for the servers' (docs/resume-measurements.md).
 """
 
 from __future__ import annotations
