@@ -125,7 +125,8 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as pool:
         found = pool.map(partial(compare, trace, args.engines, rate), cells)
         for (load, answers), (told, advice) in zip(cells, found, strict=True):
-            best, mine = advice["best"], told[advice["best"]["prefill"]]
+            best = advice["best" if advice["disaggregation_pays"] else "colocated"]
+            mine = told[best["prefill"]]
             least = min(one["request_s"] for one in told)
             name = f"load{load}.x{answers}"
             report |= {

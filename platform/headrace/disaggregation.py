@@ -94,27 +94,34 @@ class DisaggregationAdvice:
 
     Attributes:
         now: the engines as they are. colocated: as many engines without prefill engines. best: the
-            best split of as many.
+            best split of as many that has a prefill engine, as `prefill.replicas` is at least 1;
+            None if there is one engine only.
         prefill, decode: the fewest engines of each role, disaggregated, that are busy at most
             `MAX_BUSY`.
     """
 
     now: EngineSplit
     colocated: EngineSplit
-    best: EngineSplit
+    best: EngineSplit | None
     prefill: int
     decode: int
 
     @property
     def disaggregation_pays(self) -> bool:
-        return self.best.prefill > 0
+        return self.best is not None and _rank(self.best) < _rank(self.colocated)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able fields, with None in place of inf."""
         fields = {"disaggregation_pays": self.disaggregation_pays, **asdict(self)}
         for name in ("now", "colocated", "best"):
-            fields[name] = {k: v if math.isfinite(v) else None for k, v in fields[name].items()}
+            if one := fields[name]:
+                fields[name] = {k: v if math.isfinite(v) else None for k, v in one.items()}
         return fields
+
+
+def _rank(one: EngineSplit) -> tuple[float, float, int]:
+    """Return a key by which the better split is less: of overloaded ones, the less overloaded."""
+    return one.request_s, max(one.busy, one.full), one.prefill
 
 
 def advise(load: TrafficLoad, prefill: int, decode: int) -> DisaggregationAdvice:
@@ -128,13 +135,10 @@ def advise(load: TrafficLoad, prefill: int, decode: int) -> DisaggregationAdvice
     engines = prefill + decode
     each = max(1, -(-engines // MAX_SPLITS))
     splits = {p: split(load, p, engines - p) for p in {*range(0, engines, each), prefill}}
-    best = min(
-        splits.values(), key=lambda one: (one.request_s, max(one.busy, one.full), one.prefill)
-    )
     return DisaggregationAdvice(
         splits[prefill],
         splits[0],
-        best,
+        min((one for p, one in splits.items() if p), key=_rank, default=None),
         max(1, math.ceil(load.rate * load.remote_s / MAX_BUSY)),
         max(1, math.ceil(places(load, load.rate) / MAX_BUSY)),
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from headrace.cli.show.status import advice as status_advice
+from headrace.config.load import validate
 from headrace.disaggregation import MIN_REQUESTS, TrafficLoad, advice_of, advise, split
 from headrace_engine.step_time import StepTime
 
@@ -77,11 +79,11 @@ def test_disaggregation_pays_if_prompts_would_hold_up_streams_not_if_they_are_sh
     assert not advise(short, 2, 2).disaggregation_pays
 
 
-def test_the_best_split_is_the_least_dear_of_all() -> None:
+def test_the_best_split_is_the_least_dear_of_all_with_a_prefill_engine() -> None:
     wanted = load(rate=6.0)
     advice = advise(wanted, 4, 4)
     each = [split(wanted, p, 8 - p).request_s for p in range(8)]
-    assert advice.best.request_s == min(each)
+    assert advice.best is not None and advice.best.request_s == min(each[1:])
     assert advice.now.request_s == each[4] and advice.colocated.request_s == each[0]
 
 
@@ -90,6 +92,28 @@ def test_the_traffic_takes_engines_that_are_busy_at_most_four_fifths() -> None:
     assert advice.prefill == 5  # 8 x 0.5 s / 0.8
     assert advice.decode == 1  # 8 x 200 x 20 ms = 32 run, of 80 that may
     assert advise(load(rate=8.0, most_running=25), 1, 1).decode == 2  # 33 of 20
+
+
+@pytest.mark.parametrize("rate", [0.01, 1.0, 3.0, 50.0])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (0, 2)])
+def test_the_configuration_accepts_what_the_advice_recommends(
+    prefill: int, decode: int, rate: float
+) -> None:
+    advice = advise(load(rate=rate), prefill, decode)
+    assert advice.best is not None
+    for one in (advice.best, advice):
+        validate({"prefill": {"replicas": one.prefill}, "decode": {"replicas": one.decode}})
+    words = status_advice(advice.to_dict() | {"rate": rate})
+    assert "0 prefill" not in words
+    if not advice.disaggregation_pays and prefill:
+        assert "prefill.autoscaling.min_replicas: 0" in words
+        validate({"prefill": {"autoscaling": {"min_replicas": 0, "max_replicas": prefill}}})
+
+
+def test_one_engine_has_no_split_with_a_prefill_engine() -> None:
+    advice = advise(load(), 0, 1)
+    assert advice.best is None and not advice.disaggregation_pays
+    assert "now" not in status_advice(advice.to_dict() | {"rate": 1.0})
 
 
 @pytest.mark.parametrize(("prefill", "decode", "rate"), [(1, 0, 1.0), (0, 1, 0.0), (-1, 2, 1.0)])
@@ -101,7 +125,7 @@ def test_nothing_is_said_of_nothing(prefill: int, decode: int, rate: float) -> N
 def test_of_very_many_engines_the_present_split_is_among_those_compared() -> None:
     advice = advise(load(rate=900.0), 999, 1_001)
     assert (advice.now.prefill, advice.now.decode) == (999, 1_001)
-    assert advice.best.request_s <= advice.now.request_s
+    assert advice.best is not None and advice.best.request_s <= advice.now.request_s
 
 
 def status(requests: int, rate: float) -> list[dict[str, Any]]:

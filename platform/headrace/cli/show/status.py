@@ -154,14 +154,18 @@ def advice(report: dict[str, Any]) -> str:
     if report["disaggregation_pays"]:
         text = f"disaggregation pays; best of these engines: {name(best)} ({seen(best)})"
         text += f", without prefill engines {seen(colocated)}"
+        shown = (best, colocated)
     else:
-        text = f"disaggregation does not pay: {name(colocated)} ({seen(colocated)})"
-    if now not in (best, colocated):
+        text = f"disaggregation does not pay: without prefill engines {seen(colocated)}"
+        shown = (colocated,)
+    if now not in shown:
         text += f", now {seen(now)}"
-    return (
-        f"advice, for {report['rate']:.2g} requests a second: {text}; "
-        f"disaggregation takes {report['prefill']} prefill and {report['decode']} decode replicas"
+    text += (
+        f"; disaggregation takes {report['prefill']} prefill and {report['decode']} decode replicas"
     )
+    if not report["disaggregation_pays"] and now["prefill"]:
+        text += "; prefill.autoscaling.min_replicas: 0 stops prefill replicas that are not needed"
+    return f"advice, for {report['rate']:.2g} requests a second: {text}"
 
 
 def replica_table(replicas: list[dict[str, Any]]) -> Table:

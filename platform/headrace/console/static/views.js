@@ -100,11 +100,14 @@ export function Advice({ state }) {
   const told = state.advice;
   if (!told) return html`<section aria-labelledby="advice"><h2 id="advice">Advice</h2><p>Too little traffic yet.</p></section>`;
   const row = (name, one) => [name, one.prefill, one.decode, seconds(one.ttft_s) || "overloaded", seconds(one.token_s)];
+  const rows = [row("as it is", told.now), row("no prefill replica", told.colocated)];
+  if (told.best) rows.splice(1, 0, row("best with prefill replicas", told.best));
   return html`<section aria-labelledby="advice"><h2 id="advice">Advice</h2>
     <p>${told.disaggregation_pays ? "Disaggregation pays" : "Disaggregation does not pay"} on the last ${told.requests} requests
-      (${told.rate.toFixed(2)} a second). Disaggregated, this traffic takes ${told.prefill} prefill and ${told.decode} decode replicas.</p>
+      (${told.rate.toFixed(2)} a second). Disaggregated, this traffic takes ${told.prefill} prefill and ${told.decode} decode replicas.
+      ${!told.disaggregation_pays && told.now.prefill > 0 && html`<code>prefill.autoscaling.min_replicas: 0</code> stops prefill replicas that are not needed.`}</p>
     <${Table} label="Splits of the replicas" head=${["Split", "Prefill", "Decode", "First token", "Each token"]}
-      rows=${[row("as it is", told.now), row("best", told.best), row("no prefill replica", told.colocated)]} /></section>`;
+      rows=${rows} /></section>`;
 }
 
 /** One row a replica; its name leads to its logs in Ray's dashboard. */
