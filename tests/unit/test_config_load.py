@@ -11,10 +11,12 @@ from headrace.config import (
     HeadraceConfig,
     load_config,
     preset_names,
+    warnings,
 )
-from headrace.config.checks import vllm_engine_args
+from headrace.config.checks.engine_args import vllm_engine_args
 from headrace.config.docs import render
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
+from headrace.config.load import validate
 from headrace.config.renamed import RENAMED
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +106,90 @@ def test_a_temp_dir_too_long_for_sockets_is_refused() -> None:
 
 
 def test_all_problems_are_named_at_once() -> None:
-    assert len(problems("gateway.port=x", "decode.threads=0", "zzz=1")) == 3
+    found = problems(
+        "gateway.port=x",
+        "decode.threads=0",
+        "decode.engine.tensor_parallel_sise=2",
+        "prefill.engine.max_num_seqs=many",
+        "prefill.env.OMP_NUM_THREADS=4",
+        "router.retry_s=never",
+        "router.placement=round-robbin",
+        "model.id=llama",
+        "techniques.blending.mode=auto",
+        "store.enabled=false",
+        "zzz=1",
+    )
+    assert {line.partition(":")[0] for line in found} == {
+        "gateway.port",
+        "decode.threads",
+        "decode.engine.tensor_parallel_sise",
+        "prefill.engine.max_num_seqs",
+        "prefill.env.OMP_NUM_THREADS",
+        "router.retry_s",
+        "router.placement",
+        "model.id",
+        "techniques.blending.mode",
+        "zzz",
+    }
+
+
+def test_a_wrong_value_causes_no_second_problem() -> None:
+    """A default in its place might not fit the values that are right."""
+    assert len(problems("gateway.host=0.0.0.0", "gateway.api_keys=5")) == 1
+    assert len(problems("model.source=5", "model.id=llama")) == 1
+    assert len(problems("store.enabled=perhaps", "techniques.blending.mode=auto")) == 1
+    assert len(problems("decode.gpus=one", "prefill.gpus=1")) == 1
+
+
+def test_data_that_are_no_section_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must be a section"):
+        validate([1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        validate({1: 2, "gateway": {3: 4}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("max_num_seqs=many", 'max_num_seqs: must be a whole number, got "many"'),
+        ("max_num_seqs=true", "max_num_seqs: must be a whole number, got true"),
+        ("max_model_len=1.5", "max_model_len: must be a whole number, got 1.5"),
+        ("gpu_memory_utilization=[1]", "gpu_memory_utilization: must be a number, got a list"),
+        ("enable_prefix_caching=yep", 'enable_prefix_caching: must be true or false, got "yep"'),
+        ("revision=5", "revision: must be text, got 5"),
+        ("max_modle_len=1", 'max_modle_len: vLLM has no such engine argument; did you mean "max_'),
+    ],
+)
+def test_an_engine_argument_of_another_name_or_type_is_refused(override: str, line: str) -> None:
+    if not vllm_engine_args():
+        pytest.skip("vLLM is not installed here")
+    (found, *_) = problems(f"prefill.engine.{override}")
+    assert found.startswith(f"prefill.engine.{line}")
+
+
+@pytest.mark.parametrize("value", ["max_num_seqs=null", "gpu_memory_utilization=1", "dtype=half"])
+def test_vllm_judges_other_values_of_engine_arguments(value: str) -> None:
+    load_config(overrides=[f"{role}.engine.{value}" for role in ("prefill", "decode")])
+
+
+def test_an_unknown_placement_policy_is_refused_by_name() -> None:
+    assert only_problem("router.placement=leastloaded") == (
+        "router.placement: must be one of cost, round-robin, least-loaded, prefix-affinity; got "
+        '"leastloaded"; did you mean "least-loaded"?'
+    )
+    load_config(overrides=["router.placement=least-loaded"])
+
+
+def test_a_model_that_up_would_not_find_is_refused_by_its_id_and_doubted_by_its_folder(
+    tmp_path: Path,
+) -> None:
+    assert only_problem("model.id=llama").startswith("model.id: 'llama' is no model: it must be")
+    load_config(overrides=["model.id=meta-llama/Llama-3.1-8B-Instruct"])
+    [line] = warnings(load_config(overrides=["model.source=/on-the-nodes"]))
+    assert line.startswith("model.source: '/on-the-nodes' is no model: it must be")
+    [line] = warnings(load_config(overrides=[f"model.source={tmp_path}"]))
+    assert "has no config.json" in line
+    assert warnings(load_config()) == []
 
 
 @pytest.mark.parametrize(
@@ -122,7 +207,7 @@ def test_all_problems_are_named_at_once() -> None:
         ),
         (["decode.gpus=1"], "decode.gpus: is 1, but prefill.gpus is 0: KV made on a CPU"),
         (["decode.accelerator_type=H100"], 'decode.accelerator_type: is "H100", but decode.gpus'),
-        (["decode.engine.tensor_parallel_size=two"], "must be a whole number >= 1, got 'two'"),
+        (["decode.engine.tensor_parallel_size=two"], 'must be a whole number >= 1, got "two"'),
         (["decode.engine.model=x"], "decode.engine.model: set model.source instead"),
         (
             ["prefill.engine.kv_cache_memory_bytes=5"],
@@ -149,15 +234,6 @@ def test_all_problems_are_named_at_once() -> None:
 )
 def test_impossible_combinations_are_refused(overrides: list[str], part: str) -> None:
     assert any(part in line for line in problems(*overrides)), problems(*overrides)
-
-
-def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
-    if not vllm_engine_args():
-        pytest.skip("vLLM is not installed here")
-    assert only_problem("prefill.engine.max_modle_len=4096") == (
-        "prefill.engine.max_modle_len: vLLM has no such engine argument; did you mean "
-        '"max_model_len"?'
-    )
 
 
 @pytest.mark.parametrize("path", ["direct", "classic"])
@@ -296,6 +372,7 @@ def test_overrides_are_read_as_yaml_and_reach_into_mappings() -> None:
             "decode.engine.enable_prefix_caching=false",
             "decode.env.A=1",
             "model.id=a=b",
+            "model.source=org/name",
         ]
     )
     assert config.decode.engine == {"max_num_seqs": 16, "enable_prefix_caching": False}

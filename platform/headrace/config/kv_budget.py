@@ -11,7 +11,7 @@ from headrace.config.calibration import (
     compression_calibration,
     sparse_calibration,
 )
-from headrace.config.checks import kv_widening
+from headrace.config.checks.configuration import kv_widening
 from headrace.config.load import ConfigError
 from headrace.config.schema import HeadraceConfig
 from headrace.config.section import GIB, Section

@@ -16,7 +16,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from headrace.config.checks import check, did_you_mean
+from headrace.config.checks.configuration import check
+from headrace.config.checks.messages import did_you_mean, kind_of, quote
 from headrace.config.renamed import renamed
 from headrace.config.schema import HeadraceConfig
 
@@ -74,7 +75,7 @@ def load_config(
         given = _relative_to(file.parent, parse_yaml(text, str(path)))
         named = given.pop("preset", None)
         if named is not None and not isinstance(named, str):
-            raise ConfigError([f"preset: must be text, got {_quote(named)}"])
+            raise ConfigError([f"preset: must be text, got {quote(named)}"])
         preset = preset or named
     data: dict[str, Any] = {}
     if preset is not None:
@@ -94,14 +95,41 @@ def validate(data: Mapping[str, Any], *, files_here: bool = True) -> HeadraceCon
     Raises:
         ConfigError: with every problem found.
     """
-    try:
-        config = HeadraceConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError([explain(e) for e in error.errors(include_url=False)]) from None
-    problems = check(config, files_here=files_here)
-    if problems:
-        raise ConfigError([f"{where}: {what}" for where, what in problems])
+    config, lines, wrong = _read(data)
+    problems = check(config, files_here=files_here, wrong=wrong)
+    lines += [f"{where}: {what}" for where, what in problems]
+    if lines:
+        raise ConfigError(lines)
     return config
+
+
+def _read(data: Mapping[str, Any]) -> tuple[HeadraceConfig, list[str], set[str]]:
+    """Return the configuration without its wrong values, a line for each of these, and the names of
+    the sections that had some."""
+    lines: list[str] = []
+    wrong: set[str] = set()
+    while True:
+        try:
+            return HeadraceConfig.model_validate(data), lines, wrong
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        if not isinstance(data, Mapping):
+            raise ConfigError([explain(each) for each in found])
+        if not wrong:  # later errors may be due to the values that are left out
+            lines = [explain(each) for each in found]
+        for each in found:
+            data = _without(data, each["loc"])
+            wrong.add(str(each["loc"][0]))
+
+
+def _without(data: Mapping[str, Any], loc: Sequence[int | str]) -> dict[str, Any]:
+    """Return the data without a field of a section, or without a section that is wrong itself."""
+    name, *inner = loc
+    section = data.get(str(name))
+    out = {key: value for key, value in data.items() if str(key) != str(name)}
+    if inner and isinstance(section, Mapping):
+        out[str(name)] = _without(section, inner[:1])
+    return out
 
 
 class _Loader(yaml.SafeLoader):
@@ -135,7 +163,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError([f"{name}: must hold `field: value` lines, got {_kind(data)}"])
+        raise ConfigError([f"{name}: must hold `field: value` lines, got {kind_of(data)}"])
     return data
 
 
@@ -228,12 +256,12 @@ def explain(error: ErrorDetails) -> str:
         expected = str(context.get("expected", "")).replace("'", "")
         choices = expected.replace(" or ", ", ").split(", ")
         near = did_you_mean(got, choices) if isinstance(got, str) else ""
-        return f"{path}: must be one of {', '.join(choices)}; got {_quote(got)}{near}"
+        return f"{path}: must be one of {', '.join(choices)}; got {quote(got)}{near}"
     bounds = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge")}
     bounds |= {"less_than": ("<", "lt"), "less_than_equal": ("<=", "le")}
     if kind in bounds:
         sign, key = bounds[kind]
-        return f"{path}: must be {sign} {context[key]:g}, got {_quote(got)}"
+        return f"{path}: must be {sign} {context[key]:g}, got {quote(got)}"
     wanted = {
         "int": "a whole number",
         "float": "a number",
@@ -250,8 +278,8 @@ def explain(error: ErrorDetails) -> str:
         reason = str(context.get("error", error["msg"]))
         return f"{path}: {reason}" if loc else reason
     if kind.split("_")[0] in wanted:
-        return f"{path}: must be {wanted[kind.split('_')[0]]}, got {_quote(got)}"
-    return f"{path}: {error['msg']}, got {_quote(got)}"
+        return f"{path}: must be {wanted[kind.split('_')[0]]}, got {quote(got)}"
+    return f"{path}: {error['msg']}, got {quote(got)}"
 
 
 def _siblings(loc: Sequence[int | str]) -> list[str]:
@@ -263,17 +291,3 @@ def _siblings(loc: Sequence[int | str]) -> list[str]:
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return []
     return list(model.model_fields)
-
-
-def _quote(value: Any) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return _kind(value) if isinstance(value, (dict, list)) else str(value)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    return "a list" if isinstance(value, list) else _quote(value)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.autoscaling import AutoscalingTargets, RoleAutoscaling
+from headrace.config.checks.conflicts import endpoint_conflicts, technique_conflicts
 from headrace.config.gateway import GatewaySettings, Port
 from headrace.config.integrity import IntegritySection
 from headrace.config.section import GIB, Resources, Section
@@ -37,14 +38,13 @@ class ModelSettings(Section):
     id: str = Field(
         default="smollm2-135m-instruct",
         min_length=1,
-        description="The model name that clients send. If `source` is null, also the name that is "
-        "looked up in `headrace model list`.",
+        description="The model name that clients send. If `source` is null, also the source.",
     )
     source: str | None = Field(
         default=None,
         min_length=1,
-        description="A local folder in Hugging Face format, or a hub id such as `org/name`. null: "
-        "the model called `id` in `headrace model list`, downloaded if it is not in the cache.",
+        description="A name in `headrace model list`, downloaded if it is not in the cache, or a "
+        "local folder in Hugging Face format, or a hub id such as `org/name`. null: `id`.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -296,8 +296,8 @@ class ObservabilitySettings(Section):
         return value
 
 
-class AppSection(Section):
-    """The sections that `headrace.app:build_app` reads, as `headrace:` in a Serve app's args."""
+class AppFields(Section):
+    """The fields that `headrace.app:build_app` reads."""
 
     token_path: TokenPath = Field(
         default="relay",
@@ -320,95 +320,27 @@ class AppSection(Section):
     techniques: TechniquesSection = Field(default_factory=TechniquesSection)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
+
+class AppSection(AppFields):
+    """The section `headrace` of a Serve app's args. A configuration file's values are compared by
+    `headrace.config.checks`, which reports all problems at once."""
+
     @model_validator(mode="after")
-    def _keys_are_checked_on_this_path(self) -> Self:
-        """Refuse API keys on paths that do not check them: the endpoint would be open to all."""
-        if self.token_path != "relay" and self.gateway.asks_for_keys:
-            fields = ("api_keys", "api_keys_file", "admin_key_hash")
-            field = next(name for name in fields if getattr(self.gateway, name))
-            raise ValueError(
-                f'token_path: is "{self.token_path}", which checks no API key, but '
-                f"gateway.{field} is set; use token_path: relay, or remove the keys and put an "
-                "authenticating proxy in front"
+    def _values_fit_together(self) -> Self:
+        """Refuse values that cannot work together."""
+        found = [
+            f"{field}: {what}"
+            for field, what in (
+                *endpoint_conflicts(self.gateway, self.token_path),
+                *technique_conflicts(self.techniques, self.store),
             )
+        ]
+        if found:
+            raise ValueError("; and ".join(found))
         return self
 
-    @model_validator(mode="after")
-    def _blending_needs_an_exact_store(self) -> Self:
-        """Refuse blending without a store of exact KV."""
-        if self.techniques.blending.mode == "off":
-            return self
-        if not self.store.enabled:
-            raise ValueError(
-                "techniques.blending.mode: blended KV comes from the store; set store.enabled: true"
-            )
-        codec = self.store.engine.get("codec", "raw")
-        if codec != "raw":
-            raise ValueError(
-                f'techniques.blending.mode: keys under the codec "{codec}" cannot be moved; set '
-                "store.engine.codec: raw"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _techniques_fit_together(self) -> Self:
-        """Refuse settings that need an order of keys which sparse attention does not keep.
-        Compression keeps and drops pages of the same size."""
-        sparse, compression = self.techniques.sparse, self.techniques.compression
-        modes = {"sparse": sparse.mode, "compression": compression.mode}
-        used = [name for name, mode in modes.items() if mode != "off"]
-        if not used:
-            return self
-        if self.techniques.kv_budget is not None:
-            raise ValueError(
-                f"techniques.{used[0]}.mode: techniques.kv_budget chooses what is on; set one of "
-                "the two"
-            )
-        codec = self.store.engine.get("codec", "raw")
-        if self.store.enabled and codec != "raw":
-            raise ValueError(
-                f'techniques.{used[0]}.mode: the codec "{codec}" does not know the order of its '
-                "keys; set store.engine.codec: raw"
-            )
-        if sparse.page_tokens != 32 and self.techniques.blending.mode != "off":
-            raise ValueError(
-                "techniques.sparse.page_tokens: blending does not know the order of keys in pages "
-                f"of {sparse.page_tokens}; set it to 32, or techniques.blending.mode: off"
-            )
-        if sparse.offload_gib and self.techniques.blending.mode != "off":
-            raise ValueError(
-                "techniques.sparse.offload_gib: blending corrects KV in the cache; set "
-                "it to 0, or techniques.blending.mode: off"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tls_ends_at_the_gateway(self) -> Self:
-        """Refuse TLS on paths on which no gateway of ours listens."""
-        if self.token_path != "relay" and self.gateway.tls_cert_file is not None:
-            raise ValueError(
-                f'token_path: is "{self.token_path}", where gateway.tls_cert_file has no effect; '
-                "use token_path: relay, or remove it and end TLS in front"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _nobody_unknown_may_ask(self) -> Self:
-        """Refuse an endpoint that other machines reach without API keys, client certificates or
-        `insecure`."""
-        gateway, direct = self.gateway, self.token_path == "direct"
-        closed = (gateway.loopback and not direct) or gateway.tls_client_ca_file is not None
-        if closed or gateway.port is None or gateway.asks_for_keys or gateway.insecure:
-            return self
-        where = "HAProxy listens on all interfaces" if direct else f"listens on {gateway.host}"
-        raise ValueError(
-            f"gateway.host: {where} without API keys, so anyone who reaches this machine could use "
-            "the model; set gateway.api_keys_file (`headrace keys add` makes one), or host: "
-            "127.0.0.1 with token_path: relay, or gateway.insecure: true"
-        )
-
-
-class HeadraceConfig(AppSection):
+class HeadraceConfig(AppFields):
     """The whole configuration file."""
 
     model: ModelSettings = Field(default_factory=ModelSettings)

@@ -45,6 +45,23 @@ def model_path(name: str, cache_dir: str | Path | None = None) -> Path:
     return (Path(cache_dir).absolute() if cache_dir else cache_root()) / "models" / name
 
 
+def check_source(source: str) -> None:
+    """Check that `source` can be a model: a name of the registry, a folder in Hugging Face format,
+    or shaped like a hub id, `org/name`. Otherwise raise ModelError."""
+    folder = Path(source).expanduser()
+    if source in REGISTRY:
+        return
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder} has no config.json: name a Hugging Face model folder")
+    elif not _HUB_ID.fullmatch(source):
+        known = ", ".join(sorted(REGISTRY))
+        raise ModelError(
+            f"{source!r} is no model: it must be a known name ({known}), an existing folder with a "
+            "config.json, or a hub id such as org/name"
+        )
+
+
 def resolve(source: str | None, progress: Progress | None = None) -> str:
     """Return the model argument for vLLM: a folder's path or a hub id.
 
@@ -52,20 +69,11 @@ def resolve(source: str | None, progress: Progress | None = None) -> str:
     is. Anything shaped like `org/name` is left to the hub. All else raises ModelError.
     """
     source = source or DEFAULT_MODEL
+    check_source(source)
     if source in REGISTRY:
         return str(fetch(source, progress=progress))
     folder = Path(source).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} has no config.json: name a Hugging Face model folder")
-        return str(folder.absolute())
-    if _HUB_ID.fullmatch(source):
-        return source
-    known = ", ".join(sorted(REGISTRY))
-    raise ModelError(
-        f"{source!r} is no model: it must be a known name ({known}), an existing folder with a "
-        "config.json, or a hub id such as org/name"
-    )
+    return str(folder.absolute()) if folder.is_dir() else source
 
 
 def fetch(name: str, cache_dir: str | Path | None = None, progress: Progress | None = None) -> Path:

@@ -7,11 +7,9 @@ changes from one second to the next.
 
 from __future__ import annotations
 
-import ast
-import difflib
 import importlib.util
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +19,14 @@ from headrace.config.calibration import (
     compression_calibration,
     sparse_calibration,
 )
+from headrace.config.checks.conflicts import Problem, endpoint_conflicts, technique_conflicts
+from headrace.config.checks.engine_args import engine_problems
+from headrace.config.checks.messages import did_you_mean
 from headrace.config.key_file import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
-from headrace.config.schema import HeadraceConfig, RoleSettings
+from headrace.config.schema import HeadraceConfig, RoleSettings, RouterSettings
 from headrace.config.section import GIB
-from headrace.config.techniques import TechniquesSection
 
-Problem = tuple[str, str]
-
-# Engine arguments that another field of the file sets, and that field.
-OWNED_ENGINE_ARGS = {
-    "model": "model.source",
-    "served_model_name": "model.id",
-    "kv_cache_memory_bytes": "kv_cache_gb",
-}
 OWNED_ENV = {"VLLM_CPU_KVCACHE_SPACE": "kv_cache_gb", "OMP_NUM_THREADS": "threads"}
 
 # Arguments that must be equal in both roles; otherwise one cannot read the other's KV.
@@ -52,55 +44,38 @@ SHARED_ENGINE_ARGS = (
 )
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Return `; did you mean "gateway"?` for a near miss, else the empty string."""
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f'; did you mean "{near[0]}"?' if near else ""
-
-
-@lru_cache(maxsize=1)
-def vllm_engine_args() -> frozenset[str]:
-    """Read the names of vLLM's engine and server arguments in its source: importing takes seconds.
-
-    Ray sorts both kinds out of one mapping. The result is empty if vLLM is not installed here or
-    has moved them; then no name is refused.
-    """
-    trees: list[ast.Module] = []
-    try:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or not spec.submodule_search_locations:
-            return frozenset()
-        for file in ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py"):
-            source = Path(spec.submodule_search_locations[0]) / file
-            trees.append(ast.parse(source.read_text("utf-8")))
-    except (ImportError, OSError, SyntaxError, ValueError):
-        return frozenset()
-    return frozenset(
-        field.target.id
-        for node in (node for tree in trees for node in tree.body)
-        if isinstance(node, ast.ClassDef) and node.name.endswith(("EngineArgs", "FrontendArgs"))
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    )
-
-
-def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
+def check(
+    config: HeadraceConfig, *, files_here: bool = True, wrong: Set[str] = frozenset()
+) -> list[Problem]:
     """Return all problems of a configuration whose single values are valid; empty if it can start.
 
     Args:
         files_here: whether the files that it names should be on this machine.
+        wrong: sections with values that were wrong and are left out of `config`. What is compared
+            with them is not checked.
     """
-    problems = list(_gateway(config, files_here))
-    for name, role in config.roles().items():
-        problems += _role(name, role, config)
-    problems += _roles_agree(config)
-    problems += _cpus(config)
-    problems += _kv_holds_one_request(config)
-    problems += _objects(config)
-    problems += _saved_token_sequences(config)
+    checks: list[tuple[set[str], Callable[[HeadraceConfig], Iterable[Problem]]]] = [
+        (set(), _engine_args),
+        (set(), _placement),
+        ({"gateway"}, _port),
+        ({"token_path", "gateway"}, lambda c: endpoint_conflicts(c.gateway, c.token_path)),
+        ({"techniques", "store"}, lambda c: technique_conflicts(c.techniques, c.store)),
+        ({"prefill"}, partial(_role, "prefill")),
+        ({"decode"}, partial(_role, "decode")),
+        ({"prefill", "decode"}, _roles_agree),
+        ({"model", "prefill", "decode"}, _lengths_agree),
+        ({"ray", "prefill", "decode"}, _cpus),
+        ({"model", "prefill", "decode", "techniques"}, _kv_holds_one_request),
+        ({"store"}, _objects),
+        ({"speculation", "store"}, _saved_token_sequences),
+    ]
     if files_here:
-        problems += _calibrations(config.techniques)
-    return problems
+        checks += [
+            ({"model"}, _model_id),
+            ({"gateway"}, _gateway_files),
+            ({"techniques"}, _calibrations),
+        ]
+    return [p for sections, found in checks if not sections & wrong for p in found(config)]
 
 
 def warnings(config: HeadraceConfig) -> list[str]:
@@ -108,15 +83,53 @@ def warnings(config: HeadraceConfig) -> list[str]:
     lines = []
     if config.ray.address is not None and config.ray.temp_dir is not None:
         lines.append("ray.temp_dir: has no effect if a running cluster is joined (ray.address)")
+    source = config.model.source  # a folder may be on other machines only
+    if source is not None and (problem := _source_problem(source)):
+        lines.append(f"model.source: {problem}")
     return lines + _object_warnings(config)
 
 
-def _gateway(config: HeadraceConfig, files_here: bool) -> Iterator[Problem]:
-    gateway = config.gateway
-    if gateway.port is None:
-        yield "gateway.port", "is null, but this endpoint needs one; set 0 for any free port"
-    if not files_here:
+def _engine_args(config: HeadraceConfig) -> Iterator[Problem]:
+    for name, role in config.roles().items():
+        yield from engine_problems(name, role.engine)
+
+
+def _placement(config: HeadraceConfig) -> Iterator[Problem]:
+    name = config.router.placement
+    if name == RouterSettings.model_fields["placement"].default:
         return
+    from headrace.router.placement.policies import policy_names
+
+    names = policy_names()
+    if name not in names:
+        hint = did_you_mean(name, list(names))
+        yield "router.placement", f'must be one of {", ".join(names)}; got "{name}"{hint}'
+
+
+def _model_id(config: HeadraceConfig) -> Iterator[Problem]:
+    if config.model.source is None and (problem := _source_problem(config.model.id)):
+        yield "model.id", problem
+
+
+def _source_problem(source: str) -> str | None:
+    """Return why `headrace up` on this machine would not find the model; None if it would."""
+    from headrace.model.registry import ModelError
+    from headrace.model.store import check_source
+
+    try:
+        check_source(source)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _port(config: HeadraceConfig) -> Iterator[Problem]:
+    if config.gateway.port is None:
+        yield "gateway.port", "is null, but this endpoint needs one; set 0 for any free port"
+
+
+def _gateway_files(config: HeadraceConfig) -> Iterator[Problem]:
+    gateway = config.gateway
     if gateway.api_keys_file is not None:
         try:
             read_keys(Path(gateway.api_keys_file))
@@ -130,7 +143,8 @@ def _gateway(config: HeadraceConfig, files_here: bool) -> Iterator[Problem]:
             yield "gateway.tls_cert_file", str(error)
 
 
-def _calibrations(techniques: TechniquesSection) -> Iterator[Problem]:
+def _calibrations(config: HeadraceConfig) -> Iterator[Problem]:
+    techniques = config.techniques
     try:
         if techniques.sparse.mode != "off":
             sparse_calibration(techniques.sparse)
@@ -143,31 +157,23 @@ def _calibrations(techniques: TechniquesSection) -> Iterator[Problem]:
         yield COMPRESSION_FIELD, str(error)
 
 
-def _role(name: str, role: RoleSettings, config: HeadraceConfig) -> Iterator[Problem]:
-    known = vllm_engine_args()
-    for arg, value in role.engine.items():
-        path = f"{name}.engine.{arg}"
-        if arg in OWNED_ENGINE_ARGS:
-            owner = OWNED_ENGINE_ARGS[arg]
-            owner = owner if "." in owner else f"{name}.{owner}"
-            yield path, f"set {owner} instead"
-        elif known and arg not in known:
-            yield path, f"vLLM has no such engine argument{did_you_mean(arg, sorted(known))}"
-        elif arg in ("tensor_parallel_size", "pipeline_parallel_size") and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            yield path, f"must be a whole number >= 1, got {value!r}"
+def _role(name: str, config: HeadraceConfig) -> Iterator[Problem]:
+    role = config.roles()[name]
     for variable, owner in OWNED_ENV.items():
         if variable in role.env:
             yield f"{name}.env.{variable}", f"set {name}.{owner} instead"
     yield from _gpus(name, role)
-    own_len = role.engine.get("max_model_len")
+
+
+def _lengths_agree(config: HeadraceConfig) -> Iterator[Problem]:
     shared_len = config.model.max_model_len
-    if own_len is not None and shared_len is not None and own_len != shared_len:
-        yield (
-            f"{name}.engine.max_model_len",
-            f"is {own_len}, but model.max_model_len is {shared_len}; remove the former",
-        )
+    for name, role in config.roles().items():
+        own_len = role.engine.get("max_model_len")
+        if own_len is not None and shared_len is not None and own_len != shared_len:
+            yield (
+                f"{name}.engine.max_model_len",
+                f"is {own_len}, but model.max_model_len is {shared_len}; remove the former",
+            )
 
 
 def _gpus(name: str, role: RoleSettings) -> Iterator[Problem]:
