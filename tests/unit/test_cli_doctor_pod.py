@@ -468,7 +468,8 @@ def test_a_check_can_be_tolerated(more: list[str], level: str) -> None:
     [
         (["--cluster", "--role", "router"], "--role"),
         (["--cluster", "--peer", "nowhere"], "--peer"),
-        (["--peer", "a:1"], "--cluster"),
+        (["--peer", "a:1"], "--peer needs --cluster"),
+        (["--role", "foo"], "--role needs --cluster"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], text: str) -> None:

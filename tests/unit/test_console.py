@@ -47,11 +47,29 @@ async def test_a_browser_that_has_a_file_is_not_sent_it_again() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/console/", "/console/x.js", "/console/../own.py", "/console/vendor"],
+    ["/console/x.js", "/console/../own.py", "/console/vendor"],
 )
 async def test_only_the_listed_files_exist(path: str) -> None:
     async with gateway_over(answer) as bench, bench.client.get(path) as response:
         assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "accept"), [("/console/", "*/*"), ("/", "text/html,application/xhtml+xml,*/*;q=0.8")]
+)
+async def test_a_browser_finds_the_console_without_a_key(path: str, accept: str) -> None:
+    headers = {"accept": accept}
+    async with gateway_over(answer, api_keys=("k" * 8,)) as bench:
+        async with bench.client.get(path, headers=headers, allow_redirects=False) as response:
+            assert (response.status, response.headers["location"]) == (307, CONSOLE)
+        async with bench.client.get(path, headers=headers) as response:
+            assert response.headers["content-type"].startswith("text/html")
+
+
+async def test_docs_say_where_the_routes_are_described() -> None:
+    async with gateway_over(answer) as bench, bench.client.get("/docs") as response:
+        assert response.status == 404
+        assert "/openapi.json" in (await response.json())["error"]["message"]
 
 
 async def test_files_are_only_read() -> None:

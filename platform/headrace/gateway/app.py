@@ -31,7 +31,13 @@ from headrace.gateway.asgi import (
 )
 from headrace.gateway.backend import Backend, GatewayMetrics, NoMetrics
 from headrace.gateway.body_reader import BodyReader
-from headrace.gateway.builtin_routes import OURS, BuiltinRoutes, needs_no_key, redirect
+from headrace.gateway.builtin_routes import (
+    OURS,
+    BuiltinRoutes,
+    needs_no_key,
+    open_console,
+    redirect,
+)
 from headrace.gateway.corpora import CorpusAdmin
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
@@ -297,6 +303,8 @@ class GatewayApp:
         parts, path = self._parts, context.path
         if path.endswith("/") and parts.builtin.has(path.rstrip("/")):
             return redirect
+        if context.is_browser_start:
+            return open_console
         builtin = parts.builtin.find(path)
         if builtin is not None:
             return builtin
@@ -312,7 +320,7 @@ class GatewayApp:
         span = tracing.start_span(call, template) if self._traced else None
         try:
             try:
-                if needs_no_key(path):
+                if needs_no_key(path) or context.is_browser_start:
                     await handler(context)
                 else:
                     if not (self._keys or context.is_over_tls):

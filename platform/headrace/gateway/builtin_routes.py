@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from headrace.console.files import CONSOLE, is_console
 from headrace.console.files import find as console_file
-from headrace.console.files import is_console
 from headrace.gateway import errors
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
@@ -38,6 +38,11 @@ def needs_no_key(path: str) -> bool:
 
 
 Handler = Callable[[RequestContext], Awaitable[None]]
+
+
+async def open_console(context: RequestContext) -> None:
+    """Redirect a browser to the web console."""
+    await context.answer(307, b"", (b"location", CONSOLE.encode()))
 
 
 async def redirect(context: RequestContext) -> None:
@@ -95,7 +100,7 @@ class BuiltinRoutes:
 
     def has(self, path: str) -> bool:
         """Return whether a path exists, at the gateway or at the replicas."""
-        if path in self._handlers or self._admin.find(path) is not None:
+        if path in self._handlers or self._admin.find(path) is not None or console_file(path):
             return True
         return bool(self._pool.routes.at(path))
 

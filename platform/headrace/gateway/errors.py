@@ -107,7 +107,12 @@ def not_an_admin(path: str, *, keys_on: bool) -> ApiError:
 
 def not_found(path: str) -> ApiError:
     """404: no such route."""
-    return ApiError(404, f"There is nothing at {path[:200]}.", code="not_found")
+    text = f"There is nothing at {path[:200]}."
+    if path in ("/docs", "/redoc"):
+        text += (
+            " /openapi.json describes the routes, docs/rest.md in words; /console is a web page."
+        )
+    return ApiError(404, text, code="not_found")
 
 
 def model_not_found(model: str) -> ApiError:

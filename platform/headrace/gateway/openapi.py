@@ -93,7 +93,7 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("GET", "/", "The endpoints."),
+    Operation("GET", "/", "The endpoints. A browser is redirected to the web console."),
     Operation("GET", "/health", "Whether a replica is ready.", (405, 503)),
     Operation("GET", "/version", "Headrace's version."),
     Operation("GET", "/openapi.json", "This document.", (401, 405, 429, 500, 504)),

@@ -49,6 +49,12 @@ class RequestContext:
         """Whether the request may change how the app works, or look into it."""
         return may_administer(self.caller, self.client, self.headers)
 
+    @property
+    def is_browser_start(self) -> bool:
+        """Whether a browser asks for the first page: `GET /` with `text/html` in `Accept`."""
+        accepts_html = b"text/html" in self.headers.get(b"accept", b"")
+        return self.path == "/" and self.call.method == "GET" and accepts_html
+
     def allow_methods(self, *methods: str) -> None:
         """Refuse all other methods.
 

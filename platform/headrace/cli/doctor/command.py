@@ -34,8 +34,12 @@ def doctor(
         ),
     ] = False,
     role: Annotated[
-        str, typer.Option(help="Role of the pod: prefill, decode, gateway or head.")
-    ] = "decode",
+        str | None,
+        typer.Option(
+            help="Role of the pod: prefill, decode, gateway or head. Default: decode. Needs "
+            "--cluster."
+        ),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option("-f", "--file", help="Configuration file (YAML). See docs/configuration.md."),
@@ -98,10 +102,12 @@ def doctor(
     The exit status is 1 if something must be repaired first.
     """
     if not cluster:
-        for name, value in {"--peer": peer, "--listen": listen}.items():
+        pod_only = {"--role": role, "--peer": peer, "--listen": listen, "--seconds": seconds}
+        for name, value in {**pod_only, "--clock-url": clock_url}.items():
             if value is not None:
                 raise CliError(f"{name} needs --cluster", 2)
         raise typer.Exit(check_machine(_load(file, preset, overrides), as_json=as_json))
+    role = role or "decode"
     if role not in ("prefill", "decode", "gateway", "head"):
         raise CliError(f'--role: must be prefill, decode, gateway or head, got "{role}"', 2)
     if peer is not None and not _is_address(peer):
