@@ -41,6 +41,19 @@ async def test_health_is_open_and_tells_whether_a_replica_is_ready() -> None:
         assert response.status == 503
 
 
+PAGE = b"""\
+# HELP ray_seconds Time.
+# TYPE ray_seconds histogram
+ray_seconds_bucket{le="1"} 3
+ray_seconds_sum 2.5
+ray_seconds_count 3
+# HELP ray_seconds_of Time of work.
+# TYPE ray_seconds_of gauge
+ray_seconds_of{what="work"} 1
+ray_untyped 1
+"""
+
+
 async def test_plans_metrics_and_version_are_served_in_their_types() -> None:
     async with gateway_over(answer) as bench:
         async with bench.client.get("/headrace/v1/plans/known") as response:
@@ -448,6 +461,27 @@ async def test_with_a_tracer_a_span_wraps_the_request_and_goes_on_to_the_replica
     assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
     assert seen == [f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"]
     assert span.attributes["http.response.status_code"] == 200
+
+
+async def test_metrics_are_filtered_by_name() -> None:
+    class Several(FakeCluster):
+        async def metrics(self) -> bytes:
+            return PAGE
+
+    async with gateway_over(answer, backend=Several()) as bench:
+
+        async def ask(*names: str) -> list[str]:
+            params = [("name[]", name) for name in names]
+            async with bench.client.get("/metrics", params=params) as response:
+                assert response.status == 200
+                return (await response.text()).splitlines()
+
+        page = PAGE.decode().splitlines()
+        assert await ask() == page
+        assert await ask("ray_seconds") == page[:5] == await ask("ray_seconds_bucket")
+        assert await ask("ray_seconds_of", "ray_untyped") == page[5:]
+        assert await ask("ray_seconds", "ray_untyped") == [*page[:5], page[-1]]
+        assert await ask("ray") == []
 
 
 async def test_metrics_are_collected_once_a_second_however_many_ask() -> None:

@@ -18,7 +18,7 @@ from headrace.gateway import errors
 from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
 from headrace.gateway.backend import Backend
 from headrace.gateway.ingress.limits import validated
-from headrace.gateway.openapi import OPERATIONS, PLANS, openapi_document
+from headrace.gateway.openapi import METRICS, OPERATIONS, PLANS, openapi_document
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.route_table import RouteTable
 from headrace_kvstore.identity.salts import tenant_salt
@@ -92,7 +92,7 @@ class Admin:
             "/": self._index,
             "/health": self._health,
             "/version": self._get_version,
-            "/metrics": _Recent(self._metrics),
+            METRICS: _Recent(self._metrics),
             "/openapi.json": self._openapi,
             "/headrace/v1/status": self._status,
             CONSOLE_STATE: _Recent(self._status),

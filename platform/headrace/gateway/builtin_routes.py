@@ -5,6 +5,7 @@ The gateway answers every path below `/headrace/`, with 404 if the path does not
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from urllib.parse import quote
@@ -18,11 +19,12 @@ from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
-from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, STORE, WARM
+from headrace.gateway.openapi import METRICS, MODELS, ROUTER, SPECULATION, STORE, WARM
 from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.relayed_routes import RelayedRoutes
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.request_context import RequestContext
+from headrace.observability.metrics_filter import filter_metrics, wanted_names
 
 OURS = "/headrace/"
 MAX_COMMAND_BODY_BYTES = 1_000
@@ -160,6 +162,8 @@ class BuiltinRoutes:
             self._body_reader.check_admin(context)
         context.allow_methods(*READS)
         status, body, content_type = await self._admin.answer(document, self._pool)
+        if context.path == METRICS and (names := wanted_names(context.call.target)):
+            body = await asyncio.to_thread(filter_metrics, body, names)  # a page may have megabytes
         await context.answer(status, body, (b"content-type", content_type))
 
     async def _console(self, context: RequestContext) -> None:

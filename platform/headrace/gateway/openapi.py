@@ -20,6 +20,7 @@ from headrace_decode.http.public_routes import Route
 
 Schema = dict[str, Any]
 
+METRICS = "/metrics"
 MODELS = "/v1/models"
 PLANS = "/headrace/v1/plans/"
 ROUTER = "/headrace/v1/router"
@@ -99,10 +100,12 @@ OPERATIONS = (
     Operation("GET", "/openapi.json", "This document.", (401, 405, 429, 500, 504)),
     Operation(
         "GET",
-        "/metrics",
-        "Metrics in Prometheus' text format.",
+        METRICS,
+        "Metrics in Prometheus' text format. `?name[]=NAME`, which may be repeated, returns those "
+        "with these names.",
         (401, 405, 429, 500, 504),
         answer="text/plain",
+        query=("name[]",),
     ),
     Operation("GET", MODELS + "/{model}", "One model.", (401, 404, 405, 429, 500, 502, 503, 504)),
     Operation(
