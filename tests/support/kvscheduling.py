@@ -19,12 +19,16 @@ class Store:
 
     held: set[bytes] = field(default_factory=set)
     leased: list[bytes] = field(default_factory=list)
+    misses: int = 0
 
     def leading(self, hashes: Sequence[bytes]) -> int:
         return next((i for i, h in enumerate(hashes) if h not in self.held), len(hashes))
 
     def lease(self, hashes: Sequence[bytes]) -> None:
         self.leased += hashes
+
+    def record_misses(self, blocks: int) -> None:
+        self.misses += blocks
 
     def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
         return [h not in self.held for h in hashes]

@@ -235,6 +235,8 @@ def test_a_lease_counts_a_use_and_a_lookup_none(make: Make) -> None:
     assert (record["hits"], record["used_s"], record["stored_s"]) == (1, stored_s + 3, stored_s)
     assert record["lease_until_s"] == stored_s + 7.0
     assert (arena.stats()["hits_total"], arena.stats()["misses_total"]) == (1, 1)
+    arena.record_misses(3)
+    assert (arena.stats()["hits_total"], arena.stats()["misses_total"]) == (1, 4)
 
 
 def test_discard_and_clear_take_leased_and_pinned_blocks_too(make: Make) -> None:

@@ -255,6 +255,7 @@ def test_a_node_without_a_disk_serves_dram(start: Start) -> None:
     assert settled(node, 20)
     assert located(node, 0) == node.operations.prefetch(DIGEST, keys(0)) - 1 == 0
     assert nvme(node)["state"] == "off" and "nvme_folder" in nvme(node)["reason"]
+    assert nvme(node)["misses"] == 0
     engine.close()
 
 

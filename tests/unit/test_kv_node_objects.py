@@ -76,6 +76,7 @@ def test_a_new_node_with_empty_memory_and_disk_starts_warm(start: Start) -> None
     later = start("b", warm=True)
     other = Engine(later.settings)
     until(lambda: other.has(0, 1, 2) == [True] * 3)
+    assert (objects(later)["hits"], objects(later)["misses"]) == (3, 0)
     record = other.arena.table[other.arena.lookup(other.row, keys(2))][0]
     assert record["depth"] == 2 and record["parent"] == int.from_bytes(key(1)[:8], "little")
     other.close()

@@ -66,6 +66,21 @@ def test_an_admitted_request_loads_what_it_was_offered() -> None:
     assert engine.step(1).load == BlockLoad()
 
 
+def test_blocks_that_no_tier_supplies_are_misses_once_a_request() -> None:
+    store = Store(held=set(hashes(2)))
+    engine = Engine(store, request(6 * B + 1))
+    for _ in range(3):
+        engine.scheduler.matched(engine.request, 0)
+    assert store.misses == 0  # vLLM may ask any number of times
+    engine.admit()
+    assert store.misses == 4
+    engine.scheduler.allocated(engine.request, engine.blocks, 0)  # after an asynchronous load
+    assert store.misses == 4
+    engine = Engine(Store(), request(3 * B + 1))
+    assert engine.admit() == 0
+    assert engine.scheduler._index.misses == 3  # type: ignore[attr-defined]
+
+
 def test_vllm_may_take_less_than_was_offered() -> None:
     store = Store(held=set(hashes(4)))
     engine = Engine(store, request(6 * B))

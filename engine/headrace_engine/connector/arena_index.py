@@ -36,3 +36,7 @@ class ArenaIndex:
         another process holds the lock, the load reads without a lease and checksums detect wrong
         bytes."""
         self._arena.lease(self._row, hashes, self._lease_s, self._workers)
+
+    def record_misses(self, blocks: int) -> None:
+        """Count blocks that a request needs and that no tier supplies."""
+        self._arena.record_misses(blocks)

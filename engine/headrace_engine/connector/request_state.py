@@ -27,11 +27,12 @@ class RequestState:
 
 class BlockOffer(NamedTuple):
     """Blocks that a request may load: the first one's number, whether they are loaded ahead of its
-    step, and their names."""
+    step, and their names; and the number of the blocks after them, which it must compute."""
 
     start: int = 0
     ahead: bool = False
     names: tuple[bytes, ...] = ()
+    missing: int = 0
 
 
 class TierQuestion(NamedTuple):

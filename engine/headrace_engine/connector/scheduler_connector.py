@@ -163,9 +163,10 @@ class SchedulerConnector:
         ahead = not self._under_steps or self._pays_ahead(
             request, start, hashes[: there + slower], there
         )
-        names = tuple(hashes[: there + slower])
-        self._offered[request.request_id] = BlockOffer(start, ahead, names)
-        return (there + slower) * self._block_tokens
+        found = there + slower
+        names, missing = tuple(hashes[:found]), len(hashes) - found
+        self._offered[request.request_id] = BlockOffer(start, ahead, names, missing)
+        return found * self._block_tokens
 
     def loads_ahead(self, request: Any) -> bool:
         """Whether the blocks that `matched` has just offered are loaded ahead of the step."""
@@ -245,8 +246,11 @@ class SchedulerConnector:
         return TierBlocks(places, limit_s, until_s)
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Queue the load of the blocks found in the store: the engine admits the request."""
-        start, ahead, names = self._offered.pop(request.request_id, BlockOffer())
+        """Queue the load of the blocks found in the store, and count those that are not there: the
+        engine admits the request."""
+        start, ahead, names, missing = self._offered.pop(request.request_id, BlockOffer())
+        if missing:
+            self._index.record_misses(missing)
         taken = self._taken.pop(request.request_id, TierBlocks())
         if not external_tokens:
             return

@@ -37,6 +37,7 @@ from headrace_kvstore.arena.geometry import (
     DROPPED,
     EVICTED_TOTAL,
     KERNEL_SLOT,
+    MISSES_TOTAL,
     NAMESPACE_COUNT,
     NAMESPACES,
     PAGE_BYTES,
@@ -231,6 +232,15 @@ class Arena(PinningArena):
         except LockBusyError as error:
             logger.warning("no lease: %s", error)
             return np.full(len(hashes), -1, np.int64)
+
+    def record_misses(self, blocks: int) -> None:
+        """Count blocks that a request needs and that are not stored; they are not leased. None are
+        counted if the lock is not free at once, since an engine's step waits for this."""
+        try:
+            with self._brief_section:
+                self._words[MISSES_TOTAL] += np.uint64(blocks)
+        except LockBusyError as error:
+            logger.warning("misses are not counted: %s", error)
 
     def hold(self, namespace_id: int, hashes: Hashes, hold_s: float) -> np.ndarray:
         """Lease blocks without counting them as used: policies see readers only. Returns slots as

@@ -114,7 +114,7 @@ class Operations:
         """
         tier = self.tiers.nvme
         found = [] if tier is None else tier.locate_leading(digest, hashes, lease_s)
-        if lease_s > 0:
+        if lease_s > 0 and tier is not None:
             self._counts["nvme_hits"] += len(found)
             self._counts["nvme_misses"] += len(hashes) - len(found)
             again = self._uses.again(digest, hashes[: len(found)], request_key)

@@ -89,5 +89,8 @@ class Tiers:
         found["nvme"] |= {"hits": hits, "misses": misses}
         if objects is not None:
             work = None if dram is None else dram.objects
-            found["object"] |= {**objects.stats(), **({} if work is None else work.stats())}
+            stats = objects.stats()
+            found["object"] |= {**stats, **({} if work is None else work.stats())}
+            found["object"]["hits"] = stats.get("reads_good", 0)
+            found["object"]["misses"] = stats.get("reads_absent", 0)
         return found

@@ -127,9 +127,10 @@ export function Replicas({ state }) {
 
 /** The store's tiers, and hits reached against reachable. */
 export function Tiers({ state }) {
+  const count = (tier, name) => (tier.state === "off" ? "-" : (tier[name] ?? 0).toLocaleString());
   const rows = (state.store ?? []).flatMap((node) => Object.entries(node.tiers ?? {}).map(([name, tier]) => [
-    `${String(node.machine ?? "?").slice(0, 8)} ${name}`, tier.state ?? "", (tier.blocks ?? 0).toLocaleString(),
-    bytes(tier.bytes ?? 0), bytes(tier.size_bytes ?? 0), (tier.hits ?? 0).toLocaleString(), (tier.misses ?? 0).toLocaleString(),
+    `${String(node.machine ?? "?").slice(0, 8)} ${name}`, tier.state ?? "", count(tier, "blocks"),
+    bytes(tier.bytes ?? 0), bytes(tier.size_bytes ?? 0), count(tier, "hits"), count(tier, "misses"),
   ]));
   const told = state.replicas.map((one) => one.router?.outcomes).filter(Boolean);
   const sum = (name) => told.reduce((total, one) => total + one[name], 0);
