@@ -463,6 +463,21 @@ async def test_with_a_tracer_a_span_wraps_the_request_and_goes_on_to_the_replica
     assert span.attributes["http.response.status_code"] == 200
 
 
+async def test_a_mode_that_no_replica_has_is_kept_and_said_to_be() -> None:
+    class Plain(FakeCluster):
+        async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+            return []
+
+    command = {"mode": "off"}
+    async with (
+        gateway_over(answer, backend=Plain()) as bench,
+        bench.client.put("/headrace/v1/speculation", json=command) as response,
+    ):
+        told = await response.json()
+        assert told["replicas"] == []
+        assert told["note"].startswith("No replica uses speculative decoding.")
+
+
 async def test_metrics_are_filtered_by_name() -> None:
     class Several(FakeCluster):
         async def metrics(self) -> bytes:

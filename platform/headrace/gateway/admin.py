@@ -30,6 +30,10 @@ CONSOLE_STATE = "/headrace/v1/console"
 RECENT_S = 1.0
 """Maximum age of documents for which all replicas or nodes are asked."""
 
+NONE_DRAFTS = (
+    "No replica uses speculative decoding. The setting is kept for replicas that start later."
+)
+
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -127,13 +131,14 @@ class Admin:
         return _json({"policy": policy, "replicas": await self._backend.set_policy(policy)})
 
     async def set_speculation(self, wanted: Mapping[str, Any]) -> bytes:
-        """Change how decode replicas draft; return the state of each.
+        """Change how decode replicas draft; return the state of each, and a note if none drafts.
 
         Raises:
             ApiError: 400 when the document is not a `SpeculationUpdate`.
         """
         command = validated(SpeculationUpdate, wanted).model_dump(exclude_unset=True)
-        return _json({"replicas": await self._backend.set_speculation(command)})
+        replicas = await self._backend.set_speculation(command)
+        return _json({"replicas": replicas, **({} if replicas else {"note": NONE_DRAFTS})})
 
     async def store(self, wanted: Mapping[str, Any] | None) -> bytes:
         """Have every machine's store list its pins or carry out an action; return the answers.

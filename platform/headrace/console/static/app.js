@@ -87,8 +87,8 @@ function Console() {
   };
   const order = async (path, body) => {
     try {
-      await ask("PUT", path, body);
-      setDone(`Done: ${JSON.stringify(body)}`);
+      const { note } = await ask("PUT", path, body);
+      setDone(note ?? `Done: ${JSON.stringify(body)}`);
     } catch (problem) {
       setDone(`Refused: ${problem.message}`);
     }
