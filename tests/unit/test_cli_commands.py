@@ -1,6 +1,7 @@
 """The command line's surface: helps, exit statuses, one-line errors."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -103,6 +104,30 @@ def test_help_imports_neither_ray_nor_vllm_nor_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - started < 10  # 0.3 s on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [("import nowhere", "ModuleNotFoundError: No module"), ("app = 3", "TypeError: broken:app is")],
+)
+def test_a_package_whose_commands_cannot_be_loaded_costs_a_warning(
+    tmp_path: Path, module: str, why: str
+) -> None:
+    (tmp_path / "broken.py").write_text(module)
+    about = tmp_path / "broken-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[headrace.commands]\nextra = broken:app\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "keys", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert done.returncode == 0 and "revoke" in done.stdout
+    warning = " ".join(done.stderr.split())
+    assert warning.startswith(f"warning: the command extra of broken:app cannot be loaded: {why}")
 
 
 def test_no_command_needs_ray_in_its_own_process() -> None:

@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,8 +45,24 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(corpus_app, name="corpus")
 app.add_typer(store_app, name="store")
 app.add_typer(config_app, name="config")
-for _point in entry_points(group="headrace.commands"):
-    app.add_typer(_point.load(), name=_point.name)
+
+
+def _add_commands(points: Iterable[EntryPoint]) -> None:
+    """Add the groups of other packages. One that cannot be loaded costs a warning only."""
+    for point in points:
+        try:
+            group = point.load()
+            if not isinstance(group, typer.Typer):
+                raise TypeError(f"{point.value} is no typer.Typer")
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            line = f"warning: the command {point.name} of {point.value} cannot be loaded: {why}"
+            stderr().print(line, markup=False)
+        else:
+            app.add_typer(group, name=point.name)
+
+
+_add_commands(entry_points(group="headrace.commands"))
 
 FileOption = Annotated[Path | None, typer.Option("-f", "--file", help=CONFIG_HELP)]
 PresetOption = Annotated[
