@@ -45,14 +45,6 @@ class Instance:
     shm_before: list[str] = field(default_factory=list)
     kv_plan: dict[str, Any] | None = None  # for techniques.kv_budget
 
-    @property
-    def dashboard(self) -> str | None:
-        """Address of Ray's dashboard, and the file with the token that it asks for; None without
-        one."""
-        if self.dashboard_url is None:
-            return None
-        return f"{self.dashboard_url}  (it asks for the token in {self.temp_dir}/ray-token)"
-
     def matcher(self) -> ProcessMatcher:
         """Return the facts by which its processes and files are recognised."""
         return ProcessMatcher(

@@ -30,7 +30,7 @@ import psutil
 from headrace.cli import client, cluster, deploy, down, state
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
-from headrace.cli.show import kv_budget
+from headrace.cli.show import kv_budget, status
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.app_args import llm_config
 from headrace.config.key_file import hash_of, new_key
@@ -333,8 +333,8 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         f"endpoint   {instance.endpoint}/v1",
         f"model      {instance.model}",
     ]
-    if instance.dashboard:
-        lines.append(f"dashboard  {instance.dashboard}")
+    if instance.dashboard_url:
+        lines.append(f"dashboard  {status.dashboard(instance)}")
     lines.append(
         f"try        curl {instance.endpoint}/v1/chat/completions "
         f"-H 'Content-Type: application/json'{key} -d '{body}'"

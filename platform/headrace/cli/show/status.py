@@ -51,8 +51,13 @@ def head(instance: state.Instance) -> Iterator[Part]:
         up_for = human_seconds(max(0.0, time.time() - instance.started_at))
         where = f"{instance.name}: {where}, up for {up_for}"
     yield Text(where)
-    if instance.dashboard:
-        yield Text(f"dashboard: {instance.dashboard}")
+    if instance.dashboard_url:
+        yield Text(f"dashboard: {dashboard(instance)}")
+
+
+def dashboard(instance: state.Instance) -> str:
+    """Return the address of Ray's dashboard, and where the token is that it asks for."""
+    return f"{instance.dashboard_url}  (it asks for the token in {instance.temp_dir}/ray-token)"
 
 
 def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
