@@ -30,7 +30,7 @@ import torch
 from benchmarks.gpu.noise import noise_calibration
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.kvstore.engine_node import noise
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
 TOKENS, ANSWER, STEP = 32768, 64, 2048
 CAP_BYTES, ENGINE_BYTES, MIXED_BYTES = 23_800_000_000, 22_800_000_000, 700_000_000
@@ -217,7 +217,7 @@ def _sparse(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
 
     file = noise_calibration(folder / "noise.safetensors", model, PAGE)
     settings = SparseSettings(page_tokens=PAGE, calibration=str(file))
-    return {"worker_cls": HOST_WORKER, "additional_config": settings.additional_config()}
+    return {"worker_cls": EXTENSIBLE_WORKER, "additional_config": settings.additional_config()}
 
 
 def figures(found: dict[str, Any]) -> dict[str, float]:

@@ -38,7 +38,7 @@ from headrace.model.facts import describe
 from headrace.model.kv_budget import KvBudgetRequest, compressed_blocks, incremental_blocks
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.compression.engine.settings import CompressionSettings
-from headrace_engine.extensions.extension import HOST_SCHEDULERS
+from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 4000, 2000, 0.25
 BLOCK_TOKENS, BATCH_TOKENS = 128, 512
@@ -67,7 +67,7 @@ def served(
         max_num_batched_tokens=BATCH_TOKENS,
         max_num_seqs=2 * AT_ONCE,
         async_scheduling=False,
-        scheduler_cls=HOST_SCHEDULERS[False],
+        scheduler_cls=EXTENSIBLE_SCHEDULERS[False],
     )
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     pool, following = scheduler.kv_cache_manager.block_pool, engine.bound.compression

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.sparse.serving import Engine, report
 from headrace_decode.attention.settings import GIB, SparseSettings
-from headrace_engine.extensions.extension import HOST_SCHEDULERS
+from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 7900, 176, 0.08
 BLOCK_TOKENS, BATCH_TOKENS = 128, 256
@@ -54,7 +54,7 @@ def engine_of(cache_blocks: int, host_gib: float) -> Engine:
         max_num_batched_tokens=BATCH_TOKENS,
         max_num_seqs=AT_ONCE,
         async_scheduling=False,
-        scheduler_cls=HOST_SCHEDULERS[False],
+        scheduler_cls=EXTENSIBLE_SCHEDULERS[False],
     )
 
 

@@ -28,7 +28,7 @@ from benchmarks.longcontext.dropping import BATCH_TOKENS, SHARE, blocks_of
 from benchmarks.sparse.serving import LONGEST, Engine, report, same_first
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.compression.engine.settings import CompressionSettings
-from headrace_engine.extensions.extension import HOST_SCHEDULERS
+from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS
 
 PROMPT, ANSWER, MORE, NEXT, CONVERSATIONS = 4000, 100, 200, 50, 5
 
@@ -46,7 +46,7 @@ def measured(predictor: Path | None) -> dict[str, float]:
         num_gpu_blocks_override=blocks_of(LONGEST) + 1,
         max_num_batched_tokens=BATCH_TOKENS,
         async_scheduling=False,
-        scheduler_cls=HOST_SCHEDULERS[False],
+        scheduler_cls=EXTENSIBLE_SCHEDULERS[False],
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.store_connector",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from headrace_decode.attention.offload.scheduler import OffloadSchedulerPart
-from headrace_engine.extensions.scheduler import HostScheduler
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 
 
-class PlannedScheduler(HostScheduler):
+class PlannedScheduler(ExtensibleScheduler):
     """
     Attributes:
         offload: whether requests that wait are offloaded; None: as the scheduler decides.

@@ -16,7 +16,7 @@ from typing import Any
 
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.compression.engine.settings import CompressionSettings
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -88,7 +88,7 @@ class Engine:
             enforce_eager=True,
             max_model_len=LONGEST,
             additional_config=dict(ChainMap(*(each.additional_config() for each in settings))),
-            worker_cls=HOST_WORKER,
+            worker_cls=EXTENSIBLE_WORKER,
             **options,
         )
         self.bound, self._named = RUNTIME, 0

@@ -60,7 +60,7 @@ from headrace_engine.ray.serve import (
     write_cluster_value,
 )
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
-from headrace_engine.serving.draining import grace_s
+from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
@@ -291,7 +291,7 @@ class DecodeServer(PDDecodeServer):
             logger.warning("cannot read the settings overrides: %r", error)
 
     async def __del__(self) -> None:
-        """Finish the requests of this replica's port, then shut down (see `serving.draining`)."""
+        """Finish the requests of this replica's port, then shut down; see `drain_timeouts`."""
         reporting = getattr(self, "_reporting", None)
         if reporting is not None:
             reporting.drains()

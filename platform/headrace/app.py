@@ -43,7 +43,7 @@ from headrace_engine.ray.llm import (
     to_model_metadata,
     with_ingress_request_router,
 )
-from headrace_engine.serving.draining import drain_options
+from headrace_engine.serving.drain_timeouts import drain_options
 from headrace_engine.serving.parsers import shared
 from headrace_engine.serving.request_router import routed_as
 from headrace_prefill.server import DPPrefillServer, FallbackServing, PrefillServer

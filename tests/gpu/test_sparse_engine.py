@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from benchmarks.gpu.engine import make_llm, model_config
 from benchmarks.gpu.noise import noise_calibration
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     patch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
     made = make_llm(
         *(None, 4096, 0.3),
-        worker_cls=HOST_WORKER,
+        worker_cls=EXTENSIBLE_WORKER,
         additional_config=settings.additional_config(),
         enable_prefix_caching=False,
     )

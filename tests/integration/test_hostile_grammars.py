@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials, TrialUnfinished
-from headrace_engine.extensions.extension import HOST_SCHEDULERS
+from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS
 from tests.support.tiny import tiny_llama
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,7 +27,9 @@ class Loop:
         from vllm.engine.arg_utils import EngineArgs
 
         config = EngineArgs(model=str(tiny_llama()), dtype="float32").create_engine_config()
-        config.scheduler_config.scheduler_cls = HOST_SCHEDULERS[False]  # as in a decode engine
+        config.scheduler_config.scheduler_cls = EXTENSIBLE_SCHEDULERS[
+            False
+        ]  # as in a decode engine
         self.loop = asyncio.new_event_loop()
         self.trials = GrammarTrials(pickle.dumps(config))
 

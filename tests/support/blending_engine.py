@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
 from headrace_engine.connector.caches.engine_cache import EngineCache
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 from headrace_kvstore.blocks.block_layout import BlockLayout
 from headrace_lab.blending.correct import Case, with_depths
 from headrace_lab.models.exact import Exact
@@ -151,7 +151,7 @@ class Engine:
             max_model_len=2048,
             max_num_batched_tokens=256,
             num_gpu_blocks_override=BLOCKS,
-            worker_cls=HOST_WORKER,
+            worker_cls=EXTENSIBLE_WORKER,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="TestedConnector",
                 kv_connector_module_path="tests.support.blending_engine",

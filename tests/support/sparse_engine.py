@@ -22,7 +22,7 @@ from headrace_decode.compression.engine.scheduler import CompressionSchedulerPar
 from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.compression.importance_predictor import ImportancePredictor
 from headrace_decode.sparse.engine.calibration import Calibration, write
-from headrace_engine.extensions.extension import HOST_SCHEDULERS, HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS, EXTENSIBLE_WORKER
 from headrace_lab.models.lm import LM
 from headrace_lab.sparse.calibrate import Learning
 from tests.support import run
@@ -156,10 +156,10 @@ class Engine:
         settings = SparseSettings(calibration=calibration, offload_gib=offload_gib)
         told: dict[str, Any] = {
             "additional_config": settings.additional_config(),
-            "worker_cls": HOST_WORKER,
+            "worker_cls": EXTENSIBLE_WORKER,
         }
         if offload_gib or bounded:
-            told["scheduler_cls"] = HOST_SCHEDULERS[True]
+            told["scheduler_cls"] = EXTENSIBLE_SCHEDULERS[True]
         if bounded:
             told["additional_config"] |= CompressionSettings(
                 calibration=predictor

@@ -95,7 +95,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     from headrace_decode.attention.settings import SparseSettings
     from headrace_decode.compression.engine.settings import CompressionSettings
     from headrace_engine.connector.connector import HeadraceConnector
-    from headrace_engine.extensions.extension import HOST_SCHEDULERS, HOST_WORKER
+    from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS, EXTENSIBLE_WORKER
 
     MODELS[name]().save_pretrained(folder / name)
     store = {"name": f"store-{name}", "folder": str(folder), "dram_bytes": 32 << 20, "node": False}
@@ -122,8 +122,8 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
         max_num_seqs=4,
         num_gpu_blocks_override=BLOCKS,
         disable_hybrid_kv_cache_manager=True,
-        worker_cls=HOST_WORKER,
-        scheduler_cls=HOST_SCHEDULERS[True],
+        worker_cls=EXTENSIBLE_WORKER,
+        scheduler_cls=EXTENSIBLE_SCHEDULERS[True],
         additional_config={
             **SparseSettings().additional_config(),
             **CompressionSettings().additional_config(),

@@ -36,7 +36,7 @@ from headrace_decode.compression.engine.stored_context import (
 )
 from headrace_decode.compression.scores import ABSENT
 from headrace_engine.extensions.extension import metadata_of
-from headrace_engine.extensions.scheduler import HostScheduler
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.rope import Rope
 from headrace_kvstore.blocks.slot_record import READY
 from tests.support.prompts import noise
@@ -168,7 +168,7 @@ class Streaming(Scheduled):
     def __init__(self, folder: Path, predictor: Path) -> None:
         bounded = CompressionSettings(calibration=str(predictor), stream=True)
         metadata = SparseSettings("off").additional_config() | bounded.additional_config()
-        super().__init__(folder, BLOCKS, HostScheduler, SPEC, 512, metadata)
+        super().__init__(folder, BLOCKS, ExtensibleScheduler, SPEC, 512, metadata)
         layers = [LayerCache(each) for each in self.caches.values()]
         self.head_pages = HeadPages(layers, BLOCK // PAGE)
         model = json.loads((tiny_llama() / "config.json").read_text())

@@ -32,7 +32,7 @@ from headrace_decode.attention.offload.scheduler import newly_offloaded
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.attention_backend import worker
 from headrace_decode.compression.engine.settings import CompressionSettings
-from headrace_engine.extensions.scheduler import HostScheduler
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.vllm.scheduler import replace_as
 from headrace_engine.vllm.scheduling import final_tokens, requests_gone
 from tests.support.contracts import assert_takes
@@ -188,7 +188,7 @@ def spec_of(
     drafts: str | None = None,
     compression: bool = False,
     model: dict[str, Any] = ROPED,
-    scheduler: Any = HostScheduler,
+    scheduler: Any = ExtensibleScheduler,
 ) -> tuple[Any, int]:
     """The spec of a layer in an engine with these; and blocks of its host memory."""
 

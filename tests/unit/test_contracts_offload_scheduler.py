@@ -33,7 +33,7 @@ from headrace_decode.attention.offload.scheduler import (
 )
 from headrace_decode.attention.settings import SparseSettings
 from headrace_engine.extensions.extension import metadata_of
-from headrace_engine.extensions.scheduler import HostScheduler
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.vllm.scheduler import replace_as
 from headrace_kvstore.identity.salts import is_isolated
 from tests.support.tiny import tiny_llama
@@ -58,7 +58,7 @@ def scheduler_of(blocks: int) -> Any:
     groups = [KVCacheGroupSpec(["layer"], replace_as(SPEC, OffloadSpec))]
     manager = StructuredOutputManager(config)
     cache = KVCacheConfig(blocks, [], groups)
-    scheduler: Any = HostScheduler(config, cache, manager, block_size=128)
+    scheduler: Any = ExtensibleScheduler(config, cache, manager, block_size=128)
     scheduler.part(OffloadSchedulerPart).clock = itertools.count(0.0, 0.03).__next__
     return scheduler
 

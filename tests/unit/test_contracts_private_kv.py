@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from headrace_decode.resume.scheduler import RESUME_TOKENS
-from headrace_engine.extensions.scheduler import HostScheduler
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.kv_transfer.handoff import REUSE_KEY, REUSED_KEY
 from headrace_engine.vllm.private_blocks import keep_private
 from headrace_kvstore.identity.private_blocks import is_private, private_name, shared_blocks
@@ -31,7 +31,7 @@ ANSWER = 2 * BLOCK
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Scheduled]:
-    made = Scheduled(tmp_path, scheduler=HostScheduler)
+    made = Scheduled(tmp_path, scheduler=ExtensibleScheduler)
     yield made
     made.close()
 

@@ -33,7 +33,7 @@ from tests.support.contracts import assert_fields, assert_takes, find
 SERVING = "engine/headrace_engine/ray/serve.py"
 ROUTER = "engine/headrace_engine/serving/request_router.py"
 COMPAT = "engine/headrace_engine/vllm/engine.py"
-DRAINING = "engine/headrace_engine/serving/draining.py"
+DRAIN_TIMEOUTS = "engine/headrace_engine/serving/drain_timeouts.py"
 
 
 def test_a_replicas_own_statistics_override_serves_count_of_requests() -> None:
@@ -83,7 +83,7 @@ def test_the_head_leaves_the_dashboards_address_where_workers_read_it(
 def test_a_replica_drains_calls_first_and_then_runs_its_destructor() -> None:
     source = inspect.getsource(replica.Replica._perform_graceful_shutdown)
     drained, destroyed = source.index("_drain_ongoing_requests"), source.index("self.shutdown()")
-    assert drained < destroyed, f"mend {DRAINING}"
+    assert drained < destroyed, f"mend {DRAIN_TIMEOUTS}"
 
 
 def router() -> Any:

@@ -22,7 +22,7 @@ from headrace_decode.attention_backend import worker
 from headrace_decode.attention_backend.cpu import SparseBackend
 from headrace_decode.attention_backend.extension import AttentionExtension
 from headrace_decode.attention_backend.runtime import RUNTIME
-from headrace_engine.extensions.worker import WorkerHost
+from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.vllm.attention.cpu import (
     CPUAttentionBackend,
     register_cpu_backend,
@@ -218,7 +218,7 @@ class PlainWorker:
         return step
 
 
-class Worker(WorkerHost, PlainWorker):
+class Worker(WorkerWithExtensions, PlainWorker):
     pass
 
 

@@ -33,7 +33,7 @@ from headrace_decode.attention_backend.runtime import RUNTIME
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.kernels.page_selection import MAX_PAGES
-from headrace_engine.extensions.worker import WorkerHost
+from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.vllm.attention import cuda as attention_cuda
 from headrace_engine.vllm.worker import FollowedRows
 from tests.support.contracts import assert_fields, assert_takes, find
@@ -267,7 +267,7 @@ class PlainWorker:
         return 2**33
 
 
-class Worker(WorkerHost, PlainWorker):
+class Worker(WorkerWithExtensions, PlainWorker):
     pass
 
 

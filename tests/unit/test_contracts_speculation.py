@@ -25,7 +25,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 def test_the_worker_class_is_the_platforms_own_with_two_methods_more() -> None:
-    worker = find("headrace_engine.extensions.worker:HostWorker", COMPAT)
+    worker = find("headrace_engine.extensions.worker:ExtensibleWorker", COMPAT)
     assert_takes("vllm.v1.worker.gpu_worker:Worker.load_model", COMPAT, "load_dummy_weights")
     assert_takes("vllm.v1.worker.gpu_worker:Worker.execute_model", COMPAT, "scheduler_output")
     from vllm.platforms import current_platform

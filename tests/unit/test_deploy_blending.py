@@ -11,7 +11,7 @@ from headrace.config import AppSection
 from headrace.config.techniques import BlendingSection
 from headrace.deploy.blending import add_blending
 from headrace_decode.speculative.settings import engine_arguments
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
 ON = BlendingSection(mode="request")
 STORE = {"kv_connector": "HeadraceConnector", "kv_connector_extra_config": {"name": "store"}}
@@ -47,7 +47,7 @@ def test_engines_that_draft_and_those_that_do_not_get_the_worker() -> None:
     drafting = engine(worker_cls=engine_arguments(4)["worker_cls"])
     plain = engine()
     add_blending(ON, [drafting, plain])
-    assert drafting["worker_cls"] == plain["worker_cls"] == HOST_WORKER
+    assert drafting["worker_cls"] == plain["worker_cls"] == EXTENSIBLE_WORKER
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from headrace_decode.techniques import (
     salt_with_technique,
 )
 from headrace_engine.connector.identity.engine_identity import device_identity
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 from headrace_kvstore.identity.salts import is_isolated
 from tests.unit.test_deploy_blending import engine as storing_engine
 
@@ -67,7 +67,7 @@ def test_both_roles_get_the_worker_and_are_told() -> None:
     add_sparse_attention(sparse(mode="auto", keep_ratio=0.2, page_tokens=16), engines)
     for engine in engines:
         assert settings_of(engine["additional_config"]) == SparseSettings("auto", 0.2, 16)
-        assert engine["worker_cls"] == HOST_WORKER
+        assert engine["worker_cls"] == EXTENSIBLE_WORKER
     assert engines[1]["additional_config"]["other"] == 1
 
 
@@ -88,7 +88,7 @@ def test_only_decode_engines_drop_kv_and_all_have_its_pages() -> None:
     add_sparse_attention(section, [prefill, decode], [decode])
     for engine in (prefill, decode):
         assert settings_of(engine["additional_config"]) == SparseSettings("off")
-        assert engine["worker_cls"] == HOST_WORKER
+        assert engine["worker_cls"] == EXTENSIBLE_WORKER
     told = [bounded_settings_of(engine["additional_config"]) for engine in (prefill, decode)]
     assert told == [None, CompressionSettings("auto", 0.5, "/gate")]
 
@@ -99,7 +99,7 @@ def test_each_mix_with_drafting_and_blending_has_the_worker(speculates: bool, re
     engine = storing_engine(**({"worker_cls": SPECULATING} if speculates else {}))
     add_blending(BlendingSection(mode="request" if reuses else "off"), [engine])
     add_sparse_attention(ON, [engine])
-    assert engine["worker_cls"] == HOST_WORKER
+    assert engine["worker_cls"] == EXTENSIBLE_WORKER
 
 
 def test_a_worker_of_the_engines_own_is_refused_by_name() -> None:

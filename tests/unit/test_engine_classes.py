@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from headrace_decode.llm.engine_classes import choose_engine_classes
-from headrace_engine.extensions.extension import HOST_SCHEDULERS, HOST_WORKER
-from headrace_engine.extensions.scheduler import SchedulerHost
-from headrace_engine.extensions.worker import WorkerHost
+from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS, EXTENSIBLE_WORKER
+from headrace_engine.extensions.scheduler import SchedulerWithExtensions
+from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
 
 VLLMS = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
-class HostedWorker(WorkerHost):
+class ExtendedWorker(WorkerWithExtensions):
     """A worker class of an operator's own that runs our extensions."""
 
 
@@ -39,14 +39,14 @@ def test_an_engine_gets_the_classes_that_run_extensions(ahead: bool) -> None:
     one = config()
     one.scheduler_config.async_scheduling = ahead
     assert choose_engine_classes(one) is None
-    assert one.scheduler_config.scheduler_cls == HOST_SCHEDULERS[ahead]
-    assert one.parallel_config.worker_cls == HOST_WORKER
+    assert one.scheduler_config.scheduler_cls == EXTENSIBLE_SCHEDULERS[ahead]
+    assert one.parallel_config.worker_cls == EXTENSIBLE_WORKER
 
 
 @pytest.mark.parametrize(
     ("worker", "why"),
     [
-        (f"{__name__}.HostedWorker", None),
+        (f"{__name__}.ExtendedWorker", None),
         (f"{__name__}.OtherWorker", f"the engine runs with worker_cls {__name__}.OtherWorker"),
     ],
 )
@@ -73,8 +73,10 @@ def test_an_operators_scheduler_stays() -> None:
 
 
 def test_the_named_classes_exist() -> None:
-    for path, ahead in zip(HOST_SCHEDULERS.values(), (Scheduler, AsyncScheduler), strict=True):
+    for path, ahead in zip(
+        EXTENSIBLE_SCHEDULERS.values(), (Scheduler, AsyncScheduler), strict=True
+    ):
         assert issubclass(resolve_name(path), ahead) and issubclass(
-            resolve_name(path), SchedulerHost
+            resolve_name(path), SchedulerWithExtensions
         )
-    assert issubclass(resolve_name(HOST_WORKER), WorkerHost)
+    assert issubclass(resolve_name(EXTENSIBLE_WORKER), WorkerWithExtensions)

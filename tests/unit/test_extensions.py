@@ -17,8 +17,8 @@ from headrace_engine.extensions.extension import (
     metadata_of,
     overridden,
 )
-from headrace_engine.extensions.scheduler import SchedulerHost, why_no_extensions
-from headrace_engine.extensions.worker import WorkerHost
+from headrace_engine.extensions.scheduler import SchedulerWithExtensions, why_no_extensions
+from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.vllm.scheduling import RequestStatus
 
 NAMES = [
@@ -159,10 +159,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return happened
 
 
-class HostedScheduler(SchedulerHost, Vllms): ...
+class ExtendedScheduler(SchedulerWithExtensions, Vllms): ...
 
 
-class HostedWorker(WorkerHost, Vllms): ...
+class ExtendedWorker(WorkerWithExtensions, Vllms): ...
 
 
 def entries(*names: str) -> Any:
@@ -191,18 +191,18 @@ def test_an_installation_without_one_of_ours_starts_no_engine(
 
 
 def test_a_request_meets_each_extension_before_and_after_vllm(log: list[str]) -> None:
-    HostedScheduler(log).add_request("r")
+    ExtendedScheduler(log).add_request("r")
     assert log == ["a sees r", "b sees r", "vLLM adds r", "b saw r", "a saw r"]
 
 
 def test_a_step_is_prepared_in_order_and_told_in_the_reverse(log: list[str]) -> None:
-    step = HostedScheduler(log).schedule()
+    step = ExtendedScheduler(log).schedule()
     assert log == ["a before", "b before", "vLLM schedules", "b after", "a after"]
     assert (metadata_of(step, "b"), metadata_of(step, "a"), metadata_of(step, "c")) == (0, 1, None)
 
 
 def test_an_output_is_read_before_vllm_processes_it(log: list[str]) -> None:
-    assert HostedScheduler(log).update_from_output("step", "output") == "outputs"
+    assert ExtendedScheduler(log).update_from_output("step", "output") == "outputs"
     assert log == ["a reads output", "b reads output", "vLLM updates", "b updated", "a updated"]
 
 
@@ -212,18 +212,18 @@ def test_extensions_hear_of_a_grammar_once_it_is_compiled(
 ) -> None:
     waiting = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     request = SimpleNamespace(ready=ready, status=waiting if waits else RequestStatus.WAITING)
-    assert HostedScheduler(log)._try_promote_blocked_waiting_request(request) == ready
+    assert ExtendedScheduler(log)._try_promote_blocked_waiting_request(request) == ready
     assert log == (["a leads the grammar", "b leads the grammar"] if waits and ready else [])
 
 
 def test_a_scheduler_gives_its_parts_by_class(log: list[str]) -> None:
-    made = HostedScheduler(log)
+    made = ExtendedScheduler(log)
     assert made.part(Scheduling) is made.parts[0] and made.part(SchedulerPart) is made.parts[0]
     assert made.part(type("Other", (SchedulerPart,), {})) is None
 
 
-def loaded(log: list[str]) -> HostedWorker:
-    made = HostedWorker(log)
+def loaded(log: list[str]) -> ExtendedWorker:
+    made = ExtendedWorker(log)
     made.load_model()
     return made
 
@@ -273,7 +273,7 @@ def test_what_no_extension_defines_is_not_called(log: list[str]) -> None:
     parts = [Plain(), WorkerPart()]
     methods = WorkerPart.end_step, WorkerPart.begin_step
     assert [len(overridden(parts, method)) for method in methods] == [1, 0]
-    made = HostedWorker(log)
+    made = ExtendedWorker(log)
     assert made.execute_model("step") == "output" and made.sample_tokens() == "sampled"
 
 
@@ -281,7 +281,7 @@ def test_another_scheduler_class_is_named() -> None:
     def config(cls: type) -> Any:
         return SimpleNamespace(scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: cls))
 
-    assert why_no_extensions(config(HostedScheduler)) is None
+    assert why_no_extensions(config(ExtendedScheduler)) is None
     assert (
         why_no_extensions(config(Vllms)) == f"the engine runs with scheduler_cls {__name__}.Vllms"
     )

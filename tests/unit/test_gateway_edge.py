@@ -19,7 +19,7 @@ from headrace.gateway.admin_schemas import WarmRequest
 from headrace.gateway.corpora import CorpusPart
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
-from headrace.gateway.ingress.browser_access import AllowedHosts, host_name
+from headrace.gateway.ingress.allowed_hosts import AllowedHosts, host_name
 from headrace.gateway.relay.retry import MAX_BUFFERED_BYTES, MAX_ERROR_BYTES
 from tests.unit.gateway_fakes import (
     CHAT,

@@ -7,9 +7,9 @@ import json
 
 from aiohttp import web
 
-from headrace.circuit_breaker import PROBE_INTERVAL_S
 from headrace.gateway.backend import NoMetrics
 from headrace.gateway.relay.retry import MAX_DELIVERIES
+from headrace.replica_health import PROBE_INTERVAL_S
 from tests.unit.gateway_fakes import (
     CHAT,
     EVENTS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headrace import circuit_breaker
+from headrace import replica_health
 from headrace.gateway.relay import replica_monitor, retry
 from tests.unit.gateway_fakes import (
     CHAT,
@@ -34,7 +34,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_monitor, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(replica_monitor, "PROBE_INTERVAL_S", PROBE_S)
     monkeypatch.setattr(retry, "PROBE_TIMEOUT_S", PROBE_S)
-    monkeypatch.setattr(circuit_breaker, "MIN_GAP_S", 0.01)
+    monkeypatch.setattr(replica_health, "MIN_GAP_S", 0.01)
 
 
 class Gate:
@@ -108,11 +108,11 @@ async def test_the_requests_of_a_replica_that_hangs_move_to_others() -> None:
         hangs(first)
         told = await asyncio.wait_for(asyncio.gather(*asked), 20)
         assert {body["by"] for _, body in told} == {"decode-2"}
-        assert first.probes >= circuit_breaker.MAX_FAILURES
+        assert first.probes >= replica_health.MAX_FAILURES
 
 
 async def test_a_stall_does_not_move_a_whole_queue_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(circuit_breaker, "MIN_RETRIES_S", 5.0)
+    monkeypatch.setattr(replica_health, "MIN_RETRIES_S", 5.0)
     gate = Gate()
     async with gateway_over(gate.handle, answer) as bench:
         first, second = await at_first(bench), bench.cluster.members[1]
@@ -170,7 +170,7 @@ async def test_requests_that_wait_beside_a_stream_are_not_silent() -> None:
             told = await asyncio.gather(*asked)
             await stream.read()
         assert {body["by"] for _, body in told} == {"decode-1"}
-        assert first.probes < circuit_breaker.MAX_FAILURES, (
+        assert first.probes < replica_health.MAX_FAILURES, (
             "one or two, on a machine too busy to stream"
         )
 

@@ -21,7 +21,7 @@ from headrace_decode.grammars.combined_backend import CombinedBackend
 from headrace_decode.grammars.keywords import FORMATS, named, unenforced
 from headrace_decode.grammars.trials import GrammarTrials
 from headrace_decode.grammars.worker import Compiler
-from headrace_engine.extensions.scheduler import HostScheduler
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from tests.support.tiny import VOCABULARY, tiny_llama
 
 INTEGER = {"type": "integer"}
@@ -100,7 +100,7 @@ def config() -> Any:
         backend="auto", disable_any_whitespace=False, disable_additional_properties=False
     )
     model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY, skip_tokenizer_init=False)
-    scheduler = SimpleNamespace(get_scheduler_cls=lambda: HostScheduler)
+    scheduler = SimpleNamespace(get_scheduler_cls=lambda: ExtensibleScheduler)
     return SimpleNamespace(
         structured_outputs_config=outputs,
         model_config=model,
@@ -186,7 +186,9 @@ def test_one_backend_takes_schemas_and_structural_tags_in_any_order(
 def engine_config() -> Any:
     args = EngineArgs(model=str(tiny_llama()), dtype="float32", enforce_eager=True)
     config = args.create_engine_config()
-    config.scheduler_config.scheduler_cls = "headrace_engine.extensions.scheduler.HostScheduler"
+    config.scheduler_config.scheduler_cls = (
+        "headrace_engine.extensions.scheduler.ExtensibleScheduler"
+    )
     return config
 
 

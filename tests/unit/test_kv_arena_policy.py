@@ -16,7 +16,8 @@ from headrace_kvstore.blocks.slot_record import READY, SLOT, hash_word
 from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.policy.recency import LRU
-from headrace_kvstore.policy.shared import SharedPolicy, affordable, state_bytes
+from headrace_kvstore.policy.registry import affordable, state_bytes
+from headrace_kvstore.policy.shared_policy import SharedPolicy
 from tests.support.clock import Clock
 from tests.support.kvarena import DIGEST, block_hash, hashes, machine_clock, present
 from tests.support.kvcheck import broken

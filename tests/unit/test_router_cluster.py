@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.circuit_breaker import SILENT_S, Probe
+from headrace.replica_health import SILENT_S, Probe
 from headrace.router.blocks.kv_events import SourceSchema
 from headrace.router.cluster import BOOKING_TIMEOUT_S, Cluster, Prompt
 from headrace.router.placement.request import NoDecodeReplicaError
@@ -96,14 +96,14 @@ def test_what_a_machines_store_supplies_is_loaded_there() -> None:
 def test_a_replica_that_may_not_be_asked_gets_nothing() -> None:
     two = cluster("d1", "d2")
     hold(two, "d2", KEYS)
-    two.circuit_breakers.on_probe("d2", Probe.MISSED, 0.0)
+    two.replica_health.on_probe("d2", Probe.MISSED, 0.0)
     assert two.plan(PROMPT, 0.0).decode == "d1"
-    two.circuit_breakers.on_probe("d2", Probe.PASSED, 0.0)
+    two.replica_health.on_probe("d2", Probe.PASSED, 0.0)
     assert two.healthy_decodes() == 2, "it may be asked again"
     two.report(report("d2", 1, draining=True), 0.1)
     assert two.healthy_decodes() == 1
-    two.circuit_breakers.on_probe("d2", Probe.REFUSED, 0.1)
-    two.circuit_breakers.on_probe("d2", Probe.PASSED, 0.1)
+    two.replica_health.on_probe("d2", Probe.REFUSED, 0.1)
+    two.replica_health.on_probe("d2", Probe.PASSED, 0.1)
     assert two.healthy_decodes() == 1, "it drains all the same"
     two.report(report("d2", 2), 0.2)
     two.report(report("d1", 1), SILENT_S + 0.1)

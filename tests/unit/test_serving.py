@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.serving.draining import ENGINE_END_S, drain_options, grace_s
+from headrace_engine.serving.drain_timeouts import ENGINE_END_S, drain_options, grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import Members
 from headrace_engine.serving.settings_override import (

@@ -12,8 +12,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from headrace_decode.llm.planned_llm import PlannedLLM, Planning
 from headrace_decode.planning.blending_planner import BlendingPlan, BlendingPlanner, blending_work
 from headrace_decode.planning.orchestrator import Orchestrator, Work
-from headrace_engine.extensions.scheduler import HostScheduler
-from headrace_engine.extensions.worker import WorkerHost
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
+from headrace_engine.extensions.worker import WorkerWithExtensions
 from headrace_engine.kv_transfer.handoff import REUSED_KEY, PrefillRequest
 from headrace_prefill.blending.engine.worker import BlendingWorkerPart
 from headrace_prefill.server import PrefillServer
@@ -22,7 +22,7 @@ from tests.support.orchestrated import Planner
 MODES = {"sparse": ("auto", 0.1), "compression": ("request", 0.25)}
 
 
-def llm(answers: Any, scheduler: type = HostScheduler, blends: bool = True) -> PlannedLLM:
+def llm(answers: Any, scheduler: type = ExtensibleScheduler, blends: bool = True) -> PlannedLLM:
     """A frontend whose engine's workers answer so."""
     made = cast(Any, object.__new__(PlannedLLM))
     blending = None
@@ -112,7 +112,7 @@ def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_sta
     class Plain:
         def initialize_from_config(self, config: Any) -> None: ...
 
-    class Mine(WorkerHost, Plain): ...
+    class Mine(WorkerWithExtensions, Plain): ...
 
     mine = Mine()
     mine.set_parts([BlendingWorkerPart(mine)])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
-from headrace_engine.extensions.extension import HOST_SCHEDULERS, HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS, EXTENSIBLE_WORKER
 
 PLATFORM_WORKERS = frozenset(
     {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
 )
-"""vLLM's worker classes, which `HOST_WORKER` can replace."""
+"""vLLM's worker classes, which `EXTENSIBLE_WORKER` can replace."""
 
 
 def choose_engine_classes(config: Any) -> str | None:
@@ -24,18 +24,18 @@ def choose_engine_classes(config: Any) -> str | None:
         return f"the engine runs with scheduler_cls {scheduler.scheduler_cls}"
     if not config.use_v2_model_runner:
         if parallel.worker_cls in PLATFORM_WORKERS:
-            parallel.worker_cls = HOST_WORKER
+            parallel.worker_cls = EXTENSIBLE_WORKER
         elif not _runs_extensions(parallel.worker_cls):
             return f"the engine runs with worker_cls {parallel.worker_cls}"
-    scheduler.scheduler_cls = HOST_SCHEDULERS[bool(scheduler.async_scheduling)]
+    scheduler.scheduler_cls = EXTENSIBLE_SCHEDULERS[bool(scheduler.async_scheduling)]
     return None
 
 
 def _runs_extensions(worker_cls: Any) -> bool:
-    if worker_cls == HOST_WORKER:
+    if worker_cls == EXTENSIBLE_WORKER:
         return True
     if isinstance(worker_cls, str):
         worker_cls = resolve_name(worker_cls)
-    from headrace_engine.extensions.worker import WorkerHost
+    from headrace_engine.extensions.worker import WorkerWithExtensions
 
-    return isinstance(worker_cls, type) and issubclass(worker_cls, WorkerHost)
+    return isinstance(worker_cls, type) and issubclass(worker_cls, WorkerWithExtensions)

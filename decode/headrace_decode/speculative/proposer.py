@@ -1,7 +1,7 @@
 """The proposer class that vLLM loads: it connects a session to the engine and never raises.
 
     speculative_config={"method": "custom_class", "model": "<this module>.HeadraceProposer", ...}
-    worker_cls="headrace_engine.extensions.worker.HostWorker"
+    worker_cls="headrace_engine.extensions.worker.ExtensibleWorker"
 
 vLLM passes rows without request ids to a proposer. Therefore, `speculative_worker` binds the
 proposer to the model runner and announces each step; an unbound proposer drafts nothing. An

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from headrace_decode.speculative.planning.draft_planner import DraftMode
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
 CONFIG_KEY = "headrace_speculation"
 """Key of the settings in the engine's `additional_config`."""
@@ -86,7 +86,7 @@ def engine_arguments(draft_tokens: int, **settings: Any) -> dict[str, Any]:
     """
     SpeculationSettings.read(settings)
     return {
-        "worker_cls": HOST_WORKER,
+        "worker_cls": EXTENSIBLE_WORKER,
         "speculative_config": {
             "method": "custom_class",
             "model": PROPOSER,

@@ -24,10 +24,10 @@ METADATA = "headrace_metadata"
 """Attribute of a step's `SchedulerOutput`: messages of the scheduler's parts to the workers' parts,
 by key."""
 
-HOST_WORKER = "headrace_engine.extensions.worker.HostWorker"
-HOST_SCHEDULERS = {
-    False: "headrace_engine.extensions.scheduler.HostScheduler",
-    True: "headrace_engine.extensions.scheduler.AsyncHostScheduler",
+EXTENSIBLE_WORKER = "headrace_engine.extensions.worker.ExtensibleWorker"
+EXTENSIBLE_SCHEDULERS = {
+    False: "headrace_engine.extensions.scheduler.ExtensibleScheduler",
+    True: "headrace_engine.extensions.scheduler.AsyncExtensibleScheduler",
 }
 """Path of the scheduler class, by whether the engine schedules steps ahead."""
 
@@ -71,7 +71,7 @@ class WorkerPart:
     """Part of an extension in a worker process."""
 
     commands: Mapping[str, Command] = {}
-    """Functions for `HostWorker.headrace_command`, by name."""
+    """Functions for `ExtensibleWorker.headrace_command`, by name."""
 
     def before_load(self) -> None:
         """Prepare the engine, before vLLM loads the model."""

@@ -16,7 +16,7 @@ from headrace_engine.vllm.scheduler import AsyncScheduler, Scheduler
 Part = TypeVar("Part", bound=SchedulerPart)
 
 
-class SchedulerHost(GrammarWatch):
+class SchedulerWithExtensions(GrammarWatch):
     """Mixin that precedes a scheduler of vLLM among the bases.
 
     Attributes:
@@ -78,11 +78,11 @@ class SchedulerHost(GrammarWatch):
             each(request)
 
 
-class HostScheduler(SchedulerHost, Scheduler):  # type: ignore[misc]
+class ExtensibleScheduler(SchedulerWithExtensions, Scheduler):  # type: ignore[misc]
     """Scheduler for engines in which a step waits for the one before."""
 
 
-class AsyncHostScheduler(SchedulerHost, AsyncScheduler):  # type: ignore[misc]
+class AsyncExtensibleScheduler(SchedulerWithExtensions, AsyncScheduler):  # type: ignore[misc]
     """Scheduler for engines that schedule steps ahead."""
 
 
@@ -93,6 +93,6 @@ def why_no_extensions(config: Any) -> str | None:
         config: vLLM's configuration of the engine.
     """
     scheduler = config.scheduler_config.get_scheduler_cls()
-    if isinstance(scheduler, type) and issubclass(scheduler, SchedulerHost):
+    if isinstance(scheduler, type) and issubclass(scheduler, SchedulerWithExtensions):
         return None
     return f"the engine runs with scheduler_cls {scheduler.__module__}.{scheduler.__qualname__}"

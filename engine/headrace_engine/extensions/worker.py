@@ -11,7 +11,7 @@ from headrace_engine.vllm.worker import PlatformWorker
 Hooks = Sequence[Callable[..., Any]]
 
 
-class WorkerHost:
+class WorkerWithExtensions:
     """Mixin that precedes a worker class of vLLM among the bases.
 
     Attributes:
@@ -99,5 +99,5 @@ class WorkerHost:
         return {}
 
 
-class HostWorker(WorkerHost, PlatformWorker):  # type: ignore[misc]
+class ExtensibleWorker(WorkerWithExtensions, PlatformWorker):  # type: ignore[misc]
     """vLLM's worker for the platform, with extensions."""

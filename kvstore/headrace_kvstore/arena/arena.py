@@ -51,7 +51,7 @@ from headrace_kvstore.arena.pinning_arena import PinningArena
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.writer_group import Writer, WriterToken
 from headrace_kvstore.blocks.slot_record import FREE, READY, WRITING, pack_hashes
-from headrace_kvstore.policy import shared as policies
+from headrace_kvstore.policy import registry as policies
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -68,7 +68,7 @@ NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the l
 class Arena(PinningArena):
     """One process's handle on a node's arena. Threads may share it, and a forked child may use it.
 
-    `policy` chooses the blocks that are evicted for new ones (see `policy.shared`). It belongs to
+    `policy` chooses the blocks that are evicted for new ones (see `policy.registry`). It belongs to
     the arena, not to the handle. quotas: bytes that each tenant (by its SLOT number) may hold;
     default_quota: the same for tenants not listed. If a tenant stores more, its own blocks are
     evicted first.

@@ -13,8 +13,9 @@ from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.victim_selection import own_victims, victims
 from headrace_kvstore.blocks.slot_record import pack_hashes
-from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import block_keys, slot_keys
+from headrace_kvstore.policy.registry import NAMES, warm
+from headrace_kvstore.policy.shared_policy import SharedPolicy
 
 Chosen = tuple[np.ndarray, np.ndarray]
 """Slots, and the generations in which they were chosen: a choice may be outdated when it is carried
@@ -35,11 +36,9 @@ class EvictingArena(ArenaMap):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(file, clock)
-        name = policies.NAMES.get(int(self._words[POLICY]), "lru")
-        policies.warm(name)
-        self.policy = policies.SharedPolicy(
-            name, self._t.state, self.geometry.size_bytes, file.second_lock
-        )
+        name = NAMES.get(int(self._words[POLICY]), "lru")
+        warm(name)
+        self.policy = SharedPolicy(name, self._t.state, self.geometry.size_bytes, file.second_lock)
         self._quotas, self._default_quota = dict(quotas or {}), default_quota
 
     def record_prompt(self, namespace_id: int, hashes: Hashes, at_s: float | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 A policy reads the slot table (`slot_record.SLOT`) and arrays of its own. It reads no clock, does no
 I/O and starts no thread, so every process that maps the arena can evict, and the simulator replays
-the code that production runs. Its caller lets one process in at a time (`shared.SharedPolicy`).
+the code that production runs. Its caller lets one process in at a time (`SharedPolicy`).
 
 `prompt` reports each prompt. When room is short, `choose` names the slots to give up.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_engine.extensions.extension import HOST_WORKER
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
 
 def use_extension_worker(engine: dict[str, Any], field: str) -> None:
@@ -18,6 +18,6 @@ def use_extension_worker(engine: dict[str, Any], field: str) -> None:
         ValueError: the engine has a worker class of its own.
     """
     worker = engine.get("worker_cls", "auto")
-    if worker not in ("auto", HOST_WORKER):
+    if worker not in ("auto", EXTENSIBLE_WORKER):
         raise ValueError(f"{field}: the engine has worker_cls {worker}; remove it")
-    engine["worker_cls"] = HOST_WORKER
+    engine["worker_cls"] = EXTENSIBLE_WORKER

@@ -41,8 +41,9 @@ from headrace.gateway.builtin_routes import (
 from headrace.gateway.corpora import CorpusAdmin
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
+from headrace.gateway.ingress.allowed_hosts import AllowedHosts
 from headrace.gateway.ingress.api_keys import ADMIN, OPERATOR, ApiKeys
-from headrace.gateway.ingress.browser_access import AllowedHosts, cors
+from headrace.gateway.ingress.cors import cors
 from headrace.gateway.placement.placer import Placer
 from headrace.gateway.relay.call import Call
 from headrace.gateway.relay.headers import forwarded

@@ -38,7 +38,7 @@ from headrace_engine.ray.serve import (
     shutdown_seconds,
     write_cluster_value,
 )
-from headrace_engine.serving.draining import grace_s
+from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.settings_override import OverrideStore, prefix
@@ -326,7 +326,7 @@ class GatewayServer:
         }
 
     async def __del__(self) -> None:
-        """Finish the requests on the gateway's own port, then close; see `serving.draining`."""
+        """Finish the requests on the gateway's own port, then close; see `drain_timeouts`."""
         listener = getattr(self, "_listener", None)
         if listener is not None:
             with contextlib.suppress(Exception):

@@ -2,7 +2,7 @@
 
 All replicas of one app run the same vLLM, so their routes are the same.
 
-`headrace.circuit_breaker` judges their health. A replica that is down or draining gets no request.
+`headrace.replica_health` judges their health. A replica that is down or draining gets no request.
 A suspect one gets requests only while no replica is healthy: the app must not stop because all
 replicas are suspect.
 
@@ -18,12 +18,12 @@ import logging
 from collections.abc import Callable, Collection
 from types import TracebackType
 
-from headrace.circuit_breaker import CircuitBreakers, Probe
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, ReplicaInfo
 from headrace.gateway.replica_selection import choose_replica
 from headrace.gateway.route_table import RouteTable
 from headrace.gateway.upstream_reply import ReplicaLost
+from headrace.replica_health import Probe, ReplicaHealth
 from headrace_engine.supervise import supervise
 
 logger = logging.getLogger("headrace.gateway")
@@ -85,7 +85,7 @@ class ReplicaPool:
         self._replicas: list[ReplicaInfo] = []
         self._others: dict[str, int] = {}
         self._members: frozenset[str] | None = None
-        self.circuit_breakers = CircuitBreakers()
+        self.replica_health = ReplicaHealth()
         self.on_suspect: Callable[[], None] = lambda: None
         self._poller: asyncio.Task[None] | None = None
         self._polled = False
@@ -205,7 +205,7 @@ class ReplicaPool:
         """
         self._members = replica_ids
         listed = [each.replica_id for each in self._replicas if not each.is_fallback]
-        self.circuit_breakers.on_members(listed, replica_ids, asyncio.get_running_loop().time())
+        self.replica_health.on_members(listed, replica_ids, asyncio.get_running_loop().time())
         self._replicas = _keep_members(self._replicas, replica_ids)
         self._wake.set()
 
@@ -240,20 +240,20 @@ class ReplicaPool:
         now_s, name = asyncio.get_running_loop().time(), replica.replica_id
         if isinstance(error, ReplicaLost) and not error.hangs:
             if error.dying:
-                self.circuit_breakers.on_probe(name, Probe.DEAD, now_s)
+                self.replica_health.on_probe(name, Probe.DEAD, now_s)
             elif error.sent:
-                self.circuit_breakers.on_broken(name, now_s)
+                self.replica_health.on_broken(name, now_s)
             elif isinstance(error.__cause__, TimeoutError):
-                self.circuit_breakers.on_probe(name, Probe.MISSED, now_s)
+                self.replica_health.on_probe(name, Probe.MISSED, now_s)
             else:
-                self.circuit_breakers.on_probe(name, Probe.REFUSED, now_s)
+                self.replica_health.on_probe(name, Probe.REFUSED, now_s)
         self._wake.set()
         self.on_suspect()
 
     @property
     def down(self) -> Collection[str]:
         """Ids of the replicas that get no requests now."""
-        unhealthy = self.circuit_breakers.unhealthy
+        unhealthy = self.replica_health.unhealthy
         if not unhealthy:
             return ()
         some_healthy = any(
@@ -262,12 +262,12 @@ class ReplicaPool:
         if some_healthy:
             return unhealthy
         now_s = asyncio.get_running_loop().time()
-        return [name for name in unhealthy if not self.circuit_breakers.may_be_tried(name, now_s)]
+        return [name for name in unhealthy if not self.replica_health.may_be_tried(name, now_s)]
 
     def suspects(self) -> list[ReplicaInfo]:
         """Return the listed replicas that failed and that no later probe has cleared."""
-        circuit_breakers = self.circuit_breakers
-        return [each for each in self._replicas if circuit_breakers.needs_probe(each.replica_id)]
+        replica_health = self.replica_health
+        return [each for each in self._replicas if replica_health.needs_probe(each.replica_id)]
 
     def healthy_alternatives(self, replica_id: str) -> dict[str, int]:
         """Return the healthy replicas that could take over the requests of another one.
@@ -275,7 +275,7 @@ class ReplicaPool:
         Returns:
             The number of requests that each has, by replica id.
         """
-        unhealthy = self.circuit_breakers.unhealthy
+        unhealthy = self.replica_health.unhealthy
         healthy = [
             each
             for each in self._replicas
@@ -306,7 +306,7 @@ class ReplicaPool:
                     self.routes = RouteTable(offered)
             except Exception as error:
                 logger.warning("cannot list the replicas, keeping the last list: %r", error)
-            self.circuit_breakers.check(asyncio.get_running_loop().time())
+            self.replica_health.check(asyncio.get_running_loop().time())
             self._polled = True
             self._changed.set()
             self._changed = asyncio.Event()

@@ -26,7 +26,7 @@ from headrace_decode.http.vllm_environment import without_responses_store
 from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
 from headrace_decode.resume.recorder import RecordingMiddleware
 from headrace_engine.ray.serve import shutdown_seconds
-from headrace_engine.serving.draining import grace_s
+from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.supervise import supervise
 from headrace_engine.vllm.engine import engine_progress

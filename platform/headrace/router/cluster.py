@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.circuit_breaker import CircuitBreakers
+from headrace.replica_health import ReplicaHealth
 from headrace.router.blocks.block_index import BlockIndex
 from headrace.router.blocks.block_index import warm as warm_index
 from headrace.router.blocks.kv_events import KvEventProcessor
@@ -93,14 +93,14 @@ class Cluster:
     Args:
         settings: the router's settings.
         rng: source of plan names, and of the times at which engines are measured again.
-        circuit_breakers: state of each replica, from everything that the gateway observes.
+        replica_health: state of each replica, from everything that the gateway observes.
     """
 
     def __init__(
         self,
         settings: RouterSettings,
         rng: random.Random | None = None,
-        circuit_breakers: CircuitBreakers | None = None,
+        replica_health: ReplicaHealth | None = None,
     ) -> None:
         self.index = BlockIndex()
         self.events = KvEventProcessor(self.index)
@@ -108,7 +108,7 @@ class Cluster:
         self._settings = settings
         self._policy = make_policy(settings.placement)
         self._rng = rng or random.Random()
-        self.circuit_breakers = circuit_breakers or CircuitBreakers()
+        self.replica_health = replica_health or ReplicaHealth()
         self._pending = PendingBlocks(self.index)
         self._view: ClusterView | None = None
         self._reports: dict[str, Report] = {}
@@ -180,7 +180,7 @@ class Cluster:
         )
         for each in ahead:
             self._count_decode(row, each, 1)
-        self.circuit_breakers.on_report(name, now_s, draining=report.draining)
+        self.replica_health.on_report(name, now_s, draining=report.draining)
         self._update_health(name)
 
     def remove_replica(self, replica: str) -> None:
@@ -194,13 +194,13 @@ class Cluster:
         view.remove(replica)
         self._count(self._reports.pop(replica), None)
         del self._bookings[replica]
-        self.circuit_breakers.remove_reports(replica)
+        self.replica_health.remove_reports(replica)
 
     def expire(self, now_s: float) -> None:
         """Expire bookings, expected blocks and silent replicas. Call it about once a second."""
         self._pending.expire(now_s)
         self.index.maintain()
-        self.circuit_breakers.check(now_s)
+        self.replica_health.check(now_s)
         for name, booked in self._bookings.items():
             for plan in [
                 one for one, each in booked.items() if now_s - each.at_s > BOOKING_TIMEOUT_S
@@ -232,7 +232,7 @@ class Cluster:
         """Return how many decode replicas may answer, that is, are healthy."""
         if self._view is None:
             return 0
-        before, self._unhealthy = self._unhealthy, frozenset(self.circuit_breakers.unhealthy)
+        before, self._unhealthy = self._unhealthy, frozenset(self.replica_health.unhealthy)
         for name in (before ^ self._unhealthy) & self._reports.keys():
             self._update_health(name)
         return int(np.count_nonzero(self._view.engines["decode"]))
@@ -301,7 +301,7 @@ class Cluster:
             "index": self.index.stats(),
             "events": self.events.stats(),
             "pending": self._pending.stats(),
-            "unhealthy": self.circuit_breakers.to_dict(),
+            "unhealthy": self.replica_health.to_dict(),
         }
 
     # Inside
@@ -367,7 +367,7 @@ class Cluster:
     def _update_health(self, name: str) -> None:
         """Let plans use a replica only while it is healthy."""
         report, engine = self._reports[name], self._known_view.engines[self._known_view.row(name)]
-        engine[report.role] = name not in self.circuit_breakers.unhealthy
+        engine[report.role] = name not in self.replica_health.unhealthy
 
     def _available_runs(
         self, view: ClusterView, prompt: Prompt

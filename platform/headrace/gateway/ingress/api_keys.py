@@ -24,7 +24,7 @@ from typing import Any
 from headrace.config.file_stamp import ReloadSchedule, stamp_of
 from headrace.config.key_file import KeyEntry, Role, hash_of, read_entries
 from headrace.gateway import errors
-from headrace.gateway.ingress.browser_access import is_loopback
+from headrace.gateway.ingress.allowed_hosts import is_loopback
 from headrace.gateway.ingress.rate_limit import RateLimit
 
 logger = logging.getLogger("headrace.gateway")

@@ -102,7 +102,7 @@ class Placer:
         min_replicas: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.cluster = Cluster(settings, circuit_breakers=pool.circuit_breakers)
+        self.cluster = Cluster(settings, replica_health=pool.replica_health)
         self._list_endpoints, self._pool, self._upstream = endpoints, pool, upstream
         self._clock = clock
         self._subscriber = EventSubscriber(self.cluster.events, self._report, clock)

@@ -8,7 +8,7 @@ cannot be resumed ends with an error event.
 
 A replica that has been silent for a while is probed (`replica_monitor`). If it is down, other
 replicas take over its requests gradually. The health of a replica is judged in one place
-(`headrace.circuit_breaker`), and each loss is evidence for it.
+(`headrace.replica_health`), and each loss is evidence for it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A connection to a stopped process, or to a machine that vanished, stays open for long. A request
 that waits in an engine's queue gets no byte either. A replica is therefore silent when none of its
-requests gets any byte. Then the gateway probes its health check, and `headrace.circuit_breaker`
+requests gets any byte. Then the gateway probes its health check, and `headrace.replica_health`
 judges. A replica that is down keeps its requests until others may take them over: at the pace of
 the retry budget, and none while no other replica is healthy.
 """
@@ -16,10 +16,10 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 
-from headrace.circuit_breaker import PROBE_INTERVAL_S, SILENT_S, Probe, State
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
+from headrace.replica_health import PROBE_INTERVAL_S, SILENT_S, Probe, State
 from headrace_engine.supervise import supervise
 
 logger = logging.getLogger("headrace.gateway")
@@ -128,7 +128,7 @@ class ReplicaMonitor:
             now_s = asyncio.get_running_loop().time()
             silent = self._silent(now_s)
             for name, replica in silent.items():
-                if self._pool.circuit_breakers.state(name) is State.DOWN:
+                if self._pool.replica_health.state(name) is State.DOWN:
                     self._give_up(replica, now_s)
             suspects = {each.replica_id: each for each in self._pool.suspects()}
             for name, replica in (suspects | silent).items():
@@ -153,7 +153,7 @@ class ReplicaMonitor:
         for name, monitored in self._requests.items():
             last_byte_s = max(one.last_byte_s for one in monitored)
             last_byte_s = max(last_byte_s, self._last_byte_s.get(name, -math.inf))
-            self._pool.circuit_breakers.on_bytes(name, last_byte_s)
+            self._pool.replica_health.on_bytes(name, last_byte_s)
             oldest = next(iter(monitored))
             if now_s - max(last_byte_s, oldest.began_s) >= SILENT_S:
                 silent[name] = oldest.replica
@@ -164,19 +164,19 @@ class ReplicaMonitor:
         name = replica.replica_id
         waiting = [one for one in self._requests[name] if one.is_waiting]
         others = self._pool.healthy_alternatives(name)
-        moved = self._pool.circuit_breakers.take_retries(others, len(waiting), now_s)
+        moved = self._pool.replica_health.take_retries(others, len(waiting), now_s)
         for one in waiting[:moved]:
             one.give_up()
 
     async def _probe_one(self, replica: ReplicaInfo) -> None:
-        name, circuit_breakers = replica.replica_id, self._pool.circuit_breakers
+        name, replica_health = replica.replica_id, self._pool.replica_health
         try:
             probe = await self._probe(replica)
         finally:
             del self._probes[name]
-        before = circuit_breakers.state(name)
-        circuit_breakers.on_probe(name, probe, asyncio.get_running_loop().time())
-        after = circuit_breakers.state(name)
+        before = replica_health.state(name)
+        replica_health.on_probe(name, probe, asyncio.get_running_loop().time())
+        after = replica_health.state(name)
         if after is not before:
             logger.warning(
                 "replica %s is %s, and was %s: probe %s",

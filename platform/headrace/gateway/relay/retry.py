@@ -23,7 +23,6 @@ import asyncio
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
-from headrace.circuit_breaker import PROBE_TIMEOUT_S, Probe
 from headrace.gateway import errors
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.ingress.body_budget import BodyBudget, BodyReservation
@@ -34,6 +33,7 @@ from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.replica_monitor import MonitoredRequest, ReplicaMonitor
 from headrace.gateway.replica_pool import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace.replica_health import PROBE_TIMEOUT_S, Probe
 from headrace_decode.http.engine_health import HUNG
 from headrace_decode.resume.emitted import HEADER
 
@@ -205,7 +205,7 @@ class RetryingFetcher:
         """Probe a replica now, and record the result as evidence of its health."""
         probe = await self._check_health(replica)
         now_s = asyncio.get_running_loop().time()
-        self._pool.circuit_breakers.on_probe(replica.replica_id, probe, now_s)
+        self._pool.replica_health.on_probe(replica.replica_id, probe, now_s)
         return probe
 
     async def _check_health(self, replica: ReplicaInfo) -> Probe:

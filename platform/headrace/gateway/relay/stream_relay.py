@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from headrace.circuit_breaker import Probe
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
 from headrace.gateway.relay.call import Answer, Call
@@ -19,6 +18,7 @@ from headrace.gateway.relay.replica_monitor import MonitoredRequest
 from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
+from headrace.replica_health import Probe
 from headrace_decode.resume.journal import Diverged, Journal
 
 MAX_TRIES = 2

@@ -1,4 +1,4 @@
-"""Web pages as clients: sites that may call the API, and allowed names of the endpoint.
+"""The names by which browsers may reach the endpoint: protection against DNS rebinding.
 
 A site can make its own name point to this machine or its network (DNS rebinding). To the browser
 the endpoint is then a part of that site, and the site's pages may do everything that a client
@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
-from starlette.middleware.cors import CORSMiddleware
-
-from headrace.config.gateway import GatewaySettings
 from headrace.gateway import errors
-from headrace.gateway.asgi import Receive, Scope, Send
 
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".svc")
 """Names below these have no owner on the Internet: RFC 6761, RFC 6762, RFC 8375, ICANN's
@@ -80,18 +76,3 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(name)
     except ValueError:
         return None
-
-
-def cors(
-    settings: GatewaySettings, app: Callable[[Scope, Receive, Send], Awaitable[None]]
-) -> CORSMiddleware | None:
-    """Return the middleware that vLLM's own server uses; None while no site is allowed."""
-    if not settings.allowed_origins:
-        return None
-    return CORSMiddleware(
-        app,
-        allow_origins=settings.allowed_origins,
-        allow_credentials=settings.allow_credentials,
-        allow_methods=settings.allowed_methods,
-        allow_headers=settings.allowed_headers,
-    )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.circuit_breaker import (
+from headrace.replica_health import (
     FORGET_S,
     MAX_FAILURES,
     MIN_RETRIES_S,
     RETRY_RATIO,
     SILENT_S,
-    CircuitBreakers,
     Probe,
+    ReplicaHealth,
     State,
 )
 
 HEALTHY, SUSPECT, DOWN, DRAINING = State
 
 
-def probed(*probes: Probe, each_s: float = 1.0) -> CircuitBreakers:
-    made = CircuitBreakers()
+def probed(*probes: Probe, each_s: float = 1.0) -> ReplicaHealth:
+    made = ReplicaHealth()
     for number, probe in enumerate(probes):
         made.on_probe("a", probe, number * each_s)
     return made
@@ -49,14 +49,14 @@ def test_several_of_the_last_probes_must_be_missed(probes: list[Probe], state: S
 
 
 def test_a_burst_of_failures_counts_once() -> None:
-    made = CircuitBreakers()
+    made = ReplicaHealth()
     for _ in range(100):
         made.on_broken("a", 5.0)
     assert made.state("a") is SUSPECT
 
 
 def test_a_suspect_is_tried_a_second_after_its_failure_or_once_a_probe_passed() -> None:
-    made = CircuitBreakers()
+    made = ReplicaHealth()
     assert made.may_be_tried("a", 0.0)
     made.on_broken("a", 0.0)
     assert not made.may_be_tried("a", 0.9) and made.may_be_tried("a", 1.0)
@@ -92,7 +92,7 @@ def test_a_dead_engine_is_down_at_once_and_until_a_probe_passes() -> None:
 
 
 def test_a_replica_that_drains_is_down_when_it_hangs() -> None:
-    made = CircuitBreakers()
+    made = ReplicaHealth()
     made.on_report("a", 0.0, draining=True)
     assert made.state("a") is DRAINING and not made.needs_probe("a")
     for now_s in range(MAX_FAILURES):
@@ -101,7 +101,7 @@ def test_a_replica_that_drains_is_down_when_it_hangs() -> None:
 
 
 def test_a_replica_that_left_drains_whatever_it_reports() -> None:
-    made = CircuitBreakers()
+    made = ReplicaHealth()
     made.on_members(["a", "b"], {"b"}, 0.0)
     made.on_report("a", 0.1)
     made.on_probe("a", P, 0.2)
@@ -111,7 +111,7 @@ def test_a_replica_that_left_drains_whatever_it_reports() -> None:
 
 
 def test_without_reports_a_replica_that_reported_is_suspect() -> None:
-    made = CircuitBreakers()
+    made = ReplicaHealth()
     made.on_report("a", 0.0)
     made.on_probe("b", P, 0.0)
     made.check(SILENT_S)
@@ -140,7 +140,7 @@ def test_what_is_gone_is_forgotten() -> None:
 
 
 def test_a_queue_moves_at_the_pace_of_the_retry_budget() -> None:
-    made = CircuitBreakers()
+    made = ReplicaHealth()
     others = {"b": 0, "c": 500}
     first = int(MIN_RETRIES_S + RETRY_RATIO * 500)
     assert made.take_retries(others, 1000, 0.0) == first

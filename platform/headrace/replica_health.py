@@ -1,4 +1,4 @@
-"""The circuit breaker of each replica: it decides whether the replica gets requests.
+"""The health of each replica, which decides whether the replica gets requests.
 
 Relay, pool, planner and quarantine all use this one model of a replica's health.
 
@@ -112,8 +112,8 @@ class _Record:
         return self.dead or self.refused or False in self.passed
 
 
-class CircuitBreakers:
-    """The circuit breakers of an app's replicas, by id, in one gateway. Times are one clock's."""
+class ReplicaHealth:
+    """The health of an app's replicas, by id, as one gateway observes it. Times are one clock's."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
