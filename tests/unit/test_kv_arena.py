@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from tests.support.kvarena import (
     OTHER,
     SLOT_BYTES,
     Make,
-    arenas,
     block_hash,
     hashes,
     machine_clock,
@@ -31,13 +29,6 @@ from tests.support.kvarena import (
     sums_of,
 )
 from tests.support.kvcheck import broken
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with arenas(tmp_path) as make:
-        yield make
-
 
 # Storing and finding
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from tests.support.kvarena import (
     LAYERS,
     OTHER,
     Make,
-    arenas,
     hashes,
     machine_clock,
     present,
@@ -39,13 +37,6 @@ from tests.support.kvarena import (
     sums_of,
 )
 from tests.support.kvcheck import broken
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with arenas(tmp_path) as make:
-        yield make
-
 
 # Repair
 

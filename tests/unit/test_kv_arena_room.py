@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
-import pytest
 
 from headrace_kvstore.arena.arena import NO_ROOM
 from headrace_kvstore.policy.base import Mask, Policy, Slots, Table
@@ -18,19 +14,12 @@ from tests.support.kvarena import (
     OTHER,
     SLOT_BYTES,
     Make,
-    arenas,
     hashes,
     machine_clock,
     present,
     store,
 )
 from tests.support.kvcheck import broken
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with arenas(tmp_path) as make:
-        yield make
 
 
 def test_the_least_recently_used_block_makes_room_and_a_leaf_before_its_parent(make: Make) -> None:

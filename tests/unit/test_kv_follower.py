@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import pytest
+from collections.abc import Sequence
 
 from headrace_kvstore.arena.geometry import NAMESPACES
 from headrace_kvstore.node.arena_follower import ArenaFollower
 from headrace_kvstore.protocol.events import Change
-from tests.support.kvarena import BLOCK, DIGEST, LAYERS, Make, arenas, block_hash, store
+from tests.support.kvarena import BLOCK, DIGEST, LAYERS, Make, block_hash, store
 from tests.support.kvnode import until
 
 
@@ -21,12 +18,6 @@ class Writer:
 
     def offer(self, row: int, hashes: Sequence[bytes]) -> None:
         pass
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with arenas(tmp_path) as make:
-        yield make
 
 
 def test_blocks_of_a_row_that_another_namespace_got_are_told_under_no_wrong_name(

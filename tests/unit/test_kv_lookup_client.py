@@ -62,13 +62,6 @@ def node(tmp_path: Path) -> Iterator[StoreNode]:
     node.close()
 
 
-@pytest.fixture
-def engine(node: StoreNode) -> Iterator[Engine]:
-    engine = Engine(node.settings)
-    yield engine
-    engine.close()
-
-
 def on_nvme_only(node: StoreNode, engine: Engine, *numbers: int) -> None:
     engine.put(*numbers)
     assert settled(node, PATIENT_S)

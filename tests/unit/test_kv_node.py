@@ -61,20 +61,6 @@ def node(start: Start) -> StoreNode:
     return start()
 
 
-@pytest.fixture
-def engine(node: StoreNode) -> Iterator[Engine]:
-    engine = Engine(node.settings)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def reader(file_io: FileIo) -> Iterator[Reader]:
-    reader = Reader(file_io)
-    yield reader
-    reader.close()
-
-
 def nvme(node: StoreNode) -> dict[str, Any]:
     return node.operations.stats()["tiers"]["nvme"]
 

@@ -33,20 +33,6 @@ def node(tmp_path: Path, file_io: FileIo) -> Iterator[StoreNode]:
     assert node.close()
 
 
-@pytest.fixture
-def engine(node: StoreNode) -> Iterator[Engine]:
-    engine = Engine(node.settings)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def reader(file_io: FileIo) -> Iterator[Reader]:
-    reader = Reader(file_io)
-    yield reader
-    reader.close()
-
-
 def reports(node: StoreNode, *numbers: int) -> list[wire.BadBlock]:
     return [wire.BadBlock.at(p) for p in node.operations.locate(DIGEST, keys(*numbers), 0.0)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,19 +25,6 @@ from tests.support.kvfiles import (
     reopen,
     sums_at,
 )
-
-
-@pytest.fixture
-def bench(file_io: FileIo) -> Bench:
-    return Bench(file_io)
-
-
-@pytest.fixture
-def tier(tmp_path: Path, file_io: FileIo) -> Iterator[NvmeTier]:
-    tier = NvmeTier.open(tmp_path / "kv", SIZE_BYTES, SEGMENT_BYTES, file_io)
-    yield tier
-    tier.close()
-
 
 # Pure decisions
 

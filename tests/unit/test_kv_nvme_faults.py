@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.nvme.catalog import use_per_second
-from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import FAILED_READS, NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES
 from headrace_kvstore.nvme.segment import BlockReader, Location
@@ -29,19 +27,6 @@ from tests.support.kvfiles import (
     sums_at,
 )
 from tests.support.kvnode import until
-
-
-@pytest.fixture
-def bench(file_io: FileIo) -> Bench:
-    return Bench(file_io)
-
-
-@pytest.fixture
-def tier(tmp_path: Path, file_io: FileIo) -> Iterator[NvmeTier]:
-    tier = NvmeTier.open(tmp_path / "kv", SIZE_BYTES, SEGMENT_BYTES, file_io)
-    yield tier
-    tier.close()
-
 
 # Damage
 

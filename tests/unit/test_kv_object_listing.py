@@ -13,26 +13,10 @@ from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.objects.object_walk import AGE_S
 from tests.support.kvnode import SHAPE, key, until
-from tests.support.kvobjects import Blocks, FakeStore, has, tiers
+from tests.support.kvobjects import Blocks, FakeStore, has
 
 Begin = Callable[..., ObjectTier]
 EACH = ObjectName(SHAPE, key(0), "w").size_bytes
-
-
-@pytest.fixture
-def store() -> FakeStore:
-    return FakeStore()
-
-
-@pytest.fixture
-def begin(store: FakeStore) -> Iterator[Begin]:
-    with tiers(store) as made:
-        yield made
-
-
-@pytest.fixture
-def blocks() -> Blocks:
-    return Blocks()
 
 
 @pytest.fixture

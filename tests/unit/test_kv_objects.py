@@ -16,27 +16,11 @@ from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreCli
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import DIGEST, SHAPE, key, until
-from tests.support.kvobjects import Blocks, FakeStore, has, tiers
+from tests.support.kvobjects import Blocks, FakeStore, has
 
 Begin = Callable[..., ObjectTier]
 NAME = ObjectName(SHAPE, key(3), "cluster-a", 2**64 - 1, 3, 7, 0.5)
 EACH = NAME.size_bytes
-
-
-@pytest.fixture
-def store() -> FakeStore:
-    return FakeStore()
-
-
-@pytest.fixture
-def begin(store: FakeStore) -> Iterator[Begin]:
-    with tiers(store) as made:
-        yield made
-
-
-@pytest.fixture
-def blocks() -> Blocks:
-    return Blocks()
 
 
 # What is worth an object

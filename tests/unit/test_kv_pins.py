@@ -26,13 +26,6 @@ def node(tmp_path: Path) -> Iterator[StoreNode]:
     assert node.close()
 
 
-@pytest.fixture
-def engine(node: StoreNode) -> Iterator[Engine]:
-    engine = Engine(node.settings)
-    yield engine
-    engine.close()
-
-
 def pin(engine: Engine, *numbers: int) -> list[bool]:
     return [bool(each) for each in engine.arena.pin(engine.row, keys(*numbers))]
 
