@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from headrace.placement_policies import RULES
 from headrace.router.placement import policies
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.place import place, place_engines
@@ -14,6 +16,7 @@ from headrace.router.placement.policies import LeastLoaded, make_policy, policy_
 from headrace.router.placement.request import NoDecodeReplicaError, PlacementRequest
 from headrace.router.plan import Plan, RouterSettings
 
+DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = 16
 PROMPT = 100 * BLOCK + 1
 
@@ -119,3 +122,15 @@ def test_packages_add_policies_by_entry_point(monkeypatch: pytest.MonkeyPatch) -
     assert make_policy("cost") is None
     with pytest.raises(ValueError, match=r"router\.placement must be one of cost, .*fewest"):
         make_policy("cheapest")
+
+
+def test_each_policy_has_a_rule_which_the_docs_tell() -> None:
+    assert tuple(RULES) == ("cost", *policies.POLICIES)
+    rows = (DOCS / "routing.md").read_text().splitlines()
+    for name, rule in RULES.items():
+        assert any(row.startswith(f"| `{name}`") and f"| {rule}" in row for row in rows), name
+    listed = ", ".join(f"`{name}`" for name in policies.POLICIES)
+    assert (
+        f"| {listed} | the gateway's other [placement policies]"
+        in (DOCS / "simulate.md").read_text()
+    )

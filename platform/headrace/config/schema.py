@@ -20,6 +20,7 @@ from headrace.config.section import GIB, Resources, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
 from headrace.config.techniques import TechniquesSection
+from headrace.placement_policies import COST, RULES
 
 if TYPE_CHECKING:
     from headrace.router import RouterSettings as CoreRouterSettings
@@ -151,12 +152,12 @@ class RouterSettings(Section):
         "up.",
     )
     placement: str = Field(
-        default="cost",
+        default=COST,
         min_length=1,
         max_length=64,
-        description="Placement policy that chooses the replicas. `cost`: the fewest predicted "
-        "seconds. `round-robin`, `least-loaded`, `prefix-affinity`: for comparison. Or the name "
-        "of a policy that a package adds.",
+        description="Placement policy that chooses the replicas. "
+        + " ".join(f"`{name}`: {rule}." for name, rule in RULES.items())
+        + " Or the name of a policy that a package adds.",
     )
     itl_target_s: float | None = Field(
         default=None,

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from headrace.placement_policies import COST
 from headrace_kvstore.lookup.availability import MEDIA, AvailableRun
 
 Kind = Literal["local", "remote"]
@@ -207,7 +208,7 @@ class RouterSettings:
     #: "cost" compares predicted seconds; "local" and "remote" force one kind.
     policy: Policy = "cost"
     #: Name of the placement policy (`placement.policies`) that chooses the engines.
-    placement: str = "cost"
+    placement: str = COST
     #: Longest engine step that running streams should see; None sets no target.
     itl_target_s: float | None = None
     #: Longest predicted time to first token that a plan may have without a refusal.

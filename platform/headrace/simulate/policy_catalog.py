@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from headrace.router.placement.policies import COST
+from headrace.placement_policies import COST
 from headrace.router.placement.policies import policy_names as placement_policies
 from headrace.router.plan import RouterSettings
 from headrace.simulate.headrace_policy import HeadracePolicy

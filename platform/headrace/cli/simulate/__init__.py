@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from headrace.placement_policies import COST, RULES
+
 
 def simulate(
     trace: Annotated[
@@ -21,9 +23,10 @@ def simulate(
         list[str] | None,
         typer.Option(
             "--policy",
-            help="Placement rule: headrace (the default), headrace-remote, round-robin, "
-            "least-loaded, prefix-affinity, two-choices, or one that a package adds: ray, dynamo, "
-            "dynamo-conditional, llm-d, mooncake, sglang or aibrix. Can be repeated.",
+            help="Placement rule: headrace (the default), headrace-remote, "
+            f"{', '.join(name for name in RULES if name != COST)}, two-choices, or one that a "
+            "package adds: ray, dynamo, dynamo-conditional, llm-d, mooncake, sglang or aibrix. "
+            "Can be repeated.",
         ),
     ] = None,
     load: Annotated[

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.placement_policies import COST, LEAST_LOADED, PREFIX_AFFINITY, ROUND_ROBIN
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.pricing import hash_pair
 from headrace.router.placement.request import NoDecodeReplicaError, PlacementRequest
 
 GROUP = "headrace.placement_policies"
-COST = "cost"
 BOUND = 1.25
 """Maximum load of an engine that `PrefixAffinity` chooses, as a multiple of the mean load, as in
 consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018)."""
@@ -129,9 +129,9 @@ class PrefixAffinity:
 
 
 POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "prefix-affinity": PrefixAffinity,
+    ROUND_ROBIN: RoundRobin,
+    LEAST_LOADED: LeastLoaded,
+    PREFIX_AFFINITY: PrefixAffinity,
 }
 
 
