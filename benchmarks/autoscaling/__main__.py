@@ -95,8 +95,10 @@ class Watched:
         late |= seen["end_s"] - seen["first_s"] > slo.itl_s * more
         self.late += int(late.sum())
         self.most = 1.0 - self.late / self.requests
-        if self.most < slo.share:
-            raise HopelessError(f"below {slo.share} after {(look.now_s - WARM_S) / 3600:.1f} hours")
+        if self.most < slo.attainment:
+            raise HopelessError(
+                f"below {slo.attainment} after {(look.now_s - WARM_S) / 3600:.1f} hours"
+            )
         return self.scaler(look)
 
 
@@ -144,10 +146,10 @@ class Bench:
         name = "".join(f", without {WITHOUT[part]}" for part in without)
 
         def asked(miss: float) -> Result:
-            slo = replace(self.slo, share=1.0 - miss)
+            slo = replace(self.slo, attainment=1.0 - miss)
             prices = ReplicaCosts(self.start_s, DRAIN_S)
             scaler = Ours(self.hardware, slo, prices, BOUNDS, self.day, **without)
-            return self.play(f"ours{name}, {slo.share:.3f}", scaler)
+            return self.play(f"ours{name}, {slo.attainment:.3f}", scaler)
 
         miss = 1.0 - self.share
         found = [asked(miss)]

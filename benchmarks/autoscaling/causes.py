@@ -157,7 +157,7 @@ def played(
     prices: ReplicaCosts,
 ) -> Played:
     """One day by the policy's decisions, which is asked for a share."""
-    slo = replace(slo, share=asked)
+    slo = replace(slo, attainment=asked)
     ready: list[int] = [2, 2]
     starting: list[list[int]] = [[], []]
     paid_s = late = came = 0.0

@@ -72,7 +72,7 @@ class Node:
 
     def gossip_stats(self) -> dict[str, Any]:
         """Return the node's `GossipLog.stats`."""
-        return dict(self._node.operations.stats()["board"])
+        return dict(self._node.operations.stats()["gossip"])
 
 
 class Replica:

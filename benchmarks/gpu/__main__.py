@@ -55,7 +55,7 @@ PARTS = {
     "drafting": "Drafting",
     "card": "32K tokens of a 7B model on a card of 24 GB",
     "sparse": "Sparse decode attention",
-    "fusion": "Layers that mix two layers' KV",
+    "cross_layer": "Layers that mix two layers' KV",
 }
 
 

@@ -5,7 +5,7 @@ own. Both ways use NIXL's UCX backend with the transport that it chooses here (s
 and read the same memory into the same memory, one piece for each block. "Alone" means one agent,
 one transfer of all pieces, and a poll every 50 microseconds. "Through the tier" includes the lease,
 the reservation of slots, reads in groups, every block's tag, publication and release. During a
-first load the owner makes the tags, as when blocks are lent for the first time; later loads find
+first load the owner makes the tags, as when blocks are leased for the first time; later loads find
 the tags. The owner's bytes are in memory, as in production, so no page cache can be cold.
 """
 

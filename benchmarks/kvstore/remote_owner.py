@@ -26,7 +26,7 @@ DIGEST = b"benchmark-remote"
 
 
 class Owner:
-    """A node that lends, with all blocks in its arena."""
+    """A node that leases blocks, with all blocks in its arena."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -74,7 +74,7 @@ class Owner:
         }
 
     def forget_tags(self) -> dict[str, Any]:
-        """No block has been lent before."""
+        """No block has been leased before."""
         dram = self._node.tiers.dram
         assert dram is not None and dram.remote is not None
         dram.remote.lease_server._tagged[0][:] = 0

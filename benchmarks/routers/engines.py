@@ -121,7 +121,7 @@ def _replica(replica: Replica, line: OurLine, url: str) -> dict[str, object]:
             {"method": method, "path": path, "api": "openai", "takes_json": takes}
             for method, path, takes in paths
         ],
-        "line": line.line.info(),
+        "endpoint": line.line.info(),
     }
 
 

@@ -50,7 +50,7 @@ class EmulatedCluster(EmptyCluster):
         return [ReplicaInfo.of(answer) for answer in await self._told()]
 
     async def endpoints(self) -> dict[str, EndpointInfo]:
-        told = {one["replica_id"]: EndpointInfo.of(one["line"]) for one in await self._told()}
+        told = {one["replica_id"]: EndpointInfo.of(one["endpoint"]) for one in await self._told()}
         return {name: line for name, line in told.items() if line is not None}
 
 

@@ -90,7 +90,7 @@ def build_app(args: dict[str, Any]) -> Application:
     for engine in engines:
         _use_own_nixl(engine, section.integrity)
     saves = section.speculation.enabled and section.speculation.save
-    store = add_store(section.store, engines, setup, save_board=saves)
+    store = add_store(section.store, engines, setup, save_gossip=saves)
     add_speculative_decoding(section.speculation, pd.decode_config.engine_kwargs)
     make_blending_planner = add_blending(section.techniques.blending, engines)
     add_sparse_attention(section.techniques, engines, engines[1:])

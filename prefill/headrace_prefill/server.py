@@ -27,8 +27,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_engine.kv_transfer.compatibility import refusal
 from headrace_engine.kv_transfer.handoff import (
+    BLENDED_KEY,
     PARAMS_KEY,
-    REUSED_KEY,
     PrefillError,
     PrefillRequest,
     PrefillResult,
@@ -88,7 +88,7 @@ class PrefillServer(PDPrefillServer):
         await super().__init__(llm_config, engine_cls=engine_cls)
         self.engine: MeteredVLLMEngine
         self._fallback: PrefillFallback | None = None
-        self._reuses: bool | None = None
+        self._blends: bool | None = None
         if fallback is not None:
             make_app = partial(LLMServer.__serve_build_asgi_app__, self)
             self._fallback = fallback.make_server(make_app, self.engine)
@@ -146,7 +146,7 @@ class PrefillServer(PDPrefillServer):
             self._backlog.ended(request.request_id)
             self._reporting.changed()
         kv_params = (output and output.kv_transfer_params) or {}
-        if output is None or not kv_params.keys() - {REUSED_KEY}:
+        if output is None or not kv_params.keys() - {BLENDED_KEY}:
             raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
         times, cached = output.metrics, output.num_cached_tokens or 0
         logger.debug("prefilled", extra={"request_id": request.request_id})
@@ -167,12 +167,12 @@ class PrefillServer(PDPrefillServer):
         prompt = TokensPrompt(prompt_token_ids=token_ids)
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
-        reuse = await self._reuse_of(request)
+        blending = await self._blending_of(request)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            extra_args={PARAMS_KEY: produce_params(request.check, reuse)},
+            extra_args={PARAMS_KEY: produce_params(request.check, blending)},
         )
         # vLLM's own method: the fallback's engine class may override it for clients' requests.
         outputs = AsyncLLM.generate(
@@ -188,15 +188,15 @@ class PrefillServer(PDPrefillServer):
             output = step_output
         return output
 
-    async def _reuse_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:
+    async def _blending_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:
         """Return the stored runs of a request; None if this engine cannot make KV from them."""
-        if request.reuse and self._reuses is None:
+        if request.blending and self._blends is None:
             try:
-                self._reuses = "blending" not in await unsupported(self.engine.llm)
+                self._blends = "blending" not in await unsupported(self.engine.llm)
             except Exception:
                 logger.exception("no KV is reused: the engine does not tell whether it can")
-                self._reuses = False
-        return request.reuse if self._reuses else None
+                self._blends = False
+        return request.blending if self._blends else None
 
     def _arrived(self, request: PrefillRequest, prompt_tokens: int, compute_tokens: int) -> None:
         """Report a prompt to the gateways at once."""

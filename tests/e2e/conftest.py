@@ -19,7 +19,7 @@ from tests.support.served import START_S, ServedApp, free_port, tiny_args
 HERE = Path(__file__).parent
 ORDER = (
     "test_exactness",
-    "test_drafting",
+    "test_speculation",
     "test_openai_client",
     "test_tools",
     "test_operator",
@@ -35,7 +35,7 @@ ORDER = (
     "test_soak",
     "test_down",
     "test_sparse",
-    "test_placing",
+    "test_placement",
     "test_scaling",
     "test_keys",
 )

@@ -202,8 +202,8 @@ class TestRemote:
         remote.owner.node.start()
         until(lambda: remote.remote()["peer"]["blocks"]["NVME"] > 0)
         assert_same([remote.served(engine, LONG)], [cold[LONG]])
-        lent = remote.owner.node.stats()["remote"]["lend"]
-        assert lent["raised_from_nvme"] >= full_tokens(PROMPTS[LONG]) // BLOCK
+        leases = remote.owner.node.stats()["remote"]["lease_server"]
+        assert leases["raised_from_nvme"] >= full_tokens(PROMPTS[LONG]) // BLOCK
 
 
 class TestObject:

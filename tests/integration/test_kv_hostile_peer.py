@@ -42,7 +42,7 @@ PATIENT_S = 60.0
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[StoreNode]:
-    """A node that lends blocks 0 to 9."""
+    """A node that leases blocks 0 to 9."""
     (tmp_path / "owner").mkdir()
     node = StoreNode(settings(tmp_path / "owner", nvme_folder=None, listen="127.0.0.1:0")).start()
     engine = Engine(node.settings)
@@ -264,7 +264,7 @@ def test_a_peer_that_writes_reaches_no_table_and_a_block_that_it_spoilt_is_a_mis
         engine = Engine(reader.settings)
         assert engine.has(*range(4)) == [True, False, True, True]
         engine.close()
-    until(lambda: owner.operations.stats()["remote"]["lend"].get("corrupt_here") == 1)
+    until(lambda: owner.operations.stats()["remote"]["lease_server"].get("corrupt_here") == 1)
     member.send(Release(leased.lease))
     assert agent.close(PATIENT_S)
 
@@ -301,7 +301,7 @@ def test_a_block_whose_sum_was_kept_while_its_bytes_were_changed_is_a_miss(
         engine = Engine(reader.settings)
         assert engine.has(*range(4)) == [True, False, True, True]
         engine.close()
-    until(lambda: owner.operations.stats()["remote"]["lend"].get("corrupt_here") == 1)
+    until(lambda: owner.operations.stats()["remote"]["lease_server"].get("corrupt_here") == 1)
     assert agent.close(PATIENT_S)
 
 

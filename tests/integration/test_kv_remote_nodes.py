@@ -94,7 +94,7 @@ def knows(node: Node, blocks: int, medium: str = "DRAM") -> None:
 
 def nothing_leaks(owner: Node, reader: Node) -> None:
     """No lease is left, and no slot that is being written."""
-    until(lambda: remote(owner)["lend"]["leases"] == 0, PATIENT_S)
+    until(lambda: remote(owner)["lease_server"]["leases"] == 0, PATIENT_S)
     for node in (owner, reader):
         until(lambda node=node: node.stats()["tiers"]["dram"]["writing"] == 0, PATIENT_S)  # type: ignore[misc]
     # One that ran out beside one that was released holds its slot to its own end.
@@ -110,22 +110,22 @@ def pair(
     return owner, reader
 
 
-def test_notes_on_one_node_s_board_come_to_the_other_s_and_no_further(begin: Begin) -> None:
+def test_entries_of_one_node_s_gossip_log_come_to_the_other_s_and_no_further(begin: Begin) -> None:
     here = f"127.0.0.1:{free_port()}"
     owner = begin("owner", listen="127.0.0.1:0", peers=(here,))
     reader = begin("reader", listen=here, peers=(remote(owner)["address"],))
     place = owner.call(wire.ReadEntries("", 0, 2**20)).generation
     for last in (1, 2):
-        owner.call(wire.AppendEntry(place, GossipEntry(b"writer", b"stream", last, b"note")))
+        owner.call(wire.AppendEntry(place, GossipEntry(b"writer", b"stream", last, b"entry")))
     owner.call(
-        wire.AppendEntry("another", GossipEntry(b"writer", b"stream", 3, b"for another board"))
+        wire.AppendEntry("another", GossipEntry(b"writer", b"stream", 3, b"for another log"))
     )
-    until(lambda: reader.stats()["board"]["notes"] == 2, PATIENT_S)
+    until(lambda: reader.stats()["gossip"]["entries"] == 2, PATIENT_S)
     page = reader.call(wire.ReadEntries("", 0, 2**20))
-    assert [(note.last, note.data) for note in page.entries] == [(1, b"note"), (2, b"note")]
+    assert [(entry.last, entry.data) for entry in page.entries] == [(1, b"entry"), (2, b"entry")]
     reader.call(wire.AppendEntry(page.generation, GossipEntry(b"other", b"stream", 1, b"back")))
-    until(lambda: owner.stats()["board"]["notes"] == 3, PATIENT_S)
-    assert peer(owner)["notes"] == 1, "its own are not sent back"
+    until(lambda: owner.stats()["gossip"]["entries"] == 3, PATIENT_S)
+    assert peer(owner)["entries"] == 1, "its own are not sent back"
 
 
 @pytest.mark.parametrize("environment", [None, OVER_TCP], ids=["shared memory", "tcp"])
@@ -144,7 +144,7 @@ def test_what_one_node_holds_its_neighbour_s_engine_finds_in_dram(
     assert theirs.has(*range(22)) == [True] * 20 + [False] * 2
     nothing_leaks(owner, reader)
     assert remote(reader)["pull"]["pulled_bytes"] == 20 * SHAPE.payload_bytes
-    assert remote(owner)["lend"]["released"] == 20
+    assert remote(owner)["lease_server"]["released"] == 20
 
     ours.arena.clear()
     knows(reader, 0)
@@ -171,7 +171,7 @@ def test_blocks_that_the_owner_has_on_nvme_only_are_pulled_too(
     knows(reader, 0)
     locate(client_of(reader), *range(6))
     assert theirs.has(*range(6)) == [True] * 6
-    assert remote(owner)["lend"]["raised_from_nvme"] == 6
+    assert remote(owner)["lease_server"]["raised_from_nvme"] == 6
     nothing_leaks(owner, reader)
 
 
@@ -201,7 +201,7 @@ def test_a_flipped_bit_is_a_miss_and_the_owner_drops_the_block(
     nothing_leaks(owner, reader)
     until(lambda: ours.has(3) == [False], PATIENT_S)
     assert remote(reader)["pull"]["failed_corrupt"] == 1
-    assert remote(owner)["lend"]["corrupt_here"] == 1
+    assert remote(owner)["lease_server"]["corrupt_here"] == 1
     knows(reader, 4)
 
 

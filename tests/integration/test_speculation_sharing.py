@@ -52,7 +52,7 @@ def test_a_replica_drafts_anothers_answers_as_well_as_that_one_itself(begin: Beg
     assert b.call("wait", len(asked), PATIENT_S)
     assert before == 0.0
     assert learned(b, asked) >= 0.9 * learned(a, asked) > 1.0
-    assert node.call("gossip_stats")["notes"] >= 1
+    assert node.call("gossip_stats")["entries"] >= 1
 
 
 def test_a_new_replica_starts_with_what_the_others_know(begin: Begin) -> None:

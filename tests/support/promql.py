@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.observability.dashboards import alerts, boards
+from headrace.observability.dashboards import alerts, panels
 from headrace.observability.dashboards.grafana import built
 
 ROOM = {"$__rate_interval": "5m", "$SessionName": ".*"}
@@ -34,13 +34,13 @@ class Asked(NamedTuple):
 
 def queries() -> Iterator[tuple[str, str]]:
     """Where, and PromQL: of all panels and alerts, with Grafana's variables filled in."""
-    for board in map(built, boards.boards()):
-        for panel in board.panels or ():
+    for dashboard in map(built, panels.dashboards()):
+        for panel in dashboard.panels or ():
             for target in panel.targets:
                 text = target.expr
                 for name, value in ROOM.items():
                     text = text.replace(name, value)
-                yield f"{board.uid}: {panel.title}", text
+                yield f"{dashboard.uid}: {panel.title}", text
     for alert in alerts.alerts():
         yield alert.name, alert.query
 

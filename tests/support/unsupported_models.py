@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import Ernie4_5Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
-from headrace_engine.kv_transfer.handoff import REUSE_KEY
+from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from tests.support.program import say
 from tests.support.stored import connector_of, store_connector
 
@@ -137,7 +137,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
         None,
         {"sparse": 0.1},
         {"compression": 0.25},
-        {"kv_transfer_params": {REUSE_KEY: {"runs": [[5, 9, 200, 9, b"x" * 64]]}}},
+        {"kv_transfer_params": {BLENDING_KEY: {"runs": [[5, 9, 200, 9, b"x" * 64]]}}},
     ):
         params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra)
         [output] = llm.generate(prompt, params, use_tqdm=False)

@@ -17,7 +17,7 @@ from headrace.disaggregation import TrafficLoad
 from headrace.simulate.hardware import default_steps
 from headrace_lab.simulate.traffic_means import KEPT, LEAST, TrafficMeans
 
-SLO = Slo(ttft_s=2.0, itl_s=0.05, share=0.95)
+SLO = Slo(ttft_s=2.0, itl_s=0.05, attainment=0.95)
 BOUNDS = ReplicaBounds((0, 16), (0, 16))
 RISE = 6.0
 """Requests a second that four replicas are needed for."""
@@ -106,7 +106,7 @@ def test_the_need_is_what_trying_all_counts_finds(rate: float, root_sd: float) -
         p + d
         for p in range(6)
         for d in range(1, 6)
-        if expected_in_time(load(), ahead, SLO, p, d) >= SLO.share
+        if expected_in_time(load(), ahead, SLO, p, d) >= SLO.attainment
     ]
     assert found.total == min(kept, default=10)
 

@@ -197,7 +197,9 @@ def test_numbers_that_no_replica_publishes_are_not_believed(wrong: dict[str, flo
 
 
 def one_state(start_s: float = 120.0) -> AutoscalerState:
-    return AutoscalerState(Slo(share=0.95), ReplicaCosts(start_s), ReplicaBounds((0, 4), (0, 6)))
+    return AutoscalerState(
+        Slo(attainment=0.95), ReplicaCosts(start_s), ReplicaBounds((0, 4), (0, 6))
+    )
 
 
 def test_the_time_that_starts_take_is_measured() -> None:
@@ -318,7 +320,7 @@ def test_nothing_is_decided_before_both_roles_and_a_minute_of_traffic_are_known(
 def test_a_state_that_is_new_stops_nothing_before_it_knows_the_traffic(least: int) -> None:
     """Serve's controller was started again while three decode replicas served."""
     prices = ReplicaCosts(120.0, 20.0)
-    app = AutoscalerState(Slo(share=0.95), prices, ReplicaBounds((0, 4), (least, 6)))
+    app = AutoscalerState(Slo(attainment=0.95), prices, ReplicaBounds((0, 4), (least, 6)))
     at_s, totals = 0.0, 0.0
     while at_s < prices.stop_s:
         app.record_replicas("prefill", RoleStatus(1, 1), at_s)

@@ -58,14 +58,14 @@ async def test_a_document_at_another_place_is_reused_under_a_salt_of_its_own() -
     found = [await one.plan("ann", prompt, 0.3) for _ in range(2)]
     assert found[0] is not None and found[1] is not None
     assert found[0].salt != found[1].salt
-    assert found[0].salt.startswith("technique:reuse-") and found[0].salt.endswith(":ann")
+    assert found[0].salt.startswith("technique:blending-") and found[0].salt.endswith(":ann")
     [[new, old, length, offset, digests]] = found[0].params["runs"]
     assert (new, old, offset) == (100, 37, 37 % BLOCK)
     assert length >= 800 - BLOCK  # the stored prompt's last tokens fill no block
     stored = hashes([*words(37, 2), *document], "ann")
     assert digests == b"".join(stored[37 // BLOCK : (37 + length - 1) // BLOCK + 1])
     assert found[0].params["last"] == len(prompt) - LAST_TOKENS
-    assert found[0].params["share"] == 0.3
+    assert found[0].params["recompute_ratio"] == 0.3
     assert 0.3 * length < found[0].computed < len(prompt) * MAX_COST_RATIO
     assert (one.requests, one.blended_tokens) == (0, 0)
     found[0].was_blended = True

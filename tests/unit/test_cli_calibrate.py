@@ -103,9 +103,9 @@ def test_it_writes_the_file_that_an_engine_of_the_model_takes(
     (tmp_path / "texts").mkdir()
     run_sparse(texts(tmp_path / "texts", 9), 100, file)
     printed = capsys.readouterr()
-    assert "share: 0.05" in printed.out and "text 2 of 2 measured" in printed.err
+    assert "keep_ratio: 0.05" in printed.out and "text 2 of 2 measured" in printed.err
     found = read(file)
-    assert found.share == 0.05 and found.page_tokens == 32
+    assert found.keep_ratio == 0.05 and found.page_tokens == 32
     kls = [found.kl[share] for share in sorted(found.kl)]
     assert kls[0] > kls[-1] >= 0
     config = AutoConfig.from_pretrained(tiny_llama()).to_dict()
@@ -116,7 +116,7 @@ def test_it_writes_the_file_that_an_engine_of_the_model_takes(
 def test_a_target_below_all_shares_writes_no_file(tmp_path: Path) -> None:
     file = tmp_path / "tiny.safetensors"
     (tmp_path / "texts").mkdir()
-    with pytest.raises(CliError, match=r"no share up to 0\.30 keeps to a KL of -1"):
+    with pytest.raises(CliError, match=r"no ratio up to 0\.30 keeps to a KL of -1"):
         run_sparse(texts(tmp_path / "texts", 9), -1, file)
     assert not file.exists()
 

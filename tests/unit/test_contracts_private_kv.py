@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from headrace_decode.resume.scheduler import RESUME_TOKENS
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
-from headrace_engine.kv_transfer.handoff import REUSE_KEY, REUSED_KEY
+from headrace_engine.kv_transfer.handoff import BLENDED_KEY, BLENDING_KEY
 from headrace_engine.vllm.private_blocks import keep_private
 from headrace_kvstore.identity.private_blocks import is_private, private_name, shared_blocks
 from headrace_prefill.blending.engine.connector import BlendingConnector
@@ -141,7 +141,7 @@ class Reusing(StoredBlendingConnector):
         self._found: dict[str, Any] = {}
         self._served: set[str] = set()
         self._loading: dict[str, Any] = {}
-        self._reused: set[str] = set()
+        self._blended: set[str] = set()
         self._begin: list[Any] = []
 
 
@@ -150,7 +150,7 @@ def reusing(
 ) -> tuple[Reusing, Request]:
     """A request that loads such runs, once the load has ended."""
     connector = Reusing()
-    extra = {"kv_transfer_params": {REUSE_KEY: {"runs": runs}, **params}}
+    extra = {"kv_transfer_params": {BLENDING_KEY: {"runs": runs}, **params}}
     asked = engine.add("r", PROMPT, 2, extra)
     engine.scheduler.finish_requests("r", asked.status.FINISHED_ABORTED)
     connector._found["r"] = {"runs": runs}
@@ -189,7 +189,7 @@ def test_a_load_that_fails_leaves_the_request_as_any_other(engine: Scheduled) ->
 def test_who_pulls_reused_kv_is_told_and_keeps_all_of_it_private(engine: Scheduled) -> None:
     connector, asked = reusing(engine, [[0, 0, 300]], set(), do_remote_decode=True)
     _, told = connector.request_finished(asked, [])
-    assert told == {REUSED_KEY: True}
+    assert told == {BLENDED_KEY: True}
     extra = {"kv_transfer_params": {"do_remote_prefill": True, **told}}
     pulls = engine.add("p", PROMPT, 2, extra)
     BlendingConnector.on_new_request(connector, pulls)

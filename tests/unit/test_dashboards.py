@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("grafana_foundation_sdk")
 
-from headrace.observability.dashboards import alerts, boards, promql
+from headrace.observability.dashboards import alerts, panels, promql
 from headrace.observability.dashboards.files import CHART_FILES, files
 from headrace.observability.metrics import TTFT_BUCKETS_S, RayGatewayMetrics, RayPlanMetrics
 from headrace.observability.speculation import RaySpeculationMetrics
@@ -119,8 +119,8 @@ def test_narrowing_a_query_reaches_each_of_its_series() -> None:
     assert promql.narrowed(query, 'x="y"') == 'sum(rate(ray_a{x="y", b="c"}[5m])) / ray_d{x="y"}'
 
 
-def test_a_board_has_no_more_panels_than_one_reads() -> None:
-    assert all(len(board.panels) <= 10 for board in boards.boards())
+def test_a_dashboard_has_no_more_panels_than_one_reads() -> None:
+    assert all(len(dashboard.panels) <= 10 for dashboard in panels.dashboards())
 
 
 def test_the_runbook_names_commands_and_settings_that_exist() -> None:
@@ -140,8 +140,8 @@ def test_the_runbook_names_commands_and_settings_that_exist() -> None:
 def test_a_prompt_that_one_role_prefills_for_the_other_is_shown_once() -> None:
     (panel,) = (
         panel
-        for board in boards.boards()
-        for panel in board.panels
+        for dashboard in panels.dashboards()
+        for panel in dashboard.panels
         if panel.title == "Where prompt tokens come from"
     )
     assert "ray_vllm_" not in json.dumps(panel.queries)

@@ -181,7 +181,7 @@ def test_a_drafting_memory_is_saved_where_there_is_a_place(given: list[str], sai
             load_config(overrides=wanted)
         return
     store = load_config(overrides=wanted).store
-    app = add_store(store, [engine()], ProcessSetup(), save_board=True)
+    app = add_store(store, [engine()], ProcessSetup(), save_gossip=True)
     assert app is not None
     given_to_nodes = app._bound_deployment.init_args[0]
-    assert NodeSettings.parse(given_to_nodes).save_board
+    assert NodeSettings.parse(given_to_nodes).save_gossip

@@ -1,4 +1,4 @@
-"""The gateway as a Serve deployment: what it asks of Serve, notes, and lets through."""
+"""The gateway as a Serve deployment: what it asks of Serve, records, and lets through."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Handle:
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """The cluster's notes."""
+def cluster_values(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """The cluster's values, by key."""
     kept: dict[str, bytes] = {}
     context = SimpleNamespace(app_name="app")
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
@@ -70,7 +70,9 @@ def wanted(cluster: ServeBackend, is_wanted: bool) -> None:
     cluster._is_wanted = lambda: is_wanted
 
 
-async def test_while_requests_wait_one_call_asks_serve_for_a_replica(notes: object) -> None:
+async def test_while_requests_wait_one_call_asks_serve_for_a_replica(
+    cluster_values: object,
+) -> None:
     handle = Handle([])
     cluster = backend(handle)
     wanted(cluster, True)
@@ -79,7 +81,9 @@ async def test_while_requests_wait_one_call_asks_serve_for_a_replica(notes: obje
     assert len(handle.queued) == 1
 
 
-async def test_nobody_asks_serve_for_a_replica_that_nobody_waits_for(notes: object) -> None:
+async def test_nobody_asks_serve_for_a_replica_that_nobody_waits_for(
+    cluster_values: object,
+) -> None:
     handle = Handle([])
     cluster = backend(handle)
     await cluster.replicas()
@@ -91,31 +95,33 @@ async def test_nobody_asks_serve_for_a_replica_that_nobody_waits_for(notes: obje
     assert [each.cancelled for each in handle.queued] == [1]
 
 
-async def test_a_replica_without_a_url_is_not_listed(notes: object) -> None:
+async def test_a_replica_without_a_url_is_not_listed(cluster_values: object) -> None:
     told = [{"replica_id": "a", "url": "http://a", "token": "t"}, {"replica_id": "b", "url": None}]
     [only] = await backend(Handle(told)).replicas()
     assert (only.replica_id, only.token) == ("a", "t")
 
 
 async def test_a_prefill_replica_that_can_stand_in_is_listed_also_without_a_decode_replica(
-    notes: object,
+    cluster_values: object,
 ) -> None:
     told = [{"replica_id": "p", "url": "http://p", "is_fallback": True}, {"replica_id": "q"}]
     [only] = await backend(Handle([]), Handle(told)).replicas()
     assert only.replica_id == "p" and only.is_fallback
 
 
-async def test_an_order_is_kept_for_replicas_that_start_later(notes: dict[str, bytes]) -> None:
+async def test_an_order_is_kept_for_replicas_that_start_later(
+    cluster_values: dict[str, bytes],
+) -> None:
     handle = Handle([{}])
     assert await backend(handle).set_policy("local") == 1
     assert handle.told == [("headrace_set_policy", "local")]
-    assert len(notes) == 1
+    assert len(cluster_values) == 1
     await backend(handle).set_speculation({"mode": "off", "draft_cap": 3})
-    assert len(notes) == 3
+    assert len(cluster_values) == 3
 
 
 async def test_an_order_that_cannot_be_kept_reaches_the_replicas_that_are_there(
-    notes: object, monkeypatch: pytest.MonkeyPatch
+    cluster_values: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
         raise ConnectionError("no GCS")
@@ -153,7 +159,7 @@ async def test_serves_end_of_its_lifespan_leaves_the_gateway_running() -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 async def test_the_metrics_are_those_of_all_nodes_that_answer(
-    notes: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, host: str
+    cluster_values: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     async def export(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

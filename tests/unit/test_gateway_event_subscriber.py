@@ -190,7 +190,7 @@ async def test_a_replica_that_left_holds_nothing(gateway: Gateway, replica: Repl
     await until(lambda: gateway.has("a", 0))
     gateway.subscriber.follow({})
     assert gateway.holder("a") is None
-    assert gateway.subscriber.stats()["lines"] == 0
+    assert gateway.subscriber.stats()["subscriptions"] == 0
     gateway.follow(replica)
     await until(lambda: gateway.holder("a") is not None)
 

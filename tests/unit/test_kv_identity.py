@@ -107,7 +107,7 @@ class TestSettings:
             {"model_config__enforce_eager": True, "model_config__seed": 1},
             {"model_config__served_model_name": "x", "model_config__tokenizer": "y"},
             {"model_config__override_generation_config": {"temperature": 0.1}},
-            {"additional_config": {"headrace_sparse": None, "headrace_bounded": {"a": 1}}},
+            {"additional_config": {"headrace_sparse": None, "headrace_compression": {"a": 1}}},
             {"load_config__model_loader_extra_config": {"num_threads": 4}},
         ],
     )

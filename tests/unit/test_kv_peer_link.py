@@ -47,9 +47,11 @@ class Followed:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.client, self.directory = Client(), BlockDirectory()
-        self.board = GossipLog(2**20, "own")
+        self.gossip_log = GossipLog(2**20, "own")
         client: Any = self.client
-        self.link = PeerLink(PEER, client, self.directory, self.board, lambda g: g == "me", 1.0)
+        self.link = PeerLink(
+            PEER, client, self.directory, self.gossip_log, lambda g: g == "me", 1.0
+        )
 
     def turn(self, answer: Any = None) -> Any:
         """The next request, after this answer to the last one and the time between two."""
@@ -88,9 +90,9 @@ def peer() -> Followed:
 
 
 def test_a_peer_is_greeted_and_then_asked_from_where_it_was_read_to(peer: Followed) -> None:
-    page = EntryPage("b", 7, 9, [GossipEntry(b"w", b"s", 1, b"note")])
+    page = EntryPage("b", 7, 9, [GossipEntry(b"w", b"s", 1, b"entry")])
     assert peer.turn(PollResponse("g", page, 5, told(0, 1), 7)) == PollRequest("b", 7, 7, 2**20)
-    assert peer.blocks == 2 and peer.board.head == 1
+    assert peer.blocks == 2 and peer.gossip_log.head == 1
     assert peer.directory.leading(PEER, DIGEST, keys(0, 1, 2), (DRAM,)) == [DRAM, DRAM]
 
 
@@ -116,7 +118,7 @@ def test_a_peer_that_has_more_is_asked_at_once(peer: Followed) -> None:
     "answer",
     [
         NodeUnavailable("gone"),
-        Failed("there is no arena to lend from"),
+        Failed("there is no arena to lease from"),
         PollResponse("another", EntryPage("b", 0, 0, []), 0, [], 0),
         EntryPage("b", 0, 0, []),
     ],

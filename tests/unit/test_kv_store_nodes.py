@@ -1,5 +1,5 @@
 """Who is introduced to whom: a keeper's view of its machines' nodes, and a node that begins to
-lend while it runs."""
+lease blocks while it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fake:
     def __init__(self, address: str) -> None:
         self.address = address
         self.deaf = False
-        self.lent = 0
+        self.serves = 0
         self.follows: list[str] | None = None
 
 
@@ -37,7 +37,7 @@ async def ask(node: Fake, method: str, *arguments: Any) -> Any:
     if node.deaf:
         return None
     if method == "serve_peers":
-        node.lent += 1
+        node.serves += 1
         return node.address
     assert method == "set_peers"
     [node.follows] = arguments
@@ -59,7 +59,7 @@ def test_each_node_follows_all_others() -> None:
 def test_a_node_alone_opens_no_port() -> None:
     node = Fake("a:1")
     turn(PeerDiscovery(ask), {"a": node})
-    assert (node.lent, node.follows) == (0, None)
+    assert (node.serves, node.follows) == (0, None)
 
 
 def test_machines_come_and_go() -> None:
@@ -168,12 +168,12 @@ async def test_a_keeper_looks_again_after_a_look_that_failed(
     assert "checking the store nodes failed" in caplog.text
 
 
-# A node that begins to lend
+# A node that begins to grant leases
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[StoreNode]]:
-    """Two that do not lend yet."""
+    """Two that grant no lease yet."""
     made = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -184,7 +184,7 @@ def nodes(tmp_path: Path) -> Iterator[list[StoreNode]]:
 
 
 def address(node: StoreNode) -> str | None:
-    """Where it lends."""
+    """Where it grants leases."""
     return None if node.tiers.peer_service is None else node.tiers.peer_service.address
 
 
@@ -220,11 +220,11 @@ def test_a_node_at_all_addresses_is_reached_at_its_machines(
         assert actor.serve_peers() == "[fd00::7]:7611"
 
 
-def test_nodes_lend_to_each_other_once_they_are_told_to(nodes: list[StoreNode]) -> None:
+def test_nodes_lease_to_each_other_once_they_are_told_to(nodes: list[StoreNode]) -> None:
     one, two = nodes
     assert address(one) is None and one.operations.stats()["events"] == {}
     one.set_peers(["127.0.0.1:1"])
-    assert peers(one) == {}, "nobody to pull from before it lends itself"
+    assert peers(one) == {}, "nobody to pull from before it listens itself"
     addresses = [node.serve_peers("127.0.0.1:0") for node in nodes]
     assert [node.serve_peers("127.0.0.1:0") for node in nodes] == addresses, "once"
     one.set_peers(addresses[1:])

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.reuse.arms import Case, ours
+from benchmarks.blending.arms import Case, ours
 from headrace_lab.models.exact import Exact, score
 from headrace_lab.models.lm import LM
 from headrace_lab.texts.prompts import Prompt

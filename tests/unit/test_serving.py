@@ -161,7 +161,7 @@ def test_who_watches_before_anybody_is_known_hears_of_the_first() -> None:
 
 
 class Cluster(dict[str, bytes]):
-    """The cluster's notes."""
+    """The cluster's values, by key."""
 
     def overrides(self, app: str = "app") -> OverrideStore:
         return OverrideStore(app, self.get, self.__setitem__)
@@ -212,8 +212,8 @@ def test_apps_do_not_hear_each_others_orders() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_a_note_that_is_none_of_ours_is_no_order(note: bytes) -> None:
-    noted = Override.of(note)
+def test_a_value_that_is_none_of_ours_is_no_order(value: bytes) -> None:
+    noted = Override.of(value)
     assert len(noted.standing) <= 1 >= len(noted.passing)
 
 

@@ -24,7 +24,7 @@ from headrace_decode.attention.settings import settings_of
 from headrace_decode.attention_backend.worker import bases_for
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, read_bases, write
-from headrace_engine.connector.identity.engine_identity import SPARSE_KEY
+from headrace_engine.connector.identity.engine_identity import SPARSE_SETTINGS_KEY
 from headrace_lab.sparse.calibrate import min_share
 
 CONFIG: dict[str, Any] = {
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 }
 SHAPE = ModelShape.of(CONFIG)
 KL = {0.05: 0.2, 0.1: 0.05, 0.2: 0.01, 0.3: 0.004}
-FOUND = Calibration("smol", SHAPE, 32, KL, target_kl=0.02, share=0.2)
+FOUND = Calibration("smol", SHAPE, 32, KL, target_kl=0.02, keep_ratio=0.2)
 RANK = 8
 
 
@@ -184,9 +184,9 @@ def test_tensors_that_are_no_bases_of_the_model_are_refused(
     "told",
     [
         {"version": 1},
-        {"share": 0},
-        {"share": float("nan")},
-        {"share": "much"},
+        {"keep_ratio": 0},
+        {"keep_ratio": float("nan")},
+        {"keep_ratio": "much"},
         {"target_kl": float("inf")},
         {"kl": 3},
         {"kl": [[1]]},
@@ -237,9 +237,11 @@ def test_the_share_is_the_files_where_none_is_set(
     section = SparseSection(mode="auto", keep_ratio=share, calibration=str(file))
     add_sparse_attention(TechniquesSection(sparse=section), [engine])
     settings = settings_of(engine["additional_config"])
-    assert settings is not None and settings.share == wanted
+    assert settings is not None and settings.keep_ratio == wanted
     assert (
-        settings.calibration == engine["additional_config"][SPARSE_KEY]["calibration"] == str(file)
+        settings.calibration
+        == engine["additional_config"][SPARSE_SETTINGS_KEY]["calibration"]
+        == str(file)
     )
 
 

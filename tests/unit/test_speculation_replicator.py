@@ -1,4 +1,4 @@
-"""Two memories over a board: what arrives, what does not, and that nothing is ever raised."""
+"""Two memories over a gossip log: what arrives, what does not, and that nothing is ever raised."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ MIB = 1 << 20
 
 
 class Node:
-    """A node that has a board and nothing else."""
+    """A node that has a gossip log and nothing else."""
 
     def __init__(self, folder: Path, generation: str = "first") -> None:
-        self.board = GossipLog(16 * MIB, generation)
+        self.gossip_log = GossipLog(16 * MIB, generation)
         self.server = NodeServer(wire.socket_path("store", folder), self.handle)
 
     def handle(self, request: wire.Request) -> wire.Reply:
         if isinstance(request, wire.AppendEntry):
-            if request.generation == self.board.generation:
-                self.board.append(request.entry)
-            return wire.EntryPage(self.board.generation, 0, self.board.head)
+            if request.generation == self.gossip_log.generation:
+                self.gossip_log.append(request.entry)
+            return wire.EntryPage(self.gossip_log.generation, 0, self.gossip_log.head)
         if isinstance(request, wire.ReadEntries):
             place = request.after, request.most_bytes
             writer = request.except_writer
-            return self.board.read(*place, generation=request.generation, except_writer=writer)
-        return wire.Failed("only a board")
+            return self.gossip_log.read(*place, generation=request.generation, except_writer=writer)
+        return wire.Failed("only a gossip log")
 
 
 class Replica:
@@ -109,7 +109,7 @@ class TestSharing:
         until(lambda: a.drafts(200))
         assert not b.drafts(100, "another tenant")
 
-    def test_a_replica_that_starts_later_gets_all_that_is_on_the_board(
+    def test_a_replica_that_starts_later_gets_all_that_is_in_the_log(
         self, node: Node, replica: Callable[..., Replica]
     ) -> None:
         a = replica(1)
@@ -138,7 +138,7 @@ class TestSharing:
             a.answered(3000 * n, count=3000)
         a.replicator.start()
         until(lambda: a.stats()["posted"] > 0 and a.stats()["pending"] == 0)
-        entries = node.board.read(0, 1 << 30, generation="first").entries
+        entries = node.gossip_log.read(0, 1 << 30, generation="first").entries
         segment = 4 * 3000 + 200
         assert all(
             len(each.data) <= segment_replicator.MAX_BATCH_BYTES + segment for each in entries
@@ -154,7 +154,7 @@ class TestSharing:
         a.answered(100, "quiet")
         a.replicator.start()
         until(lambda: a.stats()["pending"] == 0 and a.stats()["posted"] > 2)
-        entries = node.board.read(0, 1 << 30, generation="first").entries
+        entries = node.gossip_log.read(0, 1 << 30, generation="first").entries
         assert len({each.stream for each in entries[:2]}) == 2
 
 
@@ -170,10 +170,10 @@ class TestSaved:
         until(lambda: a.stats()["pending"] == 0 and a.stats()["posted"] == 2)
         a.replicator.close()
         first.server.close()
-        GossipBackup(first.board, place).start().close(10.0)
+        GossipBackup(first.gossip_log, place).start().close(10.0)
 
         second = Node(tmp_path, "second")
-        GossipBackup(second.board, place).start().close(10.0)
+        GossipBackup(second.gossip_log, place).start().close(10.0)
         new = replica(2)
         until(lambda: new.stats()["records"] == 2)
         drafts = [new.drafts(*each) for each in ((100, "x"), (200, "y"), (100, "y"), (200, "x"))]
@@ -227,7 +227,7 @@ class TestFaults:
         assert told is not None
         data = told[1]
         for number, bad in enumerate((b"", b"junk", data[:-1], data[:-1] + b"\1", data), 1):
-            node.board.append(GossipEntry(b"somebody", b"stream", number, bad))
+            node.gossip_log.append(GossipEntry(b"somebody", b"stream", number, bad))
         until(lambda: b.stats()["applied"] == 1)
         assert b.drafts(100)
         assert b.stats()["damaged"] == 4

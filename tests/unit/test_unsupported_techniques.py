@@ -14,7 +14,7 @@ from headrace_decode.planning.blending_planner import BlendingPlan, BlendingPlan
 from headrace_decode.planning.orchestrator import Orchestrator, Work
 from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.extensions.worker import WorkerWithExtensions
-from headrace_engine.kv_transfer.handoff import REUSED_KEY, PrefillRequest
+from headrace_engine.kv_transfer.handoff import BLENDED_KEY, PrefillRequest
 from headrace_prefill.blending.engine.worker import BlendingWorkerPart
 from headrace_prefill.server import PrefillServer
 from tests.support.orchestrated import Planner
@@ -84,7 +84,7 @@ async def test_an_engine_without_techniques_is_asked_nothing() -> None:
 
 
 class Wants:
-    """A connector that reuses."""
+    """A connector that blends."""
 
     why: str | None = None
 
@@ -122,10 +122,10 @@ def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_sta
 
 
 @pytest.mark.parametrize(
-    ("told", "reuse"),
+    ("told", "blending"),
     [([{}], {"runs": []}), ([{"blending": "no"}], None), (RuntimeError("gone"), None)],
 )
-async def test_a_prefill_engine_that_cannot_reuse_is_not_asked_to(told: Any, reuse: Any) -> None:
+async def test_a_prefill_engine_that_cannot_blend_is_not_asked_to(told: Any, blending: Any) -> None:
     asked: list[Any] = []
 
     async def collective_rpc(method: str) -> Any:
@@ -136,10 +136,12 @@ async def test_a_prefill_engine_that_cannot_reuse_is_not_asked_to(told: Any, reu
 
     server: Any = object.__new__(PrefillServer)
     server.engine = SimpleNamespace(llm=SimpleNamespace(collective_rpc=collective_rpc))
-    server._reuses = None
+    server._blends = None
     for _ in range(2):
-        assert await server._reuse_of(PrefillRequest("r", b"", reuse={"runs": []})) == reuse
-    assert await server._reuse_of(PrefillRequest("r", b"")) is None
+        assert (
+            await server._blending_of(PrefillRequest("r", b"", blending={"runs": []})) == blending
+        )
+    assert await server._blending_of(PrefillRequest("r", b"")) is None
     assert asked == ["headrace_unsupported"]
 
 
@@ -167,13 +169,13 @@ def work(cached: int) -> Work[Any]:
         (None, 64, False),
         (None, 0, False),
         ({}, 99, False),
-        ({REUSED_KEY: True}, 100, True),
+        ({BLENDED_KEY: True}, 100, True),
     ],
 )
 async def test_who_computed_the_prompt_tells_whether_kv_was_reused(
     params: Any, cached: int, happened: bool
 ) -> None:
-    reuse = BlendingPlan("technique:reuse-1:ann", {}, 30, 80)
+    reuse = BlendingPlan("technique:blending-1:ann", {}, 30, 80)
     one = blending_work(work(cached), reuse)
     assert (one.salt, one.computed) == (reuse.salt, 30)
     [output] = [each async for each in one.submit("r", params)]

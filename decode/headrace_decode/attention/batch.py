@@ -14,13 +14,13 @@ class BatchRow:
 
     Attributes:
         request_id: vLLM's request id.
-        share: share of the pages that it attends to (`techniques.keep_ratio_in`); None for an exact
+        keep_ratio: part of the pages that it attends to, see `techniques`; None for an exact
             request.
         prompt_tokens: number of tokens of its prompt.
     """
 
     request_id: str
-    share: float | None
+    keep_ratio: float | None
     prompt_tokens: int
 
 

@@ -115,7 +115,7 @@ class CalibrationResult:
         model: the model's name, for messages.
         shape: the model's shape.
         page_tokens: tokens of the pages that shares were measured with.
-        kl: mean KL of a token to the exact model, nats, by share.
+        kl: mean KL of a token to the exact model, nats, by keep ratio.
     """
 
     model: str
@@ -149,7 +149,7 @@ class CalibrationResult:
             str(content["model"])[:200],
             ModelShape(**{f.name: shape[f.name] for f in fields(ModelShape)}),
             int(page_tokens),
-            {float(share): float(one) for share, one in kl},
+            {float(keep_ratio): float(one) for keep_ratio, one in kl},
         )
 
 

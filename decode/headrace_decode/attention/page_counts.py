@@ -1,7 +1,7 @@
 """Number of pages that a row attends to, and the pages among them that are always chosen.
 
     n      = pages of the row's KV, the newest (which may be partly filled) included
-    chosen = max(ceil(share n), sinks + recent)
+    chosen = max(ceil(keep_ratio n), sinks + recent)
 
 A row is dense if it has few tokens of KV, where the choice costs more than it saves, or if all
 pages would be chosen.
@@ -24,15 +24,15 @@ def page_count(kv_tokens: int, page_tokens: int) -> int:
     return -(-kv_tokens // page_tokens)
 
 
-def selected_page_count(kv_tokens: int, page_tokens: int, share: float) -> int | None:
+def selected_page_count(kv_tokens: int, page_tokens: int, keep_ratio: float) -> int | None:
     """Return the number of pages that a row attends to; None if it is dense.
 
     Args:
         kv_tokens: the row's KV, its own token included.
-        share: above 0, at most 1.
+        keep_ratio: above 0, at most 1.
     """
     if kv_tokens < MIN_TOKENS:
         return None
     n = page_count(kv_tokens, page_tokens)
-    chosen = max(math.ceil(share * n), SINKS + RECENT)
+    chosen = max(math.ceil(keep_ratio * n), SINKS + RECENT)
     return chosen if chosen < n else None

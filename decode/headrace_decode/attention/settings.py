@@ -1,6 +1,6 @@
 """Settings of sparse attention for an engine, in vLLM's `additional_config`.
 
-    {"headrace_sparse": {"mode": "request", "share": 0.1, "page_tokens": 32}}
+    {"headrace_sparse": {"mode": "request", "keep_ratio": 0.1, "page_tokens": 32}}
 
 Both roles of an app get the same settings. `page_tokens` is the block of the attention kernel, and
 so determines the layout of the KV cache.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace_engine.connector.identity.engine_identity import SPARSE_KEY
+from headrace_engine.connector.identity.engine_identity import SPARSE_SETTINGS_KEY
 
 GIB = 2**30
 PAGE_TOKENS = (16, 32)
@@ -26,7 +26,7 @@ class SparseSettings:
 
     Attributes:
         mode: one of `techniques.MODES`.
-        share: share of the pages that a request attends to if it names none.
+        keep_ratio: part of the pages that a request attends to if it names none.
         page_tokens: tokens of a page, and of the kernel's block.
         calibration: file of the model's bases. It is not part of the identity of KV, since neither
             summaries nor KV computed with sparse attention leave the engine.
@@ -34,7 +34,7 @@ class SparseSettings:
     """
 
     mode: str = "request"
-    share: float = 0.1
+    keep_ratio: float = 0.1
     page_tokens: int = 32
     calibration: str | None = None
     offload_gib: float = 0.0
@@ -55,7 +55,7 @@ class SparseSettings:
 
     def additional_config(self) -> dict[str, Any]:
         """Return the entry for the engine's `additional_config`."""
-        return {SPARSE_KEY: asdict(self)}
+        return {SPARSE_SETTINGS_KEY: asdict(self)}
 
 
 def settings_of(additional_config: Any) -> SparseSettings | None:
@@ -64,5 +64,9 @@ def settings_of(additional_config: Any) -> SparseSettings | None:
     Raises:
         TypeError, ValueError: a field is unknown, or its value is invalid.
     """
-    settings = additional_config.get(SPARSE_KEY) if isinstance(additional_config, Mapping) else None
+    settings = (
+        additional_config.get(SPARSE_SETTINGS_KEY)
+        if isinstance(additional_config, Mapping)
+        else None
+    )
     return SparseSettings(**settings) if settings else None

@@ -93,7 +93,7 @@ class AttentionRuntime:
             return []
         if self.offloading is not None:
             batch = [
-                replace(row, share=None) if row.request_id in self.offloading else row
+                replace(row, keep_ratio=None) if row.request_id in self.offloading else row
                 for row in batch
             ]
         try:

@@ -18,8 +18,8 @@ from headrace_decode.resume.emitted import tokens_of_choice
 from headrace_decode.resume.recorder import RECORDER
 from headrace_decode.resume.resumable_llm import Generate
 from headrace_engine.kv_transfer.handoff import (
+    BLENDING_KEY,
     PARAMS_KEY,
-    REUSE_KEY,
     PrefillRequest,
     PrefillResult,
 )
@@ -88,7 +88,9 @@ class PlanExecution:
                         trace_headers=span_headers,
                         plan_id=plan.plan_id,
                         check=plan.replica in self.orchestrator.verification,
-                        reuse=((params.extra_args or {}).get(PARAMS_KEY) or {}).get(REUSE_KEY),
+                        blending=((params.extra_args or {}).get(PARAMS_KEY) or {}).get(
+                            BLENDING_KEY
+                        ),
                     )
                 )
                 cached.limit(result.cached_tokens)

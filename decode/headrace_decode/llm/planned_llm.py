@@ -62,7 +62,7 @@ from headrace_decode.techniques import (
     recompute_ratio,
 )
 from headrace_engine.extensions.scheduler import why_no_extensions
-from headrace_engine.kv_transfer.handoff import REUSE_KEY
+from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.step_time import StepTime
 from headrace_engine.vllm.llm import cache_tokens, request_state, skip_grammar_parsing
@@ -107,7 +107,7 @@ class PlannedLLM(ResumableLLM):
         sparse = sparse_settings_of(vllm_config.additional_config)
         compression = compression_settings_of(vllm_config.additional_config)
         self._lossy_modes = {
-            name: (settings.mode, settings.share)
+            name: (settings.mode, settings.keep_ratio)
             for name, settings in ((SPARSE, sparse), (COMPRESSION, compression))
             if settings is not None
         }
@@ -186,7 +186,7 @@ class PlannedLLM(ResumableLLM):
             plan = await blending.plan(request.salt, token_ids, ratio)
         cached = CachedTokens(USAGE.get())
         if plan is not None:
-            params = with_transfer_params(params, {REUSE_KEY: plan.params})
+            params = with_transfer_params(params, {BLENDING_KEY: plan.params})
             cached.limit(len(token_ids) - plan.computed)
         if (recorder := RECORDER.get()) is not None and recorder.earlier:
             cached.limit(cached_tokens_of(recorder.earlier))
@@ -237,7 +237,7 @@ class PlannedLLM(ResumableLLM):
         return replace(request, prompt=prompt, params=params), lossy_mode
 
     def _recompute_ratio(self, request: EngineRequest) -> float | None:
-        """Return the share of blended KV to recompute; None if a request blends nothing.
+        """Return the keep ratio of blended KV to recompute; None if a request blends nothing.
 
         Raises:
             VLLMValidationError: a field for techniques is invalid.

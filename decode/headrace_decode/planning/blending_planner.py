@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from headrace_decode.planning.orchestrator import Work
-from headrace_engine.kv_transfer.handoff import REUSED_KEY
+from headrace_engine.kv_transfer.handoff import BLENDED_KEY
 from headrace_kvstore.identity.salts import isolated_salt
 
 Output = TypeVar("Output")
@@ -117,7 +117,7 @@ class BlendingPlanner:
         """Choose the stored KV to blend for a prompt; return None if blending does not pay.
 
         Args:
-            ratio: the share of the runs' KV that is recomputed.
+            ratio: part of the runs' KV that is recomputed.
         """
         if len(token_ids) <= MIN_RUN:
             return None
@@ -136,9 +136,9 @@ class BlendingPlanner:
                 [run.new, run.old, run.length, run.offset, b"".join(run.blocks)] for run in runs
             ],
             "last": last,
-            "share": ratio,
+            "recompute_ratio": ratio,
         }
-        own_salt = isolated_salt(salt, f"reuse-{uuid.uuid4().hex}")
+        own_salt = isolated_salt(salt, f"blending-{uuid.uuid4().hex}")
         tokens = sum(run.length for run in runs)
         return BlendingPlan(own_salt, params, math.ceil(rows) + 1, tokens)
 
@@ -215,7 +215,7 @@ def blending_work(work: Work[Output], plan: BlendingPlan) -> Work[Output]:
         engine_request_id: str, kv_params: dict[str, Any] | None
     ) -> AsyncGenerator[Output, None]:
         plan.is_pulled = kv_params is not None
-        plan.was_blended = bool(kv_params and kv_params.get(REUSED_KEY))
+        plan.was_blended = bool(kv_params and kv_params.get(BLENDED_KEY))
         return work.submit(engine_request_id, kv_params)
 
     def cached_tokens(output: Output) -> int:

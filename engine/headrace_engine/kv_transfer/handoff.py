@@ -19,25 +19,27 @@ CHECK_KEY = "headrace_check"
 """Key in the parameters of a prefill: whether its KV gets fingerprints (docs/integrity.md)."""
 
 
-REUSE_KEY = "headrace_reuse"
+BLENDING_KEY = "headrace_blending"
 """Key in the parameters of a request: stored runs that its KV is made from (docs/blending.md)."""
 
 
-REUSED_KEY = "headrace_reused"
+BLENDED_KEY = "headrace_blended"
 """Key in the parameters of a pull: the KV was made from such runs, and is approximate."""
 
 
-def produce_params(check: bool = False, reuse: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def produce_params(
+    check: bool = False, blending: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return parameters that make an engine keep a request's KV for another engine to pull.
 
     Args:
         check: make fingerprints of it, in the sample or not.
-        reuse: stored runs that it is made from.
+        blending: stored runs that it is made from.
     """
     demand = {CHECK_KEY: True} if check else {}
     return {
         **demand,
-        **({REUSE_KEY: dict(reuse)} if reuse else {}),
+        **({BLENDING_KEY: dict(blending)} if blending else {}),
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
@@ -69,7 +71,7 @@ class PrefillRequest:
     """Have the KV checked byte for byte: the caller distrusts the replica."""
     kv: str = ""
     """The caller's `KvKind` as text; empty if it takes any."""
-    reuse: Mapping[str, Any] | None = None
+    blending: Mapping[str, Any] | None = None
     """Stored runs that the KV may be made from, as the caller found them."""
 
 

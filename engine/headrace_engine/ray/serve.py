@@ -55,16 +55,16 @@ def dashboard_address() -> str:
 
 
 def read_cluster_value(key: str) -> bytes | None:
-    """Read a note that a process of the cluster left. It lives as long as the cluster. Blocks."""
-    note: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
-    return note
+    """Read a value that a process of the cluster wrote. It lives as long as the cluster. Blocks."""
+    value: bytes | None = _internal_kv_get(key, namespace=NAMESPACE)
+    return value
 
 
-def write_cluster_value(key: str, note: bytes) -> None:
-    """Leave a note for every process of the cluster, in place of the last one. Blocks."""
-    _internal_kv_put(key, note, namespace=NAMESPACE)
+def write_cluster_value(key: str, value: bytes) -> None:
+    """Write a value for every process of the cluster, in place of the last one. Blocks."""
+    _internal_kv_put(key, value, namespace=NAMESPACE)
 
 
 def remove_cluster_values(prefix: str) -> None:
-    """Remove the notes whose keys begin with `prefix`. Blocks."""
+    """Remove the values whose keys begin with `prefix`. Blocks."""
     _internal_kv_del(prefix, del_by_prefix=True, namespace=NAMESPACE)

@@ -59,7 +59,7 @@ class ReplicaPublisher:
             members=Membership(token),
             heartbeats=True,
             on_first_subscriber=on_first_subscriber,
-            name="headrace-line",
+            name="headrace-events",
         )
 
     def info(self) -> dict[str, str | None]:

@@ -52,7 +52,7 @@ class ReplicaReporting:
     def info(self) -> dict[str, Any]:
         """Return what gateways need of the replica: its id, role and machine, and the endpoints and
         token of its publisher."""
-        return {**self._identity, "line": self._publisher.info()}
+        return {**self._identity, "endpoint": self._publisher.info()}
 
     def changed(self) -> None:
         """Report soon: a request came or ended, or something else in the report has changed."""

@@ -19,7 +19,7 @@ from headrace_kvstore.protocol.events import MIN_REPORT_INTERVAL_S
 logger = logging.getLogger("headrace.engine")
 
 EVERY_S = 0.15
-"""Time between two reports if nothing changes. The timer may be late by 0.05 s: the line sends
+"""Time between two reports if nothing changes. The timer may be late by 0.05 s: the publisher sends
 beats, which say less, after 0.2 s without a report."""
 
 

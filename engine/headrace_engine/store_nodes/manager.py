@@ -5,7 +5,7 @@ machine the manager has a named, detached Ray actor, which Ray restarts when it 
 outlives the manager, and the next manager finds it by name. When the app is deleted, the manager
 ends all actors and thereby removes the arenas. Engines never wait for any of this; without a node
 they work without its tiers. The manager also connects the nodes to each other (`peer_discovery`),
-so that machines lend each other their blocks.
+so that machines read each other's blocks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StoreNodeActor:
         return self._node.settings.secret
 
     def serve_peers(self) -> str:
-        """Lend blocks as `StoreNode.serve_peers`, at an address that other machines reach; return
+        """Lease blocks as `StoreNode.serve_peers`, at an address that other machines reach; return
         it."""
         host = ray.util.get_node_ip_address()
         bound, port = split_host_port(self._node.serve_peers(host_port(host, 0)))
@@ -92,7 +92,7 @@ class StoreNodeManager:
     Args:
         settings: of every machine's node.
         setup: prepares each process (logs, traces).
-        share: whether machines lend each other their blocks.
+        share: whether machines read each other's blocks.
         observe: makes, in the manager's process, the observer that gets the nodes' statistics after
             each check.
 

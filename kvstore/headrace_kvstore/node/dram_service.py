@@ -1,6 +1,6 @@
 """A node's work on one arena.
 
-It follows the arena's events, writes blocks to NVMe (write-behind), prefetches blocks, lends them
+It follows the arena's events, writes blocks to NVMe (write-behind), prefetches blocks, leases them
 to peers and shares them through the object store. An engine may remove the arena and create another
 one under the same name. The work on the old arena then ends, and new work begins on the new one.
 """
@@ -74,7 +74,7 @@ class DramService:
         self.follower = ArenaFollower(self.arena, self.writer, publish, resync, settings.sweep_s)
 
     def connect_peers(self, peers: Peers | None) -> None:
-        """Lend to peers and pull from them from now on; tried once. Not thread-safe."""
+        """Lease blocks to peers and pull from them from now on; tried once. Not thread-safe."""
         if peers is None or self.remote_reason != NO_PEERS:
             return
         try:

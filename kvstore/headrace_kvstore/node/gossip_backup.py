@@ -31,7 +31,7 @@ from headrace_kvstore.protocol.gossip_log import GossipLog, SavedEntry
 
 logger = logging.getLogger("headrace.kvstore")
 
-MAGIC = b"HRBOARD1"
+MAGIC = b"HRGOSSIP1"
 SUM_BYTES = 16
 SAVE_S = 300.0
 RETRY_S = 10.0
@@ -120,7 +120,7 @@ class GossipBackup:
         self._state = "loading"
         self._saves = self._failures = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-board", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-gossip", daemon=True)
 
     def start(self) -> GossipBackup:
         """Begin with the load."""
@@ -179,10 +179,10 @@ class GossipBackup:
         logger.info("%d of the %d entries of the gossip log's backup are new", restored, len(saved))
 
 
-def backup_bytes(board_bytes: int) -> int:
+def backup_bytes(gossip_bytes: int) -> int:
     """Return the maximum size of the backup of a log of this size."""
     # An entry's frame is at most 150 bytes there, and counts ENTRY_COST_BYTES in the log.
-    return len(MAGIC) + SUM_BYTES + 5 + board_bytes
+    return len(MAGIC) + SUM_BYTES + 5 + gossip_bytes
 
 
 def pack(saved: list[SavedEntry]) -> bytes:
@@ -191,7 +191,7 @@ def pack(saved: list[SavedEntry]) -> bytes:
     return MAGIC + checksum(body) + body
 
 
-def unpack(data: bytes, board_bytes: int) -> list[SavedEntry]:
+def unpack(data: bytes, gossip_bytes: int) -> list[SavedEntry]:
     """Return the entries in the bytes of a backup.
 
     Raises:
@@ -199,8 +199,8 @@ def unpack(data: bytes, board_bytes: int) -> list[SavedEntry]:
     """
     if data[: len(MAGIC)] != MAGIC:
         raise DamagedError(f"it begins with {data[:8]!r}, not {MAGIC!r}")
-    if len(data) > backup_bytes(board_bytes):
-        raise DamagedError(f"it is of a log above {board_bytes} bytes (store.node.board_bytes)")
+    if len(data) > backup_bytes(gossip_bytes):
+        raise DamagedError(f"it is of a log above {gossip_bytes} bytes (store.node.gossip_bytes)")
     start = len(MAGIC) + SUM_BYTES
     body = memoryview(data)[start:]
     if data[len(MAGIC) : start] != checksum(body):

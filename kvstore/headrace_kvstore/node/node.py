@@ -3,11 +3,11 @@
 Engines copy blocks into and out of the arena directly; their bytes do not pass through the node.
 The node writes the arena's blocks to NVMe, tells readers where they lie, and keeps them there for
 the time of a lease. It brings blocks back into DRAM before they are used, from NVMe, other nodes or
-objects. It lends its own blocks, and publishes events of each tier's blocks. A node may die at any
-time: engines then work without NVMe, peers and prefetch, and the next node finds the arena and the
-files.
+objects. It leases its own blocks to peers, and publishes events of each tier's blocks. A node may
+die at any time: engines then work without NVMe, peers and prefetch, and the next node finds the
+arena and the files.
 
-This module covers a node's life: start, close, lending, opening tiers. `operations` serves the
+This module covers a node's life: start, close, leases, opening tiers. `operations` serves the
 clients' requests. A node is a plain object with its own threads: it runs as a process of its own
 (`python -m headrace_kvstore node`) or inside another process.
 """
@@ -72,7 +72,7 @@ class StoreNode:
         self._block_value = BlockValue(lambda: self.tiers.dram)
         self._file_io, self._owns_file_io = file_io, file_io is None
         self._events = NodeEvents(settings, self.tiers)
-        self._gossip_log = gossip_log = GossipLog(settings.board_bytes, secrets.token_hex(8))
+        self._gossip_log = gossip_log = GossipLog(settings.gossip_bytes, secrets.token_hex(8))
         self._slow = ThreadPoolExecutor(1, "kv-node-slow")
         self.operations = Operations(
             settings, self.tiers, self._block_value, gossip_log, self._events, self._slow
@@ -105,8 +105,8 @@ class StoreNode:
                 self._open_nvme()
             if settings.object_url is not None:
                 self._open_objects()
-            if settings.save_board:
-                self._save_board()
+            if settings.save_gossip:
+                self._start_gossip_backup()
             self._checker.start()
         except BaseException:
             self.close()
@@ -128,7 +128,7 @@ class StoreNode:
             self.tiers.reasons["object"] = f"{error}: pip install headrace[object]"
             logger.exception("there is no object tier")
 
-    def _save_board(self) -> None:
+    def _start_gossip_backup(self) -> None:
         settings = self.settings
         place: BackupStorage | None = None
         if self.tiers.objects is not None:
@@ -186,8 +186,8 @@ class StoreNode:
     # Other nodes
 
     def serve_peers(self, listen: str) -> str:
-        """Lend to peers from now on, at HOST:PORT; return the address. An address in the settings
-        takes precedence.
+        """Lease blocks to peers from now on, at HOST:PORT; return the address. An address in the
+        settings takes precedence.
 
         Raises:
             RuntimeError: the node is closed.

@@ -213,7 +213,7 @@ class Operations:
             "tiers": each,
             **work,
             "remote": {} if tiers.peer_service is None else tiers.peer_service.stats(),
-            "board": {**self.gossip_log.stats(), "backup": self.backup and self.backup.stats()},
+            "gossip": {**self.gossip_log.stats(), "backup": self.backup and self.backup.stats()},
             "promoted": counts["promoted"],
             "reported_bad": counts["reported_bad"],
             "reported_wrongly": counts["reported_wrongly"],

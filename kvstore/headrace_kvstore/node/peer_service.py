@@ -1,6 +1,6 @@
 """The part of a StoreNode that other nodes see: its port, its peers, and the pulls from them.
 
-A node without `listen` lends nothing. A node with neither `listen` nor `peers` has no peers,
+A node without `listen` leases nothing. A node with neither `listen` nor `peers` has no peers,
 until `open` is called. Only members of the app (`membership`) get an answer.
 """
 
@@ -75,8 +75,8 @@ class PeerService:
             self.open(settings.listen)
 
     def open(self, listen: str | None) -> None:
-        """Have peers from now on and, if HOST:PORT is given, lend to them. A port that is open
-        already stays open.
+        """Have peers from now on and, if HOST:PORT is given, lease blocks to them. A port
+        that is open already stays open.
 
         Raises:
             ValueError: there is no secret to know members by.
@@ -90,7 +90,7 @@ class PeerService:
                 self._server = RpcServer(
                     *(lambda socket: bind(socket, f"tcp://{listen}"), decode_request, self._answer),
                     slow=(Lease, GetTags),
-                    name="kv-lend",
+                    name="kv-lease",
                     members=members,
                 )
             except zmq.ZMQError as error:
@@ -105,7 +105,7 @@ class PeerService:
 
     @property
     def address(self) -> str | None:
-        """HOST:PORT at which peers reach this node; None if it lends nothing."""
+        """HOST:PORT at which peers reach this node; None if it leases nothing."""
         return None if self._server is None else self._server.endpoint.removeprefix("tcp://")
 
     def pull(
@@ -195,19 +195,19 @@ class PeerService:
         }
 
     def stop_listening(self) -> None:
-        """Stop lending."""
+        """Grant no more leases."""
         if self._server is not None:
             self._server.close()
 
     def close(self) -> None:
-        """Disconnect from all peers. First end lending and the work on the arena."""
+        """Disconnect from all peers. First end the leases and the work on the arena."""
         if self.peers is not None:
             self.peers.close()
 
     def _answer(self, request: PeerRequest) -> wire.Message | Future[Any]:
         dram, publisher = self._dram(), self._publisher()
         if dram is None or dram.remote is None or publisher is None:
-            return wire.Failed("there is no arena to lend from")
+            return wire.Failed("there is no arena to lease from")
         if isinstance(request, PollRequest):
             place = request.after, request.most_bytes
             page = self._gossip_log.read(*place, generation=request.gossip_log, own=True)

@@ -1,4 +1,4 @@
-"""Proof that a block's bytes are those that its owner lent: a keyed tag of each block.
+"""Proof that a block's bytes are those that its owner leased out: a keyed tag of each block.
 
 GMAC, which is AES-256-GCM of no text (NIST SP 800-38D), over the block's bytes. Its key follows
 from the app's secret and from the owner's generation, which is never used twice; its nonces are
@@ -35,7 +35,7 @@ class BlockTags:
     """
 
     def __init__(self, secret: str, generation: str) -> None:
-        key = Membership(secret).key(b"lent blocks")
+        key = Membership(secret).key(b"leased blocks")
         self._gcm = AESGCM(hashlib.blake2b(generation.encode(), key=key, digest_size=32).digest())
         self._nonces = count(1)
 

@@ -146,7 +146,7 @@ class PeerLink:
     def _apply_poll_response(self, response: PollResponse) -> None:
         for entry in response.entries.entries:
             if self._gossip_log.append(entry, own=False):
-                self.counts["notes"] += 1
+                self.counts["entries"] += 1
         self._read = response.entries.generation, response.entries.after
         try:
             for seq, batch in enumerate(response.batches, response.first):

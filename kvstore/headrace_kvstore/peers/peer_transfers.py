@@ -1,4 +1,4 @@
-"""A node's work with its peers on one arena: lending its blocks, and pulling theirs.
+"""A node's work with its peers on one arena: leasing its blocks, and pulling theirs.
 
 A new arena gets a new agent and a new generation, so that no peer reads addresses of the old one.
 """
@@ -106,7 +106,7 @@ class PeerTransfers:
         return {
             "generation": self.generation,
             "pull": {**self.puller.stats(), **self.source.counts},
-            "lend": self.lease_server.stats(),
+            "lease_server": self.lease_server.stats(),
         }
 
     def close(self, timeout_s: float) -> bool:

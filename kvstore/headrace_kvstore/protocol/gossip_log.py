@@ -178,7 +178,7 @@ class GossipLog:
         """Return JSON-able sizes and counts."""
         with self._lock:
             return {
-                "notes": len(self._entries),
+                "entries": len(self._entries),
                 "bytes": self._size_bytes,
                 "size_bytes": self.capacity_bytes,
                 "streams": len(self._streams),

@@ -73,8 +73,8 @@ class NodeSettings(ArenaSettings):
         object_refresh_s: between looks at the next names of objects, which other nodes may have
             written.
         object_timeout_s: of one request.
-        board_bytes: size of the gossip log, in this process's memory.
-        save_board: keep a backup of that as an object, or without an object tier in `nvme_folder`.
+        gossip_bytes: size of the gossip log, in this process's memory.
+        save_gossip: keep a backup of that as an object, or without an object tier in `nvme_folder`.
         retry_s: time between tries to get a busy folder, or a missing arena.
         heal_s: time until a failed disk is tried again; doubled each time, up to 16 times.
         close_s: how long a clean end may take.
@@ -108,8 +108,8 @@ class NodeSettings(ArenaSettings):
     object_sweep_s: Seconds = 10.0
     object_refresh_s: Seconds = 30.0
     object_timeout_s: Seconds = 10.0
-    board_bytes: Size = 64 * 2**20
-    save_board: Flag = False
+    gossip_bytes: Size = 64 * 2**20
+    save_gossip: Flag = False
     retry_s: Seconds = 5.0
     heal_s: Seconds = 60.0
     close_s: Seconds = 3.0
@@ -128,7 +128,7 @@ class NodeSettings(ArenaSettings):
             raise ValueError("give HOST:PORT")
         return value
 
-    @field_validator("save_board")
+    @field_validator("save_gossip")
     @classmethod
     def _backup_has_a_place(cls, value: bool, info: ValidationInfo) -> bool:
         if value and not (info.data.get("nvme_folder") or info.data.get("object_url")):

@@ -135,7 +135,7 @@ class Computed:
 def divergences(
     model: LM, rope: Rope, text: Sequence[int], predictor: ImportancePredictor, page_tokens: int
 ) -> dict[float, float]:
-    """Return the mean KL(exact || compressed) over a text's last tokens, nats, by share of
+    """Return the mean KL(exact || compressed) over a text's last tokens, nats, by keep ratio of
     `SHARES`.
 
     It is the larger KL of two: a context that is compressed once, and one that is streamed.
@@ -158,12 +158,14 @@ def divergences(
     all_of = context.keys, context.values
     exact = follow(*all_of, torch.ones(scores.shape, dtype=torch.bool))
     found = {}
-    for share in SHARES:
-        kept = select_token_pages(scores, int(share * scores.numel()) // page_tokens, page_tokens)
+    for keep_ratio in SHARES:
+        kept = select_token_pages(
+            scores, int(keep_ratio * scores.numel()) // page_tokens, page_tokens
+        )
         said = [follow(*context.fit_layer(kept), kept)]
-        streamed = Streamed.of(model, rope, whole[:n], predictor, share, page_tokens)
+        streamed = Streamed.of(model, rope, whole[:n], predictor, keep_ratio, page_tokens)
         if streamed is not None:
             said.append(follow(streamed.keys, streamed.values, streamed.kept))
         kl = [float((exact.exp() * (exact - one)).sum(-1).double().mean()) for one in said]
-        found[share] = max(*kl, MIN_KL)
+        found[keep_ratio] = max(*kl, MIN_KL)
     return found

@@ -78,18 +78,18 @@ class Streamed:
         rope: Rope,
         tokens: Tensor,
         predictor: ImportancePredictor,
-        share: float,
+        keep_ratio: float,
         page_tokens: int,
         turns: Sequence[int] = (),
     ) -> Streamed | None:
         """Compress a context incrementally.
 
-        Return None if, besides the tokens after the last whole block, the share leaves fewer pages
+        Return None if, besides the tokens after the last whole block, the ratio leaves fewer pages
         than there are heads.
 
         Args:
             tokens: int64 [n].
-            share: share of all (layer, head, token) triples that is kept in the end.
+            keep_ratio: part of all (layer, head, token) triples that is kept in the end.
             page_tokens: tokens of a page that heads keep.
             turns: lengths in tokens of earlier prompts, which are prefixes of `tokens`, ascending.
                 Each continues from the tokens kept of the one before. Prompts that are too short
@@ -98,7 +98,7 @@ class Streamed:
         n, heads = len(tokens), model.layers * model.kv_heads
 
         def pages(end: int) -> int:
-            return int(heads * (share * end - end % BLOCK_TOKENS)) // page_tokens
+            return int(heads * (keep_ratio * end - end % BLOCK_TOKENS)) // page_tokens
 
         if pages(n) < heads:
             return None
@@ -106,7 +106,7 @@ class Streamed:
         kept = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.bool)
         predicted = torch.zeros(kept.shape)
         for last in [*(end for end in turns if pages(end) >= heads), n]:
-            job, newest = IncrementalJob(last, share, BLOCK_TOKENS), Newest()
+            job, newest = IncrementalJob(last, keep_ratio, BLOCK_TOKENS), Newest()
             job.begin_at(chosen // BLOCK_TOKENS, 0)
             for begin in range(chosen, last, STEP_TOKENS):
                 rows = torch.arange(begin, min(last, begin + STEP_TOKENS))

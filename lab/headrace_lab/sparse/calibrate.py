@@ -1,4 +1,4 @@
-"""Bases of a model, learned from some texts, and the error of each share, measured on others.
+"""Bases of a model, learned from some texts, and the error of each keep ratio, measured on others.
 
 A text's prefix is computed exactly. Then its last rows are computed as in decoding, each over the
 KV of the rows before it, with attention in all layers to the pages that an engine would select.
@@ -58,7 +58,7 @@ class Learning:
 def divergences(
     model: LM, tokens: Sequence[int], bases: Sequence[Basis], page_tokens: int
 ) -> dict[float, float]:
-    """Return the mean KL(exact || sparse) over a text's last tokens, nats, by share of `SHARES`.
+    """Return the mean KL(exact || sparse) over a text's last tokens, nats, by keep ratio.
 
     Args:
         tokens: the text, at least as long as an engine needs in order to attend sparsely.
@@ -71,22 +71,27 @@ def divergences(
 
     exact = model.compute(text, kv, torch.arange(len(tokens)), keep).log_softmax(-1)
     found = {}
-    for share in SHARES:
+    for keep_ratio in SHARES:
 
         def attend(
-            layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, share: float = share
+            layer: int,
+            q: Tensor,
+            rows: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            keep_ratio: float = keep_ratio,
         ) -> Tensor:
             here = Layer.of(layer, q, rows, keys, values, page_tokens)
-            return attended(here, chosen(estimated(here, bases[layer]), here, share))
+            return attended(here, chosen(estimated(here, bases[layer]), here, keep_ratio))
 
-        # Only the tail's KV is written, and each share writes it again.
+        # Only the tail's KV is written, and each keep ratio writes it again.
         logits = model.compute(text, kv, torch.arange(first, len(tokens)), attend=attend)
         kl = (exact.exp() * (exact - logits.log_softmax(-1))).sum(-1).double()
-        found[share] = float(kl.mean())
+        found[keep_ratio] = float(kl.mean())
     return found
 
 
-def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
+def chosen(scores: Tensor, layer: Layer, keep_ratio: float) -> Tensor:
     """Return the pages that an engine would select: bool [H, r, n]; all pages for dense rows.
 
     Args:
@@ -95,12 +100,12 @@ def chosen(scores: Tensor, layer: Layer, share: float) -> Tensor:
     found = torch.zeros(scores.shape, dtype=torch.bool)
     values, marks = scores.numpy(), found.numpy()
     for row, (at, count) in enumerate(zip(layer.rows.tolist(), layer.counts.tolist(), strict=True)):
-        wanted = selected_page_count(at + 1, layer.page_tokens, share) or count
+        wanted = selected_page_count(at + 1, layer.page_tokens, keep_ratio) or count
         pages = select_pages(values[:, row, :count], wanted, SINKS, RECENT)
         np.put_along_axis(marks[:, row], pages, True, axis=-1)
     return found
 
 
 def min_share(kl: Mapping[float, float], target_kl: float) -> float | None:
-    """Return the smallest share whose KL is at most the target; None if there is none."""
-    return min((share for share, one in kl.items() if one <= target_kl), default=None)
+    """Return the smallest keep ratio whose KL is at most the target; None if there is none."""
+    return min((keep_ratio for keep_ratio, one in kl.items() if one <= target_kl), default=None)

@@ -46,19 +46,19 @@ class Slo:
         ttft_s, ttft_token_s: target for the time to first token, in seconds, and the seconds that
             are added to it for each token of the prompt.
         itl_s: target for the seconds of each later token.
-        share: minimum share of the requests that keep both targets.
+        attainment: minimum part of the requests that keep both targets.
     """
 
     ttft_s: float = 2.0
     ttft_token_s: float = 0.0
     itl_s: float = 0.05
-    share: float = 0.99
+    attainment: float = 0.99
 
     def __post_init__(self) -> None:
         if not (self.ttft_s > 0.0 and self.ttft_token_s >= 0.0 and self.itl_s > 0.0):
             raise ValueError("targets must be above 0 seconds")
-        if not 0.0 < self.share < 1.0:
-            raise ValueError(f"share must be between 0 and 1, not {self.share}")
+        if not 0.0 < self.attainment < 1.0:
+            raise ValueError(f"slo_attainment must be between 0 and 1, not {self.attainment}")
 
 
 def in_time(load: TrafficLoad, slo: Slo, prefill: int, decode: int) -> float:
@@ -200,7 +200,7 @@ def find_need(
     while least < most:
         middle = (least + most) // 2
         best = _best(load, ahead, slo, bounds, middle, prefer)
-        if best.in_time >= slo.share:
+        if best.in_time >= slo.attainment:
             most, found = middle, best
         else:
             least = middle + 1
@@ -221,9 +221,9 @@ def _best(
         ReplicaNeed(p, d, expected_in_time(load, ahead, slo, p, d)) for p, d in bounds.splits(total)
     ]
     best = max(found, key=lambda one: one.in_time)
-    if prefer is None or best.in_time < slo.share:
+    if prefer is None or best.in_time < slo.attainment:
         return best
-    good = [one for one in found if one.in_time >= slo.share]
+    good = [one for one in found if one.in_time >= slo.attainment]
     # Of the splits that keep the targets, choose the fewest starts and stops, then the best share.
     return min(good, key=lambda one: (_moves(one, prefer), -one.in_time))
 

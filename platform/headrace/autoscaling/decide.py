@@ -95,10 +95,10 @@ def decide(
     want = find_need(load, soon, slo, bounds, (prefill, decode))
     rates = f"{soon.rate:.3g} requests/s in {prices.start_s:.0f} s"
     have = expected_in_time(load, soon, slo, prefill, decode)
-    if have < slo.share and (want.in_time > have or want.total > prefill + decode):
+    if have < slo.attainment and (want.in_time > have or want.total > prefill + decode):
         return _with_reason(want, f"{rates}: {have:.1%} in time with {prefill} + {decode}")
     keep = find_need(load, later, slo, bounds, (prefill, decode))
-    if keep.total < prefill + decode and keep.in_time >= slo.share:
+    if keep.total < prefill + decode and keep.in_time >= slo.attainment:
         return _with_reason(keep, f"{rates}, no more than {later.rate:.3g} until a start would pay")
     return ReplicaCounts(prefill, decode, f"{rates}: {have:.1%} in time")
 

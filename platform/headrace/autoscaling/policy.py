@@ -33,7 +33,7 @@ class AutoscalingPolicy:
     Args:
         role: `prefill` or `decode`.
         prefill, decode: minimum and maximum number of replicas of each role.
-        ttft_s, ttft_token_s, itl_s, share: `capacity.Slo`.
+        ttft_s, ttft_token_s, itl_s, slo_attainment: `capacity.Slo`.
         start_s: seconds that a replica takes to start, used until they are measured.
         drain_s: mean seconds that a replica takes to stop.
 
@@ -49,14 +49,14 @@ class AutoscalingPolicy:
         ttft_s: float,
         ttft_token_s: float,
         itl_s: float,
-        share: float,
+        slo_attainment: float,
         start_s: float,
         drain_s: float = 20.0,
     ) -> None:
         if role not in autoscaler_state.ROLES:
             raise ValueError(f"role must be one of {autoscaler_state.ROLES}, not {role!r}")
         self.role = role
-        self.slo = Slo(ttft_s, ttft_token_s, itl_s, share)
+        self.slo = Slo(ttft_s, ttft_token_s, itl_s, slo_attainment)
         self.prices = ReplicaCosts(start_s, drain_s)
         self.bounds = ReplicaBounds((prefill[0], prefill[1]), (decode[0], decode[1]))
         self._logged_reason = ""

@@ -93,7 +93,7 @@ class AutoscalingTargets(Section):
                     "ttft_s": self.ttft_s,
                     "ttft_token_s": self.ttft_token_ms / 1e3,
                     "itl_s": self.itl_s,
-                    "share": self.slo_attainment,
+                    "slo_attainment": self.slo_attainment,
                     "start_s": self.start_s,
                 },
             },

@@ -75,4 +75,4 @@ def keep_ratio_of(section: SparseSection) -> float:
     if section.keep_ratio is not None:
         return section.keep_ratio
     found = sparse_calibration(section)
-    return DEFAULT_KEEP_RATIO if found is None else found.share
+    return DEFAULT_KEEP_RATIO if found is None else found.keep_ratio

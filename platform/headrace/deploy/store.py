@@ -50,7 +50,7 @@ def add_store(
     engines: list[dict[str, Any]],
     setup: ProcessSetup,
     *,
-    save_board: bool = False,
+    save_gossip: bool = False,
 ) -> Application | None:
     """Add the store to engines' arguments. Return the deployment that keeps the nodes' StoreNodes.
 
@@ -58,7 +58,7 @@ def add_store(
         store: the configuration's section.
         engines: `engine_kwargs` of all roles; changed in place.
         setup: prepares the store's processes (logs, traces).
-        save_board: keep a backup of the token sequences that decode replicas share.
+        save_gossip: keep a backup of the token sequences that decode replicas share.
 
     Returns:
         None where no engine takes the store.
@@ -75,8 +75,8 @@ def add_store(
     tiers = ("dram", *(tier for tier, place in below.items() if place))
     observe = partial(RayStoreMetrics, tiers)
     settings = store.node_settings(name)
-    if save_board:
-        settings["save_board"] = True
+    if save_gossip:
+        settings["save_gossip"] = True
     return (
         serve.deployment(StoreNodeManager)
         .options(**options)

@@ -98,7 +98,9 @@ class ServeBackend:
             for handle in (self._decode, self._prefill)
             for answer in await _broadcast(handle, "headrace_replica")
         ]
-        found = {answer["replica_id"]: EndpointInfo.of(answer.get("line")) for answer in answers}
+        found = {
+            answer["replica_id"]: EndpointInfo.of(answer.get("endpoint")) for answer in answers
+        }
         return {name: endpoint for name, endpoint in found.items() if endpoint is not None}
 
     def _wake_deployment(self) -> None:

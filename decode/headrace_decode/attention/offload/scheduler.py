@@ -122,7 +122,7 @@ class OffloadSchedulerPart(SchedulerPart):
 
     def smallest(self, request: Any) -> Footprint:
         """Return the footprint of a request if it is offloaded."""
-        return self._footprint(self.max_tokens(request), _share(request))
+        return self._footprint(self.max_tokens(request), _keep_ratio(request))
 
     def before_schedule(self) -> None:
         """Decide about the next step."""
@@ -144,11 +144,11 @@ class OffloadSchedulerPart(SchedulerPart):
             step_s, busy = self._busy()
         free = manager.block_pool.get_num_free_blocks()
         for number, each in enumerate(waiting[:room]):
-            tokens, share = self.max_tokens(each), _share(each)
+            tokens, keep_ratio = self.max_tokens(each), _keep_ratio(each)
             whole = -(-tokens // manager.block_size)
             offloaded = self.smallest(each)
             decided = whole > usable or manager.ledger.is_admitted(each.request_id)
-            if share is None or decided or not offloaded.slots or each.kv_transfer_params:
+            if keep_ratio is None or decided or not offloaded.slots or each.kv_transfer_params:
                 continue
             ways = [
                 ServingOption(whole, self.costs.added_s(AttentionMode.SPARSE, tokens)),
@@ -187,7 +187,7 @@ class OffloadSchedulerPart(SchedulerPart):
             return {}
         candidates, leavers = [], []
         for each in self._scheduler.running:
-            if _share(each) is None or ledger.planned(each.request_id) is not None:
+            if _keep_ratio(each) is None or ledger.planned(each.request_id) is not None:
                 continue
             tokens, offloaded = self.max_tokens(each), self.smallest(each)
             freed = cold_blocks(_final(each), manager.block_size) - offloaded.slots
@@ -208,13 +208,13 @@ class OffloadSchedulerPart(SchedulerPart):
     def min_blocks(self, request: Any, usable: int) -> int:
         """Return the minimum number of blocks over all ways to serve a request."""
         whole = -(-self.max_tokens(request) // self.manager.block_size)
-        stays = _share(request) is None or request.kv_transfer_params
+        stays = _keep_ratio(request) is None or request.kv_transfer_params
         return whole if stays and whole <= usable else min(whole, self.smallest(request).blocks)
 
     def mode(self, request: Any) -> AttentionMode:
         """Return how a row of the request's answer attends."""
         planned = self.manager.ledger.planned(request.request_id)
-        sparse = _share(request) is not None
+        sparse = _keep_ratio(request) is not None
         if planned is None:
             return AttentionMode.SPARSE if sparse else AttentionMode.DENSE
         return AttentionMode.OFFLOADED if sparse and planned.slots else AttentionMode.STAGED
@@ -225,13 +225,15 @@ class OffloadSchedulerPart(SchedulerPart):
         dropped = 0 if self.compression is None else self.compression.dropped(request)
         return int(request.num_computed_tokens) - dropped
 
-    def _footprint(self, max_tokens: int, share: float | None) -> Footprint:
+    def _footprint(self, max_tokens: int, keep_ratio: float | None) -> Footprint:
         config = self._scheduler.vllm_config
         steps = config.max_in_flight_tokens // config.scheduler_config.max_num_batched_tokens
         page_tokens = self.settings.page_tokens
         return footprint(
             max_tokens,
-            None if share is None else selected_page_count(max_tokens, page_tokens, share),
+            None
+            if keep_ratio is None
+            else selected_page_count(max_tokens, page_tokens, keep_ratio),
             page_tokens,
             self.manager.block_size,
             steps * self.step_tokens,
@@ -284,7 +286,7 @@ def exclude_from_connectors(request: Any) -> None:
     request.cache_salt = salt if is_isolated(salt) else isolated_salt(salt, "offload")
 
 
-def _share(request: Any) -> float | None:
+def _keep_ratio(request: Any) -> float | None:
     return keep_ratio_in(request.sampling_params, SPARSE)
 
 

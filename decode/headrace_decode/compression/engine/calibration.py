@@ -1,8 +1,8 @@
 """The file of `headrace lab calibrate compression`: a model's predictor, and the error at each
-share.
+keep ratio.
 
 A `calibration_file` with the five tensors of `ImportancePredictor`, float32. Its JSON has the
-model, the pages, and the mean KL of a token by share, over contexts that the predictor did not
+model, the pages, and the mean KL of a token by keep ratio, over contexts that the predictor did not
 learn from.
 """
 
@@ -27,7 +27,7 @@ from headrace_decode.compression.importance_predictor import ImportancePredictor
 
 COMMAND = "headrace lab calibrate compression MODEL --texts FOLDER --out FILE"
 KIND = files.CalibrationKind(
-    "headrace_bounded_calibration", 1, "headrace lab calibrate compression", COMMAND
+    "headrace_compression_calibration", 1, "headrace lab calibrate compression", COMMAND
 )
 MAX_WIDTH = 1024
 
@@ -93,6 +93,8 @@ def digest(path: Path) -> bytes:
 
 def _parse(content: Mapping[str, Any]) -> CalibrationResult:
     found = CalibrationResult.parse(content)
-    if not found.kl or not all(0 < share <= 1 and kl > 0 for share, kl in found.kl.items()):
-        raise CalibrationError(f"it is damaged: its shares are {dict(found.kl)}")
+    if not found.kl or not all(
+        0 < keep_ratio <= 1 and kl > 0 for keep_ratio, kl in found.kl.items()
+    ):
+        raise CalibrationError(f"it is damaged: its keep ratios are {dict(found.kl)}")
     return found

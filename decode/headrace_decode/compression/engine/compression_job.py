@@ -35,9 +35,9 @@ SEGMENT_TOKENS = 1024
 addition to the kept KV until the next choice."""
 
 
-def retained_blocks(blocks: int, share: float) -> int:
+def retained_blocks(blocks: int, keep_ratio: float) -> int:
     """Return the number of blocks that a context of so many whole blocks is kept in."""
-    return max(1, math.ceil(share * blocks))
+    return max(1, math.ceil(keep_ratio * blocks))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class CompressionJob:
     """Progress of one compressed request whose context is read again.
 
     Args:
-        prompt: token ids. share: share of the context's KV that it keeps.
+        prompt: token ids. keep_ratio: part of the context's KV that it keeps.
         block_tokens: tokens of a block of the scheduler.
         longest: number of positions of the model. layers: number of its layers.
         has_predictor: whether a predictor replaces rows that repeat. Then there is only one
@@ -72,7 +72,7 @@ class CompressionJob:
         self,
         request_id: str,
         prompt: list[int],
-        share: float,
+        keep_ratio: float,
         block_tokens: int,
         longest: int,
         layers: int,
@@ -82,7 +82,7 @@ class CompressionJob:
         self.blocks = len(prompt) // block_tokens
         """Number of whole blocks of the context."""
         self._context = prompt[: self.blocks * block_tokens]
-        self.kept = retained_blocks(self.blocks, share)
+        self.kept = retained_blocks(self.blocks, keep_ratio)
         """Number of blocks that the context is kept in."""
         tokens = len(self._context)
         size = min(PART_TOKENS, longest - 1 - tokens - LEAD_TOKENS)
@@ -167,7 +167,7 @@ class IncrementalJob:
     """Progress of one compressed request whose context is streamed.
 
     Args:
-        prompt_tokens: tokens of its prompt. share: share of the context's KV that it keeps.
+        prompt_tokens: tokens of its prompt. keep_ratio: part of the context's KV that it keeps.
         block_tokens: tokens of a block of the scheduler.
 
     Attributes:
@@ -176,10 +176,10 @@ class IncrementalJob:
         dropped: number of the context's first blocks that the retained KV was chosen from.
     """
 
-    def __init__(self, prompt_tokens: int, share: float, block_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, keep_ratio: float, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.blocks = prompt_tokens // block_tokens
-        self.kept = retained_blocks(self.blocks, share)
+        self.kept = retained_blocks(self.blocks, keep_ratio)
         self.dropped = 0
         self._preemptions = 0
 

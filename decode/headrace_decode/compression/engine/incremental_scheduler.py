@@ -98,9 +98,9 @@ class IncrementalScheduler:
         self._manager.windows[name] = self._window(stream)
         exclude_from_connectors(request)
         request.skip_reading_prefix_cache = True
-        # The retained KV depends on the share, and vLLM's hashes do not.
-        share = b"%r|" % keep_ratio_in(request.sampling_params, COMPRESSION)
-        self._hashes[name] = [sha256(share + bytes(h)).digest() for h in request.block_hashes]
+        # The retained KV depends on the keep ratio, and vLLM's hashes do not.
+        keep_ratio = b"%r|" % keep_ratio_in(request.sampling_params, COMPRESSION)
+        self._hashes[name] = [sha256(keep_ratio + bytes(h)).digest() for h in request.block_hashes]
         stop_naming(request)
 
     def _description_blocks(self, stream: IncrementalJob) -> int:
@@ -111,12 +111,12 @@ class IncrementalScheduler:
         return stream.window(self._offload.step_tokens) + self._description_blocks(stream)
 
     def _stream(self, request: Any) -> IncrementalJob | None:
-        share = keep_ratio_in(request.sampling_params, COMPRESSION)
+        keep_ratio = keep_ratio_in(request.sampling_params, COMPRESSION)
         block_tokens = self._manager.block_size
-        if share is None or request.prompt_token_ids is None:
+        if keep_ratio is None or request.prompt_token_ids is None:
             return None
         usable = self._manager.block_pool.num_gpu_blocks - 1
-        stream = IncrementalJob(request.num_prompt_tokens, share, block_tokens)
+        stream = IncrementalJob(request.num_prompt_tokens, keep_ratio, block_tokens)
         behind = self._offload.max_tokens(request) - stream.blocks * block_tokens
         whole = stream.kept + self._description_blocks(stream) - (-behind // block_tokens)
         most = max(self._window(stream), whole)

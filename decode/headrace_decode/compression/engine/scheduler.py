@@ -74,13 +74,18 @@ class CompressionSchedulerPart(SchedulerPart):
 
     def after_add(self, request: Any) -> None:
         """Plan to read the context of a compressed request again, if it does not stream."""
-        share = keep_ratio_in(request.sampling_params, COMPRESSION)
-        if share is None or self.stays(request) or request.prompt_token_ids is None:
+        keep_ratio = keep_ratio_in(request.sampling_params, COMPRESSION)
+        if keep_ratio is None or self.stays(request) or request.prompt_token_ids is None:
             return
         if self._manager.ledger.planned(request.request_id) is not None:
             return  # too long for the cache: it is offloaded
         job = CompressionJob(
-            *(request.request_id, list(request.prompt_token_ids), share, self._manager.block_size),
+            *(
+                request.request_id,
+                list(request.prompt_token_ids),
+                keep_ratio,
+                self._manager.block_size,
+            ),
             self._scheduler.max_model_len,
             len(self._scheduler.kv_cache_config.kv_cache_groups[0].layer_names),
             self.incremental is not None,

@@ -1,6 +1,6 @@
 """Settings of KV cache compression for an engine, in vLLM's `additional_config`.
 
-    {"headrace_bounded": {"mode": "request", "share": 0.25, "calibration": "/models/predictor"}}
+    {"headrace_compression": {"mode": "request", "keep_ratio": 0.25, "calibration": FILE}}
 
 The settings of sparse attention must be there too. Their page is the page that heads keep.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace_engine.connector.identity.engine_identity import BOUNDED_KEY
+from headrace_engine.connector.identity.engine_identity import COMPRESSION_SETTINGS_KEY
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class CompressionSettings:
 
     Attributes:
         mode: one of `techniques.MODES`.
-        share: share of a context's KV that is kept if the request names none.
+        keep_ratio: part of a context's KV that is kept if the request names none.
         calibration: file of the model's predictor; None: contexts are read again.
         stream: whether all compressed contexts are streamed (`IncrementalJob`), not only those
             longer than the cache. Needs a predictor.
     """
 
     mode: str = "request"
-    share: float = 0.25
+    keep_ratio: float = 0.25
     calibration: str | None = None
     stream: bool = False
 
     def additional_config(self) -> dict[str, Any]:
         """Return the entry for the engine's `additional_config`."""
-        return {BOUNDED_KEY: asdict(self)}
+        return {COMPRESSION_SETTINGS_KEY: asdict(self)}
 
 
 def settings_of(additional_config: Any) -> CompressionSettings | None:
@@ -43,6 +43,8 @@ def settings_of(additional_config: Any) -> CompressionSettings | None:
         TypeError: a field is unknown.
     """
     settings = (
-        additional_config.get(BOUNDED_KEY) if isinstance(additional_config, Mapping) else None
+        additional_config.get(COMPRESSION_SETTINGS_KEY)
+        if isinstance(additional_config, Mapping)
+        else None
     )
     return CompressionSettings(**settings) if settings else None

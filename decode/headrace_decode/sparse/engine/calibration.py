@@ -1,4 +1,4 @@
-"""The file of `headrace lab calibrate sparse`: a model's bases, and the error at each share.
+"""The file of `headrace lab calibrate sparse`: a model's bases, and the error at each keep ratio.
 
 A `calibration_file` with three tensors, float32, for all layers,
 
@@ -6,7 +6,7 @@ A `calibration_file` with three tensors, float32, for all layers,
     into    [layers, kv_heads, head_dim, rank]
     back    [layers, kv_heads, rank, head_dim]
 
-Its JSON has the model, the pages, KL by share, the target KL, and the share that meets it.
+Its JSON has the model, the pages, KL by keep ratio, the target KL, and the ratio that meets it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace_decode.sparse.basis import Basis
 
 COMMAND = "headrace lab calibrate sparse MODEL --texts FOLDER --out FILE"
 KIND = files.CalibrationKind(
-    "headrace_sparse_calibration", 2, "headrace lab calibrate sparse", COMMAND
+    "headrace_sparse_calibration", 3, "headrace lab calibrate sparse", COMMAND
 )
 
 _TENSORS = ("origin", "into", "back")
@@ -42,11 +42,11 @@ class Calibration(CalibrationResult):
 
     Attributes:
         target_kl: maximum KL that was allowed.
-        share: minimum share that keeps to it.
+        keep_ratio: minimum keep ratio that keeps to it.
     """
 
     target_kl: float
-    share: float
+    keep_ratio: float
 
 
 def write(path: Path, calibration: Calibration, bases: Sequence[Basis]) -> None:
@@ -102,8 +102,8 @@ def _parse(content: Mapping[str, Any]) -> Calibration:
     found = Calibration(
         **vars(CalibrationResult.parse(content)),
         target_kl=float(content["target_kl"]),
-        share=float(content["share"]),
+        keep_ratio=float(content["keep_ratio"]),
     )
-    if not 0 < found.share <= 1 or not math.isfinite(found.target_kl):
-        raise CalibrationError(f"it is damaged: its share is {found.share}")
+    if not 0 < found.keep_ratio <= 1 or not math.isfinite(found.target_kl):
+        raise CalibrationError(f"it is damaged: its keep ratio is {found.keep_ratio}")
     return found

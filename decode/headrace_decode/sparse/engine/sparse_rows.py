@@ -59,9 +59,9 @@ def plan_of(
         number: index of the row in the batch.
         queries, kv_tokens: as for `SparseRows.select_rows`.
     """
-    if row.share is None or queries != 1 or kv_tokens <= row.prompt_tokens:
+    if row.keep_ratio is None or queries != 1 or kv_tokens <= row.prompt_tokens:
         return None
-    chosen = selected_page_count(kv_tokens, page_tokens, row.share)
+    chosen = selected_page_count(kv_tokens, page_tokens, row.keep_ratio)
     if chosen is None:
         return None
     full = (kv_tokens - 1) // page_tokens
@@ -111,7 +111,7 @@ class SparseRows:
         """
         wanting: list[tuple[int, int, int]] = []
         for number, row in enumerate(rows):
-            if row.share is None or row.request_id in self._moved:
+            if row.keep_ratio is None or row.request_id in self._moved:
                 continue
             before = int(kv_tokens[number] - queries[number])
             full = before // self._page_tokens

@@ -193,7 +193,7 @@ class OffloadedRequests:
             if held is None:
                 continue
             length = int(kv_tokens[number])
-            if row.share is not None and held.slots:
+            if row.keep_ratio is not None and held.slots:
                 budget -= held.summarise(max(budget, min_pages(held.copied)))
             n = -(-length // pages)
             table = tables[number, :n].astype(np.int64)

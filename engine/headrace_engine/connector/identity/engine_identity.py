@@ -39,11 +39,11 @@ from headrace_engine.vllm.kv_cache import (
 from headrace_kvstore.codec import CODECS, Codec, Raw, tag
 from headrace_kvstore.identity.namespace import KvIdentity, Namespace, canonical, fingerprint
 
-SPARSE_KEY = "headrace_sparse"
+SPARSE_SETTINGS_KEY = "headrace_sparse"
 """Key in vLLM's `additional_config`: how an engine attends sparsely
 (`headrace_decode.attention.settings`). Its `page_tokens` are the attention kernel's block."""
-BOUNDED_KEY = "headrace_bounded"
-"""Key there, too: how an engine bounds contexts (`headrace_decode.compression.engine.settings`)."""
+COMPRESSION_SETTINGS_KEY = "headrace_compression"
+"""Key there, too: how an engine compresses KV (`headrace_decode.compression.engine.settings`)."""
 STATED = frozenset(
     {
         *("model", "model_weights", "revision", "code_revision", "dtype", "max_model_len"),
@@ -299,7 +299,7 @@ def sparse_page_tokens(vllm_config: Any) -> int:
     """Return the tokens of the attention kernel's block in an engine with sparse attention; 0 in
     others."""
     told = getattr(vllm_config, "additional_config", None)
-    sparse = told.get(SPARSE_KEY) if isinstance(told, Mapping) else None
+    sparse = told.get(SPARSE_SETTINGS_KEY) if isinstance(told, Mapping) else None
     return int(sparse["page_tokens"]) if sparse else 0
 
 

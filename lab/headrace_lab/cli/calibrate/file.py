@@ -80,15 +80,19 @@ class CalibrationInputs:
 
 
 def means(scores: Sequence[dict[float, float]]) -> dict[float, float]:
-    """Return the mean KL by share; print it with the KL of the worst text.
+    """Return the mean KL by keep ratio; print it with the KL of the worst text.
 
     Args:
-        scores: KL of each text by share.
+        scores: KL of each text by keep ratio.
     """
-    kl = {share: sum(one[share] for one in scores) / len(scores) for share in scores[0]}
-    table = Table("share", "KL mean", "KL worst text")
-    for share, mean in kl.items():
-        table.add_row(f"{share:.2f}", f"{mean:.4f}", f"{max(one[share] for one in scores):.4f}")
+    kl = {
+        keep_ratio: sum(one[keep_ratio] for one in scores) / len(scores) for keep_ratio in scores[0]
+    }
+    table = Table("keep ratio", "KL mean", "KL worst text")
+    for keep_ratio, mean in kl.items():
+        table.add_row(
+            f"{keep_ratio:.2f}", f"{mean:.4f}", f"{max(one[keep_ratio] for one in scores):.4f}"
+        )
     stdout().print(table)
     return kl
 

@@ -1,6 +1,6 @@
-"""`headrace lab calibrate sparse`: a model's bases, and the share that meets a target error.
+"""`headrace lab calibrate sparse`: a model's bases, and the keep ratio that meets a target error.
 
-The bases are learned from some texts. The error of each share is measured on other texts, with an
+The bases are learned from some texts. The error of each ratio is measured on other texts, with an
 engine's summaries and choice of pages.
 """
 
@@ -27,7 +27,7 @@ def calibrate(
 
     Raises:
         CliError: plain torch cannot compute the model, the texts are too short, the file cannot be
-            written, or no share meets the target.
+            written, or no keep ratio meets the target.
     """
     from headrace_decode.sparse.engine.calibration import Calibration, write
     from headrace_lab.sparse.calibrate import Learning, divergences, min_share
@@ -45,12 +45,12 @@ def calibrate(
     wanted = min_share(kl, target_kl)
     if wanted is None:
         raise CliError(
-            f"no share up to {max(kl):.2f} keeps to a KL of {target_kl:g}; allow more error, or "
+            f"no ratio up to {max(kl):.2f} keeps to a KL of {target_kl:g}; allow more error, or "
             "leave sparse attention off. No file was written"
         )
     found = Calibration(
-        asked.model, asked.shape, page_tokens, kl, target_kl=target_kl, share=wanted
+        asked.model, asked.shape, page_tokens, kl, target_kl=target_kl, keep_ratio=wanted
     )
     write(asked.file, found, bases)
-    stdout().print(f"share: {wanted:.2f}", markup=False)
+    stdout().print(f"keep_ratio: {wanted:.2f}", markup=False)
     stdout().print(f"techniques.sparse.calibration: {asked.file}", markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Measures bandwidth and differences between two machines: one listens, the other reads from it.
 
 Both ends are `headrace doctor`. The talk is one JSON line each way, then reads:
-the listener lends `LENT_BYTES` of zeros through NIXL, and sends zeros over plain TCP when asked.
+the listener serves `SERVED_BYTES` of zeros through NIXL, and sends zeros over plain TCP when asked.
 It reads no memory of its peer. Over TCP, UCX does not check who reads, so the listener's memory may
 hold nothing worth reading: it is a program that begins with an environment without secrets. It
 serves one peer at a time, each for a bounded time even if it is slow, and stops after `serve_s`.
@@ -26,7 +26,7 @@ import numpy as np
 from headrace.cli.probes.child import in_process
 from headrace_kvstore.protocol.address import host_port, split_host_port
 
-LENT_BYTES = 64 * 2**20
+SERVED_BYTES = 64 * 2**20
 PIECE_BYTES = 2 * 2**20
 MAX_LINE_BYTES = 256 * 2**10
 LONGEST_S = 10.0
@@ -73,10 +73,10 @@ def measure(address: str, seconds: float) -> tuple[Transfer | None, str]:
 
 def read(host: str, port: int, seconds: float) -> Transfer:
     """Measure against a listener. Raises OSError or ValueError with what is wrong."""
-    with _connect(host, port) as line:
+    with _connect(host, port) as connection:
         asked, ends_s = time.time(), time.monotonic() + MESSAGE_S
-        _send(line, {"protocol": PROTOCOL}, ends_s)
-        hello = _receive(line, ends_s)
+        _send(connection, {"protocol": PROTOCOL}, ends_s)
+        hello = _receive(connection, ends_s)
         answered = time.time()
         if hello.get("protocol") != PROTOCOL:
             where = host_port(host, port)
@@ -88,8 +88,8 @@ def read(host: str, port: int, seconds: float) -> Transfer:
                 nixl_gbps = _read_nixl(hello, seconds)
             except (ImportError, OSError, RuntimeError, ValueError) as error:
                 nixl_error = f"{type(error).__name__}: {error}"
-        _send(line, {"send_s": seconds}, time.monotonic() + MESSAGE_S)
-        tcp_gbps = _read_tcp(line, seconds)
+        _send(connection, {"send_s": seconds}, time.monotonic() + MESSAGE_S)
+        tcp_gbps = _read_tcp(connection, seconds)
     return Transfer(
         nixl_gbps, nixl_error, tcp_gbps, clock_s, (answered - asked) / 2, dict(hello["facts"])
     )
@@ -110,11 +110,11 @@ def _connect(host: str, port: int) -> socket.socket:
 def _read_nixl(hello: dict[str, Any], seconds: float) -> float:
     from headrace_kvstore.peers.nixl_agent import NixlAgent
 
-    memory = np.ones(LENT_BYTES, np.uint8)
+    memory = np.ones(SERVED_BYTES, np.uint8)
     agent = NixlAgent(memory.ctypes.data, memory.nbytes)
     try:
         name = agent.connect(base64.b64decode(hello["nixl"])).result(timeout=20)
-        offsets = np.arange(0, LENT_BYTES, PIECE_BYTES, dtype=np.uint64)
+        offsets = np.arange(0, SERVED_BYTES, PIECE_BYTES, dtype=np.uint64)
         lengths = np.full(len(offsets), PIECE_BYTES, np.uint64)
         local = offsets + np.uint64(memory.ctypes.data)
         remote = offsets + np.uint64(hello["address"])
@@ -124,7 +124,7 @@ def _read_nixl(hello: dict[str, Any], seconds: float) -> float:
 
         once()  # connects
         if memory.any():
-            raise ValueError("the bytes that came are not those that were lent")
+            raise ValueError("the bytes that came are not those that were served")
         return _rate(once, seconds)
     finally:
         agent.close(5.0)
@@ -135,13 +135,13 @@ def _rate(once: Callable[[], None], seconds: float) -> float:
     while (passed := time.perf_counter() - begun) < seconds or count == 0:
         once()
         count += 1
-    return count * LENT_BYTES / passed / 1e9 if passed else 0.0
+    return count * SERVED_BYTES / passed / 1e9 if passed else 0.0
 
 
-def _read_tcp(line: socket.socket, seconds: float) -> float:
+def _read_tcp(connection: socket.socket, seconds: float) -> float:
     buffer = bytearray(PIECE_BYTES)
     begun, count = time.perf_counter(), 0
-    while (got := line.recv_into(buffer)) > 0:
+    while (got := connection.recv_into(buffer)) > 0:
         count += got
         if time.perf_counter() - begun > 2 * seconds + 5:
             break
@@ -183,7 +183,7 @@ def listen(port: int, facts: dict[str, Any], serve_s: float, ready: Callable[[in
     """
     from headrace_kvstore.peers.nixl_agent import NixlAgent
 
-    memory = np.zeros(LENT_BYTES, np.uint8)
+    memory = np.zeros(SERVED_BYTES, np.uint8)
     agent, error = None, ""
     try:
         agent = NixlAgent(memory.ctypes.data, memory.nbytes, serving=lambda: True)
@@ -202,11 +202,11 @@ def listen(port: int, facts: dict[str, Any], serve_s: float, ready: Callable[[in
             while (left := until - time.monotonic()) > 0:
                 server.settimeout(left)
                 try:
-                    line, _ = server.accept()
+                    connection, _ = server.accept()
                 except TimeoutError:
                     break
-                with closing(line), suppress(OSError, ValueError, LookupError, TypeError):
-                    _serve(line, hello, until)
+                with closing(connection), suppress(OSError, ValueError, LookupError, TypeError):
+                    _serve(connection, hello, until)
                     served += 1
     finally:
         if agent is not None:
@@ -221,31 +221,31 @@ def _bind(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _serve(line: socket.socket, hello: dict[str, Any], until_s: float) -> None:
+def _serve(connection: socket.socket, hello: dict[str, Any], until_s: float) -> None:
     """Serve one peer, until a time of the monotonic clock at most."""
 
     def within(seconds: float) -> float:
         return min(time.monotonic() + seconds, until_s)
 
     ends_s = within(MESSAGE_S)
-    _receive(line, ends_s)
-    _send(line, hello | {"time": time.time()}, ends_s)
+    _receive(connection, ends_s)
+    _send(connection, hello | {"time": time.time()}, ends_s)
     # The peer reads through NIXL before it sends the next message.
-    seconds = min(float(_receive(line, within(NIXL_S + LONGEST_S))["send_s"]), LONGEST_S)
+    seconds = min(float(_receive(connection, within(NIXL_S + LONGEST_S))["send_s"]), LONGEST_S)
     zeros, ends_s = bytes(PIECE_BYTES), within(seconds)
     while (left_s := ends_s - time.monotonic()) > 0:
-        line.settimeout(left_s)
+        connection.settimeout(left_s)
         with suppress(TimeoutError):  # the time to send is over
-            line.sendall(zeros)
-    line.shutdown(socket.SHUT_WR)
+            connection.sendall(zeros)
+    connection.shutdown(socket.SHUT_WR)
 
 
-def _send(line: socket.socket, message: dict[str, Any], ends_s: float) -> None:
-    line.settimeout(max(MIN_S, ends_s - time.monotonic()))
-    line.sendall(json.dumps(message).encode() + b"\n")
+def _send(connection: socket.socket, message: dict[str, Any], ends_s: float) -> None:
+    connection.settimeout(max(MIN_S, ends_s - time.monotonic()))
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(line: socket.socket, ends_s: float) -> dict[str, Any]:
+def _receive(connection: socket.socket, ends_s: float) -> dict[str, Any]:
     """Return the next message, if it arrives by a time of the monotonic clock.
 
     Raises:
@@ -254,8 +254,8 @@ def _receive(line: socket.socket, ends_s: float) -> dict[str, Any]:
     """
     got = bytearray()
     while not got.endswith(b"\n"):
-        line.settimeout(max(MIN_S, ends_s - time.monotonic()))
-        more = line.recv(65536)
+        connection.settimeout(max(MIN_S, ends_s - time.monotonic()))
+        more = connection.recv(65536)
         if time.monotonic() > ends_s:
             raise TimeoutError("the other side is too slow")
         if not more or len(got) + len(more) > MAX_LINE_BYTES:

@@ -28,7 +28,7 @@ class EndpointInfo:
 
     @classmethod
     def of(cls, answer: Any) -> EndpointInfo | None:
-        """Return the address from `line` in a replica's answer to `headrace_replica`.
+        """Return the address from `endpoint` in a replica's answer to `headrace_replica`.
 
         Returns:
             The address; None if the replica has no publisher, or its address is malformed.

@@ -158,7 +158,7 @@ class EventSubscriber:
     def stats(self) -> dict[str, Any]:
         """Return the counts in JSON types."""
         return {
-            "lines": len(self._subscriptions),
+            "subscriptions": len(self._subscriptions),
             "replaying": len(self._replaying),
             "longest_turn_s": round(self.longest_turn_s, 6),
             **self.counts,

@@ -175,7 +175,7 @@ class Placer:
 
     def stats(self) -> dict[str, Any]:
         """Return the state in JSON types."""
-        return {**self.cluster.stats(self._clock()), "lines": self._subscriber.stats()}
+        return {**self.cluster.stats(self._clock()), "subscriber": self._subscriber.stats()}
 
     async def _prompt(
         self, replica: ReplicaInfo, target: str, body: bytes, headers: Headers

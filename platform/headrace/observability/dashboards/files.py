@@ -8,8 +8,8 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from headrace.observability.dashboards.alerts import groups
-from headrace.observability.dashboards.boards import boards
 from headrace.observability.dashboards.grafana import built
+from headrace.observability.dashboards.panels import dashboards
 
 CHART_FILES = Path(__file__).parents[4] / "helm" / "headrace" / "files"
 WRITTEN = "Written by `python -m headrace.observability.dashboards`; change the Python there."
@@ -19,7 +19,8 @@ def files() -> dict[str, str]:
     """Return the texts of the files, by path below `CHART_FILES`."""
     encoder = JSONEncoder(sort_keys=True, indent=1)
     found = {
-        f"dashboards/{board.uid}.json": encoder.encode(built(board)) + "\n" for board in boards()
+        f"dashboards/{dashboard.uid}.json": encoder.encode(built(dashboard)) + "\n"
+        for dashboard in dashboards()
     }
     rules = yaml.safe_dump(groups(), sort_keys=False, width=100)
     return {**found, "alerts.yaml": f"# {WRITTEN}\n{rules}"}

@@ -43,7 +43,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Board:
+class DashboardSpec:
     """A dashboard: its name in the address, its title, its panels."""
 
     uid: str
@@ -51,12 +51,12 @@ class Board:
     panels: tuple[Panel, ...]
 
 
-def built(board: Board) -> Dashboard:
+def built(dashboard: DashboardSpec) -> Dashboard:
     """Return the dashboard in Grafana's form."""
     clusters = f"label_values(ray_headrace_gateway_ready_replicas, {CLUSTER})"
     made = (
-        grafana.Dashboard(board.title)
-        .uid(board.uid)
+        grafana.Dashboard(dashboard.title)
+        .uid(dashboard.uid)
         .tags(["headrace"])
         .time("now-1h", "now")
         .refresh("30s")
@@ -74,7 +74,7 @@ def built(board: Board) -> Dashboard:
             .all_value(".*")
         )
     )
-    for number, panel in enumerate(board.panels):
+    for number, panel in enumerate(dashboard.panels):
         made = made.with_panel(_chart(panel, number))
     return made.build()
 

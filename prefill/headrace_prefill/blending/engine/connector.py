@@ -8,7 +8,7 @@ A subclass finds the runs (`find`, in the scheduler's process) and knows where t
 in the worker's). The resulting KV is approximate. Therefore, when the load has succeeded, the
 blocks from the first approximate one on become private (`headrace_engine.vllm.private_blocks`):
 their hashes are random, and no other request finds them. An engine that pulls such KV is told so
-(`handoff.REUSED_KEY`), and keeps all of it private. After a failed load, the request is served as
+(`handoff.BLENDED_KEY`), and keeps all of it private. After a failed load, the request is served as
 if it had not asked: vLLM computes it with prefix cache and store, and both may keep its KV.
 
 The connector serves a request once. After a preemption, or if stored KV was lost, vLLM computes the
@@ -38,7 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_engine.kv_transfer.handoff import REUSED_KEY
+from headrace_engine.kv_transfer.handoff import BLENDED_KEY
 from headrace_engine.vllm.private_blocks import keep_private
 from headrace_prefill.blending.engine.kv_scatter import KvScatter, StoredRun
 from headrace_prefill.blending.engine.paged import BlockTable
@@ -113,7 +113,7 @@ class BlendingConnector(KVConnectorBase_V1):
         self._loading: dict[str, tuple[Any, int, frozenset[int]]] = {}
         """request id -> (vLLM's request, index of its first approximate block, ids of the blocks
         that are loaded)."""
-        self._reused: set[str] = set()
+        self._blended: set[str] = set()
         self._begin: list[LoadStart] = []
         self._rows: RowEngine | None = None
         self._pass: SelectiveRecompute | None = None
@@ -146,7 +146,7 @@ class BlendingConnector(KVConnectorBase_V1):
     # Scheduler side
 
     def on_new_request(self, request: Any) -> None:
-        if (request.kv_transfer_params or {}).get(REUSED_KEY):
+        if (request.kv_transfer_params or {}).get(BLENDED_KEY):
             keep_private(request, 0)
 
     def get_num_new_matched_tokens(
@@ -186,18 +186,18 @@ class BlendingConnector(KVConnectorBase_V1):
             request, first, blocks = self._loading.pop(name)
             if invalid.isdisjoint(blocks):
                 keep_private(request, first)
-                self._reused.add(name)
+                self._blended.add(name)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         name, transfer = request.request_id, request.kv_transfer_params or {}
-        reused = name in self._reused
+        blended = name in self._blended
         self._found.pop(name, None)
         self._loading.pop(name, None)
         self._served.discard(name)
-        self._reused.discard(name)
-        return False, {REUSED_KEY: True} if reused and transfer.get("do_remote_decode") else None
+        self._blended.discard(name)
+        return False, {BLENDED_KEY: True} if blended and transfer.get("do_remote_decode") else None
 
     # Worker side
 

@@ -1,13 +1,13 @@
 """The connector that reuses runs in the node's KV store, as the request says.
 
 The runs were found when the request was planned; this connector knows no tenants and no texts. The
-request's `kv_transfer_params` have, under `headrace_engine.kv_transfer.handoff.REUSE_KEY`:
+request's `kv_transfer_params` have, under `headrace_engine.kv_transfer.handoff.BLENDING_KEY`:
 
-    runs        [[new, old, length, offset, digests], ...]: positions of the run's first token in
-                this prompt and in the stored one, its length in tokens, the position of its first
-                token in its first block, and its blocks' hashes, concatenated
-    last        first position of the prompt's last tokens, which the probe computes
-    share       share of the runs' KV that is computed again, the probe included
+    runs             [[new, old, length, offset, digests], ...]: positions of the run's first token
+                     in this prompt and in the stored one, its length in tokens, the position of its
+                     first token in its first block, and its blocks' hashes, concatenated
+    last             first position of the prompt's last tokens, which the probe computes
+    recompute_ratio  part of the runs' KV that is computed again, the probe included
 
 A request whose blocks are not all in DRAM when it is admitted is served as if it had not asked.
 """
@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_engine.connector.engine_arena import EngineArena
 from headrace_engine.connector.identity.engine_identity import first_epoch
-from headrace_engine.kv_transfer.handoff import REUSE_KEY
+from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_kvstore.blocks.block_layout import BlockLayout
 from headrace_prefill.blending.engine.connector import BlendingConnector, LoadStart, RecomputePlan
 from headrace_prefill.blending.engine.kv_scatter import KvScatter, LostKV, StoredRun
@@ -51,7 +51,7 @@ class StoredBlendingConnector(BlendingConnector):
 
     def find(self, request: Any, computed_tokens: int) -> Any:
         """Return the request's runs and settings, or None if the store does not have all blocks."""
-        found = (request.kv_transfer_params or {}).get(REUSE_KEY) if self._shares else None
+        found = (request.kv_transfer_params or {}).get(BLENDING_KEY) if self._shares else None
         if not found or found["runs"][0][0] < computed_tokens:
             return None
         digests = [digest for run in found["runs"] for digest in _digests(run)]
@@ -73,13 +73,13 @@ class StoredBlendingConnector(BlendingConnector):
         last = found["last"] if found["last"] < n else None
         moved = [(run.new, run.length) for run in runs if run.moved]
         exact = [run.length for run in runs if not run.moved]
-        offsets, share = offsets_of(n, moved), float(found["share"])
+        offsets, ratio = offsets_of(n, moved), float(found["recompute_ratio"])
         probe = 0 if last is None else n - last + 1 + DRAFT_TOKENS
-        share = max(0.0, share - probe / max(1, int((offsets >= 0).sum())))
+        ratio = max(0.0, ratio - probe / max(1, int((offsets >= 0).sum())))
 
         def choose(mass: NDArray[np.float32] | None) -> NDArray[np.int64]:
             assert self._rows is not None
-            depths = SelectionRule().depths(offsets, mass, self._rows.layers, share)
+            depths = SelectionRule().depths(offsets, mass, self._rows.layers, ratio)
             depths[: sum(exact)] = 0
             return depths
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reuse import arms
+from benchmarks.blending import arms
 
 BUDGETS = 0.10, 0.15, 0.30
 OUR_BUDGETS = (0.05, *BUDGETS)
@@ -104,4 +104,4 @@ def plots(rows: list[Row], folder: Path) -> None:
             axes.plot(np.mean(layers, 0), label=arm)
     axes.set(xlabel="layer", ylabel=f"share of tokens recomputed, budget {MAIN:.0%}")
     axes.legend()
-    figure.savefig(folder / "reuse_layers.png", dpi=120, bbox_inches="tight")
+    figure.savefig(folder / "blending_layers.png", dpi=120, bbox_inches="tight")

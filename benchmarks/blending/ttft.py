@@ -1,6 +1,6 @@
 """Time to the first token with most of a prompt reused, against computing the whole prompt.
 
-    python -m benchmarks.reuse.ttft --json FILE [--tokens 6000] [--share 0.8] [--prompts 5]
+    python -m benchmarks.blending.ttft --json FILE [--tokens 6000] [--share 0.8] [--prompts 5]
 
 The laptop's app is started with `techniques.blending.mode: request`. Three documents are stored,
 each as a prompt of its own. Then prompts hold new text and these documents in changing order. Each

@@ -1,6 +1,6 @@
 """Ways for one decoding row to attend to mixed KV, in milliseconds, on vLLM's CPU kernel.
 
-    python -m benchmarks.fusion.mixing --json FILE [--tokens 8192] [--heads 3] [--dim 64]
+    python -m benchmarks.cross_layer.mixing --json FILE [--tokens 8192] [--heads 3] [--dim 64]
 
 One layer of SmolLM2's shape, bfloat16, one thread, blocks of 128 tokens in random places. The ways
 take turns. `plain` is attention to one layer's KV. The others mix two layers':

@@ -1,6 +1,6 @@
 """Effect of errors of reused KV on the answer, and its share that each choice of rows leaves.
 
-    python -m benchmarks.reuse.first_order --json FILE [--prompts N]
+    python -m benchmarks.blending.first_order --json FILE [--prompts N]
 
 The KL of an answer over placed KV changes with an error of K or V of token i at layer l by
 
@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.blending.arms import offsets_depths
 from benchmarks.plain import model
-from benchmarks.reuse.arms import offsets_depths
 from headrace_lab.blending.correct import Case
 from headrace_lab.models.exact import Exact
 from headrace_lab.models.lm import KV, LM

@@ -1,6 +1,6 @@
 """How long it takes to find what prompts share with 1 GB of stored text.
 
-    python -m benchmarks.reuse.finding --json FILE [--gigabytes 1]
+    python -m benchmarks.blending.finding --json FILE [--gigabytes 1]
 
 Texts are sources and documents of installed packages, in SmolLM2's tokens. Where they are fewer
 than asked for, copies follow whose tokens are renamed by a permutation: other texts of the same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.observability.dashboards import alerts
 from headrace.observability.dashboards import promql as q
-from headrace.observability.dashboards.grafana import Board, Panel
+from headrace.observability.dashboards.grafana import DashboardSpec, Panel
 from headrace.observability.dashboards.promql import CLUSTER
 
 WINDOW = "$__rate_interval"
@@ -14,13 +14,13 @@ def _quantiles(histogram: str, *quantiles: float, **labels: str) -> dict[str, st
     return {f"p{100 * at:g}": q.quantile(at, histogram, WINDOW, **labels) for at in quantiles}
 
 
-def _slos() -> Board:
+def _slos() -> DashboardSpec:
     ttft = "ray_headrace_gateway_ttft_seconds"
     in_time = f"{alerts.T['ttft_s'].value:g}"
     good = q.rate(f"{ttft}_bucket", WINDOW, streamed="yes", le=in_time)
     streams = q.rate(f"{ttft}_count", WINDOW, streamed="yes")
     budget = 1 - alerts.T["ttft_objective"].value
-    return Board(
+    return DashboardSpec(
         "headrace-slos",
         "Headrace: SLOs",
         (
@@ -84,11 +84,11 @@ def _slos() -> Board:
     )
 
 
-def _placement() -> Board:
+def _placement() -> DashboardSpec:
     ratio = "ray_headrace_plan_ttft_error_ratio"
     tokens = "ray_headrace_plan_prompt_tokens_total"
     prompts = q.rate(tokens, WINDOW, kind="all")
-    return Board(
+    return DashboardSpec(
         "headrace-placement",
         "Headrace: placement",
         (
@@ -164,14 +164,14 @@ def _placement() -> Board:
     )
 
 
-def _tiers() -> Board:
+def _tiers() -> DashboardSpec:
     # The engines' own counters have a prompt that one role prefills for the other twice.
     tokens = "ray_headrace_plan_prompt_tokens_total"
     prompts, reused = (q.rate(tokens, WINDOW, kind=kind) for kind in ("all", "reused"))
     blocks = "ray_vllm_headrace_kv_blocks_total"
     events = "ray_headrace_store_block_events_total"
     size = q.total("ray_headrace_store_size_bytes", "tier")
-    return Board(
+    return DashboardSpec(
         "headrace-tiers",
         "Headrace: KV tiers",
         (
@@ -263,11 +263,11 @@ def _tiers() -> Board:
     )
 
 
-def _speculation() -> Board:
+def _speculation() -> DashboardSpec:
     name = "ray_headrace_speculation_"
     drafted, accepted = f"{name}drafted_tokens_total", f"{name}accepted_tokens_total"
     steps = q.rate(f"{name}steps_total", WINDOW)
-    return Board(
+    return DashboardSpec(
         "headrace-speculation",
         "Headrace: speculative decoding",
         (
@@ -339,10 +339,10 @@ def _speculation() -> Board:
     )
 
 
-def _failures() -> Board:
+def _failures() -> DashboardSpec:
     targets = q.most("ray_serve_autoscaling_target_replicas", "deployment")
     healthy = q.total("ray_serve_deployment_replica_healthy", "deployment")
-    return Board(
+    return DashboardSpec(
         "headrace-failures",
         "Headrace: failures",
         (
@@ -415,6 +415,6 @@ def _failures() -> Board:
     )
 
 
-def boards() -> list[Board]:
+def dashboards() -> list[DashboardSpec]:
     """Return all dashboards."""
     return [_slos(), _placement(), _tiers(), _speculation(), _failures()]

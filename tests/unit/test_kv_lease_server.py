@@ -1,4 +1,4 @@
-"""Leases on the owner's side: what is lent, to whom it is refused, and how a lease ends."""
+"""Leases on the owner's side: what is leased, to whom it is refused, and how a lease ends."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Below:
 
 
 class Owner:
-    """An arena that lends, with a clock that the arena and the lender share."""
+    """An arena with leases, and a clock that both share."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 1000.0
@@ -254,7 +254,7 @@ steps = st.lists(
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
-    owner = Owner(tmp_path_factory.mktemp("lend"))
+    owner = Owner(tmp_path_factory.mktemp("lease"))
     owner.engine.put(*range(6))
     yield owner
     owner.close()

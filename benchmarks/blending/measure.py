@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 
+from benchmarks.blending import arms
+from benchmarks.blending.figures import BUDGETS, MAIN, OUR_BUDGETS, Row
 from benchmarks.plain import model
-from benchmarks.reuse import arms
-from benchmarks.reuse.figures import BUDGETS, MAIN, OUR_BUDGETS, Row
 
 TOKENS = 2000, 6000
 GROUPS = "peers", "ours", "ablations", "all"

@@ -1,6 +1,6 @@
 """Savings and costs of models whose upper layers keep no KV, against vLLM's own Llama.
 
-    python -m benchmarks.fusion --json FILE [--quick] [--threads N]
+    python -m benchmarks.cross_layer --json FILE [--quick] [--threads N]
 
 All have SmolLM2-135M's shapes (30 layers, 9 heads, 3 KV heads of 64, bfloat16) and random weights;
 15 layers keep KV. Engines run one at a time in this process, vLLM's Llama first and again last:
@@ -43,7 +43,7 @@ def main() -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCH_COMPILE_DISABLE": "1",
     }
-    from benchmarks.fusion.engines import measured
+    from benchmarks.cross_layer.engines import measured
 
     kinds, prompts = KINDS, PROMPTS[:1] if options.quick else PROMPTS
     found: dict[str, Any] = {}

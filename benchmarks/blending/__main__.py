@@ -1,6 +1,6 @@
 """How well rules of recomputation correct reused KV, at equal budgets, against the exact model.
 
-    python -m benchmarks.reuse --json FILE [--arms GROUP...] [--again ARM...] [--prompts N]
+    python -m benchmarks.blending --json FILE [--arms GROUP...] [--again ARM...] [--prompts N]
 
 Prompts hold several documents, of which 50, 80 or 95 % were seen elsewhere: prefilled alone, after
 a system prompt, or inside another prompt. Their KV is placed, corrected by each rule, and the exact
@@ -24,8 +24,8 @@ import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks.reuse.figures import MAIN, Row, figures, plots
-from benchmarks.reuse.measure import GROUPS, done, measured, plan
+from benchmarks.blending.figures import MAIN, Row, figures, plots
+from benchmarks.blending.measure import GROUPS, done, measured, plan
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The board against a list that is searched from its start."""
+"""The gossip log against a list that is searched from its start."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ NAMES = st.sampled_from([b"a", b"b", b"c"])
 @dataclass
 class SavedEntry:
     number: int
-    note: GossipEntry
+    entry: GossipEntry
     own: bool
     restored: bool
 
     @property
     def size_bytes(self) -> int:
-        return len(self.note.data) + ENTRY_COST_BYTES
+        return len(self.entry.data) + ENTRY_COST_BYTES
 
 
-class Boards(RuleBasedStateMachine):
+class GossipLogs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.board = GossipLog(CAPACITY_BYTES, "g")
+        self.log = GossipLog(CAPACITY_BYTES, "g")
         self.kept: list[SavedEntry] = []
         self.head = 0
         self.place = 0
@@ -44,7 +44,7 @@ class Boards(RuleBasedStateMachine):
     )
     def post(self, writer: bytes, stream: bytes, last: int, size: int, own: bool) -> None:
         if self.put(writer, stream, last, size, own, restored=False):
-            self.kept = [k for k in self.kept if k.note.writer != writer or not k.restored]
+            self.kept = [k for k in self.kept if k.entry.writer != writer or not k.restored]
 
     @rule(writer=NAMES, stream=NAMES, last=st.integers(0, 20), size=st.integers(0, CAPACITY_BYTES))
     def restore(self, writer: bytes, stream: bytes, last: int, size: int) -> None:
@@ -53,24 +53,26 @@ class Boards(RuleBasedStateMachine):
     def put(
         self, writer: bytes, stream: bytes, last: int, size: int, own: bool, *, restored: bool
     ) -> bool:
-        note = GossipEntry(writer, stream, last, bytes(size))
-        theirs = [k.note.last for k in self.kept if (k.note.writer, k.note.stream) == note_of(note)]
+        entry = GossipEntry(writer, stream, last, bytes(size))
+        theirs = [
+            k.entry.last for k in self.kept if (k.entry.writer, k.entry.stream) == stream_of(entry)
+        ]
         new = all(last > other for other in theirs) and size + ENTRY_COST_BYTES <= CAPACITY_BYTES
         if restored:
-            assert self.board.restore([Saved(note, own)]) == new
+            assert self.log.restore([Saved(entry, own)]) == new
         else:
-            assert self.board.append(note, own=own) == new
+            assert self.log.append(entry, own=own) == new
         if new:
             self.head += 1
-            self.kept.append(SavedEntry(self.head, note, own, restored))
+            self.kept.append(SavedEntry(self.head, entry, own, restored))
             while sum(kept.size_bytes for kept in self.kept) > CAPACITY_BYTES:
                 self.kept.remove(self.first_of_largest())
         return new
 
     def first_of_largest(self) -> SavedEntry:
         sizes = {
-            kept.note.stream: sum(
-                k.size_bytes for k in self.kept if k.note.stream == kept.note.stream
+            kept.entry.stream: sum(
+                k.size_bytes for k in self.kept if k.entry.stream == kept.entry.stream
             )
             for kept in self.kept
         }
@@ -78,7 +80,7 @@ class Boards(RuleBasedStateMachine):
         return self.oldest(largest)
 
     def oldest(self, stream: bytes) -> SavedEntry:
-        return next(kept for kept in self.kept if kept.note.stream == stream)
+        return next(kept for kept in self.kept if kept.entry.stream == stream)
 
     @rule(
         most_bytes=st.integers(0, CAPACITY_BYTES),
@@ -86,25 +88,25 @@ class Boards(RuleBasedStateMachine):
         own=st.booleans(),
     )
     def read_on(self, most_bytes: int, except_writer: bytes, own: bool) -> None:
-        page = self.board.read(
+        page = self.log.read(
             self.place, most_bytes, generation="g", except_writer=except_writer, own=own
         )
         wanted, size = [], 0
         for kept in self.kept:
             if (
                 kept.number <= self.place
-                or kept.note.writer == except_writer
+                or kept.entry.writer == except_writer
                 or (own and not kept.own)
             ):
                 continue
-            size += len(kept.note.data)
+            size += len(kept.entry.data)
             if wanted and size > most_bytes:
                 break
             wanted.append(kept)
-        assert page.entries == [kept.note for kept in wanted]
+        assert page.entries == [kept.entry for kept in wanted]
         assert self.place <= page.after <= page.head == self.head
         skipped = [k for k in self.kept if self.place < k.number <= page.after and k not in wanted]
-        assert all(k.note.writer == except_writer or not k.own for k in skipped), (
+        assert all(k.entry.writer == except_writer or not k.own for k in skipped), (
             "nothing else is skipped"
         )
         self.place = page.after
@@ -115,14 +117,14 @@ class Boards(RuleBasedStateMachine):
 
     @invariant()
     def it_keeps_to_its_size(self) -> None:
-        stats = self.board.stats()
+        stats = self.log.stats()
         assert stats["bytes"] == sum(kept.size_bytes for kept in self.kept) <= CAPACITY_BYTES
-        assert stats["notes"] == len(self.kept)
+        assert stats["entries"] == len(self.kept)
 
 
-def note_of(note: GossipEntry) -> tuple[bytes, bytes]:
-    return note.writer, note.stream
+def stream_of(entry: GossipEntry) -> tuple[bytes, bytes]:
+    return entry.writer, entry.stream
 
 
-TestBoards = Boards.TestCase
-TestBoards.settings = settings(max_examples=60, stateful_step_count=40)
+TestGossipLogs = GossipLogs.TestCase
+TestGossipLogs.settings = settings(max_examples=60, stateful_step_count=40)
