@@ -238,7 +238,7 @@ class Arena(PinningArena):
         counted if the lock is not free at once, since an engine's step waits for this."""
         try:
             with self._brief_section:
-                self._words[MISSES_TOTAL] += np.uint64(blocks)
+                self._words[MISSES_TOTAL] += blocks
         except LockBusyError as error:
             logger.warning("misses are not counted: %s", error)
 

@@ -159,10 +159,10 @@ def advice(report: dict[str, Any]) -> str:
     if report["disaggregation_pays"]:
         text = f"disaggregation pays; best of these engines: {name(best)} ({seen(best)})"
         text += f", without prefill engines {seen(colocated)}"
-        shown = (best, colocated)
+        shown = [best, colocated]
     else:
         text = f"disaggregation does not pay: without prefill engines {seen(colocated)}"
-        shown = (colocated,)
+        shown = [colocated]
     if now not in shown:
         text += f", now {seen(now)}"
     text += (
