@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.autoscaling import AutoscalingTargets, RoleAutoscaling
-from headrace.config.checks.conflicts import endpoint_conflicts, technique_conflicts
+from headrace.config.conflicts import endpoint_conflicts, technique_conflicts
 from headrace.config.gateway import GatewaySettings, Port
 from headrace.config.integrity import IntegritySection
 from headrace.config.section import GIB, Resources, Section

@@ -1,5 +1,5 @@
 """The checks of a configuration's values.
 
-`configuration` calls all of them. `engine_args` checks vLLM's arguments. `conflicts` compares
-values that both the file and `build_app` may hold. `messages` has the words.
+`configuration` calls all of them, and those of `config.conflicts`. `engine_args` checks vLLM's
+arguments. `messages` has the words.
 """

@@ -19,7 +19,7 @@ from headrace.config.calibration import (
     compression_calibration,
     sparse_calibration,
 )
-from headrace.config.checks.conflicts import Problem, endpoint_conflicts, technique_conflicts
+from headrace.config.conflicts import Problem, endpoint_conflicts, technique_conflicts
 from headrace.config.checks.engine_args import engine_problems
 from headrace.config.checks.messages import did_you_mean
 from headrace.config.key_file import read_keys
