@@ -151,7 +151,7 @@ def test_workers_killed_at_random_moments_harm_nobody(arena: Arena, tmp_path: Pa
         ends = [end(worker) for worker in workers]
     assert ends == [-signal.SIGKILL] * 3
     # Once their time is over, all that the dead left can be had again.
-    arena._words[0] |= 1
+    arena.words[0] |= 1
     assert broken(arena) == []
     left = arena.table["state"] == WRITING
     arena.table["stored_s"][left] -= WRITER_TIMEOUT_S
@@ -224,16 +224,16 @@ def assert_(truth: bool) -> None:
 
 def test_a_forked_child_has_locks_of_its_own(arena: Arena) -> None:
     def child() -> None:
-        with arena._section:
+        with arena.section:
             time.sleep(0.3)
 
     held = fork(child)
     time.sleep(0.1)
     waited_s = time.monotonic()
-    with arena._section:
+    with arena.section:
         waited_s = time.monotonic() - waited_s
         bystander = fork(lambda: time.sleep(30))
-    with arena._section:
+    with arena.section:
         pass  # what the bystander inherited keeps nothing
     assert end(held) == 0 and waited_s > 0.1
     os.kill(bystander, signal.SIGKILL)
@@ -242,7 +242,7 @@ def test_a_forked_child_has_locks_of_its_own(arena: Arena) -> None:
 
 def test_a_child_that_outlives_its_parent_does_not_keep_the_parents_lock(arena: Arena) -> None:
     def parent() -> None:
-        with arena._section:
+        with arena.section:
             fork(lambda: time.sleep(3))
             time.sleep(0.05)  # the child closes what it inherited
             die()

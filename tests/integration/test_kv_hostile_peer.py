@@ -247,17 +247,17 @@ def test_a_peer_that_writes_reaches_no_table_and_a_block_that_it_spoilt_is_a_mis
     agent = NixlAgent(int(memory.ctypes.data), memory.size)
     name = agent.connect(handshake.agent).result(PATIENT_S)
     arena = dram.arena
-    tables = arena._bytes[: arena.geometry.data_offset].copy()
+    tables = arena.memory[: arena.geometry.data_offset].copy()
     for offset in (0, 512, 4096, arena.geometry.data_offset - 4096):
         with pytest.raises(Exception):  # noqa: B017  # NIXL's own
             _write(agent, name, memory, arena.base_address + offset, 4096)
     words = slice(0, 512)
-    assert (arena._bytes[words] == tables[words]).all()
+    assert (arena.memory[words] == tables[words]).all()
 
     spoilt = leased.rows[1].address
     _write(agent, name, memory, spoilt, 4096)
     at = spoilt - arena.base_address
-    until(lambda: bool((arena._bytes[at : at + 4096] == 0xEE).all()), PATIENT_S)
+    until(lambda: bool((arena.memory[at : at + 4096] == 0xEE).all()), PATIENT_S)
 
     with reader_of(owner, tmp_path) as reader:
         pulled(reader, 3)
@@ -283,18 +283,18 @@ def test_a_block_whose_sum_was_kept_while_its_bytes_were_changed_is_a_miss(
 
     spoilt = leased.rows[1].address
     at = spoilt - arena.base_address
-    memory = arena._bytes[at : at + SHAPE.payload_bytes].copy()
+    memory = arena.memory[at : at + SHAPE.payload_bytes].copy()
     row, slots = arena.find_namespace(DIGEST), arena.lookup(0, keys(1))
     forge(memory)
     agent = NixlAgent(int(memory.ctypes.data), memory.size)
     name = agent.connect(handshake.agent).result(PATIENT_S)
     _write(agent, name, memory, spoilt, memory.size)
-    until(lambda: bool((arena._bytes[at : at + len(memory)] == memory).all()), PATIENT_S)
+    until(lambda: bool((arena.memory[at : at + len(memory)] == memory).all()), PATIENT_S)
     layers = spoilt + np.arange(SHAPE.layers) * SHAPE.layer_bytes
     sums = payload_sums(DIGEST, keys(1)[0], 0, layers, SHAPE.layer_bytes)
     assert row == 0 and (sums == arena.sums(slots)[0]).all(), "the public sums must not tell"
     with pytest.raises(Exception):  # noqa: B017  # NIXL's own
-        _write(agent, name, memory, int(arena._t.sums.ctypes.data), 8)
+        _write(agent, name, memory, int(arena.tables.sums.ctypes.data), 8)
 
     with reader_of(owner, tmp_path) as reader:
         pulled(reader, 3)

@@ -34,9 +34,9 @@ def path(block: int) -> list[int]:
 
 def check(index: BlockIndex) -> None:
     """What `prefix_tree` says always holds, and that counts and links are right."""
-    t = index._tables
+    t = index.tables
     words = t.bits.shape[1]
-    dead = sum(1 << slot for slot in index._swept + index._dead)
+    dead = sum(1 << slot for slot in index.swept + index.dead)
 
     def members(one: int) -> int:
         if one > SINGLES:
@@ -178,8 +178,8 @@ class Machine(RuleBasedStateMachine):
             self.index.expire(holder)
         while self.index.maintain():
             pass
-        assert self.index.blocks == self.index.entries == self.index._tables.state[SETS] == 0
-        assert not np.any(self.index._tables.table)
+        assert self.index.blocks == self.index.entries == self.index.tables.state[SETS] == 0
+        assert not np.any(self.index.tables.table)
 
 
 class Crowded(Machine):
@@ -189,8 +189,8 @@ class Crowded(Machine):
 
     def made(self) -> BlockIndex:
         index = BlockIndex(2**20, max_holders=70)
-        t = index._tables
-        index._tables = t._replace(
+        t = index.tables
+        index.tables = t._replace(
             nodes=t.nodes[:30].copy(), sets=t.sets[:4].copy(), bits=t.bits[:4].copy()
         )
         return index

@@ -114,7 +114,7 @@ async def test_damaged_requests_leave_no_connection_and_no_task(
             with contextlib.suppress(ConnectionError, TimeoutError):
                 await asyncio.wait_for(reader.read(1), 0.05)
         writer.transport.abort()
-    state = server._server.server_state
+    state = server.uvicorn_server.server_state
     async with asyncio.timeout(60):
         while state.connections or state.tasks:
             await asyncio.sleep(0.02)

@@ -182,12 +182,12 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(side=SIDES, noise=st.integers(0, 1 << 32))
     def die_in_a_section(self, side: int, noise: int) -> None:
-        t = self.handles[side]._t
+        t = self.handles[side].tables
         draw = np.random.default_rng(noise)
         for derived in (t.buckets, t.free, t.segments["used"], t.segments["namespace"]):
             lost = draw.random(derived.shape) < 0.3
             derived[lost] = draw.integers(0, 8, int(lost.sum()))
-        self.handles[side]._words[SECTION] += 1
+        self.handles[side].words[SECTION] += 1
         broken(self.handles[1 - side])
 
     @invariant()

@@ -126,7 +126,7 @@ class Sharing(RuleBasedStateMachine):
 
     def missing_objects(self, tier: ObjectTier) -> bool:
         """Whether something was removed or cut since this tier looked."""
-        return any(len(self.store.objects.get(n, b"")) != EACH for n in tier._catalog.objects)
+        return any(len(self.store.objects.get(n, b"")) != EACH for n in tier.catalog.objects)
 
 
 TestSharing = Sharing.TestCase

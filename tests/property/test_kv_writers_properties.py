@@ -170,12 +170,12 @@ class WritersMachine(RuleBasedStateMachine):
 
     @rule(noise=st.integers(0, 1 << 32))
     def die_in_a_section(self, noise: int) -> None:
-        t = self.handles[0]._t
+        t = self.handles[0].tables
         draw = np.random.default_rng(noise)
         for derived in (t.buckets, t.free, t.segments["used"], t.segments["namespace"]):
             lost = draw.random(derived.shape) < 0.3
             derived[lost] = draw.integers(0, 8, int(lost.sum()))
-        self.handles[0]._words[SECTION] += 1
+        self.handles[0].words[SECTION] += 1
         broken(self.handles[1])
 
     @invariant()

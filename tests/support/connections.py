@@ -103,7 +103,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def connections(server: Server) -> set[Any]:
-    return server._server.server_state.connections
+    return server.uvicorn_server.server_state.connections
 
 
 @contextlib.contextmanager

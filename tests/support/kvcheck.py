@@ -20,8 +20,8 @@ def broken(arena: Arena) -> list[str]:
     5. A held segment's free chain runs through each of its FREE slots once.
     6. FREE slots are neither pinned nor count any bytes.
     """
-    with arena._section:
-        return _broken(arena._t, arena._per_segment)
+    with arena.section:
+        return _broken(arena.tables, arena._per_segment)
 
 
 def _broken(t: Tables, per_segment: int) -> list[str]:

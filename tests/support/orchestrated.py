@@ -255,5 +255,5 @@ async def hang_up(task: asyncio.Task[Any]) -> None:
 def assert_forgotten(orchestrator: Orchestrator) -> None:
     """Nothing of finished requests is kept."""
     assert not orchestrator._active
-    assert not orchestrator._cleanups
+    assert not orchestrator.cleanups
     assert not orchestrator._pulls

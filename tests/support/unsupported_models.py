@@ -146,7 +146,7 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
     core: Any = llm.llm_engine.engine_core.engine_core
     connector: Any = core.scheduler.connector
     stored = next(each for each in connector._connectors if isinstance(each, HeadraceConnector))
-    blocks = stored._arena.stats()["blocks"]
+    blocks = stored.arena.stats()["blocks"]
     logging.getLogger("headrace").removeHandler(said)
     llm.llm_engine.engine_core.shutdown()
     del llm, core, connector, stored

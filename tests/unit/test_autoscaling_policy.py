@@ -228,7 +228,7 @@ def test_a_replica_that_restarts_is_not_counted_twice_or_below_zero() -> None:
     app = one_state()
     for at_s, came in ((0.0, 1000.0), (10.0, 1030.0), (20.0, 5.0), (30.0, 10.0), (70.0, 10.0)):
         app.record_metrics({"a": {REQUESTS: came}}, at_s)
-    assert app._forecast._level == pytest.approx(35.0)
+    assert app.forecast.level == pytest.approx(35.0)
 
 
 def counted(app: AutoscalerState, *polls: tuple[float, dict[str, tuple[float, float]]]) -> float:
@@ -280,9 +280,9 @@ def test_what_is_kept_of_replicas_that_left_is_bounded(monkeypatch: pytest.Monke
     app = one_state()
     for n in range(50):
         counted(app, (float(n), {f"r{n}": (1.0, 1.0)}))
-    assert len(app._totals) == 8
+    assert len(app.totals) == 8
     counted(app, (50.0 + autoscaler_state.REPLICA_TIMEOUT_S + 1, {"last": (1.0, 1.0)}))
-    assert list(app._totals) == ["last"]
+    assert list(app.totals) == ["last"]
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -357,6 +357,6 @@ def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None
         app.record_replicas(role, RoleStatus(1, 1), 0.0)
     app.record_metrics({"d1": told}, 0.0)
     app.record_metrics({"d1": told}, BIN_S)
-    assert app._load is not None
-    assert (app._load.prompt_tokens, app._load.answer_tokens) == pytest.approx((100.0, 20.0))
+    assert app.load is not None
+    assert (app.load.prompt_tokens, app.load.answer_tokens) == pytest.approx((100.0, 20.0))
     assert app.decide() is not None

@@ -216,7 +216,7 @@ def test_the_table_grows_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
     while index.maintain():
         pass
     assert index.match(keys).tolist() == [5000]
-    assert index._tables.state[NODES] == 5002
+    assert index.tables.state[NODES] == 5002
 
 
 def test_it_can_be_compiled_beforehand() -> None:

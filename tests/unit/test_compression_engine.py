@@ -343,7 +343,7 @@ def test_a_context_that_cannot_be_scored_or_fitted_keeps_all_its_kv(
 
     monkeypatch.setattr(ContextScorer, "score", broken)
     monkeypatch.setattr(ContextScorer, "fit", broken)
-    assert following.begin_step((), (), told) == set() and not following._scorers
+    assert following.begin_step((), (), told) == set() and not following.scorers
     assert "x: it keeps all KV" in caplog.text
     assert following.begin_step(
         (), (), CompressionMetadata(retentions={"x": Retention(n, [7])})
@@ -377,7 +377,7 @@ def test_rows_of_a_reader_that_was_preempted_count_once() -> None:
             _, read = following.select_rows([BatchRow("r", None, 1)], starts, lengths, tables)
             for layer in range(LAYERS):
                 following.record_queries(read, layer, queries[begin:end])
-        scores.append(following._scorers["x"].scores())
+        scores.append(following.scorers["x"].scores())
     assert torch.allclose(*scores, atol=1e-6)
 
 
@@ -390,7 +390,7 @@ def test_a_context_that_is_read_anew_knows_nothing_of_the_first_time() -> None:
         rereads = RereadRows("x", n, n - 10, n + 5)
         following.begin_step({"r"}, {"x"}, CompressionMetadata(rereads={"r": rereads}))
         _, read = following.select_rows(*step)
-        scorer = following._scorers["x"]
+        scorer = following.scorers["x"]
         assert scorer._pages.tolist() == pages_of(blocks["x"])[: 4 * PER].tolist()
         assert not any(scorer._came)
         following.record_queries(read, 0, torch.zeros(60, HEADS, DIM))

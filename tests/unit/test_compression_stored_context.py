@@ -267,7 +267,7 @@ TURN = [*CONTEXT, *noise(300, 6)]
 
 def flip(engine: Streaming, depth: int) -> None:
     """One bit of what is held last."""
-    arena = engine.connector._arena
+    arena = engine.connector.arena
     ready = (arena.table["state"] == READY).nonzero()[0]
     [slot] = [s for s in ready if arena.table["depth"][s] == depth][-1:]
     arena.view(int(slot))[1000] ^= 1

@@ -43,7 +43,7 @@ def serve(engine: Scheduled, request: Request) -> Request:
 
 def stored(engine: Scheduled) -> int:
     """Blocks in the store."""
-    return int(engine.connector._arena.stats()["blocks"])
+    return int(engine.connector.arena.stats()["blocks"])
 
 
 def found(engine: Scheduled, request: Request) -> int:

@@ -88,8 +88,8 @@ async def queued(
 
 
 def queue_of(bench: Bench) -> AdmissionQueue:
-    assert bench.app._parts is not None and bench.app._parts.queue is not None
-    return bench.app._parts.queue
+    assert bench.app.parts is not None and bench.app.parts.queue is not None
+    return bench.app.parts.queue
 
 
 async def queue_stats(bench: Bench) -> dict[str, Any]:
@@ -330,7 +330,7 @@ async def test_engines_that_are_busy_for_long_make_requests_wait_and_then_be_ref
         assert app.placer is not None
         for name in app.names():
             busy = report(name, seq=5, prompts=9, queued_tokens=200_000, queued_pairs=10**9)
-            app.placer.cluster.report(busy, app.placer._clock())
+            app.placer.cluster.report(busy, app.placer.clock())
         await asyncio.sleep(0.06)
         for _ in range(2):
             got = await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "hurried"})

@@ -112,7 +112,7 @@ async def test_a_tenant_that_fills_its_share_leaves_room_for_another() -> None:
         for task in (first, second):
             task.cancel()
         gateway = bench.app
-        await soon(lambda: gateway._body_reader.held_bytes == 0)
+        await soon(lambda: gateway.body_reader.held_bytes == 0)
 
 
 async def test_a_body_for_which_there_is_no_room_is_429_with_retry_after() -> None:
@@ -125,7 +125,7 @@ async def test_a_body_for_which_there_is_no_room_is_429_with_retry_after() -> No
             assert refused.headers["retry-after"] == "1"
         first.cancel()
         gateway = bench.app
-        await soon(lambda: gateway._body_reader.held_bytes == 0)
+        await soon(lambda: gateway.body_reader.held_bytes == 0)
 
 
 async def test_a_length_that_is_only_announced_holds_nothing() -> None:
@@ -162,7 +162,7 @@ async def test_a_stream_that_has_begun_keeps_no_body(monkeypatch: pytest.MonkeyP
         bench.client.post(CHAT, json={**LARGE, "stream": True}) as response,
     ):
         assert await response.content.readany() == EVENTS[0]
-        assert bench.app._body_reader.held_bytes == 0
+        assert bench.app.body_reader.held_bytes == 0
         assert [call.body for call in calls if call.target == CHAT] == [b""]
         go_on.set()
         assert await response.read() == EVENTS[-1]

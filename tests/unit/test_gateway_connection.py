@@ -168,7 +168,7 @@ async def test_a_body_that_nobody_reads_ends_too() -> None:
             assert b" 413 " in await client.head()
             await client.is_ended()
             await flood
-        await soon(lambda: not server._server.server_state.tasks)
+        await soon(lambda: not server.uvicorn_server.server_state.tasks)
 
 
 # Heads.
@@ -354,4 +354,4 @@ async def test_a_client_that_is_gone_before_its_early_answer_leaves_nothing() ->
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
                 sock.sendall(CHUNKED)
         await soon(lambda: not connections(bench.gateway))
-        await soon(lambda: not bench.gateway._server.server_state.tasks)
+        await soon(lambda: not bench.gateway.uvicorn_server.server_state.tasks)

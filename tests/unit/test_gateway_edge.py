@@ -54,8 +54,8 @@ def unread(port: int, body: Any, path: str = CHAT) -> Iterator[socket.socket]:
 
 async def nothing_is_held(bench: Bench, limit_s: float = 15.0) -> None:
     """No task, connection or byte of a budget is left of any client."""
-    state = bench.gateway._server.server_state
-    await soon(lambda: bench.app._body_reader.held_bytes == 0, limit_s)
+    state = bench.gateway.uvicorn_server.server_state
+    await soon(lambda: bench.app.body_reader.held_bytes == 0, limit_s)
     await soon(lambda: bench.app.relaying == 0, limit_s)
     await soon(lambda: not state.tasks and not state.connections, limit_s)
 
@@ -78,7 +78,7 @@ async def test_a_deadline_ends_a_stream_that_nobody_reads_with_all_that_it_holds
         with unread(bench.gateway.port, LARGE):
             await soon(lambda: bench.app.relaying == 1)
             await soon(lambda: bench.app.relaying == 0)
-            assert bench.app._body_reader.held_bytes == 0, "before the client could be told"
+            assert bench.app.body_reader.held_bytes == 0, "before the client could be told"
             await nothing_is_held(bench, 5.0)
 
 
@@ -176,7 +176,7 @@ async def test_an_answer_of_any_size_is_passed_on_whole(size: int, chunked: bool
         async with bench.client.post(CHAT, json=PROMPT) as response:
             assert response.status == 200
             assert await response.read() == body
-        assert bench.app._body_reader.held_bytes == 0
+        assert bench.app.body_reader.held_bytes == 0
 
 
 async def test_of_a_large_answer_no_more_is_held_than_the_client_reads() -> None:
@@ -196,7 +196,7 @@ async def test_of_a_large_answer_no_more_is_held_than_the_client_reads() -> None
             await soon(lambda: written > MAX_BUFFERED_BYTES)
             await asyncio.sleep(0.5)
             assert written < 20_000_000  # most of it in the kernel's buffers between the two
-            assert 0 < bench.app._body_reader.held_bytes <= 2 * MAX_BUFFERED_BYTES
+            assert 0 < bench.app.body_reader.held_bytes <= 2 * MAX_BUFFERED_BYTES
         await nothing_is_held(bench)
 
 

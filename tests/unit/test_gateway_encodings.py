@@ -99,7 +99,7 @@ async def test_a_bomb_is_413_and_holds_no_more_than_a_body() -> None:
 
 
 async def nothing_is_held_by_bodies(bench: Bench) -> None:
-    await soon(lambda: bench.app._body_reader.held_bytes == 0)
+    await soon(lambda: bench.app.body_reader.held_bytes == 0)
 
 
 # Encodings of JSON.

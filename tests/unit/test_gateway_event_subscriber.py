@@ -121,7 +121,7 @@ async def test_a_gap_is_replayed(gateway: Gateway, replica: Replica) -> None:
     replica.change(True, 0)
     gateway.follow(replica)
     await until(lambda: gateway.has("a", 0))
-    stream = gateway.subscriber._subscriptions["a"].events
+    stream = gateway.subscriber.subscriptions["a"].events
     assert stream is not None
     stream.socket.setsockopt(zmq.UNSUBSCRIBE, b"")
     await asyncio.sleep(0.2)
@@ -146,7 +146,7 @@ async def test_a_batch_that_nothing_follows_is_missed_all_the_same(
     gateway.follow(replica)
     replica.change(True, 0)
     await until(lambda: gateway.has("a", 0))
-    stream = gateway.subscriber._subscriptions["a"].events
+    stream = gateway.subscriber.subscriptions["a"].events
     assert stream is not None
     stream.socket.setsockopt(zmq.UNSUBSCRIBE, b"")
     await asyncio.sleep(0.2)
@@ -202,7 +202,7 @@ async def test_a_silent_replica_loses_its_holder_and_gets_one_when_it_is_back() 
     await until(lambda: gateway.has("a", 0))
     await asyncio.sleep(1.5)
     assert gateway.holder("a") is not None, "beats keep it"
-    stream = gateway.subscriber._subscriptions["a"].events
+    stream = gateway.subscriber.subscriptions["a"].events
     assert stream is not None
     stream.socket.setsockopt(zmq.UNSUBSCRIBE, b"")
     await until(lambda: gateway.holder("a") is None)

@@ -63,7 +63,7 @@ class App:
         """Every replica reports that it is idle."""
         assert self.placer is not None
         for name in self.names():
-            self.placer.cluster.report(report(name), self.placer._clock())
+            self.placer.cluster.report(report(name), self.placer.clock())
 
     def hold(self, replica: str) -> None:
         """A replica has all blocks of the prompt. Both report again: on a busy machine the first

@@ -45,7 +45,7 @@ async def test_an_answer_that_nobody_reads_ends_the_connection_and_its_task(
         with unread(server.port, GET):
             await soon(lambda: sent > 0)
             await soon(lambda: not connections(server))
-            await soon(lambda: not server._server.server_state.tasks)
+            await soon(lambda: not server.uvicorn_server.server_state.tasks)
 
 
 @pytest.mark.parametrize("request_", [GET, b"GET / HTTP/1.0\r\n\r\n", GET * 3])

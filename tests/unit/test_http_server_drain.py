@@ -106,7 +106,7 @@ async def test_clients_that_wait_to_be_accepted_are_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting: list[socket.socket] = []
-    shutdown = server._server.shutdown
+    shutdown = server.uvicorn_server.shutdown
 
     async def late(sockets: Any = None) -> None:
         for _ in range(20):  # the loop, which is busy here, accepts none of them
@@ -114,7 +114,7 @@ async def test_clients_that_wait_to_be_accepted_are_answered(
             waiting[-1].sendall(REQUEST % b"")
         await shutdown(sockets)
 
-    monkeypatch.setattr(server._server, "shutdown", late)
+    monkeypatch.setattr(server.uvicorn_server, "shutdown", late)
     await server.stop(5)
     for client in waiting:
         client.settimeout(5)

@@ -179,7 +179,7 @@ def test_no_block_s_checksums_lie_among_the_data_or_on_another_block_s(
                 given[slot] = sums_of((number + 1000 * row,), each)
                 assert arena.publish(np.array([slot]), given[slot]).all()
                 arena.view(slot)[:] = 255
-    data = arena._bytes[arena.geometry.data_offset :]
+    data = arena.memory[arena.geometry.data_offset :]
     assert set(np.unique(data)) <= {0, 255}
     there = [slot for slot in given if arena.table["state"][slot] == READY]
     assert len(there) >= 20
@@ -217,10 +217,10 @@ def test_a_lease_counts_a_use_and_a_lookup_none(make: Make) -> None:
     row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slot = store(arena, row, 1)[0]
     stored_s = clock.now_s
-    before = bytes(arena._bytes)
+    before = bytes(arena.memory)
     clock.now_s += 3.0
     arena.lookup(row, hashes(1, 2))
-    assert bytes(arena._bytes) == before
+    assert bytes(arena.memory) == before
     arena.lease(row, hashes(1, 2), 4.0)
     record = arena.table[slot]
     assert (record["hits"], record["used_s"], record["stored_s"]) == (1, stored_s + 3, stored_s)
@@ -307,7 +307,7 @@ def test_all_blocks_are_copied_without_the_lock(make: Make) -> None:
     arena, holder = make(), make()
     row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1, 2)
-    with holder._section:
+    with holder.section:
         rows, seq = arena.blocks()
     assert len(rows) == 2 and seq == arena.next_seq
 

@@ -52,11 +52,11 @@ def test_garbage_in_everything_derived_is_rebuilt_from_the_slot_table(make: Make
     writing = arena.reserve(rows[0], hashes(77), [0], [0])
     since = arena.events(0)[1]
     noise = np.random.default_rng(1)
-    for array in (arena._t.buckets, arena._t.free, arena._t.readers):
+    for array in (arena.tables.buckets, arena.tables.free, arena.tables.readers):
         array.view(np.uint8)[:] = noise.integers(0, 256, array.nbytes)
     for field in ("namespace", "used", "free"):
-        arena._t.segments[field] = noise.integers(-9, 9, len(arena._t.segments))
-    arena._words[SECTION] += 1
+        arena.tables.segments[field] = noise.integers(-9, 9, len(arena.tables.segments))
+    arena.words[SECTION] += 1
     assert broken(arena) == []
     assert present(arena, rows[0], *range(6)) == [0, 1, 2, 3, 4]
     assert present(arena, rows[1], *range(3)) == [0, 1]
@@ -69,8 +69,8 @@ def test_an_exception_inside_a_section_is_repaired_by_the_next(make: Make) -> No
     arena = make()
     row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
-    with pytest.raises(KeyboardInterrupt), arena._section:
-        arena._t.buckets[:] = 0
+    with pytest.raises(KeyboardInterrupt), arena.section:
+        arena.tables.buckets[:] = 0
         raise KeyboardInterrupt
     assert present(arena, row, 1) == [1]
     assert broken(arena) == []
@@ -80,10 +80,10 @@ def test_records_that_cannot_be_are_freed(make: Make) -> None:
     arena = make()
     row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     slots = store(arena, row, 1, 2, 3, 4)
-    arena._t.table["state"][slots[0]] = 9
-    arena._t.table["namespace"][slots[1]] = 200
-    arena._t.table["hash"][slots[2]] = arena._t.table["hash"][slots[3]]
-    arena._words[SECTION] += 1
+    arena.tables.table["state"][slots[0]] = 9
+    arena.tables.table["namespace"][slots[1]] = 200
+    arena.tables.table["hash"][slots[2]] = arena.tables.table["hash"][slots[3]]
+    arena.words[SECTION] += 1
     assert broken(arena) == []
     assert present(arena, row, 1, 2, 3, 4) == [4]
 
@@ -201,8 +201,8 @@ def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(
     holder, arena = make(), make()
     row = arena.register_namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
-    monkeypatch.setattr(arena._section, "_patience_s", 0.05)
-    with holder._section:
+    monkeypatch.setattr(arena.section, "_patience_s", 0.05)
+    with holder.section:
         assert present(arena, row, 1) == [1]
         assert (arena.lease(row, hashes(1), 1.0) == -1).all()
         assert arena.reserve(row, hashes(2), [0], [0]) == [NO_ROOM]

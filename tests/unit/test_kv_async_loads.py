@@ -201,7 +201,7 @@ def decode(worker: WorkerConnector, cache: SlowCache, device: FakeDevice, work: 
 
 def ended(worker: WorkerConnector) -> None:
     """Let the thread of loads ahead come to the end of what it has."""
-    worker._ahead.submit(lambda: None).result(20)
+    worker.dram_thread_ahead.submit(lambda: None).result(20)
 
 
 def test_a_slow_copy_does_not_lengthen_a_decode_step(node: Node) -> None:

@@ -48,7 +48,7 @@ def test_others_decode_while_a_request_loads_and_it_then_has_its_kv(engine: Sche
 
 def test_what_does_not_come_is_computed(engine: Scheduled) -> None:
     engine.served("first", 5 * BLOCK + 10)
-    arena = engine.connector._arena
+    arena = engine.connector.arena
     [slot] = [s for s in arena.table["depth"].nonzero()[0] if arena.table["depth"][s] == 3]
     arena.view(int(slot))[1000] ^= 1
     busy(engine)
@@ -60,7 +60,7 @@ def test_what_does_not_come_is_computed(engine: Scheduled) -> None:
 
 def test_of_nothing_that_came_all_is_found_under_the_step_or_computed(engine: Scheduled) -> None:
     engine.served("first", BLOCK + 10)
-    arena = engine.connector._arena
+    arena = engine.connector.arena
     [slot] = (arena.table["state"] == READY).nonzero()[0]
     arena.view(int(slot))[1000] ^= 1
     busy(engine)
@@ -85,5 +85,5 @@ def test_all_of_a_prompt_that_fills_most_of_the_cache_is_saved(engine: Scheduled
     pool = engine.scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     engine.served("long", 31 * BLOCK + 10)
-    assert (engine.connector._arena.table["state"] == READY).sum() == 31
+    assert (engine.connector.arena.table["state"] == READY).sum() == 31
     assert pool.get_num_free_blocks() == free and not engine.connector.scheduler.counts["save_busy"]

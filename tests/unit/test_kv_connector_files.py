@@ -174,9 +174,9 @@ def test_no_descriptor_left_is_no_fault_of_the_disk(
 
 def slow(engine: Engine, file_io: SlowMover, ahead: bool = False) -> None:
     """Give the engine a disk of this speed, for its steps' loads or for those ahead of them."""
-    files = engine.worker._files_ahead if ahead else engine.worker._files
-    assert isinstance(files, FileLoader) and files._host is None, "its first load opens the disk"
-    files._file_io = file_io
+    files = engine.worker.file_loader_ahead if ahead else engine.worker.file_loader
+    assert isinstance(files, FileLoader), "the engine has a disk"
+    files.file_io = file_io
 
 
 def test_a_load_that_takes_longer_than_computing_is_given_up_and_its_blocks_stay_on_disk(
@@ -218,7 +218,7 @@ def test_a_load_ahead_waits_for_reads_of_the_one_before_it_that_was_given_up(
 
     def loads(names: dict[str, BlockLoad]) -> set[int]:
         worker.begin(StoreWork(ahead=names))
-        worker._ahead_files.submit(lambda: None).result(20)
+        worker.file_thread_ahead.submit(lambda: None).result(20)
         worker.end()
         assert worker.loaded_ahead() == set(names)
         return worker.failed_blocks()
@@ -245,10 +245,10 @@ def test_a_load_ahead_from_dram_waits_for_no_disk(
     file_io.bytes_per_s = LAYER_BYTES / 0.3
     disk = BlockLoad([1], HASHES[1:2], places, [20.0])
     worker.begin(StoreWork(ahead={"disk": disk, "dram": BlockLoad([0], HASHES[:1])}))
-    worker._ahead.submit(lambda: None).result(20)
+    worker.dram_thread_ahead.submit(lambda: None).result(20)
     worker.end()
     assert worker.loaded_ahead() == {"dram"} and worker.failed_blocks() == set()
-    worker._ahead_files.submit(lambda: None).result(20)
+    worker.file_thread_ahead.submit(lambda: None).result(20)
     worker.end()
     assert worker.loaded_ahead() == {"disk"}
 
@@ -313,7 +313,7 @@ def test_more_than_staging_holds_is_computed(
     engines: tuple[Engine, Engine], places: dict[bytes, Location]
 ) -> None:
     _, second = engines
-    second.worker._files._staging_bytes = LAYER_BYTES  # type: ignore[union-attr]
+    second.worker.file_loader.staging_bytes = LAYER_BYTES  # type: ignore[union-attr]
     assert second.load([0, 1], places) == {0, 1}
     assert second.load([0], places) == set()
 

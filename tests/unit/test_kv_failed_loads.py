@@ -112,7 +112,7 @@ class Computing(Scheduled):
 
     def damage(self, depth: int) -> None:
         """Flip bits of each number of a block in the store."""
-        arena = self.connector._arena
+        arena = self.connector.arena
         table = arena.table
         [slot] = [s for s in table["generation"].nonzero()[0] if table["depth"][s] == depth]
         arena.view(int(slot))[3::4] ^= 0x80
@@ -155,7 +155,7 @@ def test_a_load_that_cannot_begin_reaches_no_client_and_ends_no_engine(
     def broken(*_: object) -> None:
         raise ValueError("slots of more than one namespace")
 
-    monkeypatch.setattr(engine.worker._worker._arena, "sums", broken)
+    monkeypatch.setattr(engine.worker._worker.arena, "sums", broken)
     assert list(engine.answer().output_token_ids) == [GOOD] * 5
     assert engine.worker._worker.counts["loaded_dram"] == 0
 

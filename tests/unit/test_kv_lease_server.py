@@ -106,7 +106,7 @@ def test_what_is_there_is_lent_with_addresses_sums_and_its_place_in_the_prefix(
     sums = np.frombuffer(leased.sums, "<u8").reshape(3, SHAPE.layers)
     for row, number, its in zip(leased.rows, (0, 1, 3), sums, strict=True):
         offset = row.address - owner.arena.base_address
-        assert (owner.arena._bytes[offset : offset + SHAPE.payload_bytes] == content(number)).all()
+        assert (owner.arena.memory[offset : offset + SHAPE.payload_bytes] == content(number)).all()
         at = row.address + np.arange(SHAPE.layers) * SHAPE.layer_bytes
         expected = payload_sums(DIGEST, keys(number)[0], 0, at, SHAPE.layer_bytes)
         assert (its == expected).all()

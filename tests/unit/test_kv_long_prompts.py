@@ -69,11 +69,11 @@ class Long(Engine):
 def test_all_of_a_long_prompt_is_saved(blocks: int, step: int, cache: int, copies: bool) -> None:
     engine = Long(blocks, cache)
     engine.prefill(step, copies)
-    held = engine.scheduler._queue._copied_blocks
+    held = engine.scheduler.save_queue.copied_blocks
     assert held <= cache / 4, "no more is copied at once"
-    begun = [block for save in engine.scheduler._queue._jobs.values() for block in save.blocks]
+    begun = [block for save in engine.scheduler.save_queue.jobs.values() for block in save.blocks]
     engine.ends()
-    engine.scheduler.saved(list(engine.scheduler._queue._jobs))
+    engine.scheduler.saved(list(engine.scheduler.save_queue.jobs))
     engine.drains()
     assert sorted(engine.copied + begun) == engine.blocks[:blocks]
     assert engine.pool.held == [] and not engine.scheduler.counts["save_busy"]
@@ -133,6 +133,6 @@ def test_requests_that_end_together_are_all_saved() -> None:
         engine.scheduler._requests[twin.request_id].scheduled = 100 * B
         engine.scheduler.finished(twin, range(1000 + 100 * n, 1100 + 100 * n))
     engine.ends()
-    engine.scheduler.saved(list(engine.scheduler._queue._jobs))
+    engine.scheduler.saved(list(engine.scheduler.save_queue.jobs))
     engine.drains()
     assert sorted(engine.copied) == list(range(1000, 3000))

@@ -87,7 +87,7 @@ def test_what_was_stored_before_the_node_came_is_written_too(tmp_path: Path, sta
 
 
 def test_a_follower_that_fell_behind_the_ring_starts_over(node: StoreNode, engine: Engine) -> None:
-    ring = len(engine.arena._t.events)
+    ring = len(engine.arena.tables.events)
     for first in itertools.count(0, 30):
         engine.put(*range(first, first + 30))  # takes fewer while blocks are being written
         assert settled(node, 20)

@@ -72,10 +72,10 @@ def test_what_is_written_counts_against_the_limit_with_what_is_not_known(
 def test_what_was_not_listed_yet_is_not_forgotten(begin: Begin, store: FakeStore) -> None:
     filled(store, 40)
     tier = begin("w", 100 * EACH, refresh_s=3600)
-    known = {text for text in tier._catalog.objects}
+    known = {text for text in tier.catalog.objects}
     for _ in range(20):  # two walks, four names at a time
         assert tier.refresh()
-        assert set(tier._catalog.objects) == known
+        assert set(tier.catalog.objects) == known
     assert "writes_full" not in tier.stats() and own_bytes(store) == 40 * EACH
 
 
@@ -142,7 +142,7 @@ def test_with_read_only_credentials_nothing_is_hurried(begin: Begin, store: Fake
 def test_the_objects_used_stay_known(begin: Begin, blocks: Blocks, store: FakeStore) -> None:
     writer = begin("other", refresh_s=3600)
     assert blocks.write(writer, 0, 1, 2)
-    for held in list(writer._catalog.objects.values()):
+    for held in list(writer.catalog.objects.values()):
         store.modified[held.text] = time.time() - 1e6
     tier = begin("w", refresh_s=3600)
     assert blocks.load(tier, 1) == [True]

@@ -1,4 +1,4 @@
-"""Who is introduced to whom: a keeper's view of its machines' nodes, and a node that begins to
+"""Who is introduced to whom: a manager's view of its machines' nodes, and a node that begins to
 lease blocks while it runs."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import zmq
 from ray.exceptions import RayActorError
 
-from headrace_engine.store_nodes import manager as keeping
+from headrace_engine.store_nodes import manager as managing
 from headrace_engine.store_nodes.manager import StoreNodeActor, StoreNodeManager
 from headrace_engine.store_nodes.peer_discovery import PeerDiscovery
 from headrace_kvstore.node.node import StoreNode
@@ -97,7 +97,7 @@ def test_a_node_that_never_answered_is_followed_by_nobody() -> None:
     assert (nodes["a"].follows, nodes["b"].follows) == ([], None)
 
 
-# A keeper
+# A manager
 
 
 class Remote:
@@ -112,46 +112,47 @@ class Remote:
         return self.answer
 
 
-def keeper(nodes: Mapping[str, Any], **settings: Any) -> StoreNodeManager:
+def manager(nodes: Mapping[str, Any], **settings: Any) -> StoreNodeManager:
     """One that has these nodes, without Ray."""
     made = StoreNodeManager.__new__(StoreNodeManager)
-    made._failures, made._nodes, made._settings = Counter(), dict(nodes), settings
+    made.failures, made.nodes, made.settings = Counter(), dict(nodes), settings
     return made
 
 
-def test_what_a_keeper_asks_in_vain_is_counted_and_told_once(
+def test_what_a_manager_asks_in_vain_is_counted_and_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    node = SimpleNamespace(serve_peers=Remote(ValueError("secret: is not set")))
-    one = keeper({"a": node})
+    node = SimpleNamespace(administer=Remote(ValueError("secret: is not set")))
+    one = manager({"a": node})
     for _ in range(3):
-        assert asyncio.run(one._ask(node, "serve_peers")) is None
-    assert one._failures == {"serve_peers_ValueError": 3}
+        [answer] = asyncio.run(one.administer("stats"))
+        assert "error" in answer
+    assert one.failures == {"administer_ValueError": 3}
     assert [record.message for record in caplog.records] == [
-        "a store node's serve_peers failed: secret: is not set"
+        "a store node's administer failed: secret: is not set"
     ]
 
 
-def test_a_keeper_takes_over_the_secret_of_the_nodes_there_are_or_makes_one() -> None:
+def test_a_manager_takes_over_the_secret_of_the_nodes_there_are_or_makes_one() -> None:
     known = {"a": SimpleNamespace(secret=Remote(None)), "b": SimpleNamespace(secret=Remote("old"))}
     for nodes, given, expected in ((known, None, "old"), (known, "given", "given")):
-        one = keeper(nodes, **({} if given is None else {"secret": given}))
-        asyncio.run(one._agree_on_a_secret())
-        assert one._settings["secret"] == expected
-    first, second = keeper({}), keeper({})
+        one = manager(nodes, **({} if given is None else {"secret": given}))
+        asyncio.run(one.agree_on_secret())
+        assert one.settings["secret"] == expected
+    first, second = manager({}), manager({})
     for one in (first, second):
-        asyncio.run(one._agree_on_a_secret())
-    assert len(first._settings["secret"]) == 64
-    assert first._settings["secret"] != second._settings["secret"]
+        asyncio.run(one.agree_on_secret())
+    assert len(first.settings["secret"]) == 64
+    assert first.settings["secret"] != second.settings["secret"]
 
 
-async def test_a_keeper_looks_again_after_a_look_that_failed(
+async def test_a_manager_looks_again_after_a_look_that_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeping, "CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(keeping.ray, "nodes", lambda: [{"NodeID": "a", "Alive": True}])
-    one = keeper({"a": SimpleNamespace(stats=Remote(RayActorError()))})
-    one._down_reasons, one._observe, one._peer_discovery = {}, None, None
+    monkeypatch.setattr(managing, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(managing.ray, "nodes", lambda: [{"NodeID": "a", "Alive": True}])
+    one = manager({"a": SimpleNamespace(stats=Remote(RayActorError()))})
+    one.down_reasons, one._observe, one._peer_discovery = {}, None, None
     made: list[str] = []
 
     def make(machine: str) -> Any:
@@ -160,9 +161,9 @@ async def test_a_keeper_looks_again_after_a_look_that_failed(
             raise RuntimeError("no such runtime environment")
         return SimpleNamespace(stats=Remote({}))
 
-    one._start_node = make  # type: ignore[method-assign]
-    task = asyncio.create_task(one._check_loop())
-    while len(made) < 2 or one._down_reasons:
+    one.start_node = make  # type: ignore[method-assign]
+    task = asyncio.create_task(one.check_loop())
+    while len(made) < 2 or one.down_reasons:
         await asyncio.sleep(0.01)
     task.cancel()
     assert "checking the store nodes failed" in caplog.text
@@ -196,7 +197,7 @@ def peers(node: StoreNode) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_keepers_node_tells_where_other_machines_reach_it(
+def test_a_managers_node_tells_where_other_machines_reach_it(
     nodes: list[StoreNode], host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: host)

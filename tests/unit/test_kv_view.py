@@ -128,7 +128,7 @@ def test_a_row_that_another_namespace_has_got_holds_nothing_of_ours(
     prompt = list(range(8))
     put(arena, 0, hashes(prompt, ""))
     assert view.held_tokens(prompt, "") == 2 * BLOCK
-    arena._t.namespaces["digest"][0] = 1
+    arena.tables.namespaces["digest"][0] = 1
     assert view.held_tokens(prompt, "") == 0
     view.close()
 

@@ -103,7 +103,7 @@ def test_a_load_that_cannot_begin_costs_its_blocks(
     def broken(_: np.ndarray) -> np.ndarray:
         raise ValueError("slots of more than one namespace")
 
-    monkeypatch.setattr(worker._arena, "sums", broken)
+    monkeypatch.setattr(worker.arena, "sums", broken)
     assert load(worker, [0, 1]) == {0, 1}
     monkeypatch.undo()
     assert load(worker, [0, 1]) == set()
@@ -207,7 +207,7 @@ def test_a_lock_that_somebody_keeps_holds_up_no_step_and_ends_none(
     save(worker, [0, 1])
     [slot] = arena.lookup(0, [HASHES[1]])
     arena.view(int(slot))[7] ^= 4
-    monkeypatch.setattr(arena._section, "_patience_s", 3600.0)
+    monkeypatch.setattr(arena.section, "_patience_s", 3600.0)
     done = threading.Event()
 
     def step() -> None:
@@ -217,7 +217,7 @@ def test_a_lock_that_somebody_keeps_holds_up_no_step_and_ends_none(
         assert load(worker, [0, 1]) == {1}
         done.set()
 
-    with holder._section:
+    with holder.section:
         engine = threading.Thread(target=step, daemon=True)
         engine.start()
         assert done.wait(20), "a step waits for a lock"

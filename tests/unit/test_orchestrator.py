@@ -233,7 +233,7 @@ async def test_a_call_that_is_late_is_called_off_and_prefilled_locally() -> None
     assert (name, why) == ("r", f"no answer in {LATE_S:.2f} s")
     assert engine.kinds == ["local"]
     await until(lambda: prefill.aborted == 1)
-    await until(lambda: not orchestrator._cleanups)
+    await until(lambda: not orchestrator.cleanups)
     assert not planner.done, "a late prefill must not pass for a good one"
     assert not prefill.released
     assert planner.over == [("r", [7, 8])]
@@ -244,14 +244,14 @@ async def test_a_call_to_a_replica_that_has_gone_is_not_waited_for() -> None:
     planner.answer = replace(planner.answer, replica="p-1")
     orchestrator = Orchestrator(planner)
     answering = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: orchestrator._calls)
+    await until(lambda: orchestrator.calls)
     orchestrator.prefill_members(frozenset({"p-1", "p-2"}))
     await asyncio.sleep(0.01)
     assert not answering.done(), "it runs"
     orchestrator.prefill_members(frozenset({"p-2"}))
     assert await answering == [7, 8]
     assert planner.failures == [("r", "p-1 has stopped")]
-    assert not orchestrator._calls
+    assert not orchestrator.calls
 
 
 async def test_kv_of_a_late_call_that_could_not_be_called_off_is_released() -> None:
@@ -262,7 +262,7 @@ async def test_kv_of_a_late_call_that_could_not_be_called_off_is_released() -> N
     assert not prefill.released, "there is nothing to release yet"
     prefill.answer.set_result(RESULT)
     await until(lambda: prefill.released == [PULL])
-    await until(lambda: not orchestrator._cleanups)
+    await until(lambda: not orchestrator.cleanups)
     assert not planner.done
 
 
@@ -272,7 +272,7 @@ async def test_a_late_call_that_fails_after_all_needs_no_release() -> None:
     orchestrator = Orchestrator(planner)
     assert await answer(orchestrator, work(engine, prefill)) == [7]
     prefill.answer.set_exception(ConnectionError("gone"))
-    await until(lambda: not orchestrator._cleanups)
+    await until(lambda: not orchestrator.cleanups)
     assert not prefill.released
 
 
@@ -286,7 +286,7 @@ async def test_a_failed_release_disturbs_nobody() -> None:
     orchestrator = Orchestrator(planner)
     assert await answer(orchestrator, replace(work(engine, prefill), release=release)) == [7]
     prefill.answer.set_result(RESULT)
-    await until(lambda: not orchestrator._cleanups)
+    await until(lambda: not orchestrator.cleanups)
 
 
 async def test_when_prefilling_locally_fails_too_the_client_gets_that_error() -> None:

@@ -55,7 +55,7 @@ async def test_hanging_up_during_the_call_calls_it_off() -> None:
     assert not engine.submissions
     assert not planner.failures, "that the client left is not the prefill side's fault"
     await until(lambda: prefill.aborted == 1)
-    await until(lambda: not orchestrator._cleanups)
+    await until(lambda: not orchestrator.cleanups)
     assert_forgotten(orchestrator)
 
 
@@ -67,7 +67,7 @@ async def test_kv_that_is_made_after_hanging_up_all_the_same_is_released() -> No
     await hang_up(task)
     prefill.answer.set_result(RESULT)
     await until(lambda: prefill.released == [PULL])
-    await until(lambda: not orchestrator._cleanups)
+    await until(lambda: not orchestrator.cleanups)
     assert planner.over == [("r", [])]
 
 
@@ -81,7 +81,7 @@ async def test_hanging_up_as_the_call_returns_strands_no_kv(turns_of_the_loop: i
     for _ in range(turns_of_the_loop):
         await asyncio.sleep(0)
     await hang_up(task)
-    await until(lambda: not orchestrator._cleanups)
+    await until(lambda: not orchestrator.cleanups)
     assert [bool(prefill.aborted), bool(prefill.released), engine.kinds == ["pull"]].count(
         True
     ) == 1

@@ -60,7 +60,7 @@ def scheduler(check: str = "off", groups: int = 1) -> ProvenScheduler:
         transfer_groups=[spec] * groups, select_transfer_block_ids=lambda ids: ids
     )
     made = ProvenScheduler(config, "engine", cache)
-    made._places = {(0, 0): 4096}
+    made.places = {(0, 0): 4096}
     return made
 
 
@@ -185,12 +185,12 @@ def test_a_prompt_that_is_aborted_or_pulled_gives_its_row_back() -> None:
     asked.status = RequestStatus.FINISHED_ABORTED
     assert producer.request_finished(asked, ([5, 6],)) == (False, None)
     assert producer.build_connector_meta(step({}, {})).integrity.ended == ["p"]
-    assert len(producer._grants) == 0
+    assert len(producer.grants) == 0
     hand_out(producer)
-    assert len(producer._grants) == 1
+    assert len(producer.grants) == 1
     done: Any = SimpleNamespace(finished_recving=None, finished_sending={"p", "another"})
     producer.update_connector_output(done)
-    assert len(producer._grants) == 0 and not producer._to_sum
+    assert len(producer.grants) == 0 and not producer.to_sum
 
 
 def test_models_that_cannot_compute_again_are_not_pulled() -> None:
@@ -298,7 +298,7 @@ def worker(claim: Claim | Unproved | None) -> ProvenWorker:
     """A worker's half that has met an engine of ten blocks."""
     made = object.__new__(ProvenWorker)
     made.shutdown = lambda: None  # type: ignore[method-assign]
-    made._claims = {} if claim is None else {"d": claim}
+    made.claims = {} if claim is None else {"d": claim}
     engine = SimpleNamespace(remote_physical_blocks_per_logical=1, remote_block_size=BLOCK)
     made.transfer_topo = SimpleNamespace(  # type: ignore[assignment]
         get_engine_info=lambda name: engine, block_size_ratio=lambda size: 1
@@ -321,16 +321,16 @@ def meta(theirs: Any, ours: list[int]) -> Any:
 def test_blocks_that_the_producer_cannot_have_are_not_read(theirs: Any, ours: list[int]) -> None:
     claim = pulled(hand_out(scheduler())[0], PROMPT)
     with pytest.raises(Unproved) as wrong:
-        worker(claim)._may_pull("d", meta(theirs, ours))
+        worker(claim).check_pull("d", meta(theirs, ours))
     assert wrong.value.kind == "range"
 
 
 def test_a_worker_pulls_only_with_a_claim() -> None:
     claim = pulled(hand_out(scheduler())[0], PROMPT)
-    worker(claim)._may_pull("d", meta(([5, 6],), [1, 2]))
+    worker(claim).check_pull("d", meta(([5, 6],), [1, 2]))
     for missing in (None, Unproved("reference", "no")):
         with pytest.raises(Unproved):
-            worker(missing)._may_pull("d", meta(([5, 6],), [1, 2]))
+            worker(missing).check_pull("d", meta(([5, 6],), [1, 2]))
 
 
 @pytest.mark.parametrize("sliding_windows", [False, True])

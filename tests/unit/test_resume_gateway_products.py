@@ -50,9 +50,9 @@ class Replica:
     async def stop(self) -> None:
         if self.server is not None:
             server, self.server = self.server, None
-            for listener in server._server.servers:
+            for listener in server.uvicorn_server.servers:
                 listener.close()
-            for link in list(server._server.server_state.connections):
+            for link in list(server.uvicorn_server.server_state.connections):
                 link.transport.abort()
             await server.stop(grace_s=1)
         await self.llm.stop()

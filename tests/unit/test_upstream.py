@@ -165,7 +165,7 @@ async def test_a_connection_is_kept_only_for_so_long(monkeypatch: pytest.MonkeyP
         await asked(upstream, server)
         await until(lambda: server.gone == 1)
         assert not upstream._idle
-        assert not upstream._open
+        assert not upstream.open_connections
         await asked(upstream, server)
         assert server.connections == 2
 
@@ -192,7 +192,7 @@ async def test_a_closed_reply_leaves_the_next_one_on_its_connection_alone() -> N
 async def test_a_connection_that_the_replica_closed_is_not_asked() -> None:
     async with replica(once(OK), OK) as (server, upstream):
         await asked(upstream, server)
-        await until(lambda: not upstream._open)
+        await until(lambda: not upstream.open_connections)
         assert await asked(upstream, server) == b"hi"
 
 
@@ -232,7 +232,7 @@ async def test_an_answer_before_the_request_is_written_ends_the_connection() -> 
     async with replica(turn, OK) as (server, upstream):
         reply = await upstream.send(server.url, "POST", "/", [], bytes(2**25))
         assert await whole(reply) == b"hi"
-        assert not upstream._open
+        assert not upstream.open_connections
 
 
 @pytest.mark.parametrize("behind", [b"x", OK, b"\0" * 100, b"HTTP/1.1 "])
@@ -255,7 +255,7 @@ async def test_bytes_that_nobody_asked_for_end_an_idle_connection() -> None:
     async with replica(turn, OK) as (server, upstream):
         await asked(upstream, server)
         await until(lambda: server.gone == 1)
-        assert not upstream._open
+        assert not upstream.open_connections
 
 
 # Pushed

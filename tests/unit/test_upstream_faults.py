@@ -69,7 +69,7 @@ async def test_a_head_that_is_none_is_a_lost_replica(answer: bytes, abort: bool)
         with pytest.raises(ReplicaLost) as lost:
             await asked(upstream, server)
         assert lost.value.sent
-        assert not upstream._open
+        assert not upstream.open_connections
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_a_body_that_breaks_off_is_a_lost_replica_behind_what_came(
                 got += part
         assert lost.value.sent
         assert b"abcde".startswith(got)
-        assert not upstream._open
+        assert not upstream.open_connections
         with pytest.raises(ReplicaLost):
             await reply.read_some()
 
@@ -138,7 +138,7 @@ async def test_what_is_neither_head_nor_body_has_an_end(begin: bytes, more: byte
     async with replica(turn) as (server, upstream):
         with pytest.raises(ReplicaLost):
             await asked(upstream, server)
-        assert not upstream._open
+        assert not upstream.open_connections
 
 
 async def test_a_body_that_nobody_reads_waits_at_the_replica() -> None:
@@ -177,7 +177,7 @@ async def test_a_reader_that_is_cancelled_breaks_the_request_off() -> None:
             async with asyncio.timeout(0.05):
                 await upstream.send(server.url, "POST", "/", [], b"")
         await until(lambda: server.gone == 2)
-        assert not upstream._open
+        assert not upstream.open_connections
 
 
 async def test_a_closed_pool_loses_what_is_under_way_and_takes_nothing_more() -> None:

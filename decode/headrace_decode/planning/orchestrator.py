@@ -149,11 +149,11 @@ class Orchestrator:
         self.verification = VerificationPolicy()
         """Prefill replicas whose KV must be checked byte for byte."""
         self._active: set[str] = set()
-        self._calls: dict[asyncio.Future[Any], str] = {}
+        self.calls: dict[asyncio.Future[Any], str] = {}
         """Pending remote prefills, each with its replica."""
         self._pulls: dict[str, _Pull] = {}
         """Requests whose KV comes from a prefill replica, until they end."""
-        self._cleanups: set[asyncio.Task[None]] = set()
+        self.cleanups: set[asyncio.Task[None]] = set()
 
     async def run(self, work: Work[Output]) -> AsyncGenerator[Output, None]:
         """Yield the request's outputs; the first comes from the prefill that succeeded."""
@@ -221,7 +221,7 @@ class Orchestrator:
         """Set the running prefill replicas; prefill prompts that wait for other replicas here."""
         self.planner.prefill_members(replicas)
         self.verification.retain(replicas)
-        for call, replica in self._calls.items():
+        for call, replica in self.calls.items():
             if replica and replica not in replicas:
                 call.cancel()
 
@@ -244,14 +244,14 @@ class Orchestrator:
         """
         called = time.perf_counter()
         task = asyncio.ensure_future(work.prefill(plan))
-        self._calls[task] = plan.replica
+        self.calls[task] = plan.replica
         try:
             done, _ = await asyncio.wait({task}, timeout=plan.timeout_s)
         except asyncio.CancelledError:
             self._cancel_prefill(work, task)
             raise
         finally:
-            del self._calls[task]
+            del self.calls[task]
         if not done:
             self._cancel_prefill(work, task)
             why = f"no answer in {plan.timeout_s:.2f} s"
@@ -339,8 +339,8 @@ class Orchestrator:
                     await work.release(task.result().kv_params)
 
         cleanup = asyncio.ensure_future(release())
-        self._cleanups.add(cleanup)
-        cleanup.add_done_callback(self._cleanups.discard)
+        self.cleanups.add(cleanup)
+        cleanup.add_done_callback(self.cleanups.discard)
 
 
 async def _first(stream: AsyncIterator[Output]) -> Output | None:

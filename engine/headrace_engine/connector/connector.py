@@ -89,7 +89,7 @@ class HeadraceConnector(KVConnectorBase_V1):
                 ', which fails a request whose KV was lost; give "recompute"'
             )
         self._opened = opened = EngineArena.of(vllm_config, role, kv_cache_config)
-        self._settings, self._arena = opened.settings, opened.arena
+        self._settings, self.arena = opened.settings, opened.arena
         self._num_blocks = kv_cache_config.num_blocks
         [group] = kv_cache_config.kv_cache_groups
         self._keeping = tuple(group.layer_names)
@@ -121,7 +121,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         self._price = LoadPrice(block_tokens, opened.layers, StepTime())
         priced = self._node is not None and settings.priced
         self._learn()
-        self._index = ArenaIndex(self._arena, opened.row, settings.lease_s, ranks)
+        self._index = ArenaIndex(self.arena, opened.row, settings.lease_s, ranks)
         return SchedulerConnector(
             self._index,
             block_tokens,
@@ -187,7 +187,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         price.loaded(*sample)
         more_s = price.more_s(sample.medium)
         if more_s is not None:
-            self._arena.set_load_cost(sample.medium, more_s / self._opened.block_bytes)
+            self.arena.set_load_cost(sample.medium, more_s / self._opened.block_bytes)
 
     @classmethod
     def exact_scheduler(cls, connector: Any) -> SchedulerConnector | None:
@@ -235,7 +235,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         """Free the slots of these blocks that are not filled: all workers have ended their
         parts."""
         try:
-            self._arena.give_up(self._opened.row, hashes, self._opened.group)
+            self.arena.give_up(self._opened.row, hashes, self._opened.group)
         except LockBusyError as error:
             logger.warning("blocks that were not saved whole keep their room a while: %s", error)
 
@@ -276,7 +276,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             backend="" if device.type == "cpu" else DIRECT_BACKEND,
         )
         self._worker = WorkerConnector(
-            *(self._arena, opened.row, cache, opened.seeds, self._settings, files),
+            *(self.arena, opened.row, cache, opened.seeds, self._settings, files),
             writes=opened.writes,
             writer=opened.writer,
         )
@@ -341,8 +341,8 @@ class HeadraceConnector(KVConnectorBase_V1):
                 return
         if self._worker is not None and not self._worker.prepare_to_move():
             return
-        opened, self._moves_to, before = self._moves_to, None, self._arena
-        self._opened, self._arena = opened, opened.arena
+        opened, self._moves_to, before = self._moves_to, None, self.arena
+        self._opened, self.arena = opened, opened.arena
         if self._worker is not None:
             self._worker.move(opened.arena, opened.row)
         elif self._scheduler is not None:
@@ -355,8 +355,8 @@ class HeadraceConnector(KVConnectorBase_V1):
 
     def _learn(self) -> None:
         """Begin to report prompts to the arena's policy, if the policy learns."""
-        learns = self._arena.policy.learns and bool(self._opened.about)
-        self._learner = PromptReporter(self._arena, [self._opened.row]) if learns else None
+        learns = self.arena.policy.learns and bool(self._opened.about)
+        self._learner = PromptReporter(self.arena, [self._opened.row]) if learns else None
 
     def _prompted(self, hashes: Sequence[bytes]) -> None:
         if self._learner is not None:
@@ -413,7 +413,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             self._node.close()
         if self._moves_to is not None:
             self._moves_to.close()
-        self._arena.close()
+        self.arena.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

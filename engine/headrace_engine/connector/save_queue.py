@@ -56,9 +56,9 @@ class SaveQueue:
         self._index, self._counts, self._ended = index, counts, ended
         self._pool: Any = None
         self._waiting: deque[BlockSave] = deque()
-        self._waiting_blocks = self._copied_blocks = 0
+        self._waiting_blocks = self.copied_blocks = 0
         self._names: Counter[bytes] = Counter()
-        self._jobs: dict[int, BlockSave] = {}
+        self.jobs: dict[int, BlockSave] = {}
         self._begun: dict[int, BlockSave] = {}
         self._next_job = 0
 
@@ -80,12 +80,12 @@ class SaveQueue:
     @property
     def busy(self) -> bool:
         """Whether blocks are held."""
-        return bool(self._jobs or self._waiting)
+        return bool(self.jobs or self._waiting)
 
     @property
     def room(self) -> int:
         """Number of further blocks that may be copied now; 0 before there is a pool."""
-        return max(0, self._limit - self._copied_blocks - self._waiting_blocks)
+        return max(0, self._limit - self.copied_blocks - self._waiting_blocks)
 
     @property
     def _limit(self) -> int:
@@ -116,7 +116,7 @@ class SaveQueue:
             False if others are being copied, and together they would be more than the limit and
             more than `JOB_BLOCKS`: a small cache takes the copies of a context all the same.
         """
-        busy = self._copied_blocks + self._waiting_blocks
+        busy = self.copied_blocks + self._waiting_blocks
         most = max(self._limit, JOB_BLOCKS)
         if self._pool is None or (busy and busy + len(save.blocks) > most):
             return False
@@ -129,7 +129,7 @@ class SaveQueue:
         job."""
         while self._waiting:
             save = self._waiting[0]
-            if self._copied_blocks and self._copied_blocks + len(save.blocks) > self._limit:
+            if self.copied_blocks and self.copied_blocks + len(save.blocks) > self._limit:
                 break
             self._waiting.popleft()
             self._waiting_blocks -= len(save.blocks)
@@ -156,24 +156,24 @@ class SaveQueue:
                 logger.warning(
                     "%d blocks are not saved: their request ended while %d others were being "
                     "copied, and the engine needs its cache",
-                    *(len(save.blocks), self._copied_blocks),
+                    *(len(save.blocks), self.copied_blocks),
                 )
             self._counts["save_busy"] += len(save.blocks)
 
     def end(self, jobs: Iterable[int]) -> None:
         """Release the blocks of these jobs, whose copies have ended, well or not."""
         for job in jobs:
-            save = self._jobs.pop(job, None)
+            save = self.jobs.pop(job, None)
             if save is None:
                 continue
-            self._copied_blocks -= len(save.blocks)
+            self.copied_blocks -= len(save.blocks)
             if self._ended is not None:
                 self._ended(save.hashes)
             self._let_go(save)
 
     def _begin(self, save: BlockSave) -> None:
-        self._jobs[self._next_job] = self._begun[self._next_job] = save
-        self._copied_blocks += len(save.blocks)
+        self.jobs[self._next_job] = self._begun[self._next_job] = save
+        self.copied_blocks += len(save.blocks)
         self._next_job += 1
 
     def _hold(self, save: BlockSave) -> None:

@@ -105,7 +105,7 @@ class SchedulerConnector:
         self._block_tokens = block_tokens
         self._costs, self._prompted = costs, record_prompt
         self._loads, self._saves = load, save
-        self._queue = SaveQueue(index, self.counts, ended)
+        self.save_queue = SaveQueue(index, self.counts, ended)
         self._requests: dict[str, RequestState] = {}
         self._offered: dict[str, BlockOffer] = {}
         self._running: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ class SchedulerConnector:
 
     def bind(self, pool: Any) -> None:
         """Set vLLM's block pool, which holds blocks; before this call nothing is saved."""
-        self._queue.bind(pool)
+        self.save_queue.bind(pool)
 
     def reset(self) -> bool:
         """Stop using all KV that was computed or stored so far: its weights may have changed.
@@ -125,13 +125,13 @@ class SchedulerConnector:
         self._names.renew()
         for each in (self._asked, self._taken, self._offered):
             each.clear()
-        self._is_clean = self._queue.is_pool_free
+        self._is_clean = self.save_queue.is_pool_free
         return self._is_clean
 
     @property
     def busy(self) -> bool:
         """Whether blocks are held, so that the engine must run steps until they are released."""
-        return self._queue.busy
+        return self.save_queue.busy
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """Return how many tokens the store holds after those in the engine's own cache.
@@ -288,15 +288,15 @@ class SchedulerConnector:
             output: vLLM's SchedulerOutput.
         """
         self._follow(output)
-        self._queue.yield_room()
+        self.save_queue.yield_room()
         for request_id in output.num_scheduled_tokens:
             if request_id in self._requests:
-                self._save(self._requests[request_id], self._queue.room)
+                self._save(self._requests[request_id], self.save_queue.room)
         for request_id, tokens in output.num_scheduled_tokens.items():
             if request_id in self._requests:
                 self._requests[request_id].scheduled += tokens
         self._running = frozenset(output.num_scheduled_tokens)
-        work, self._work = replace(self._work, saves=self._queue.step()), StoreWork()
+        work, self._work = replace(self._work, saves=self.save_queue.step()), StoreWork()
         if self._price is not None or self._costs is not None:
             shape = step_shape(output)
             if shape.prompt:
@@ -313,12 +313,12 @@ class SchedulerConnector:
             known.blocks = list(block_ids)
             self._save(known, len(known.blocks))
             # An engine whose cache is full needs blocks before its next step.
-            kept = self._queue.count(self._names.of_request(request, 0, None) or ())
-            self._queue.yield_room(freed=len(known.blocks) - kept)
+            kept = self.save_queue.count(self._names.of_request(request, 0, None) or ())
+            self.save_queue.yield_room(freed=len(known.blocks) - kept)
 
     def saved(self, jobs: Iterable[int]) -> None:
         """Release the blocks of these jobs, whose copies have ended, well or not."""
-        self._queue.end(jobs)
+        self.save_queue.end(jobs)
 
     @property
     def _may_save(self) -> bool:
@@ -346,7 +346,7 @@ class SchedulerConnector:
     def _savable(self, known: RequestState) -> int:
         """Return how many of a request's leading blocks are full, confirmed and not private."""
         request, in_flight = known.request, known.request.num_in_flight_tokens
-        if not self._may_save or not self._queue.has_pool or known.scheduled <= in_flight:
+        if not self._may_save or not self.save_queue.has_pool or known.scheduled <= in_flight:
             return 0
         confirmed = max(0, request.num_computed_tokens - in_flight) // self._block_tokens
         return min(confirmed, shared_blocks(request.block_hashes), len(known.blocks))
@@ -367,11 +367,11 @@ class SchedulerConnector:
             return
         first, known.saved = known.saved, end
         names = hashes[first - before :]
-        places = [first + i for i, lacks in enumerate(self._queue.lacking(names)) if lacks]
+        places = [first + i for i, lacks in enumerate(self.save_queue.lacking(names)) if lacks]
         if not places:
             return
         size = self._block_tokens
-        self._queue.add(
+        self.save_queue.add(
             BlockSave(
                 blocks=[known.blocks[i] for i in places],
                 hashes=[names[i - first] for i in places],
@@ -407,7 +407,7 @@ class SchedulerConnector:
         each_s = self._compute_s(0, tokens) / len(names)
         parents = [b"", *names[:-1]]
         save = BlockSave([*blocks], [*names], parents, [*range(len(names))], salt, each_s)
-        if not self._queue.add_at_once(save):
+        if not self.save_queue.add_at_once(save):
             self.counts["save_busy"] += len(names)
 
     def _compute_s(self, first: int, end: int) -> float:

@@ -83,18 +83,18 @@ class WorkerConnector:
         writes: bool = True,
         writer: Writer | None = None,
     ) -> None:
-        self._arena, self._row, self._cache, self._seeds = arena, row, cache, seeds
+        self.arena, self._row, self._cache, self._seeds = arena, row, cache, seeds
         self._writes, self._writer = writes, writer
         columns = [cache.columns(layer) for layer in range(len(cache.layer_names))]
         self._columns = np.r_[tuple(columns)].astype(np.int64)
         cache.register(arena.data_address, arena.data_bytes)
-        self._files = None if files is None else files(cache)
+        self.file_loader = None if files is None else files(cache)
         # Loads ahead have resources of their own, so a step's own load waits for none of them.
         self._cache_ahead = cache.beside()
-        self._files_ahead = None if files is None else files(self._cache_ahead)
+        self.file_loader_ahead = None if files is None else files(self._cache_ahead)
         # A load from DRAM takes milliseconds, so it waits for no disk.
-        self._ahead = ThreadPoolExecutor(1, "kv-load-ahead")
-        self._ahead_files = ThreadPoolExecutor(1, "kv-load-ahead-files")
+        self.dram_thread_ahead = ThreadPoolExecutor(1, "kv-load-ahead")
+        self.file_thread_ahead = ThreadPoolExecutor(1, "kv-load-ahead-files")
         self._came: list[tuple[str, EndedLoad]] = []
         self._finished: set[str] = set()
         self._layer_of = {name: i for i, name in enumerate(cache.layer_names)}
@@ -137,12 +137,12 @@ class WorkerConnector:
         self._work, self._saves = work, work.saves
         if work.load.blocks:
             began = self._cache.fence()
-            self._source = source = self._find(work.load, self._cache, self._files)
+            self._source = source = self._find(work.load, self._cache, self.file_loader)
             self._pipeline = self._pipelined(source, self._cache, self._loader, began)
             if not by_layers:
                 self._wait(self._pipeline.finish)
         for request_id, load in work.ahead.items():
-            threads = self._ahead_files if load.places else self._ahead
+            threads = self.file_thread_ahead if load.places else self.dram_thread_ahead
             self._tasks.append(threads.submit(self._load_ahead, request_id, load))
 
     def wait(self, layer_name: str) -> None:
@@ -157,7 +157,7 @@ class WorkerConnector:
         nothing to compute."""
         self._timer.end(self._work.shape)
         if self._pipeline is not None and self._source is not None:
-            ended = self._finish(self._pipeline, self._source, self._cache, self._files)
+            ended = self._finish(self._pipeline, self._source, self._cache, self.file_loader)
             self._pipeline = self._source = None
             self._account(ended)
         with self._lock:
@@ -210,7 +210,7 @@ class WorkerConnector:
 
     def move(self, arena: Arena, row: int) -> None:
         """Use another arena from now on, and close the previous one."""
-        before, self._arena, self._row = self._arena, arena, row
+        before, self.arena, self._row = self.arena, arena, row
         self._cache.register(arena.data_address, arena.data_bytes)
         self._cache.unregister(before.data_address)
         before.close()
@@ -218,16 +218,16 @@ class WorkerConnector:
 
     def close(self) -> None:
         """Stop; copies under way end first."""
-        for threads in (self._ahead, self._ahead_files):
+        for threads in (self.dram_thread_ahead, self.file_thread_ahead):
             threads.shutdown(cancel_futures=True)
         self._loader.shutdown()
         self._saver.shutdown(cancel_futures=True)
-        for files in (self._files, self._files_ahead):
+        for files in (self.file_loader, self.file_loader_ahead):
             if files is not None:
                 files.close()
         for cache in (self._cache_ahead, self._cache):
             cache.close()
-        self._arena.close()
+        self.arena.close()
 
     def bad_in_files(self) -> list[BadBlock]:
         """Return the blocks whose bytes in files were wrong, since the last call."""
@@ -246,9 +246,9 @@ class WorkerConnector:
         uses the same staging memory."""
         ended = EndedLoad(ActiveLoad.of_nothing(load), 0.0, failed=True)
         try:
-            source = self._find(load, self._cache_ahead, self._files_ahead)
+            source = self._find(load, self._cache_ahead, self.file_loader_ahead)
             pipeline = self._pipelined(source, self._cache_ahead, InlineExecutor(), None)
-            ended = self._finish(pipeline, source, self._cache_ahead, self._files_ahead)
+            ended = self._finish(pipeline, source, self._cache_ahead, self.file_loader_ahead)
         except Exception:
             logger.exception("a load ahead failed; %d blocks are computed", len(load.blocks))
         finally:
@@ -277,9 +277,9 @@ class WorkerConnector:
         place."""
         blocks = np.array(load.blocks, np.int64)
         seeds = self._seeds(load.hashes)
-        slots = self._arena.lookup(self._row, load.hashes)
+        slots = self.arena.lookup(self._row, load.hashes)
         here = np.flatnonzero(slots >= 0)
-        arena = ArenaSource(self._arena, cache, slots[here], blocks[here], seeds[here])
+        arena = ArenaSource(self.arena, cache, slots[here], blocks[here], seeds[here])
         source = ActiveLoad(load.hashes, blocks, slots[here], [(here, arena)])
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
         if placed and files is not None:
@@ -364,15 +364,15 @@ class WorkerConnector:
         """Release the leases of a load. Drop blocks whose bytes were wrong, if they are still in
         the slots where they were read."""
         try:
-            self._arena.release(slots)
+            self.arena.release(slots)
             if corrupt:
-                now = self._arena.lookup(self._row, [*corrupt]).tolist()
+                now = self.arena.lookup(self._row, [*corrupt]).tolist()
                 same = [
                     h
                     for (h, slot), there in zip(corrupt.items(), now, strict=True)
                     if slot == there
                 ]
-                self._arena.discard(self._row, same)
+                self.arena.discard(self._row, same)
         except Exception as error:
             logger.warning("the leases of a load run out by themselves: %s", error)
 
@@ -394,7 +394,7 @@ class WorkerConnector:
             self._done.append(job)
 
     def _copy_out(self, save: BlockSave) -> None:
-        slots = self._arena.reserve(
+        slots = self.arena.reserve(
             self._row,
             save.hashes,
             [hash_word(parent) for parent in save.parents],
@@ -411,12 +411,12 @@ class WorkerConnector:
         try:
             blocks = np.array(save.blocks, np.int64)[given]
             hashes = [h for h, g in zip(save.hashes, given, strict=True) if g]
-            payloads = self._arena.addresses(slots).astype(np.uint64)
+            payloads = self.arena.addresses(slots).astype(np.uint64)
             sums = self._cache.save(blocks, payloads, self._seeds(hashes)[:, self._columns])
         except BaseException:
-            self._arena.abandon(slots)  # a group's slots are freed when all writers have ended
+            self.arena.abandon(slots)  # a group's slots are freed when all writers have ended
             raise
-        published = int(self._arena.publish(slots, sums, self._writer, self._columns).sum())
+        published = int(self.arena.publish(slots, sums, self._writer, self._columns).sum())
         self.counts["saved"] += published
         self.counts["save_failed"] += len(slots) - published
 

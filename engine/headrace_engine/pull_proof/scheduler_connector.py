@@ -57,20 +57,20 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         that failed to arrive."""
         self.digests = PromptDigests(vllm_config)
         self._pulls = self._pulls and self.digests.is_known
-        self._grants = Grants(
+        self.grants = Grants(
             geometry_of(vllm_config).rows,
             secrets.token_bytes(ID_BYTES),
             Sampling(settings, possible=groups == 1),
         )
-        self._places: dict[tuple[int, int], int] = {}
+        self.places: dict[tuple[int, int], int] = {}
         self._row_bytes = geometry_of(vllm_config).row_bytes
         self._work = StepWork()
-        self._to_sum: dict[str, _Summed] = {}
+        self.to_sum: dict[str, _Summed] = {}
         self._computing: set[str] = set()
         """Requests that will hand out KV and have not ended."""
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        self._places = {rank: payload.records_at for rank, payload in metadata.items()}
+        self.places = {rank: payload.records_at for rank, payload in metadata.items()}
         self._listen_error: Exception | None = None
         super().set_xfer_handshake_metadata(metadata)
         if self._listen_error is not None:
@@ -117,9 +117,9 @@ class ProvenScheduler(NixlPullConnectorScheduler):
     def _begin(self, request: Any, params: dict[str, Any]) -> None:
         request_id, ids = request.request_id, request.prompt_token_ids or []
         digest = self.digests.of(request, ids)
-        if digest is not None and self._grants.held(request_id) is None:
+        if digest is not None and self.grants.held(request_id) is None:
             demanded = bool(params.get(CHECK_KEY))
-            grant = self._grants.begin(request_id, digest, len(ids), demanded)
+            grant = self.grants.begin(request_id, digest, len(ids), demanded)
             if grant is None:
                 logger.warning("more hand-outs are out than have records; one will not be pulled")
                 return
@@ -127,7 +127,7 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             self._computing.add(request_id)
             self._work.begun.append((request_id, row, identity.record()))
             if identity.checked:
-                self._to_sum[request_id] = _Summed(request, row, identity)
+                self.to_sum[request_id] = _Summed(request, row, identity)
 
     def _claim(self, request: Any, params: dict[str, Any]) -> Claim | Unproved:
         try:
@@ -164,10 +164,10 @@ class ProvenScheduler(NixlPullConnectorScheduler):
 
     def _follow_prompts(self, scheduler_output: Any) -> None:
         """Collect the blocks of checked prompts, and have a computed prompt's fingerprints made."""
-        if not self._to_sum:
+        if not self.to_sum:
             return
         for request_id, groups, resumed in yield_req_data(scheduler_output):
-            summed = self._to_sum.get(request_id)
+            summed = self.to_sum.get(request_id)
             if summed is None:
                 continue
             if resumed:
@@ -179,33 +179,33 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             computed += scheduler_output.num_scheduled_tokens[request_id]
             if computed >= request.num_prompt_tokens:
                 self._work.sums.append(ToSum(summed.row, summed.identity, list(summed.blocks)))
-                del self._to_sum[request_id]
+                del self.to_sum[request_id]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._computing.discard(request.request_id)
         held, params = super().request_finished(request, block_ids)
-        grant = self._grants.held(request.request_id)
+        grant = self.grants.held(request.request_id)
         if grant is None:
             return held, params
         if not held or params is None:
             self._end(request.request_id)
             return held, params
         row, identity = grant
-        places = {rank: at + row * self._row_bytes for rank, at in self._places.items()}
+        places = {rank: at + row * self._row_bytes for rank, at in self.places.items()}
         proof = identity.proof(by_group(params["remote_block_ids"]))
         return held, {**params, PARAMS_KEY: Claim(identity, places, proof).params()}
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
         for request_id in connector_output.finished_sending or ():
-            self._grants.end(request_id)  # the workers have erased its record
-            self._to_sum.pop(request_id, None)
+            self.grants.end(request_id)  # the workers have erased its record
+            self.to_sum.pop(request_id, None)
 
     def shutdown(self) -> None:
         super().shutdown()
         self.digests.close()
 
     def _end(self, request_id: str) -> None:
-        self._grants.end(request_id)
-        self._to_sum.pop(request_id, None)
+        self.grants.end(request_id)
+        self.to_sum.pop(request_id, None)
         self._work.ended.append(request_id)

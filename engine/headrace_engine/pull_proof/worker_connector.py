@@ -40,7 +40,7 @@ class ProvenWorker(NixlPullConnectorWorker):
         self._sums: BlockSums | None = None
         self._rows: dict[str, int] = {}
         self._sum_next: list[ToSum] = []
-        self._claims: dict[str, Claim | Unproved] = {}
+        self.claims: dict[str, Claim | Unproved] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._table = RecordTable(self._geometry)
@@ -83,7 +83,7 @@ class ProvenWorker(NixlPullConnectorWorker):
                 self._rows[request_id] = row
                 self._table.write(row, record)
             self._sum_next.extend(work.sums)
-            self._claims.update(work.claims)
+            self.claims.update(work.claims)
         super().start_load_kv(metadata)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -96,7 +96,7 @@ class ProvenWorker(NixlPullConnectorWorker):
         for request_id in done_sending:
             self._erase(request_id)  # its blocks are freed when the scheduler hears of it
         for request_id in done_recving:
-            self._claims.pop(request_id, None)
+            self.claims.pop(request_id, None)
         return done_sending, done_recving
 
     def _give_up_hanging(self) -> None:
@@ -141,7 +141,7 @@ class ProvenWorker(NixlPullConnectorWorker):
         reads = has_blocks(meta)
         try:
             if reads:
-                self._may_pull(req_id, meta)
+                self.check_pull(req_id, meta)
             super()._read_blocks_for_req(req_id, meta)
             if not reads:
                 self._recving_metadata.pop(req_id, None)  # no transfer will end it
@@ -151,9 +151,9 @@ class ProvenWorker(NixlPullConnectorWorker):
             logger.exception("a pull could not begin", extra={"request_id": req_id})
             self._refuse(req_id, Unproved("unreachable", f"the pull could not begin: {error!r}"))
 
-    def _may_pull(self, req_id: str, meta: Any) -> None:
+    def check_pull(self, req_id: str, meta: Any) -> None:
         """Refuse a reference that cannot be right, before anything is read."""
-        claim = self._claims.get(req_id, Unproved("unknown", "the reference has no identity"))
+        claim = self.claims.get(req_id, Unproved("unknown", "the reference has no identity"))
         if isinstance(claim, Unproved):
             raise claim
         remote = meta.remote
@@ -173,7 +173,7 @@ class ProvenWorker(NixlPullConnectorWorker):
                 raise Unproved("range", f"{len(group)} blocks offered where {len(ours)} are due")
 
     def _read_blocks(self, *, read_spec: Any, request_id: str, **more: Any) -> None:
-        meta, claim = self._recving_metadata[request_id], self._claims.get(request_id)
+        meta, claim = self._recving_metadata[request_id], self.claims.get(request_id)
         rank = (0, read_spec.remote_rank)
         if not isinstance(claim, Claim) or not any(len(g) for g in read_spec.local_block_ids):
             super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)

@@ -111,32 +111,32 @@ class StoreNodeManager:
             setup("store")
         self._peer_discovery = PeerDiscovery(self._ask) if share else None
         self._name = NodeSettings.parse(settings).name
-        self._settings, self._setup = settings, setup
+        self.settings, self._setup = settings, setup
         self._observe = None if observe is None else observe()
-        self._failures: Counter[str] = Counter()
-        self._nodes: dict[str, Any] = {}
-        self._down_reasons: dict[str, str] = {}
+        self.failures: Counter[str] = Counter()
+        self.nodes: dict[str, Any] = {}
+        self.down_reasons: dict[str, str] = {}
         for machine in self._machines_with_nodes():
-            self._nodes[machine] = self._start_node(machine)
-        await self._agree_on_a_secret()
-        self._task = asyncio.create_task(self._check_loop())
+            self.nodes[machine] = self.start_node(machine)
+        await self.agree_on_secret()
+        self._task = asyncio.create_task(self.check_loop())
 
     async def join(self, machine: str) -> None:
         """Keep a node on this machine (Ray's node id in hex) from now on."""
-        if machine not in self._nodes:
+        if machine not in self.nodes:
             logger.info("a store node for machine %s", machine)
-            self._nodes[machine] = self._start_node(machine)
+            self.nodes[machine] = self.start_node(machine)
 
     async def status(self) -> list[dict[str, Any]]:
         """Return JSON-able: each machine's node, or why it has none, and the manager's failed
         calls."""
-        nodes = dict(self._nodes)
+        nodes = dict(self.nodes)
         answers = await asyncio.gather(*(self._ask(node, "stats") for node in nodes.values()))
         return [
             {
                 "machine": machine,
-                **(stats or {"name": self._name, "down": self._down_reasons.get(machine)}),
-                "keeper_failures": dict(self._failures),
+                **(stats or {"name": self._name, "down": self.down_reasons.get(machine)}),
+                "manager_failures": dict(self.failures),
             }
             for machine, stats in zip(nodes, answers, strict=True)
         ]
@@ -146,7 +146,7 @@ class StoreNodeManager:
     ) -> list[dict[str, Any]]:
         """Have each machine's node carry out an operator's request; return the answers by
         machine."""
-        nodes = dict(self._nodes)
+        nodes = dict(self.nodes)
         request = "administer", action, namespace, hash
         asked = (self._ask(node, *request, limit_s=CLEAR_S) for node in nodes.values())
         answers = await asyncio.gather(*asked)
@@ -157,24 +157,24 @@ class StoreNodeManager:
 
     async def __del__(self) -> None:
         self._task.cancel()
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             await self._ask(node, "close")
             with contextlib.suppress(Exception):
                 ray.kill(node)
 
-    async def _agree_on_a_secret(self) -> None:
+    async def agree_on_secret(self) -> None:
         """Give all nodes one secret: that of the nodes that an earlier manager left, if there are
         any."""
-        secret = self._settings.get("secret")
-        for _ in range(SECRET_TRIES if self._nodes and secret is None else 0):
-            known = await asyncio.gather(*(self._ask(n, "secret") for n in self._nodes.values()))
+        secret = self.settings.get("secret")
+        for _ in range(SECRET_TRIES if self.nodes and secret is None else 0):
+            known = await asyncio.gather(*(self._ask(n, "secret") for n in self.nodes.values()))
             secret = next((each for each in known if each), None)
             if secret is not None:
                 break
             await asyncio.sleep(JOIN_RETRY_S)
-        self._settings = {**self._settings, "secret": secret or secrets.token_hex(32)}
+        self.settings = {**self.settings, "secret": secret or secrets.token_hex(32)}
 
-    def _start_node(self, machine: str) -> Any:
+    def start_node(self, machine: str) -> Any:
         return (
             ray.remote(StoreNodeActor)
             .options(
@@ -187,7 +187,7 @@ class StoreNodeManager:
                 max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=False),
             )
-            .remote(self._settings, self._setup)
+            .remote(self.settings, self._setup)
         )
 
     def _actor_name(self, machine: str) -> str:
@@ -206,12 +206,12 @@ class StoreNodeManager:
             return await asyncio.wait_for(getattr(node, method).remote(*arguments), limit_s)
         except Exception as error:
             kind = f"{method}_{type(error).__name__}"
-            self._failures[kind] += 1
-            if self._failures[kind] == 1:
+            self.failures[kind] += 1
+            if self.failures[kind] == 1:
                 logger.warning("a store node's %s failed: %s", method, _first_line(error))
             return None
 
-    async def _check_loop(self) -> None:
+    async def check_loop(self) -> None:
         """Check the nodes every `CHECK_INTERVAL_S`."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -224,22 +224,22 @@ class StoreNodeManager:
         """Drop machines that left the cluster, restart dead nodes, connect nodes to each other."""
         with contextlib.suppress(Exception):
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            for machine in self._nodes.keys() - alive:
-                del self._nodes[machine]
-        stats_by_machine: dict[str, dict[str, Any] | None] = dict.fromkeys(self._nodes)
-        for machine, node in list(self._nodes.items()):
+            for machine in self.nodes.keys() - alive:
+                del self.nodes[machine]
+        stats_by_machine: dict[str, dict[str, Any] | None] = dict.fromkeys(self.nodes)
+        for machine, node in list(self.nodes.items()):
             try:
                 stats_by_machine[machine] = await asyncio.wait_for(node.stats.remote(), ANSWER_S)
-                self._down_reasons.pop(machine, None)
+                self.down_reasons.pop(machine, None)
             except ray.exceptions.ActorUnavailableError as error:
-                self._down_reasons[machine] = f"restarting: {_first_line(error)}"
+                self.down_reasons[machine] = f"restarting: {_first_line(error)}"
             except ray.exceptions.RayActorError as error:
-                if self._down_reasons.get(machine) != _first_line(error):
+                if self.down_reasons.get(machine) != _first_line(error):
                     logger.error("no store node on %s: %s", machine, error)
-                self._down_reasons[machine] = _first_line(error)
-                self._nodes[machine] = self._start_node(machine)
+                self.down_reasons[machine] = _first_line(error)
+                self.nodes[machine] = self.start_node(machine)
             except Exception as error:
-                self._down_reasons[machine] = f"does not answer: {_first_line(error)}"
+                self.down_reasons[machine] = f"does not answer: {_first_line(error)}"
         if self._observe is not None:
             try:
                 self._observe(stats_by_machine)
@@ -247,7 +247,7 @@ class StoreNodeManager:
                 logger.exception("the store nodes' statistics are not observed any more")
                 self._observe = None
         if self._peer_discovery is not None:
-            await self._peer_discovery.update(dict(self._nodes))
+            await self._peer_discovery.update(dict(self.nodes))
 
 
 async def join_store(manager: DeploymentHandle) -> None:

@@ -154,9 +154,9 @@ class Arena(PinningArena):
             raise ValueError(
                 "a namespace has a digest of 16 bytes, and blocks with bytes and layers"
             )
-        namespaces = self._t.namespaces
-        with self._section:
-            count = int(self._words[NAMESPACE_COUNT])
+        namespaces = self.tables.namespaces
+        with self.section:
+            count = int(self.words[NAMESPACE_COUNT])
             for namespace_id in range(count):
                 if namespaces["digest"][namespace_id].tobytes() == digest:
                     known = self.namespace_info(namespace_id)
@@ -169,7 +169,7 @@ class Arena(PinningArena):
                         self._file.use(namespace_id)
                     return namespace_id
             needed = self.geometry.slot_bytes(block_bytes, layers)
-            if needed > int(self._t.segments["bytes"].max()):
+            if needed > int(self.tables.segments["bytes"].max()):
                 raise RejectedError(
                     f"a block of {block_bytes} bytes, {layers} layers, exceeds a segment of this "
                     f"arena: {self.geometry.segment_bytes} bytes"
@@ -177,7 +177,7 @@ class Arena(PinningArena):
             namespace_id = count if count < NAMESPACES else self._reclaim_namespace()
             key = np.frombuffer(digest, np.uint64)
             namespaces[namespace_id] = key, block_bytes, needed, layers
-            self._words[NAMESPACE_COUNT] = max(count, namespace_id + 1)
+            self.words[NAMESPACE_COUNT] = max(count, namespace_id + 1)
             if keep:
                 self._file.use(namespace_id)
             return namespace_id
@@ -209,13 +209,13 @@ class Arena(PinningArena):
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
         for _ in range(LOOKUP_TRIES):
-            before = self._words[SECTION]
-            kernels.lookup(self._t, namespace_id, keys, slots)
-            if before % 2 == 0 and self._words[SECTION] == before:
+            before = self.words[SECTION]
+            kernels.lookup(self.tables, namespace_id, keys, slots)
+            if before % 2 == 0 and self.words[SECTION] == before:
                 return slots
         try:
-            with self._brief_section:  # repairs the tables if a process died inside
-                kernels.lookup(self._t, namespace_id, keys, slots)
+            with self.brief_section:  # repairs the tables if a process died inside
+                kernels.lookup(self.tables, namespace_id, keys, slots)
         except LockBusyError:
             pass
         return slots
@@ -228,7 +228,7 @@ class Arena(PinningArena):
         Returns slots as `lookup`; -1 for all if the lock is not free at once, since an engine's
         step waits for this."""
         try:
-            return self._leased(self._brief_section, namespace_id, hashes, lease_s, True, readers)
+            return self._leased(self.brief_section, namespace_id, hashes, lease_s, True, readers)
         except LockBusyError as error:
             logger.warning("no lease: %s", error)
             return np.full(len(hashes), -1, np.int64)
@@ -237,15 +237,15 @@ class Arena(PinningArena):
         """Count blocks that a request needs and that are not stored; they are not leased. None are
         counted if the lock is not free at once, since an engine's step waits for this."""
         try:
-            with self._brief_section:
-                self._words[MISSES_TOTAL] += blocks
+            with self.brief_section:
+                self.words[MISSES_TOTAL] += blocks
         except LockBusyError as error:
             logger.warning("misses are not counted: %s", error)
 
     def hold(self, namespace_id: int, hashes: Hashes, hold_s: float) -> np.ndarray:
         """Lease blocks without counting them as used: policies see readers only. Returns slots as
         `lookup`."""
-        return self._leased(self._section, namespace_id, hashes, hold_s, used=False)
+        return self._leased(self.section, namespace_id, hashes, hold_s, used=False)
 
     def _leased(
         self,
@@ -260,14 +260,16 @@ class Arena(PinningArena):
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.empty(len(keys), np.int64)
         with section:
-            kernels.lease(self._t, namespace_id, keys, now_s, now_s + lease_s, used, readers, slots)
+            kernels.lease(
+                self.tables, namespace_id, keys, now_s, now_s + lease_s, used, readers, slots
+            )
         return slots
 
     def release(self, slots: np.ndarray) -> None:
         """End a lease early, once for each reader. Numbers below 0 are no slots and are skipped."""
         wanted = self._slots(slots)
-        with self._section:
-            kernels.release(self._t, wanted[wanted >= 0], self._clock())
+        with self.section:
+            kernels.release(self.tables, wanted[wanted >= 0], self._clock())
 
     def reserve(
         self,
@@ -303,26 +305,26 @@ class Arena(PinningArena):
         blocks["stored_s"], blocks["used_s"] = now_s, now_s
 
         def place() -> int:
-            left = kernels.place(self._t, blocks, now_s - WRITER_TIMEOUT_S, bit, slots)
-            kernels.commit(self._t, slots)
+            left = kernels.place(self.tables, blocks, now_s - WRITER_TIMEOUT_S, bit, slots)
+            kernels.commit(self.tables, slots)
             return int(left)
 
         try:
             absent = np.flatnonzero(self.lookup(namespace_id, keys) < 0)
-            asked_bytes = len(absent) * float(self._t.namespaces["slot_bytes"][namespace_id])
+            asked_bytes = len(absent) * float(self.tables.namespaces["slot_bytes"][namespace_id])
             own = self._over_quota(tenant, asked_bytes, now_s)
-            with self._section:
+            with self.section:
                 self._drop(*own, READY, EVICTED_TOTAL, now_s)
                 left = place()
             if left:
                 slots_left, generations = self._stale_reservations(now_s)
                 if len(slots_left):  # they may be room enough, so nothing is evicted before
-                    with self._section:
+                    with self.section:
                         self._drop(slots_left, generations, WRITING, RECLAIMED_TOTAL)
                         left = place()
             if left:
                 given_up = self._victims(namespace_id, left, now_s)
-                with self._section:
+                with self.section:
                     self._drop(*given_up, READY, EVICTED_TOTAL, now_s)
                     place()
         except LockBusyError as error:
@@ -356,10 +358,10 @@ class Arena(PinningArena):
             raise ValueError(f"checksums {given.shape} for {len(wanted)} blocks")
         owner, bit, _ = WriterToken.of(writer)
         tickets = wanted, self._tickets(wanted, generations)
-        kernels.write_sums(self._t, self._sums_at(wanted), *tickets, owner, filled, given)
+        kernels.write_sums(self.tables, self._sums_at(wanted), *tickets, owner, filled, given)
         try:
-            with self._section:
-                kernels.publish(self._t, *tickets, owner, bit, self._clock(), done)
+            with self.section:
+                kernels.publish(self.tables, *tickets, owner, bit, self._clock(), done)
         except LockBusyError as error:
             logger.warning("not published: %s", error)
         return done
@@ -372,7 +374,7 @@ class Arena(PinningArena):
         wanted = wanted[wanted >= 0]
         if not len(wanted):
             return
-        with self._section:
+        with self.section:
             mine = self.table["owner"][wanted] == os.getpid()
             self._drop(wanted[mine], tickets[mine], WRITING, DROPPED)
 
@@ -383,7 +385,7 @@ class Arena(PinningArena):
     def renew(self, slots: np.ndarray, generations: np.ndarray) -> None:
         """Keep slots that this process is still filling for another WRITER_TIMEOUT_S."""
         wanted = self._slots(slots, least=0)
-        with self._section:
+        with self.section:
             rows = self.table[wanted]
             mine = (rows["state"] == WRITING) & (rows["owner"] == os.getpid())
             mine &= rows["generation"] == generations
@@ -400,8 +402,8 @@ class Arena(PinningArena):
         self._check_namespace(namespace_id)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
-        with self._brief_section:
-            kernels.unfinished(self._t, namespace_id, keys, group, slots)
+        with self.brief_section:
+            kernels.unfinished(self.tables, namespace_id, keys, group, slots)
             begun = slots[slots >= 0]
             return self._drop(begun, self.table["generation"][begun], WRITING, DROPPED)
 
@@ -410,8 +412,8 @@ class Arena(PinningArena):
         self._check_namespace(namespace_id)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
-        with self._section:
-            kernels.lookup(self._t, namespace_id, keys, slots)
+        with self.section:
+            kernels.lookup(self.tables, namespace_id, keys, slots)
             there = slots[slots >= 0]
             return self._drop(there, self.table["generation"][there], READY, DISCARDED_TOTAL)
 
@@ -422,7 +424,7 @@ class Arena(PinningArena):
         """
         if namespace_id is not None:
             self._check_namespace(namespace_id)
-        with self._section:
+        with self.section:
             its = True if namespace_id is None else self.table["namespace"] == namespace_id
             slots = np.flatnonzero((self.table["state"] == READY) & its)
             return self._drop(slots, self.table["generation"][slots], READY, DROPPED)
@@ -440,7 +442,7 @@ class Arena(PinningArena):
     ) -> int:
         if not len(slots):
             return 0
-        return int(kernels.drop(self._t, slots, generations, state, now_s, total))
+        return int(kernels.drop(self.tables, slots, generations, state, now_s, total))
 
     def _stale_reservations(self, now_s: float) -> Chosen:
         """Return the slots whose writers are past WRITER_TIMEOUT_S, with their generations."""

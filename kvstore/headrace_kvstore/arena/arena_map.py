@@ -92,31 +92,33 @@ class Section:
 class ArenaMap:
     """A mapped arena.
 
-    `table` is the slot table itself (SLOT [slots]), which other classes may read. Subclasses use
-    `_t`, its tables, under `_section`.
+    Attributes:
+        table: the slot table itself, SLOT [slots].
+        tables, words: all tables, and the header's words. They are changed inside `section` only.
+        memory: all bytes of the file, u8.
     """
 
     def __init__(self, file: SharedFile, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._file = file
-        self._bytes = np.frombuffer(file.memory, np.uint8)
+        self.memory = np.frombuffer(file.memory, np.uint8)
         try:
-            self.geometry = Geometry.parse(bytes(self._bytes[:WORDS_OFFSET]), file.size_bytes)
+            self.geometry = Geometry.parse(bytes(self.memory[:WORDS_OFFSET]), file.size_bytes)
         except ArenaFormatError as error:
             raise ArenaFormatError(
                 f"{file.path} cannot be used: {error}. End the processes that use it and remove "
                 "the file, or give another name"
             ) from None
-        self._t: Tables = self.geometry.tables(self._bytes)
+        self.tables: Tables = self.geometry.tables(self.memory)
         self._per_segment = self.geometry.slots_per_segment
-        self.table = self._t.table.view(SLOT)
-        self.base_address = int(self._bytes.ctypes.data)
-        self._words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
+        self.table = self.tables.table.view(SLOT)
+        self.base_address = int(self.memory.ctypes.data)
+        self.words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
 
         def section(patience_s: float) -> Section:
-            return Section(file.lock, self._words, self._t, patience_s)
+            return Section(file.lock, self.words, self.tables, patience_s)
 
-        self._section, self._brief_section = section(PATIENCE_S), section(BRIEF_S)
+        self.section, self.brief_section = section(PATIENCE_S), section(BRIEF_S)
 
     # Namespaces and blocks
 
@@ -124,12 +126,12 @@ class ArenaMap:
         """Return the namespaces, by their ids."""
         return [
             self.namespace_info(namespace_id)
-            for namespace_id in range(int(self._words[NAMESPACE_COUNT]))
+            for namespace_id in range(int(self.words[NAMESPACE_COUNT]))
         ]
 
     def namespace_info(self, namespace_id: int) -> NamespaceInfo:
         """Return the namespace of this id."""
-        found = self._t.namespaces[namespace_id]
+        found = self.tables.namespaces[namespace_id]
         return NamespaceInfo(
             found["digest"].tobytes(), int(found["block_bytes"]), int(found["layers"])
         )
@@ -142,7 +144,9 @@ class ArenaMap:
         """Return the bytes (int64 [n]) from the start of the arena to each slot's block."""
         wanted = self._slots(slots, least=0)
         segment, place = np.divmod(wanted, self._per_segment)
-        stride = self._t.namespaces["slot_bytes"][self.table["namespace"][wanted]].astype(np.int64)
+        stride = self.tables.namespaces["slot_bytes"][self.table["namespace"][wanted]].astype(
+            np.int64
+        )
         start = self.geometry.data_offset + segment * self.geometry.segment_bytes
         offsets: np.ndarray = start + place * stride
         return offsets
@@ -169,21 +173,21 @@ class ArenaMap:
         """Return the slot's block: u8 [block_bytes], shared memory itself."""
         start = int(self.offsets(np.array([slot]))[0])
         namespace_id = int(self.table["namespace"][slot])
-        return self._bytes[start : start + int(self._t.namespaces["block_bytes"][namespace_id])]
+        return self.memory[start : start + int(self.tables.namespaces["block_bytes"][namespace_id])]
 
     def sums(self, slots: np.ndarray) -> np.ndarray:
         """Return the checksums of published blocks of one namespace: u64 [n, layers], a copy."""
         wanted = self._slots(slots, least=0)
         if not len(wanted):
             return np.zeros((0, 0), np.uint64)
-        return self._t.sums[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
+        return self.tables.sums[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
 
     # What happened
 
     @property
     def next_seq(self) -> int:
         """Sequence number of the next event, read without the lock."""
-        return int(self._words[EVENT_HEAD])
+        return int(self.words[EVENT_HEAD])
 
     def events(self, since_seq: int, limit: int = 4096) -> tuple[np.ndarray, int, bool]:
         """Return the events from `since_seq` on: EVENT [at most limit], next_seq, lost.
@@ -192,9 +196,9 @@ class ArenaMap:
         process died). The reader then takes all blocks from `blocks`, and continues from the number
         that it returns. A new reader starts in the same way, or with 0.
         """
-        with self._section:
-            head, floor = int(self._words[EVENT_HEAD]), int(self._words[EVENT_FLOOR])
-            ring = self._t.events
+        with self.section:
+            head, floor = int(self.words[EVENT_HEAD]), int(self.words[EVENT_FLOOR])
+            ring = self.tables.events
             if not max(floor, head - len(ring)) <= since_seq <= head:
                 return np.zeros(0, EVENT), head, True
             upto = min(head, since_seq + limit)
@@ -208,7 +212,7 @@ class ArenaMap:
         Takes no lock: the events from that number on cover changes during the copy, and a slot that
         was given to another block while it was copied is left out.
         """
-        head, generations = int(self._words[EVENT_HEAD]), self.table["generation"].copy()
+        head, generations = int(self.words[EVENT_HEAD]), self.table["generation"].copy()
         wanted = self.table["state"] == READY
         if namespace_id is not None:
             wanted &= self.table["namespace"] == namespace_id
@@ -219,7 +223,7 @@ class ArenaMap:
 
     def stats(self) -> dict[str, Any]:
         """Return JSON-able sizes, counts and totals. Takes no lock, so they may be inconsistent."""
-        t, ready = self._t, self.table["state"] == READY
+        t, ready = self.tables, self.table["state"] == READY
         leased = self.table["lease_until_s"] > self._clock()
         return {
             "size_bytes": self.geometry.size_bytes,
@@ -241,12 +245,12 @@ class ArenaMap:
                 }
                 for namespace_id, namespace in enumerate(self.namespaces())
             ],
-            **{name: int(self._words[word]) for name, word in TOTALS.items()},
+            **{name: int(self.words[word]) for name, word in TOTALS.items()},
         }
 
     def free_bytes(self) -> int:
         """Return the number of data bytes that hold no block."""
-        return int(self._t.segments["bytes"].sum()) - int(self.table["bytes"].sum())
+        return int(self.tables.segments["bytes"].sum()) - int(self.table["bytes"].sum())
 
     # The handle
 
@@ -269,16 +273,16 @@ class ArenaMap:
 
     def close(self) -> None:
         """Release the memory. It stays mapped until all views that were handed out are deleted."""
-        if hasattr(self, "_t"):
-            self._words.release()
-            del self._t, self.table, self._bytes, self._words
-            del self._section, self._brief_section
+        if hasattr(self, "tables"):
+            self.words.release()
+            del self.tables, self.table, self.memory, self.words
+            del self.section, self.brief_section
             self._file.close()
 
     # Inside
 
     def _check_namespace(self, namespace_id: int) -> None:
-        if not 0 <= namespace_id < self._words[NAMESPACE_COUNT]:
+        if not 0 <= namespace_id < self.words[NAMESPACE_COUNT]:
             raise ValueError(f"{namespace_id} is no namespace of this arena")
 
     def _slots(self, slots: np.ndarray, least: int = kernels.STALE) -> np.ndarray:
@@ -291,7 +295,7 @@ class ArenaMap:
         rows = self.table["namespace"][slots]
         if np.any(rows != rows[0]):
             raise ValueError("slots of more than one namespace")
-        return int(self._t.namespaces["layers"][rows[0]])
+        return int(self.tables.namespaces["layers"][rows[0]])
 
     def _sums_at(self, slots: np.ndarray) -> np.ndarray:
         """Return where each slot's checksums begin in `sums`."""

@@ -36,9 +36,11 @@ class EvictingArena(ArenaMap):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(file, clock)
-        name = NAMES.get(int(self._words[POLICY]), "lru")
+        name = NAMES.get(int(self.words[POLICY]), "lru")
         warm(name)
-        self.policy = SharedPolicy(name, self._t.state, self.geometry.size_bytes, file.second_lock)
+        self.policy = SharedPolicy(
+            name, self.tables.state, self.geometry.size_bytes, file.second_lock
+        )
         self._quotas, self._default_quota = dict(quotas or {}), default_quota
 
     def record_prompt(self, namespace_id: int, hashes: Hashes, at_s: float | None = None) -> bool:
@@ -82,10 +84,10 @@ class EvictingArena(ArenaMap):
     def _victims(self, namespace_id: int, need: int, now_s: float) -> Chosen:
         """Choose slots whose eviction makes room for `need` blocks of a namespace, if possible."""
         generations = self.table["generation"].copy()
-        room_for = namespace_id, int(self._t.namespaces["slot_bytes"][namespace_id])
+        room_for = namespace_id, int(self.tables.namespaces["slot_bytes"][namespace_id])
         slots = self.policy.ask(
             lambda policy: victims(
-                self.table, self._t.segments, *room_for, need, now_s, policy.choose
+                self.table, self.tables.segments, *room_for, need, now_s, policy.choose
             )
         )
         return slots, generations[slots]

@@ -24,8 +24,8 @@ class PinningArena(EvictingArena):
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
         room = self.pin_limit_bytes - self.table["bytes"][self.table["pinned"] == 1].sum()
-        with self._section:
-            kernels.lookup(self._t, namespace_id, keys, slots)
+        with self.section:
+            kernels.lookup(self.tables, namespace_id, keys, slots)
             there = slots[slots >= 0]
             if pinned:
                 new = self.table["pinned"][there] == 0
@@ -53,7 +53,7 @@ class PinningArena(EvictingArena):
     @property
     def pin_limit_bytes(self) -> int:
         """Bytes that pinned blocks may take."""
-        return int(MAX_PINNED_SHARE * int(self._t.segments["bytes"].sum()))
+        return int(MAX_PINNED_SHARE * int(self.tables.segments["bytes"].sum()))
 
     def pinned(self) -> np.ndarray:
         """Return the rows of all pinned blocks, SLOT [n], a copy."""

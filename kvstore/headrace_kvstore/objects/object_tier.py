@@ -86,7 +86,7 @@ class ObjectTier:
         self._refresh_s, self._timeout_s = refresh_s, timeout_s
         self._reads, self._writes = CircuitBreaker(), CircuitBreaker()
         self._lock = threading.RLock()
-        self._catalog = ObjectCatalog(writer)
+        self.catalog = ObjectCatalog(writer)
         self._excluded = ExcludedObjects()
         self._listing: ListingPass | None = None
         self._listings = 0
@@ -130,17 +130,17 @@ class ObjectTier:
     def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
         """Return for each block whether it is known to be here, bool (n,); change nothing."""
         with self._lock:
-            return self._catalog.contains(digest, hashes)
+            return self.catalog.contains(digest, hashes)
 
     def find(self, digest: bytes, block_hash: bytes) -> StoredObject | None:
         """Return an object that holds a block, or None."""
         with self._lock:
-            return self._catalog.find(digest, block_hash)
+            return self.catalog.find(digest, block_hash)
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
         """Yield namespace digest and rows, SLOT (n,), each block once."""
         with self._lock:
-            found = list(self._catalog.contents())
+            found = list(self.catalog.contents())
         yield from found
 
     def stats(self) -> dict[str, Any]:
@@ -150,8 +150,8 @@ class ObjectTier:
                 "state": "on" if self.may_read else "off",
                 "reason": "" if self.may_read else f"breaker open: {self._last_error}",
                 "writing": "on" if self.may_write else "off",
-                "blocks": self._catalog.blocks,
-                "objects": len(self._catalog.objects) + self._unindexed,
+                "blocks": self.catalog.blocks,
+                "objects": len(self.catalog.objects) + self._unindexed,
                 "bytes": self._own_bytes,
                 "size_bytes": self.size_bytes,
                 "ignored": self._excluded.counts(),
@@ -176,7 +176,7 @@ class ObjectTier:
         with self._lock:
             self._counts["reads"] += len(objects)
             for held in objects:
-                self._catalog.use(held, now_s)
+                self.catalog.use(held, now_s)
         for block in range(len(objects)):
             self._readers.submit(partial(self._bring, read, block))
         return read
@@ -197,7 +197,7 @@ class ObjectTier:
     def _get(self, held: StoredObject) -> memoryview | None:
         """Return an object's bytes; None if the request fails, or another reader found them bad."""
         with self._lock:
-            if held.text not in self._catalog.objects:
+            if held.text not in self.catalog.objects:
                 return None
 
         def get() -> memoryview:
@@ -278,7 +278,7 @@ class ObjectTier:
     def _make_room(self, needed_bytes: int) -> bool:
         """Remove own objects until `needed_bytes` fit; return False if that is impossible."""
         with self._lock:
-            names = self._catalog.take_victims(self._own_bytes + needed_bytes - self.size_bytes)
+            names = self.catalog.take_victims(self._own_bytes + needed_bytes - self.size_bytes)
         return names is not None and (not names or self._delete(names))
 
     def _delete(self, names: Sequence[str]) -> bool:
@@ -332,15 +332,15 @@ class ObjectTier:
         too_many: list[str] = []
         with self._lock:
             for held, _ in found.values():
-                self._catalog.add(held)
-            gone = self._catalog.shrink(INDEX_BLOCKS)
+                self.catalog.add(held)
+            gone = self.catalog.shrink(INDEX_BLOCKS)
             for held in gone:
                 if held.text in found:
                     modified_s = found[held.text][1]
                 else:
                     modified_s = time.time() - (time.monotonic() - held.used_s)
-                    self._unindexed_bytes += held.name.size_bytes * self._catalog.is_own(held)
-                if not self._catalog.is_own(held) or held.listing < listing.number:
+                    self._unindexed_bytes += held.name.size_bytes * self.catalog.is_own(held)
+                if not self.catalog.is_own(held) or held.listing < listing.number:
                     continue  # this walk will still reach the latter
                 if self._trim.takes(held.name.size_bytes, modified_s):
                     too_many.append(held.text)
@@ -352,7 +352,7 @@ class ObjectTier:
 
     def _is_new(self, listing: ListingPass, each: Listed) -> bool:
         """Whether a listed object is neither known nor ignored nor removed by this tier."""
-        held = self._catalog.objects.get(each.name)
+        held = self.catalog.objects.get(each.name)
         if held is not None:
             held.listing = listing.number
             return False
@@ -361,12 +361,12 @@ class ObjectTier:
     def _finish_listing(self, listing: ListingPass) -> None:
         """Drop the objects that the whole walk did not show, and plan the next walk."""
         with self._lock:
-            known = list(self._catalog.objects.values())
+            known = list(self.catalog.objects.values())
         gone = [held for held in known if held.listing < listing.number]
         with self._lock:
             for held in gone:
                 if held.listing < listing.number:
-                    self._catalog.remove(held.text)
+                    self.catalog.remove(held.text)
             self._excluded.finish_listing(listing)
             self._listing = None
             self._unindexed, self._unindexed_bytes = listing.own_objects, listing.own_bytes
@@ -384,21 +384,21 @@ class ObjectTier:
     @property
     def _own_bytes(self) -> int:
         """Bytes of all own objects; for those beyond the index, by the last walk's count."""
-        return self._catalog.own_bytes + self._unindexed_bytes
+        return self.catalog.own_bytes + self._unindexed_bytes
 
     def _add_written(self, held: StoredObject) -> None:
         with self._lock:
             self._excluded.readmit(held.text)
             held.listing = self._listings
-            self._catalog.add(held)
+            self.catalog.add(held)
             self._written_in_listing += held.name.size_bytes
-            for gone in self._catalog.shrink(INDEX_BLOCKS):
-                self._unindexed_bytes += gone.name.size_bytes * self._catalog.is_own(gone)
+            for gone in self.catalog.shrink(INDEX_BLOCKS):
+                self._unindexed_bytes += gone.name.size_bytes * self.catalog.is_own(gone)
 
     def _ignore_object(self, name: str, why: str) -> None:
         """Drop an object, and do not use it until it is written again."""
         with self._lock:
-            self._catalog.remove(name)
+            self.catalog.remove(name)
             self._excluded.ignore(name, why, self._listings)
 
     # Inside

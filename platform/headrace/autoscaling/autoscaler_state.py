@@ -69,11 +69,11 @@ class AutoscalerState:
     prices: ReplicaCosts
     bounds: ReplicaBounds
     counts: ReplicaCounts | None = None
-    _forecast: RateForecaster = field(default_factory=RateForecaster)
-    _load: TrafficLoad | None = None
+    forecast: RateForecaster = field(default_factory=RateForecaster)
+    load: TrafficLoad | None = None
     _loads: int = 0
     _seen: dict[str, RoleStatus] = field(default_factory=dict)
-    _totals: dict[str, _Total] = field(default_factory=dict)
+    totals: dict[str, _Total] = field(default_factory=dict)
     _since_s: float | None = None
     _started_s: float = -math.inf
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STARTS))
@@ -134,7 +134,7 @@ class AutoscalerState:
         for name, one in metrics.items():
             self._count += self._new(name, one, now_s)
         while now_s >= self._bin_end_s:
-            self._forecast.observe(self._count, self._bin_end_s)
+            self.forecast.observe(self._count, self._bin_end_s)
             self._count, self._bin_end_s = 0.0, self._bin_end_s + BIN_S
         routers = [
             router for one in metrics.values() if (router := decode_metrics(one)) is not None
@@ -142,7 +142,7 @@ class AutoscalerState:
         if (load := load_of(routers)) is not None:
             self._loads += 1
             part = max(1.0 / self._loads, POLL_INTERVAL_S / AVERAGING_S)
-            self._load = decayed_average(self._load, load, part)
+            self.load = decayed_average(self.load, load, part)
 
     def _new(self, name: str, metrics: Mapping[str, float], now_s: float) -> float:
         """Return the number of requests that a replica got since its last read.
@@ -151,10 +151,10 @@ class AutoscalerState:
         An older replica served requests before the state existed, so it counts from now on.
         """
         assert self._since_s is not None
-        total, before = float(metrics.get(REQUESTS, 0.0)), self._totals.pop(name, None)
-        self._totals[name] = _Total(total, now_s)  # moves it to the end: ordered by time of read
-        while len(self._totals) > MAX_REPLICAS or self._oldest_s() < now_s - REPLICA_TIMEOUT_S:
-            del self._totals[next(iter(self._totals))]
+        total, before = float(metrics.get(REQUESTS, 0.0)), self.totals.pop(name, None)
+        self.totals[name] = _Total(total, now_s)  # moves it to the end: ordered by time of read
+        while len(self.totals) > MAX_REPLICAS or self._oldest_s() < now_s - REPLICA_TIMEOUT_S:
+            del self.totals[next(iter(self.totals))]
         if before is None:
             return total if metrics.get(AGE_S, math.inf) <= now_s - self._since_s else 0.0
         if total < before.requests:
@@ -163,12 +163,12 @@ class AutoscalerState:
         return (total - before.requests) * min(1.0, BIN_S / max(BIN_S, now_s - before.at_s))
 
     def _oldest_s(self) -> float:
-        return next(iter(self._totals.values())).at_s
+        return next(iter(self.totals.values())).at_s
 
     def decide(self) -> ReplicaCounts | None:
         """Return the counts to have; None while too little is known."""
-        known_s = self._forecast.known_s
-        if self._load is None or self._bin_end_s is None or len(self._seen) < len(ROLES):
+        known_s = self.forecast.known_s
+        if self.load is None or self._bin_end_s is None or len(self._seen) < len(ROLES):
             return None
         if not known_s:
             return None
@@ -177,7 +177,7 @@ class AutoscalerState:
         if self.counts is None or self._decided_for != (now, self._bin_end_s):
             end_s = self._bin_end_s - BIN_S
             self.counts = decide(
-                *(now, self._load, lambda ahead_s: self._forecast.at_horizon(ahead_s, end_s)),
+                *(now, self.load, lambda ahead_s: self.forecast.at_horizon(ahead_s, end_s)),
                 *(self.slo, self.prices, self.bounds),
             )
             if known_s < self.prices.stop_s:

@@ -83,7 +83,7 @@ class RateForecaster:
 
     seasonal: bool = True
     _bins: int = 0
-    _level: float = 0.0
+    level: float = 0.0
     _mean: float = 0.0
     _trend: float = 0.0
     _day: NDArray[np.float64] = field(default_factory=lambda: np.full(SEASONS, np.nan))
@@ -114,13 +114,13 @@ class RateForecaster:
         self._bins += 1
         self._compare(count)
         if self._bins == 1:
-            self._level = self._mean = count
-        before = self._level
-        gain = min(_MAX_LEVEL, max(_MIN_LEVEL, _DRIFT * math.sqrt(self._level)))
-        self._level += self._trend
-        self._level = max(0.0, self._level + gain * (count - self._level))
+            self.level = self._mean = count
+        before = self.level
+        gain = min(_MAX_LEVEL, max(_MIN_LEVEL, _DRIFT * math.sqrt(self.level)))
+        self.level += self._trend
+        self.level = max(0.0, self.level + gain * (count - self.level))
         self._mean += max(_MEAN, 1.0 / self._bins) * (count - self._mean)
-        self._trend += _TREND * gain * (self._level - before - self._trend)
+        self._trend += _TREND * gain * (self.level - before - self._trend)
         self._learn_day(count, at_s)
         found = self._each(_AHEAD_S, at_s)
         mixed = (self._weights() * found).sum(axis=1, keepdims=True)
@@ -146,9 +146,9 @@ class RateForecaster:
             known = np.isfinite(now) & np.isfinite(then) & (now > 0.0)
             ratio = np.where(known, then / np.where(known, now, 1.0), 1.0)
         found = np.empty((len(ahead_s), 4))
-        found[:, 0], found[:, 1] = self._level, self._mean
-        found[:, 2] = np.maximum(0.0, self._level + trend)
-        found[:, 3] = self._level * np.minimum(ratio, _MAX_RATIO)
+        found[:, 0], found[:, 1] = self.level, self._mean
+        found[:, 2] = np.maximum(0.0, self.level + trend)
+        found[:, 3] = self.level * np.minimum(ratio, _MAX_RATIO)
         return found
 
     def _weights(self) -> NDArray[np.float64]:

@@ -128,11 +128,11 @@ class GatewayApp:
         keys_on = bool(self._keys)
         self._corpora = CorpusAdmin(backend, keys_on=keys_on)
         self._admin = Admin(backend, model_id, settings, keys_on=keys_on, state=self._state)
-        self._body_reader = BodyReader(settings, keys_on=keys_on)
+        self.body_reader = BodyReader(settings, keys_on=keys_on)
         self._stall = LoopStall()
         self._cross_origin = cors(settings, self._http)
         self._hosts = AllowedHosts([settings.host, *settings.allowed_hosts])
-        self._parts: _Parts | None = None
+        self.parts: _Parts | None = None
         self._traced = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,8 +148,8 @@ class GatewayApp:
 
     async def start(self) -> None:
         """Bind to the running event loop and start to poll for replicas."""
-        if self._parts is None:
-            self._parts = parts = self._make_parts()
+        if self.parts is None:
+            self.parts = parts = self._make_parts()
             self._traced = tracing.tracing_is_configured()
             self._keys.start()
             parts.pool.start()
@@ -176,17 +176,17 @@ class GatewayApp:
         fetcher = RetryingFetcher(
             *(pool, upstream, settings.queue_timeout_s, placer),
             on_lost=metrics.replica_lost,
-            reserve=self._body_reader.reserve,
+            reserve=self.body_reader.reserve,
         )
         relay = Relay(pool, fetcher, metrics.replica_lost, metrics.techniques)
         relayed = RelayedRoutes(
-            *(settings, self._body_reader, metrics, self._tenants),
+            *(settings, self.body_reader, metrics, self._tenants),
             pool=pool,
             relay=relay,
             queue=queue,
         )
         builtin = BuiltinRoutes(
-            *(self._admin, self._corpora, self._body_reader),
+            *(self._admin, self._corpora, self.body_reader),
             relayed=relayed,
             pool=pool,
             fetcher=fetcher,
@@ -195,8 +195,8 @@ class GatewayApp:
 
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""
-        if self._parts is not None:
-            parts, self._parts = self._parts, None
+        if self.parts is not None:
+            parts, self.parts = self.parts, None
             await self._keys.aclose()
             if parts.queue is not None:
                 await parts.queue.aclose()
@@ -211,44 +211,44 @@ class GatewayApp:
     @property
     def is_wanted(self) -> bool:
         """Whether there is work for a replica, or was a short time ago."""
-        return self._parts is not None and self._parts.relayed.is_wanted
+        return self.parts is not None and self.parts.relayed.is_wanted
 
     @property
     def relaying(self) -> int:
         """Number of requests that replicas work on, or that wait for one."""
-        return 0 if self._parts is None else self._parts.relayed.relaying
+        return 0 if self.parts is None else self.parts.relayed.relaying
 
     @property
     def charged_s(self) -> dict[str, float]:
         """Seconds of engine time that each tenant has had from this gateway."""
-        queue = None if self._parts is None else self._parts.queue
+        queue = None if self.parts is None else self.parts.queue
         return {} if queue is None else dict(queue.controller.charged_s)
 
     def set_members(self, replica_ids: frozenset[str]) -> None:
         """Set the replicas that run, as Ray Serve reports them; others get no more requests."""
-        if self._parts is not None:
-            self._parts.pool.set_members(replica_ids)
+        if self.parts is not None:
+            self.parts.pool.set_members(replica_ids)
 
     def _state(self) -> dict[str, Any]:
         """Return this gateway's state, for the status."""
-        parts = self._parts
+        parts = self.parts
         return {
             **({} if parts is None or parts.placer is None else {"router": parts.placer.stats()}),
             **({} if parts is None or parts.queue is None else {"queue": parts.queue.stats()}),
             "pid": os.getpid(),
             "relaying": self.relaying,
             "requests": [] if parts is None else parts.relayed.in_flight(),
-            "body_bytes": self._body_reader.held_bytes,
+            "body_bytes": self.body_reader.held_bytes,
             "keys_stale": self._keys.are_stale,
             **self._stall.snapshot(),
         }
 
     def _export_metrics(self) -> None:
         """Export this gateway's state as metrics."""
-        if self._parts is not None:
-            placer, queue = self._parts.placer, self._parts.queue
+        if self.parts is not None:
+            placer, queue = self.parts.placer, self.parts.queue
             oldest_s = 0.0 if placer is None else placer.oldest_report_s
-            self._metrics.state(self._parts.pool.ready_now, self.relaying, oldest_s)
+            self._metrics.state(self.parts.pool.ready_now, self.relaying, oldest_s)
             self._metrics.keys_stale(self._keys.are_stale)
             if queue is not None:
                 stats = queue.stats()
@@ -300,8 +300,8 @@ class GatewayApp:
         await self._guarded(context, self._handler(context))
 
     def _handler(self, context: RequestContext) -> Callable[[RequestContext], Awaitable[None]]:
-        assert self._parts is not None
-        parts, path = self._parts, context.path
+        assert self.parts is not None
+        parts, path = self.parts, context.path
         if path.endswith("/") and parts.builtin.has(path.rstrip("/")):
             return redirect
         if context.is_browser_start:

@@ -47,7 +47,7 @@ class Upstream:
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._open: set[_Connection] = set()
+        self.open_connections: set[_Connection] = set()
         self._idle: dict[Address, dict[_Connection, float]] = {}  # loop time of their last use
         self._sweeper: asyncio.TimerHandle | None = None
         self._closed = False
@@ -86,7 +86,7 @@ class Upstream:
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for connection in list(self._open):
+        for connection in list(self.open_connections):
             connection.close()
         await asyncio.sleep(0)
 
@@ -111,7 +111,7 @@ class Upstream:
         if self._closed:
             connection.close()
         if connection.is_open():
-            self._open.add(connection)
+            self.open_connections.add(connection)
         return connection
 
     def _on_idle(self, connection: _Connection) -> None:
@@ -123,7 +123,7 @@ class Upstream:
             self._sweeper = self._loop.call_later(KEEPALIVE_S, self._sweep)
 
     def _on_close(self, connection: _Connection) -> None:
-        self._open.discard(connection)
+        self.open_connections.discard(connection)
         idle = self._idle.get(connection.address, {})
         idle.pop(connection, None)
 

@@ -70,7 +70,7 @@ class CompressionWorker:
         self._rereads: dict[str, RereadRows] = {}
         self._seen: dict[str, int] = {}
         """By request that reads again: the first position that has not counted."""
-        self._scorers: dict[str, ContextScorer] = {}
+        self.scorers: dict[str, ContextScorer] = {}
         self._incremental: dict[str, IncrementalCompression] = {}
         self._context_cache: dict[int, RetainedContext] = {}
         self._dropped: dict[str, RetainedPages] = {}
@@ -93,19 +93,19 @@ class CompressionWorker:
             ended, preempted: requests whose blocks the step takes away.
         """
         lost: set[str] = set()
-        for name in list(self._scorers):  # one, apart from those that are about to end
+        for name in list(self.scorers):  # one, apart from those that are about to end
             with self._drop_on_error(name):
-                self._scorers[name].score(metadata.layers)
+                self.scorers[name].score(metadata.layers)
         gone = {*ended, *preempted}
-        for name in metadata.fits.keys() & self._scorers.keys() - gone:
+        for name in metadata.fits.keys() & self.scorers.keys() - gone:
             fit = metadata.fits[name]
             with self._drop_on_error(name):
-                self._scorers[name].fit(fit.blocks * self.head_pages.in_block, fit.layers)
+                self.scorers[name].fit(fit.blocks * self.head_pages.in_block, fit.layers)
         for name in metadata.retentions.keys() - gone:
             with self._drop_on_error(name, lost):
                 self._drop(name, metadata.retentions[name])
         for name in gone:
-            self._scorers.pop(name, None)
+            self.scorers.pop(name, None)
             self._dropped.pop(name, None)
         for name in ended:
             self._rereads.pop(name, None)
@@ -113,7 +113,7 @@ class CompressionWorker:
             self._incremental.pop(name, None)
         for rereads in metadata.rereads.values():
             if rereads.begins:
-                self._scorers.pop(rereads.request_id, None)
+                self.scorers.pop(rereads.request_id, None)
         self._rereads.update(metadata.rereads)
         begun = metadata.cached.keys() | metadata.loaded.keys()
         for name in (metadata.incremental | begun | (self._incremental.keys() & gone)) - {*ended}:
@@ -130,7 +130,7 @@ class CompressionWorker:
             yield
         except Exception:
             logger.exception("%s: %s", name, "it keeps all KV" if lost is None else "KV is lost")
-            for each in (self._scorers, self._incremental, self._dropped):
+            for each in (self.scorers, self._incremental, self._dropped):
                 each.pop(name, None)  # type: ignore[attr-defined]
             if lost is not None:
                 lost.add(name)
@@ -168,7 +168,7 @@ class CompressionWorker:
                 self._context_cache[drop.cached_id] = kept
             held = kept.dropped
         else:
-            stays, kept_of = self._scorers.pop(name).kept(len(room))
+            stays, kept_of = self.scorers.pop(name).kept(len(room))
             held = RetainedPages.of(drop.tokens, stays, kept_of, room, self.head_pages)
         self.dropped += name not in self._dropped
         self._dropped[name] = held
@@ -228,11 +228,11 @@ class CompressionWorker:
             row.record_queries(layer, queries)
 
     def _scorer(self, rereads: RereadRows) -> ContextScorer:
-        if rereads.request_id not in self._scorers:
+        if rereads.request_id not in self.scorers:
             pages = self._pages(rereads.request_id)
             pages = pages[: rereads.tokens // self.head_pages.page_tokens]
             made = ContextScorer(
                 rereads, pages, self.head_pages, self._scale, self._rope, self._predictor
             )
-            self._scorers[rereads.request_id] = made
-        return self._scorers[rereads.request_id]
+            self.scorers[rereads.request_id] = made
+        return self.scorers[rereads.request_id]

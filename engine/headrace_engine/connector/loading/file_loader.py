@@ -55,8 +55,8 @@ class FileLoader:
     """
 
     def __init__(self, cache: EngineCache, staging_bytes: int, backend: str = "") -> None:
-        self._cache, self._staging_bytes, self._backend = cache, staging_bytes, backend
-        self._file_io = FileIo()
+        self._cache, self.staging_bytes, self._backend = cache, staging_bytes, backend
+        self.file_io = FileIo()
         self._host: BounceBufferPath | None = None
         self._direct: GdsPath | None = None
         self._trial: threading.Thread | None = None
@@ -99,7 +99,7 @@ class FileLoader:
         if self._trial is not None:
             self._trial.join(TRIAL_END_S)
         hung = self._trial is not None and self._trial.is_alive()
-        for way in (self._direct, self._host or self._file_io):
+        for way in (self._direct, self._host or self.file_io):
             hung |= way is not None and not way.close()
         if hung:
             _LEFT_BEHIND.append(self)
@@ -112,7 +112,7 @@ class FileLoader:
             )
             self._trial.start()
         if self._host is None:
-            self._host = BounceBufferPath(self._cache, self._staging_bytes, self._file_io)
+            self._host = BounceBufferPath(self._cache, self.staging_bytes, self.file_io)
         direct = self._direct
         return direct if direct is not None and direct.holds(len(places)) else self._host
 
@@ -128,7 +128,7 @@ class FileLoader:
             self.why = f"through host memory: {error}"
             logger.info("KV is read from files %s", self.why)
             return
-        name, why = tried(cache, direct, places, self._file_io).choice()
+        name, why = tried(cache, direct, places, self.file_io).choice()
         self.why = f"{'directly' if name == 'direct' else 'through host memory'}: {why}"
         logger.info("KV is read from files %s", self.why)
         if name == "direct":

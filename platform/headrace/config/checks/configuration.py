@@ -19,9 +19,9 @@ from headrace.config.calibration import (
     compression_calibration,
     sparse_calibration,
 )
-from headrace.config.conflicts import Problem, endpoint_conflicts, technique_conflicts
 from headrace.config.checks.engine_args import engine_problems
 from headrace.config.checks.messages import did_you_mean
+from headrace.config.conflicts import Problem, endpoint_conflicts, technique_conflicts
 from headrace.config.key_file import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import HeadraceConfig, RoleSettings, RouterSettings

@@ -43,7 +43,7 @@ class Server:
     """A server that runs as a task of the current loop; `serve_gateway` makes it."""
 
     def __init__(self, server: uvicorn.Server, sock: socket.socket) -> None:
-        self._server = server
+        self.uvicorn_server = server
         self.host: str = sock.getsockname()[0]
         self.port: int = sock.getsockname()[1]
         self._task = asyncio.get_running_loop().create_task(server.serve(sockets=[sock]))
@@ -54,15 +54,15 @@ class Server:
         Raises:
             RuntimeError: the app's startup failed.
         """
-        while not self._server.started:
+        while not self.uvicorn_server.started:
             if self._task.done():
                 raise RuntimeError("the HTTP server did not start; the log says why")
             await asyncio.sleep(0.005)
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Stop accepting connections, let requests end for `grace_s` seconds, then cancel them."""
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self._server.should_exit = True
+        self.uvicorn_server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self.uvicorn_server.should_exit = True
         await self._task
 
 

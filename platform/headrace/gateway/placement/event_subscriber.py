@@ -116,7 +116,7 @@ class EventSubscriber:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._subscriptions: dict[str, _Subscription] = {}
+        self.subscriptions: dict[str, _Subscription] = {}
         self._replaying: dict[_Subscription, None] = {}
         self._due: dict[_Socket, None] = {}
         """Streams that may have a message, in the order of their turns."""
@@ -134,16 +134,16 @@ class EventSubscriber:
             sources: addresses by replica id. If one changed, its subscription starts again.
         """
         self._start()
-        for name in [name for name in self._subscriptions if name not in sources]:
-            self._drop(self._subscriptions.pop(name))
+        for name in [name for name in self.subscriptions if name not in sources]:
+            self._drop(self.subscriptions.pop(name))
             self._processor.remove_source(name)
         for name, info in sources.items():
-            known = self._subscriptions.get(name)
+            known = self.subscriptions.get(name)
             if known is not None and known.info == info:
                 continue
             if known is not None:
-                self._drop(self._subscriptions.pop(name))
-            if len(self._subscriptions) >= MAX_ENDPOINTS:
+                self._drop(self.subscriptions.pop(name))
+            if len(self.subscriptions) >= MAX_ENDPOINTS:
                 if not self.counts["refused"]:
                     logger.warning(
                         "more than %d replicas: the others are not followed", MAX_ENDPOINTS
@@ -151,14 +151,14 @@ class EventSubscriber:
                 self.counts["refused"] += 1
                 continue
             source = _Subscription(name, info)
-            self._subscriptions[name] = source
+            self.subscriptions[name] = source
             self._join(source)
             self._connect(source)
 
     def stats(self) -> dict[str, Any]:
         """Return the counts in JSON types."""
         return {
-            "subscriptions": len(self._subscriptions),
+            "subscriptions": len(self.subscriptions),
             "replaying": len(self._replaying),
             "longest_turn_s": round(self.longest_turn_s, 6),
             **self.counts,
@@ -169,10 +169,10 @@ class EventSubscriber:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for source in self._subscriptions.values():
+        for source in self.subscriptions.values():
             self._drop(source)
             self._processor.remove_source(source.name)
-        self._subscriptions.clear()
+        self.subscriptions.clear()
         if self._context is not None:
             self._context.destroy(0)
             self._context = None
@@ -250,7 +250,7 @@ class EventSubscriber:
             if now_s > source.replay_until_s:
                 self.counts["replays_given_up"] += 1
                 self._end_replay(source)
-        for source in self._subscriptions.values():
+        for source in self.subscriptions.values():
             if source.events is None or now_s - source.last_message_s > SILENT_S:
                 self.counts["connected_anew"] += 1
                 self._connect(source)
@@ -261,10 +261,10 @@ class EventSubscriber:
     def _request_replays(self, now_s: float) -> None:
         requests, expired = self._processor.poll(now_s)
         for name in expired:
-            if name in self._subscriptions:
-                self._subscriptions[name].joined = False
+            if name in self.subscriptions:
+                self.subscriptions[name].joined = False
         for ask in requests:
-            source = self._subscriptions.get(ask.source)
+            source = self.subscriptions.get(ask.source)
             if source is None or source.info.epoch != ask.epoch:
                 continue
             self._end_replay(source)

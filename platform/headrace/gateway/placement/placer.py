@@ -104,7 +104,7 @@ class Placer:
     ) -> None:
         self.cluster = Cluster(settings, replica_health=pool.replica_health)
         self._list_endpoints, self._pool, self._upstream = endpoints, pool, upstream
-        self._clock = clock
+        self.clock = clock
         self._subscriber = EventSubscriber(self.cluster.events, self._report, clock)
         self._task: asyncio.Task[None] | None = None
         self._min_replicas = min_replicas
@@ -159,23 +159,23 @@ class Placer:
             self.cluster.counts["no_keys"] += 1
             return None
         try:
-            plan = self.cluster.plan(prompt, self._clock(), targets())
+            plan = self.cluster.plan(prompt, self.clock(), targets())
         except NoDecodeReplicaError:
             return None
         return Placement(plan, [(PLAN_HEADER, encode(plan))])
 
     def withdraw(self, placed: Placement) -> None:
         """Withdraw a plan, because the replica that it names did not take the request."""
-        self.cluster.withdraw(placed.plan, self._clock())
+        self.cluster.withdraw(placed.plan, self.clock())
 
     @property
     def oldest_report_s(self) -> float:
         """Seconds since the report of the replica that has been silent longest."""
-        return self.cluster.oldest_report_s(self._clock())
+        return self.cluster.oldest_report_s(self.clock())
 
     def stats(self) -> dict[str, Any]:
         """Return the state in JSON types."""
-        return {**self.cluster.stats(self._clock()), "subscriber": self._subscriber.stats()}
+        return {**self.cluster.stats(self.clock()), "subscriber": self._subscriber.stats()}
 
     async def _prompt(
         self, replica: ReplicaInfo, target: str, body: bytes, headers: Headers
@@ -208,7 +208,7 @@ class Placer:
 
     def _report(self, report: Report) -> None:
         try:
-            self.cluster.report(report, self._clock())
+            self.cluster.report(report, self.clock())
         except ValueError as error:
             if not self.cluster.counts["bad_reports"]:
                 logger.warning("a replica's report is left out: %s", error)
@@ -226,7 +226,7 @@ class Placer:
                 for gone in self._known - endpoints.keys():
                     self.cluster.remove_replica(gone)
                 self._known = set(endpoints)
-                self.cluster.expire(self._clock())
+                self.cluster.expire(self.clock())
             except Exception as error:
                 logger.warning("cannot list the addresses of the replicas' events: %r", error)
             await asyncio.sleep(FOLLOW_INTERVAL_S)

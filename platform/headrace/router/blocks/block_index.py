@@ -88,7 +88,7 @@ class BlockIndex:
         state[SECRET] = secrets.randbits(62)
         state[NODES], state[ROWS], state[WORDS] = prefix_tree.ROOT + 1, 1, 1
         # Pages that were never written take no memory, so the arrays get their full size now.
-        self._tables = Tables(
+        self.tables = Tables(
             nodes=np.zeros(self.max_blocks + prefix_tree.ROOT + 1, NODE),
             table=np.zeros(min(FIRST_SLOTS, self._max_slots), np.uint64),
             old=_NONE,
@@ -105,9 +105,9 @@ class BlockIndex:
         self._free_holders: list[int] = []
         self._free_slots: list[int] = []
         self._next_slot = 0
-        self._dead: list[int] = []
+        self.dead: list[int] = []
         """Slots of closed holders that wait for the next sweep."""
-        self._swept: list[int] = []
+        self.swept: list[int] = []
         self._mask = np.zeros(1, np.uint64)
         self._at = self._end = 0
         self._reach = np.zeros(64, np.int32)
@@ -138,7 +138,7 @@ class BlockIndex:
         Raises:
             KeyError: no such holder.
         """
-        self._dead.append(self._slot(holder))
+        self.dead.append(self._slot(holder))
         self._slots[holder] = -1
         self._free_holders.append(holder)
         self._slot_of = np.array(self._slots, np.int64)
@@ -149,7 +149,7 @@ class BlockIndex:
         Raises:
             KeyError: no such holder.
         """
-        self._dead.append(self._slot(holder))
+        self.dead.append(self._slot(holder))
         self._slots[holder] = -1  # the holder does not count while a slot is searched for
         self._slots[holder] = self._take_slot()
         self._slot_of = np.array(self._slots, np.int64)
@@ -175,7 +175,7 @@ class BlockIndex:
         first, before = parent is None, np.uint64(parent or 0)
         self._work(len(keys))
         while True:
-            start = prefix_tree.store(self._tables, slot, first, before, keys, start)
+            start = prefix_tree.store(self.tables, slot, first, before, keys, start)
             if start >= len(keys):
                 return
             self._grow()
@@ -188,7 +188,7 @@ class BlockIndex:
         """
         slot = self._slot(holder)
         self._work(len(keys))
-        prefix_tree.remove(self._tables, slot, keys)
+        prefix_tree.remove(self.tables, slot, keys)
 
     def maintain(self, blocks: int = 4096) -> bool:
         """Do a part of the pending work, and return whether any is left.
@@ -197,7 +197,7 @@ class BlockIndex:
         events do a part of it, too.
         """
         self._work(-(-blocks // SWEPT_BLOCKS))
-        return bool(self._dead or self._swept) or self._tables.old.size > 1
+        return bool(self.dead or self.swept) or self.tables.old.size > 1
 
     # Questions
 
@@ -211,7 +211,7 @@ class BlockIndex:
         """
         if len(keys) == 0 or not self._slots:
             return np.zeros(len(self._slots), np.int32)
-        prefix_tree.match(self._tables, keys, self._reach)
+        prefix_tree.match(self.tables, keys, self._reach)
         found = self._reach[self._slot_of]
         if self._free_holders:
             found[self._slot_of < 0] = 0
@@ -222,27 +222,27 @@ class BlockIndex:
 
         False if the block's place in a prefix is unknown.
         """
-        return bool(prefix_tree.is_usable(self._tables, self._slot(holder), np.uint64(key)))
+        return bool(prefix_tree.is_usable(self.tables, self._slot(holder), np.uint64(key)))
 
     @property
     def blocks(self) -> int:
         """Number of blocks with at least one holder."""
-        return int(self._tables.state[BLOCKS])
+        return int(self.tables.state[BLOCKS])
 
     @property
     def entries(self) -> int:
         """Number of pairs of block and holder; closed holders count until they are swept out."""
-        return int(self._tables.state[PAIRS])
+        return int(self.tables.state[PAIRS])
 
     @property
     def dropped(self) -> int:
         """Number of pairs that were not stored, or were dropped, for lack of room."""
-        return int(self._tables.state[DROPPED])
+        return int(self.tables.state[DROPPED])
 
     @property
     def bytes(self) -> int:
         """Bytes of memory in use now."""
-        t = self._tables
+        t = self.tables
         row_bytes = SET.itemsize + t.bits.itemsize * t.bits.shape[1]
         return int(
             t.state[NODES] * NODE.itemsize
@@ -258,7 +258,7 @@ class BlockIndex:
             "holders": len(self._slots) - len(self._free_holders),
             "blocks": self.blocks,
             "entries": self.entries,
-            "sets": int(self._tables.state[SETS]),
+            "sets": int(self.tables.state[SETS]),
             "dropped": self.dropped,
             "bytes": self.bytes,
         }
@@ -279,50 +279,50 @@ class BlockIndex:
         slot = self._next_slot
         self._next_slot += 1
         words = _words(slot + 1)
-        if words > self._tables.bits.shape[1]:
-            self._widen(2 * self._tables.bits.shape[1])
-        self._tables.state[WORDS] = words
+        if words > self.tables.bits.shape[1]:
+            self._widen(2 * self.tables.bits.shape[1])
+        self.tables.state[WORDS] = words
         return slot
 
     def _widen(self, words: int) -> None:
         """Widen the rows of sets to this many words."""
-        t = self._tables
+        t = self.tables
         bits = np.zeros((t.bits.shape[0], words), np.uint64)
         rows = int(t.state[ROWS])
         bits[:rows, : t.bits.shape[1]] = t.bits[:rows]
-        self._tables = t._replace(bits=bits, scratch=np.zeros((2, words), np.uint64))
+        self.tables = t._replace(bits=bits, scratch=np.zeros((2, words), np.uint64))
         self._mask = np.zeros(words, np.uint64)
-        for slot in self._swept:
+        for slot in self.swept:
             self._mask[slot >> 6] |= np.uint64(1 << (slot & 63))
         self._reach = np.zeros(64 * words, np.int32)
 
     def _grow(self) -> None:
         """Make a table of twice the size; later calls move the entries, a few at a time."""
-        t = self._tables
+        t = self.tables
         if t.old.size > 1:
             hash_table.drain(t, t.old.size)
         t.state[DRAINED] = 0
-        self._tables = t._replace(table=np.zeros(2 * t.table.size, np.uint64), old=t.table)
+        self.tables = t._replace(table=np.zeros(2 * t.table.size, np.uint64), old=t.table)
 
     def _work(self, blocks: int) -> None:
-        t = self._tables
+        t = self.tables
         if t.old.size > 1 and hash_table.drain(t, DRAINED_SLOTS * blocks):
-            self._tables = t._replace(old=_NONE)
-        if self._swept or self._dead:
+            self.tables = t._replace(old=_NONE)
+        if self.swept or self.dead:
             self._sweep(SWEPT_BLOCKS * blocks)
 
     def _sweep(self, blocks: int) -> None:
-        if not self._swept:
-            self._swept, self._dead = self._dead, []
+        if not self.swept:
+            self.swept, self.dead = self.dead, []
             self._mask[:] = 0
-            for slot in self._swept:
+            for slot in self.swept:
                 self._mask[slot >> 6] |= np.uint64(1 << (slot & 63))
-            self._at, self._end = prefix_tree.ROOT + 1, int(self._tables.state[NODES])
+            self._at, self._end = prefix_tree.ROOT + 1, int(self.tables.state[NODES])
         count = min(blocks, self._end - self._at)
-        self._at = int(prefix_tree.sweep(self._tables, self._mask, self._at, count))
+        self._at = int(prefix_tree.sweep(self.tables, self._mask, self._at, count))
         if self._at >= self._end:
-            self._free_slots += self._swept
-            self._swept = []
+            self._free_slots += self.swept
+            self.swept = []
 
 
 def warm() -> None:
