@@ -22,9 +22,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 24
 UNDRAFTED: dict[str, Any] = {"vllm_xargs": {"headrace_draft": 0}}
-PROMPTS = [f"{TEXT[start : start + 900]}\nThe same text again: " for start in (0, 40, 80, 120)]
+PROMPTS = [f"{TEXT[start : start + 900]}\nThe same text again: " for start in (0, 40, 80)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,9 +111,8 @@ def test_who_is_not_to_be_drafted_for_is_not(app: App, client: openai.OpenAI) ->
         return int(app.replica("decode")["speculation"]["counts"]["steps"])
 
     before, at = drafted(), steps()
-    for _ in range(2):
-        answer(client, PROMPTS[0], QUIET_TENANT)
-        answer(client, PROMPTS[0], "loud", **UNDRAFTED)
+    answer(client, PROMPTS[0], QUIET_TENANT)
+    answer(client, PROMPTS[0], "loud", **UNDRAFTED)
     until(lambda: steps() > at, 10.0, "a report of these steps")
     assert drafted() == before
 

@@ -27,8 +27,8 @@ longest come first, so that they outgrow a small cache together."""
 TIE_NATS = 1e-3
 """A step that verifies drafts has another shape, and float32 sums in another order: two tokens
 closer than this may change places (as in `tests/e2e/test_faults.py`)."""
-FEW_BLOCKS = 66
-"""Of 128 tokens: 64 requests fit until they grow out of their first block."""
+FEW_BLOCKS = 40
+"""Of 128 tokens: 40 requests fit until they grow out of their first block."""
 
 _PLENTY = {"draft_tokens": 8, "blocks": None}
 ARMS = {

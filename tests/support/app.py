@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,8 +318,11 @@ class Session:
 
     def _watch_shm(self) -> None:
         """Note which files in /dev/shm are this run's: their makers may be dead at the end."""
+        looks: Counter[str] = Counter()  # at files that other processes may have made
         while not self._over.wait(2.0):
-            new = shm_names() - self._shm_before - self._shm_seen
+            unknown = shm_names() - self._shm_before - self._shm_seen
+            new = {name for name in unknown if looks[name] < 3}
+            looks.update(new)
             if new:
                 for pid in run.marked(MARK, self.mark):
                     self._shm_seen |= run.shm_of(pid) & new

@@ -21,6 +21,7 @@ from headrace_decode.speculative.retrieval.draft_memory import DraftMemory
 from tests.support import run
 from tests.support.forked import told
 from tests.support.program import IN_ONE_PROCESS, say
+from tests.support.tiny import VOCABULARY
 
 TOP = 5
 
@@ -103,7 +104,7 @@ class KindsOfDrafts(DraftMemory):
 
     def _draft(self, handle: int, max_tokens: int) -> list[int]:
         if self.kind == "junk":
-            return [self._rng.randrange(-2, 60_000) for _ in range(max_tokens)]
+            return [self._rng.randrange(-2, 3 * VOCABULARY) for _ in range(max_tokens)]
         prompt, answered = self._texts[handle]
         return self.truth.get(prompt, [])[answered : answered + max_tokens]
 
