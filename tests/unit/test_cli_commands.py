@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
-from headrace.cli import chat, client, state
+from headrace.cli import client, state
 from headrace.cli.main import main
 
 
@@ -70,25 +73,63 @@ def test_the_versions_are_printed_by_command_and_by_option(
     assert code == also == 0 and told == same and told.startswith("headrace ")
 
 
+class OneAnswer(BaseHTTPRequestHandler):
+    """An endpoint that answers each question with two tokens."""
+
+    asked: list[dict[str, Any]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append({**body, "request": self.headers["x-request-id"]})
+        choice = {"index": 0, "finish_reason": None}
+        chunks: list[dict[str, Any]] = [
+            {"choices": [{**choice, "delta": {"content": text}}]} for text in ("Par", "is.")
+        ]
+        chunks.append({"choices": [], "usage": {"completion_tokens": 2}})
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for chunk in [*map(json.dumps, chunks), "[DONE]"]:
+            self.wfile.write(f"data: {chunk}\n\n".encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What the running instance was asked."""
+    OneAnswer.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), OneAnswer) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        instance = state.Instance(name="a", token="t", phase="ready", endpoint=url)
+        monkeypatch.setattr(client, "running_instance", lambda name: instance)
+        yield OneAnswer.asked
+        server.shutdown()
+
+
 @pytest.mark.parametrize(("options", "temperature"), [((), 0.0), (("--temperature", "0.7"), 0.7)])
 def test_chat_takes_the_likeliest_tokens_unless_asked_otherwise(
     options: tuple[str, ...],
     temperature: float,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    asked: list[dict[str, Any]],
 ) -> None:
     """At vLLM's own default of 1 a small model answers with noise."""
-    seen: list[Mapping[str, Any]] = []
-
-    def send(base_url: str, key: str | None, model: str, sampling: Mapping[str, Any], trust: Any):  # type: ignore[no-untyped-def]
-        seen.append(sampling)
-        return lambda messages: ["Paris."]
-
-    instance = state.Instance(name="a", token="t", phase="ready", endpoint="http://127.0.0.1:1")
-    monkeypatch.setattr(client, "running_instance", lambda name: instance)
-    monkeypatch.setattr(chat, "_openai_send", send)
     assert run(capsys, "chat", "Capital of France?", *options)[:2] == (0, "Paris.\n")
-    assert seen == [{"max_tokens": 1024, "temperature": temperature}]
+    assert asked[0]["max_tokens"] == 1024 and asked[0]["temperature"] == temperature
+
+
+def test_chat_ends_with_times_and_the_command_that_explains_them(
+    capsys: pytest.CaptureFixture[str], asked: list[dict[str, Any]]
+) -> None:
+    _, _, said = run(capsys, "chat", "Capital of France?")
+    assert re.fullmatch(
+        r"2 tokens; the first after \d+\.\d\d s(, then \d+ a second)?\. "
+        rf"Why so: headrace explain {asked[0]['request']}\n",
+        said,
+    )
 
 
 def test_help_imports_neither_ray_nor_vllm_nor_torch() -> None:

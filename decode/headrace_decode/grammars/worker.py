@@ -304,7 +304,8 @@ def _end_with_parent() -> None:
 def _yield_to_engines(pid: int) -> None:
     """Let a process use only the processor time that other processes leave.
 
-    Niceness is not enough: Ray's workers, and thus the engines, have 15, and the maximum is 19.
+    Niceness is not enough: on a Ray cluster that Headrace did not start, workers, and thus the
+    engines, have 15, and the maximum is 19.
     """
     with contextlib.suppress(AttributeError, OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -1,10 +1,13 @@
-"""`headrace chat`: a conversation with the running model; tokens are printed as they arrive."""
+"""`headrace chat`: a conversation with the running model; tokens are printed as they arrive, and
+after each answer its times and the command that explains them."""
 
 from __future__ import annotations
 
+import secrets
 import ssl
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.cli import client
@@ -62,14 +65,14 @@ def chat(
         sampling: fields of the request that say how to answer.
     """
     instance = client.running_instance(name)
-    send = _openai_send(
+    endpoint = Endpoint(
         f"{instance.endpoint}/v1",
         client.api_key(instance),
         model or instance.model,
         sampling,
         client.trust(instance),
     )
-    conversation = Conversation(send, system)
+    conversation = Conversation(endpoint.send, system)
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
         if not message:
@@ -79,11 +82,12 @@ def chat(
             conversation.say(message, _write)
         finally:
             _write("\n")
+        stderr().print(endpoint.times(), style="dim", markup=False, highlight=False)
         return
-    _loop(conversation, f"{model or instance.model} at {instance.endpoint}")
+    _loop(conversation, endpoint, f"{model or instance.model} at {instance.endpoint}")
 
 
-def _loop(conversation: Conversation, title: str) -> None:
+def _loop(conversation: Conversation, endpoint: Endpoint, title: str) -> None:
     import readline  # noqa: F401  (line editing and history for input())
 
     notes = stderr()
@@ -107,48 +111,95 @@ def _loop(conversation: Conversation, title: str) -> None:
             try:
                 conversation.say(text, _write)
             except KeyboardInterrupt:
-                pass
+                _write("\n")
             except CliError as error:
+                _write("\n")
                 notes.print(f"error: {error}", style="red", markup=False)
-            _write("\n")
+            else:
+                _write("\n")
+                notes.print(endpoint.times(), style="dim", markup=False, highlight=False)
 
 
-def _openai_send(
-    base_url: str,
-    key: str | None,
-    model: str,
-    sampling: Mapping[str, Any],
-    trust: ssl.SSLContext | bool = True,
-) -> Send:
-    try:
-        import httpx
-        import openai
-    except ImportError:
-        raise CliError("headrace chat needs the openai package: pip install openai") from None
+class Endpoint:
+    """An OpenAI-compatible endpoint that answers conversations, and the times of its last answer.
 
-    timeout = httpx.Timeout(600.0, connect=5.0)
-    http = httpx.Client(trust_env=False, timeout=timeout, verify=trust)
-    api = openai.OpenAI(base_url=base_url, api_key=key or "none", http_client=http, max_retries=1)
+    Args:
+        base_url: up to `/v1`.
+        key: the API key, if it asks for one.
+        sampling: fields of the request that say how to answer.
+        trust: how its certificate is verified.
 
-    def send(messages: list[dict[str, str]]) -> Iterable[str]:
+    Raises:
+        CliError: the package `openai` is not installed.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        key: str | None,
+        model: str,
+        sampling: Mapping[str, Any],
+        trust: ssl.SSLContext | bool = True,
+    ) -> None:
         try:
-            stream: Any = api.chat.completions.create(
-                model=model,
+            import httpx
+            import openai
+        except ImportError:
+            raise CliError("headrace chat needs the openai package: pip install openai") from None
+
+        timeout = httpx.Timeout(600.0, connect=5.0)
+        http = httpx.Client(trust_env=False, timeout=timeout, verify=trust)
+        self._base_url, self._model, self._sampling = base_url, model, sampling
+        self._api = openai.OpenAI(
+            base_url=base_url, api_key=key or "none", http_client=http, max_retries=1
+        )
+        self._request_id = ""
+        self._tokens = 0
+        self._began_s = self._first_s = self._ended_s = 0.0
+
+    def send(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """Send a conversation, and yield the pieces of the answer.
+
+        Raises:
+            CliError: the endpoint does not answer, or refuses.
+        """
+        import openai
+
+        self._request_id, self._tokens = f"chat-{secrets.token_hex(4)}", 0
+        self._began_s, self._first_s = time.monotonic(), 0.0
+        try:
+            stream: Any = self._api.chat.completions.create(
+                model=self._model,
                 messages=messages,
                 stream=True,
-                **sampling,
+                stream_options={"include_usage": True},
+                extra_headers={"X-Request-Id": self._request_id},
+                **self._sampling,
             )
             for chunk in stream:
+                if chunk.usage is not None:
+                    self._tokens = chunk.usage.completion_tokens
                 if chunk.choices and chunk.choices[0].delta.content:
+                    self._first_s = self._first_s or time.monotonic()
                     yield chunk.choices[0].delta.content
         except openai.APIStatusError as error:
             raise CliError(f"{error.status_code}: {_message(error)}") from None
         except openai.APIConnectionError as error:
-            raise CliError(f"{base_url} does not answer: {error.__cause__ or error}") from None
+            raise CliError(
+                f"{self._base_url} does not answer: {error.__cause__ or error}"
+            ) from None
         except openai.APIError as error:  # an error event inside the stream
             raise CliError(str(error)) from None
+        finally:
+            self._ended_s = time.monotonic()
 
-    return send
+    def times(self) -> str:
+        """Return the length and speed of the last answer, and the command that explains it."""
+        first_s = self._first_s or self._ended_s
+        text = f"{self._tokens} tokens; the first after {first_s - self._began_s:.2f} s"
+        if self._tokens > 1 and self._ended_s > first_s:
+            text += f", then {(self._tokens - 1) / (self._ended_s - first_s):.0f} a second"
+        return f"{text}. Why so: headrace explain {self._request_id}"
 
 
 def _message(error: Any) -> str:
