@@ -211,6 +211,15 @@ def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(
     assert (arena.lease(row, hashes(1), 1.0) >= 0).all()
 
 
+def test_misses_that_a_kept_lock_delays_are_counted_with_the_next_ones(make: Make) -> None:
+    holder, arena = make(), make()
+    with holder.section:
+        arena.record_misses(3)
+    assert arena.stats()["misses_total"] == 0
+    arena.record_misses(2)
+    assert arena.stats()["misses_total"] == 5
+
+
 def test_files_that_nobody_has_open_are_removed_and_others_stay(make: Make, tmp_path: Path) -> None:
     used, left = make(name="kv-used"), make(name="kv-left")
     make(name="other").close()

@@ -21,6 +21,7 @@ not survive a restart of the machine: its folder is a tmpfs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -76,6 +77,8 @@ class Arena(PinningArena):
     A call waits up to PATIENCE_S for the lock (`lease`: BRIEF_S). After that `lease`, `reserve` and
     `publish` miss, `lookup` works without the lock, and all others raise LockBusyError.
     """
+
+    _uncounted_misses = 0
 
     @classmethod
     def create_or_attach(
@@ -234,13 +237,13 @@ class Arena(PinningArena):
             return np.full(len(hashes), -1, np.int64)
 
     def record_misses(self, blocks: int) -> None:
-        """Count blocks that a request needs and that are not stored; they are not leased. None are
-        counted if the lock is not free at once, since an engine's step waits for this."""
-        try:
-            with self.brief_section:
-                self.words[MISSES_TOTAL] += blocks
-        except LockBusyError as error:
-            logger.warning("misses are not counted: %s", error)
+        """Count blocks that a request needs and that are not stored; they are not leased. An
+        engine's step waits for this: if the lock is not free at once, they are counted with the
+        next ones."""
+        self._uncounted_misses += blocks
+        with contextlib.suppress(LockBusyError), self.brief_section:
+            self.words[MISSES_TOTAL] += self._uncounted_misses
+            self._uncounted_misses = 0
 
     def hold(self, namespace_id: int, hashes: Hashes, hold_s: float) -> np.ndarray:
         """Lease blocks without counting them as used: policies see readers only. Returns slots as
