@@ -105,7 +105,11 @@ def validate(data: Mapping[str, Any], *, files_here: bool = True) -> HeadraceCon
 
 def _read(data: Mapping[str, Any]) -> tuple[HeadraceConfig, list[str], set[str]]:
     """Return the configuration without its wrong values, a line for each of these, and the names of
-    the sections that had some."""
+    the sections that had some.
+
+    Raises:
+        ConfigError: it is wrong as a whole.
+    """
     lines: list[str] = []
     wrong: set[str] = set()
     while True:
@@ -113,13 +117,15 @@ def _read(data: Mapping[str, Any]) -> tuple[HeadraceConfig, list[str], set[str]]
             return HeadraceConfig.model_validate(data), lines, wrong
         except ValidationError as error:
             found = error.errors(include_url=False)
-        if not isinstance(data, Mapping):
-            raise ConfigError([explain(each) for each in found])
-        if not wrong:  # later errors may be due to the values that are left out
-            lines = [explain(each) for each in found]
-        for each in found:
-            data = _without(data, each["loc"])
-            wrong.add(str(each["loc"][0]))
+        # Later errors may be due to the values that are left out.
+        lines = lines or [explain(each) for each in found]
+        rest = data
+        for loc in filter(None, (each["loc"] for each in found)):
+            rest = _without(rest, loc)
+            wrong.add(str(loc[0]))
+        if rest == data:
+            raise ConfigError(lines)
+        data = rest
 
 
 def _without(data: Mapping[str, Any], loc: Sequence[int | str]) -> dict[str, Any]:
