@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-COST, ROUND_ROBIN, LEAST_LOADED = "cost", "round-robin", "least-loaded"
-PREFIX_AFFINITY = "prefix-affinity"
+COST, ROUND_ROBIN = "cost", "round-robin"
+LOAD, PREFIX_AFFINITY = "least-loaded", "prefix-affinity"
 
 RULES: Mapping[str, str] = {
     COST: "the fewest predicted seconds, added over all requests",
     ROUND_ROBIN: "the replicas of each role in turn",
-    LEAST_LOADED: "the replicas with the fewest requests",
+    LOAD: "the replicas with the fewest requests",
     PREFIX_AFFINITY: "the longest cached prefix among replicas whose load is at most 1.25 times "
     "the mean (plus one request)",
 }

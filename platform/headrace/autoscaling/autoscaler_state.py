@@ -50,7 +50,7 @@ class RoleStatus:
     wanted: int
 
 
-class _Total(NamedTuple):
+class RequestTotal(NamedTuple):
     """A replica's last count of its requests since its start, and when it was read."""
 
     requests: float
@@ -73,7 +73,7 @@ class AutoscalerState:
     load: TrafficLoad | None = None
     _loads: int = 0
     _seen: dict[str, RoleStatus] = field(default_factory=dict)
-    totals: dict[str, _Total] = field(default_factory=dict)
+    totals: dict[str, RequestTotal] = field(default_factory=dict)
     _since_s: float | None = None
     _started_s: float = -math.inf
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STARTS))
@@ -152,7 +152,9 @@ class AutoscalerState:
         """
         assert self._since_s is not None
         total, before = float(metrics.get(REQUESTS, 0.0)), self.totals.pop(name, None)
-        self.totals[name] = _Total(total, now_s)  # moves it to the end: ordered by time of read
+        self.totals[name] = RequestTotal(
+            total, now_s
+        )  # moves it to the end: ordered by time of read
         while len(self.totals) > MAX_REPLICAS or self._oldest_s() < now_s - REPLICA_TIMEOUT_S:
             del self.totals[next(iter(self.totals))]
         if before is None:

@@ -92,7 +92,7 @@ def build_gateway_app(
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class GatewayParts:
     """The objects that belong to one event loop."""
 
     pool: ReplicaPool
@@ -132,7 +132,7 @@ class GatewayApp:
         self._stall = LoopStall()
         self._cross_origin = cors(settings, self._http)
         self._hosts = AllowedHosts([settings.host, *settings.allowed_hosts])
-        self.parts: _Parts | None = None
+        self.parts: GatewayParts | None = None
         self._traced = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,7 +158,7 @@ class GatewayApp:
             if parts.queue is not None:
                 parts.queue.start()
 
-    def _make_parts(self) -> _Parts:
+    def _make_parts(self) -> GatewayParts:
         settings, metrics = self.settings, self._metrics
         pool = ReplicaPool(self._backend, self._export_metrics)
         upstream = Upstream(settings.connect_timeout_s)
@@ -191,7 +191,7 @@ class GatewayApp:
             pool=pool,
             fetcher=fetcher,
         )
-        return _Parts(pool, upstream, relay, builtin, relayed, placer, queue)
+        return GatewayParts(pool, upstream, relay, builtin, relayed, placer, queue)
 
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.placement_policies import COST, LEAST_LOADED, PREFIX_AFFINITY, ROUND_ROBIN
+from headrace.placement_policies import COST, LOAD, PREFIX_AFFINITY, ROUND_ROBIN
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.pricing import hash_pair
 from headrace.router.placement.request import NoDecodeReplicaError, PlacementRequest
@@ -130,7 +130,7 @@ class PrefixAffinity:
 
 POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
     ROUND_ROBIN: RoundRobin,
-    LEAST_LOADED: LeastLoaded,
+    LOAD: LeastLoaded,
     PREFIX_AFFINITY: PrefixAffinity,
 }
 
