@@ -64,6 +64,7 @@ from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
+from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
 from headrace_engine.vllm.engine import (
@@ -139,6 +140,7 @@ class DecodeServer(PDDecodeServer):
             self._start("poll the state of speculative decoding", self._drafting.run)
         await self._apply_overrides()
         self._start("apply settings overrides", self._poll_overrides)
+        freeze_startup_heap()
         if wiring.listen is not None:
             engine = self.engine
             progress = partial(engine_progress, engine.vllm_config, engine.meter, engine.llm)

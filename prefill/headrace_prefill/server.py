@@ -39,6 +39,7 @@ from headrace_engine.meter import Step
 from headrace_engine.ray.engine import MeteredVLLMEngine
 from headrace_engine.reporting.prompt_backlog import PromptBacklog, ReceivedPlans
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
+from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
@@ -116,6 +117,7 @@ class PrefillServer(PDPrefillServer):
             if store is not None
             else None
         )
+        freeze_startup_heap()
 
     @property
     def _kv(self) -> str:

@@ -42,6 +42,7 @@ from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.settings_override import OverrideStore, prefix
+from headrace_engine.serving.startup_heap import freeze_startup_heap
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -297,6 +298,7 @@ class GatewayServer:
         MEMBERS.watch("decode", on_members)
         self._requests = InFlight(self._app)
         self._listener = None
+        freeze_startup_heap()
         if settings.port is not None:
             self._listener = await serve_gateway(
                 *(self._requests, settings.host, settings.port),
