@@ -100,6 +100,23 @@ def decode_lines(lines: bytes) -> list[EmittedOutput]:
     return found
 
 
+class _CountedChoice(msgspec.Struct, rename={"tokens": "t"}):
+    """The part of a choice that `count_tokens` reads."""
+
+    tokens: tuple[int, ...] = ()
+
+
+_COUNTED = msgspec.json.Decoder(tuple[_CountedChoice, ...])
+
+
+def count_tokens(line: bytes) -> int:
+    """Return the number of tokens in a line without its terminator; 0 if it cannot be read."""
+    try:
+        return sum(len(choice.tokens) for choice in _COUNTED.decode(line[len(MARK) :]))
+    except msgspec.DecodeError:
+        return 0
+
+
 def tokens_of_choice(outputs: list[EmittedOutput], index: int) -> list[int]:
     """Return all tokens of one choice."""
     return [

@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass
 
 from headrace_decode.http.event_loop import PIECE_BYTES, run_then_rest
-from headrace_decode.resume.emitted import END, MARK, MAX_LINES_BYTES, encode_line
+from headrace_decode.resume.emitted import END, MARK, MAX_LINES_BYTES, count_tokens, encode_line
 
 _REFUSED = MARK + b'"'
 
@@ -64,6 +64,7 @@ class Journal:
         why_not: why the stream cannot be resumed; None if it can.
         line_bytes: total size of the lines added so far.
         progress: number of events passed on.
+        tokens: number of tokens in the lines so far; None before the first line.
     """
 
     def __init__(self, events: Events = EVENTS["openai"], *, sends_lines: bool = False) -> None:
@@ -80,6 +81,7 @@ class Journal:
         self.why_not: str | None = None
         self.line_bytes = 0
         self.progress = 0
+        self.tokens: int | None = None
 
     def pass_on(self, chunk: bytes) -> tuple[bytes, bytes]:
         """Return the whole events of a chunk that the client gets, and the rest of the chunk.
@@ -132,7 +134,7 @@ class Journal:
     def begin_resume(self) -> bytes:
         """Return the lines of all events that the client has, and expect a second answer next."""
         while len(self._lines) > 1 and not self._events[-1]:
-            self._lines.pop()
+            self.tokens = (self.tokens or 0) - count_tokens(self._lines.pop())
             self._events.pop()
         self._tail = b""
         self._at, self._dropped = 0, 0
@@ -152,6 +154,7 @@ class Journal:
                     raise Diverged("another line")
                 return
             self._at = None
+        self.tokens = (self.tokens or 0) + count_tokens(one)
         if self.why_not is None:
             self._lines.append(one)
             self._events.append(0)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,7 +18,15 @@ from headrace.gateway import errors
 from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
 from headrace.gateway.backend import Backend
 from headrace.gateway.ingress.limits import validated
-from headrace.gateway.openapi import METRICS, OPERATIONS, PLANS, openapi_document
+from headrace.gateway.openapi import (
+    CONSOLE_STATE,
+    HISTORY,
+    METRICS,
+    OPERATIONS,
+    PLANS,
+    REQUESTS,
+    openapi_document,
+)
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.route_table import RouteTable
 from headrace_kvstore.identity.salts import tenant_salt
@@ -26,7 +34,6 @@ from headrace_kvstore.identity.salts import tenant_salt
 logger = logging.getLogger("headrace.gateway")
 
 BACKEND_TIMEOUT_S = 10.0
-CONSOLE_STATE = "/headrace/v1/console"
 RECENT_S = 1.0
 """Maximum age of documents for which all replicas or nodes are asked."""
 
@@ -67,6 +74,19 @@ class _Recent:
         return await asyncio.shield(self._made[1])
 
 
+class GatewayState(Protocol):
+    """The state of one gateway, in JSON types."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return its part of the status."""
+
+    def requests(self) -> Mapping[str, Any]:
+        """Return the requests in flight and the last finished ones."""
+
+    def history(self) -> Mapping[str, Any]:
+        """Return the key figures since its start."""
+
+
 class Admin:
     """The gateway's own documents.
 
@@ -75,7 +95,7 @@ class Admin:
         model_id: the model's name.
         settings: the limits that the schema states.
         keys_on: whether the schema asks for an API key.
-        state: returns this gateway's state, for the status.
+        gateway: this gateway's own state.
     """
 
     def __init__(
@@ -85,12 +105,12 @@ class Admin:
         settings: GatewaySettings,
         *,
         keys_on: bool,
-        state: Callable[[], Mapping[str, Any]],
+        gateway: GatewayState,
     ) -> None:
         self._backend = backend
         self._model_id = model_id
         self._version = headrace_version()
-        self._settings, self._keys_on, self._state = settings, keys_on, state
+        self._settings, self._keys_on, self._gateway = settings, keys_on, gateway
         self._schema: tuple[RouteTable, bytes] | None = None
         self._documents: dict[str, Document] = {
             "/": self._index,
@@ -100,6 +120,8 @@ class Admin:
             "/openapi.json": self._openapi,
             "/headrace/v1/status": self._status,
             CONSOLE_STATE: _Recent(self._status),
+            REQUESTS: _Recent(self._requests),
+            HISTORY: _Recent(self._history),
         }
 
     def find(self, path: str) -> Document | None:
@@ -262,10 +284,16 @@ class Admin:
         with part("advice"):
             status["advice"] = advice_of(status.get("replicas", ()))
         with part("gateway"):
-            status["gateway"] = self._state()
+            status["gateway"] = self._gateway.state()
         if incomplete:
             status["incomplete"] = incomplete
         return 200, _json(status), _JSON
+
+    async def _requests(self, pool: ReplicaPool) -> Answer:
+        return 200, _json(self._gateway.requests()), _JSON
+
+    async def _history(self, pool: ReplicaPool) -> Answer:
+        return 200, _json(self._gateway.history()), _JSON
 
     async def _plan(self, request_id: str) -> Answer:
         plan = await self._backend.plan(request_id)

@@ -45,9 +45,10 @@ from headrace.gateway.ingress.allowed_hosts import AllowedHosts
 from headrace.gateway.ingress.api_keys import ADMIN, OPERATOR, ApiKeys
 from headrace.gateway.ingress.cors import cors
 from headrace.gateway.placement.placer import Placer
-from headrace.gateway.relay.call import Call
+from headrace.gateway.relay.call import Call, finished
 from headrace.gateway.relay.headers import forwarded
 from headrace.gateway.relay.relay import Relay
+from headrace.gateway.relay.request_history import RequestHistory
 from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.relayed_routes import RelayedRoutes
 from headrace.gateway.replica_pool import ReplicaPool
@@ -127,9 +128,10 @@ class GatewayApp:
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file, admins, classes=classes)
         keys_on = bool(self._keys)
         self._corpora = CorpusAdmin(backend, keys_on=keys_on)
-        self._admin = Admin(backend, model_id, settings, keys_on=keys_on, state=self._state)
+        self._admin = Admin(backend, model_id, settings, keys_on=keys_on, gateway=self)
         self.body_reader = BodyReader(settings, keys_on=keys_on)
         self._stall = LoopStall()
+        self._history = RequestHistory()
         self._cross_origin = cors(settings, self._http)
         self._hosts = AllowedHosts([settings.host, *settings.allowed_hosts])
         self.parts: GatewayParts | None = None
@@ -229,7 +231,7 @@ class GatewayApp:
         if self.parts is not None:
             self.parts.pool.set_members(replica_ids)
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return this gateway's state, for the status."""
         parts = self.parts
         return {
@@ -237,11 +239,21 @@ class GatewayApp:
             **({} if parts is None or parts.queue is None else {"queue": parts.queue.stats()}),
             "pid": os.getpid(),
             "relaying": self.relaying,
-            "requests": [] if parts is None else parts.relayed.in_flight(),
+            "requests": self.requests()["in_flight"],
             "body_bytes": self.body_reader.held_bytes,
             "keys_stale": self._keys.are_stale,
             **self._stall.snapshot(),
         }
+
+    def requests(self) -> dict[str, Any]:
+        """Return the requests in flight and the last finished ones."""
+        now = self._history.now()
+        in_flight = [] if self.parts is None else self.parts.relayed.in_flight(now)
+        return self._history.requests(in_flight)
+
+    def history(self) -> dict[str, Any]:
+        """Return the key figures since this gateway's start."""
+        return self._history.history()
 
     def _export_metrics(self) -> None:
         """Export this gateway's state as metrics."""
@@ -357,6 +369,7 @@ class GatewayApp:
                 tracing.end_span(span, call)
 
     async def _refuse(self, context: RequestContext, error: ApiError) -> None:
+        context.call.error = error.code or error.kind
         context.call.drop_body()  # a client that does not read the refusal holds nothing
         self._metrics.refused(error.status, error.code or error.kind)
         await context.refuse(error)
@@ -371,6 +384,7 @@ class GatewayApp:
         if call.route is not None:
             name = call.route.path
             self._metrics.request_done(name, call.status, call.ttft_s, total_s, call.streamed)
+            self._history.record(finished(call, self._history.now()))
         if not logger.isEnabledFor(level):
             return
         ttft_ms = None if call.ttft_s is None else round(call.ttft_s * 1e3, 3)

@@ -22,6 +22,9 @@ Schema = dict[str, Any]
 
 METRICS = "/metrics"
 MODELS = "/v1/models"
+CONSOLE_STATE = "/headrace/v1/console"
+REQUESTS = "/headrace/v1/requests"
+HISTORY = "/headrace/v1/history"
 PLANS = "/headrace/v1/plans/"
 ROUTER = "/headrace/v1/router"
 SPECULATION = "/headrace/v1/speculation"
@@ -113,8 +116,20 @@ OPERATIONS = (
     ),
     Operation(
         "GET",
-        "/headrace/v1/console",
+        CONSOLE_STATE,
         "The same, at most a second old: for the web console, however many pages are open.",
+        (401, 403, 405, 429, 500, 504),
+    ),
+    Operation(
+        "GET",
+        REQUESTS,
+        "This gateway's requests in flight, and its last 200 finished ones.",
+        (401, 403, 405, 429, 500, 504),
+    ),
+    Operation(
+        "GET",
+        HISTORY,
+        "This gateway's requests, errors, tokens, TTFT and time per output token over time.",
         (401, 403, 405, 429, 500, 504),
     ),
     Operation("GET", "/console", "The web console.", (404, 405), answer="text/html"),

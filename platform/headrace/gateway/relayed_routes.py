@@ -76,9 +76,13 @@ class RelayedRoutes:
         """Whether there is work for a replica, or was within `WANTED_S`."""
         return self.relaying > 0 or perf_counter() - self._relayed_s < WANTED_S
 
-    def in_flight(self) -> list[dict[str, Any]]:
-        """Describe the oldest calls that replicas work on, for the status."""
-        return in_flight(self._calls.values())
+    def in_flight(self, unix_s: float) -> list[dict[str, Any]]:
+        """Describe the oldest calls that replicas work on.
+
+        Args:
+            unix_s: Unix time now.
+        """
+        return in_flight(self._calls.values(), unix_s)
 
     @contextlib.contextmanager
     def take_place(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from headrace.gateway.asgi import Write
 from headrace.gateway.errors import Headers
 from headrace.gateway.ingress.body_budget import BodyReservation
 from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
+from headrace.gateway.relay.request_history import FinishedRequest
 from headrace.gateway.replica_pool import Lease
 from headrace.gateway.upstream import Reply
 from headrace.router.cluster import NO_TARGETS, LatencyTargets
@@ -22,7 +23,7 @@ from headrace_decode.resume.journal import Journal
 from headrace_decode.techniques import RequestedTechniques
 
 MAX_LISTED_REQUESTS = 50
-"""Maximum number of in-flight requests that the status lists."""
+"""Maximum number of requests in flight that are listed."""
 
 
 @dataclass(slots=True)
@@ -48,6 +49,9 @@ class Call:
         on_first: called when the first bytes of a stream's body have been sent.
         targets: returns the targets of the request's class, for its plan.
         on_plan: called with each plan that is made for the request.
+        tokens: number of tokens in the answer so far; None if unknown.
+        resumed: how often another replica took over its stream.
+        error: code of the error that the client got; None if it got none.
     """
 
     request_id: bytes
@@ -77,6 +81,9 @@ class Call:
     on_first: Callable[[], None] = lambda: None
     targets: Callable[[], LatencyTargets] = lambda: NO_TARGETS
     on_plan: Callable[[Plan], None] = lambda plan: None
+    tokens: int | None = None
+    resumed: int = 0
+    error: str | None = None
 
     def drop_body(self) -> None:
         """Free the body, because no replica will be asked again."""
@@ -85,29 +92,62 @@ class Call:
             self.reservation.release()
 
     @property
+    def path(self) -> str:
+        """The path that it asks for, without its query."""
+        return self.target.partition("?")[0]
+
+    @property
     def dialect(self) -> Dialect:
         """The dialect in which its errors are written."""
         return OPENAI if self.route is None else dialect_of(self.route.api)
 
 
-def in_flight(calls: Iterable[Call]) -> list[dict[str, Any]]:
-    """Describe the oldest calls for the status, at most `MAX_LISTED_REQUESTS`.
+def in_flight(calls: Iterable[Call], unix_s: float) -> list[dict[str, Any]]:
+    """Describe the oldest calls, at most `MAX_LISTED_REQUESTS`.
 
     Args:
         calls: oldest first.
+        unix_s: Unix time now.
     """
     now = perf_counter()
     return [
         {
             "id": call.request_id.decode("latin-1"),
-            "path": call.target.partition("?")[0],
+            "path": call.path,
+            "at": round(unix_s - (now - call.started), 3),
             "age_s": round(now - call.started, 3),
+            "tenant": call.tenant,
+            "queue_s": round(call.waited_s, 4),
             "ttft_s": call.ttft_s,
-            "sent_bytes": call.sent_bytes,
+            "tokens": call.tokens,
             "replica": call.replica_id,
         }
         for call in itertools.islice(calls, MAX_LISTED_REQUESTS)
     ]
+
+
+def finished(call: Call, unix_s: float) -> FinishedRequest:
+    """Describe a call that has just ended.
+
+    Args:
+        unix_s: Unix time now.
+    """
+    total_s = perf_counter() - call.started
+    return FinishedRequest(
+        id=call.request_id.decode("latin-1"),
+        path=call.path,
+        at=unix_s - total_s,
+        status=call.status,
+        error=call.error,
+        tenant=call.tenant,
+        streamed=call.streamed,
+        replica=call.replica_id,
+        queue_s=call.waited_s,
+        ttft_s=call.ttft_s,
+        total_s=total_s,
+        tokens=call.tokens,
+        resumed=call.resumed,
+    )
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.headers import answer_headers
 from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.relay.stream_relay import StreamRelay
+from headrace.gateway.relay.usage import answer_tokens
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply
 from headrace_decode import techniques
@@ -91,6 +92,8 @@ class Relay:
                     headers.append((b"content-length", size))
                 await send(start)
                 call.status = status
+                if status == 200 and answer.is_whole:
+                    call.tokens = answer_tokens(answer.body)
                 await self._send_body(call, answer, send)
         finally:
             answer.close()

@@ -24,6 +24,8 @@ from headrace_decode.resume.journal import Diverged, Journal
 MAX_TRIES = 2
 COUNTED_BYTES = 16 * 1024
 """Step, in bytes, by which the budget for bodies counts a stream's lines."""
+REPLICA_ERROR = "replica_error"
+"""Code, in the gateway's history, of a stream that a healthy replica ended with an error."""
 _MIDWAY = "mid-stream, and no other replica can continue the stream: "
 
 
@@ -62,6 +64,7 @@ class StreamRelay:
                         answer = await self._resume(call, answer, journal, lost, tries)
                     except errors.ApiError as error:
                         self._on_lost("stream")
+                        call.error = error.code or error.kind
                         tail = call.dialect.event(error, call.last_events)
                         break
         finally:
@@ -109,6 +112,7 @@ class StreamRelay:
                 if forwarder.error:
                     probe = await self._fetcher.probe(answer.lease.replica)
                     if probe is Probe.PASSED:
+                        call.error = REPLICA_ERROR
                         return forwarder.error
                     hangs = probe is Probe.MISSED
                     why = f"an error, then its probe {probe.value}"
@@ -150,6 +154,7 @@ class StreamRelay:
             again.close()
             raise errors.replica_lost(f"{_MIDWAY}another replica answered {again.reply.status}")
         self._on_lost("resumed")
+        call.resumed += 1
         return again
 
 
@@ -188,6 +193,7 @@ class EventForwarder:
         self._on_bytes()
         call, journal = self._call, self._journal
         events, self.error = journal.pass_on(chunk)
+        call.tokens = journal.tokens
         if journal.line_bytes - self._counted_bytes >= COUNTED_BYTES:
             self._count_lines()
         if not events and not self.error:
