@@ -17,7 +17,7 @@ TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve check test flaky soak bench lint format docs lock audit sbom images clean
+.PHONY: help install serve demo check test flaky soak bench lint format docs lock audit sbom images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -31,6 +31,9 @@ $(STAMP): $(LOCK) pyproject.toml scripts/install.py
 
 serve: install  ## serve SmolLM2-135M-Instruct, or what ARGS="-f config.yaml" says
 	$(BIN)/headrace up $(ARGS)
+
+demo: install  ## record `headrace demo` on a real app as docs/img/demo.svg
+	$(BIN)/python scripts/record_demo.py docs/img/demo.svg
 
 NODE := build/node
 $(NODE)/.installed: $(wildcard tests/support/node/*)

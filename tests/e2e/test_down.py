@@ -9,9 +9,21 @@ import psutil
 import pytest
 
 from headrace.observability.shared_memory import shm_files, shm_names, shm_users
-from tests.support.app import Session, until
+from tests.support.app import Session, run_cli, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def test_the_demo_plays_every_step_and_the_answer_survives_the_kill(app_session: Session) -> None:
+    if app_session.app is None:
+        pytest.skip("no test of this run started the app")
+    log = app_session.folder / "demo.log"
+    command = ("demo", "--yes", "--name", app_session.name)
+    status = run_cli(app_session.environment, *command, timeout_s=180, log=log)
+    played = log.read_text("utf-8")
+    assert status == 0, played
+    assert "5 of 5" in played and "skipped" not in played
+    assert "64 of 64 tokens arrived" in played
 
 
 def test_the_semaphores_of_a_killed_replica_are_removed_while_the_app_runs(

@@ -8,9 +8,10 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from headrace.cli import client
+from headrace.cli import client, state
 from headrace.cli.console import CliError, stderr
 
 HELP = "/reset starts a new conversation; /exit or Ctrl-D quits; Ctrl-C interrupts an answer"
@@ -65,13 +66,7 @@ def chat(
         sampling: fields of the request that say how to answer.
     """
     instance = client.running_instance(name)
-    endpoint = Endpoint(
-        f"{instance.endpoint}/v1",
-        client.api_key(instance),
-        model or instance.model,
-        sampling,
-        client.trust(instance),
-    )
+    endpoint = endpoint_of(instance, sampling, model)
     conversation = Conversation(endpoint.send, system)
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
@@ -85,6 +80,24 @@ def chat(
         stderr().print(endpoint.times(), style="dim", markup=False, highlight=False)
         return
     _loop(conversation, endpoint, f"{model or instance.model} at {instance.endpoint}")
+
+
+def endpoint_of(
+    instance: state.Instance, sampling: Mapping[str, Any], model: str | None = None
+) -> Endpoint:
+    """Return the endpoint of an instance.
+
+    Args:
+        sampling: fields of the request that say how to answer.
+        model: None for the instance's model.
+    """
+    return Endpoint(
+        f"{instance.endpoint}/v1",
+        client.api_key(instance),
+        model or instance.model,
+        sampling,
+        client.trust(instance),
+    )
 
 
 def _loop(conversation: Conversation, endpoint: Endpoint, title: str) -> None:
@@ -120,14 +133,39 @@ def _loop(conversation: Conversation, endpoint: Endpoint, title: str) -> None:
                 notes.print(endpoint.times(), style="dim", markup=False, highlight=False)
 
 
+@dataclass(slots=True)
+class LastAnswer:
+    """Length and times of an answer.
+
+    Attributes:
+        request_id: the request's id.
+        tokens, prompt_tokens: number of tokens of the answer and of the prompt.
+        cached_tokens: number of prompt tokens that no engine computed.
+        first_s: seconds to the first token; None if there was none.
+        total_s: seconds to the end.
+        pause_s: longest time between two pieces of the answer, in seconds.
+    """
+
+    request_id: str = ""
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    first_s: float | None = None
+    total_s: float = 0.0
+    pause_s: float = 0.0
+
+
 class Endpoint:
-    """An OpenAI-compatible endpoint that answers conversations, and the times of its last answer.
+    """An OpenAI-compatible endpoint that answers conversations.
 
     Args:
         base_url: up to `/v1`.
         key: the API key, if it asks for one.
         sampling: fields of the request that say how to answer.
         trust: how its certificate is verified.
+
+    Attributes:
+        last: the last answer.
 
     Raises:
         CliError: the package `openai` is not installed.
@@ -153,9 +191,7 @@ class Endpoint:
         self._api = openai.OpenAI(
             base_url=base_url, api_key=key or "none", http_client=http, max_retries=1
         )
-        self._request_id = ""
-        self._tokens = 0
-        self._began_s = self._first_s = self._ended_s = 0.0
+        self.last = LastAnswer()
 
     def send(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """Send a conversation, and yield the pieces of the answer.
@@ -165,22 +201,30 @@ class Endpoint:
         """
         import openai
 
-        self._request_id, self._tokens = f"chat-{secrets.token_hex(4)}", 0
-        self._began_s, self._first_s = time.monotonic(), 0.0
+        self.last = last = LastAnswer(f"chat-{secrets.token_hex(4)}")
+        began_s = said_s = time.monotonic()
         try:
             stream: Any = self._api.chat.completions.create(
                 model=self._model,
                 messages=messages,
                 stream=True,
                 stream_options={"include_usage": True},
-                extra_headers={"X-Request-Id": self._request_id},
+                extra_headers={"X-Request-Id": last.request_id},
                 **self._sampling,
             )
             for chunk in stream:
                 if chunk.usage is not None:
-                    self._tokens = chunk.usage.completion_tokens
+                    last.tokens = chunk.usage.completion_tokens
+                    last.prompt_tokens = chunk.usage.prompt_tokens
+                    details = chunk.usage.prompt_tokens_details
+                    last.cached_tokens = (details and details.cached_tokens) or 0
                 if chunk.choices and chunk.choices[0].delta.content:
-                    self._first_s = self._first_s or time.monotonic()
+                    now_s = time.monotonic()
+                    if last.first_s is None:
+                        last.first_s = now_s - began_s
+                    else:
+                        last.pause_s = max(last.pause_s, now_s - said_s)
+                    said_s = now_s
                     yield chunk.choices[0].delta.content
         except openai.APIStatusError as error:
             raise CliError(f"{error.status_code}: {_message(error)}") from None
@@ -191,15 +235,16 @@ class Endpoint:
         except openai.APIError as error:  # an error event inside the stream
             raise CliError(str(error)) from None
         finally:
-            self._ended_s = time.monotonic()
+            last.total_s = time.monotonic() - began_s
 
     def times(self) -> str:
         """Return the length and speed of the last answer, and the command that explains it."""
-        first_s = self._first_s or self._ended_s
-        text = f"{self._tokens} tokens; the first after {first_s - self._began_s:.2f} s"
-        if self._tokens > 1 and self._ended_s > first_s:
-            text += f", then {(self._tokens - 1) / (self._ended_s - first_s):.0f} a second"
-        return f"{text}. Why so: headrace explain {self._request_id}"
+        last = self.last
+        first_s = last.total_s if last.first_s is None else last.first_s
+        text = f"{last.tokens} tokens; the first after {first_s:.2f} s"
+        if last.tokens > 1 and last.total_s > first_s:
+            text += f", then {(last.tokens - 1) / (last.total_s - first_s):.0f} a second"
+        return f"{text}. Why so: headrace explain {last.request_id}"
 
 
 def _message(error: Any) -> str:

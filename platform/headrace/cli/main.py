@@ -284,6 +284,17 @@ def chat(
     command.chat(name, model, system, message, sampling)
 
 
+@app.command()
+def demo(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before each step.")] = False,
+    name: NameOption = None,
+) -> None:
+    """Show on the running app, in five steps, what it does. One step kills a replica."""
+    from headrace.cli.show import demo as command
+
+    command.demo(name, ask=not yes)
+
+
 app.command()(doctor)
 
 

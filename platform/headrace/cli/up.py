@@ -28,13 +28,16 @@ from types import FrameType
 import psutil
 
 from headrace.cli import client, cluster, deploy, down, state
-from headrace.cli.console import CliError, stderr, stdout
+from headrace.cli.console import CliError, human_bytes, stderr, stdout
 from headrace.cli.display import Display
+from headrace.cli.doctor.machine import needed_memory_bytes
+from headrace.cli.probes.machine import available_memory_bytes
 from headrace.cli.show import kv_budget, status
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.app_args import llm_config
 from headrace.config.key_file import hash_of, new_key
 from headrace.forkserver import is_of_imports
+from headrace.model.store import DEFAULT_MODEL
 from headrace.observability.shared_memory import ProcessId
 from headrace_kvstore.protocol.address import host_port
 
@@ -171,6 +174,9 @@ class _Start:
 
     def run(self, deadline: float) -> None:
         """Start everything, and return when the endpoint is ready."""
+        if self.config.ray.address is None:
+            for line in _preview(self.config):
+                stderr().print(line, markup=False)
         with Display(stderr()) as display:
             budgeted = self.config.techniques.kv_budget is not None
             if budgeted:
@@ -251,6 +257,22 @@ class _Start:
             keep_logs=keep_logs,
             deletion=self.deletion,
         )
+
+
+def _preview(config: HeadraceConfig) -> list[str]:
+    """Describe what will start here; of the small model also what it needs and how long it takes.
+
+    The times are those of `docs/running.md`.
+    """
+    engines = [f"{role.replicas} {name}" for name, role in config.roles().items() if role.replicas]
+    lines = [f"starting vLLM engines of {config.model.id} on this machine: {', '.join(engines)}"]
+    if config.model.id == DEFAULT_MODEL:
+        needed, available = needed_memory_bytes(config), available_memory_bytes()
+        lines.append(
+            f"this takes about {human_bytes(needed)} of memory ({human_bytes(available)} are "
+            "available) and 1 to 2 minutes on two cores; the first start is the slowest"
+        )
+    return lines
 
 
 def _node_spec(

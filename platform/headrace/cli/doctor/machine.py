@@ -69,12 +69,20 @@ def torch(result: tuple[str | None, str]) -> Finding:
     return Finding("torch", "OK", version)
 
 
-def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
-    """Check for enough memory for the engines' KV caches and libraries."""
-    needed = sum(
+def needed_memory_bytes(config: HeadraceConfig) -> int:
+    """Return an estimate of the memory for the engines' KV caches and libraries.
+
+    The weights are not in it.
+    """
+    return sum(
         role.replicas * ((role.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES)
         for role in config.roles().values()
     )
+
+
+def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
+    """Check for enough memory for the engines' KV caches and libraries."""
+    needed = needed_memory_bytes(config)
     found = f"{human_bytes(available_bytes)} available, about {human_bytes(needed)} needed"
     if available_bytes < needed:
         level: Level = "FAIL" if available_bytes < needed // 2 else "WARN"
