@@ -1,4 +1,4 @@
-"""The same load on a plain vLLM engine, on Ray's own P/D app and on Headrace, in one run.
+"""The same load on plain vLLM engines, on Ray's own P/D app and on Headrace, in one run.
 
     python -m benchmarks.serving [--quick] --json FILE [--markdown FILE] [--plot FILE]
 
@@ -27,7 +27,8 @@ from benchmarks.serving.arms import Arm, ArmError
 from benchmarks.serving.environment import environment
 from benchmarks.serving.runner import Run, say
 
-PREFILLS = {"vllm": 0, "ray_pd": 1, "headrace": 1}
+PLAIN_ENGINES = {"vllm": 1, "vllm_x2": 2}
+"""Engines of the arms without Ray; an arm with Ray has a prefill engine and its decode engines."""
 ENGINE_GB, NODE_GB = 3.4, 1.0  # with its replica, measured with SmolLM2-135M and 1 GiB of KV
 QUICK_MIN, FULL_MIN = 11.0, 38.0
 QUICK_REPEATS, FULL_REPEATS = 3, 5
@@ -152,8 +153,9 @@ def _listed(kind: type, allowed: Sequence[str] | None, text: str) -> list[Any]:
 
 def _room_for(arms: Sequence[str], decodes: int) -> bool:
     """Return whether memory holds all arms at once, with a tenth of it left."""
-    apart = sum(PREFILLS[a] for a in arms)
-    needed = ENGINE_GB * (len(arms) + apart * decodes) + NODE_GB * apart
+    engines = sum(PLAIN_ENGINES.get(arm, 1 + decodes) for arm in arms)
+    nodes = sum(arm not in PLAIN_ENGINES for arm in arms)
+    needed = ENGINE_GB * engines + NODE_GB * nodes
     memory = psutil.virtual_memory()
     return needed * 1e9 < memory.available - 0.1 * memory.total
 

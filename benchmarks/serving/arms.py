@@ -69,7 +69,8 @@ class Arm:
 
     Args:
         name: its name in tables.
-        kind: `vllm`, `ray_pd`, `headrace` or `paced` (`benchmarks.serving.paced`).
+        kind: `vllm`, `vllm_x2` (two behind HAProxy), `ray_pd`, `headrace` or `paced`
+            (`benchmarks.serving.paced`).
         model: a model folder or a hub id.
         token_path: of Headrace.
         policy: of Headrace's router.

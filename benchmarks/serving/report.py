@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.serving.load import Load
 
-PEERS = ("ray_pd", "vllm")
+PEERS = ("ray_pd", "vllm_x2", "vllm")
 COMPARED = {"ttft_p50": "ttft_p50_s", "ttft_mean": "ttft_mean_s", "tok_s": "tok_s"}
-TITLES = {"vllm": "vLLM", "ray_pd": "Ray P/D", "headrace": "Headrace"}
+TITLES = {"vllm": "vLLM", "vllm_x2": "2 vLLM", "ray_pd": "Ray P/D", "headrace": "Headrace"}
 BEGIN, END = "<!-- {0}:begin -->", "<!-- {0}:end -->"
 
 
@@ -248,7 +248,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         ("ttft_p50_s", "TTFT p50, s (less is better)"),
         ("tok_s", "tokens/s (more is better)"),
     )
-    colors = {"vllm": "#9aa5b1", "ray_pd": "#e0a458", "headrace": "#2a6f97"}
+    colors = {"vllm": "#9aa5b1", "vllm_x2": "#5b6773", "ray_pd": "#e0a458", "headrace": "#2a6f97"}
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     width = 0.8 / len(arms)
     for axis, (measure, title) in zip(axes, panels, strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 OUTPUT_TOKENS = 32
-ARMS = ("vllm", "ray_pd", "headrace")
+ARMS = ("vllm", "vllm_x2", "ray_pd", "headrace")
 
 # Each is one token of SmolLM2's with a space before it, so words in a prompt count as its tokens.
 WORDS = tuple(

@@ -105,5 +105,5 @@ def test_a_cell_is_measured_once_whatever_it_costs_then_while_it_fits_its_share(
 
 
 def test_each_repeat_begins_with_another_arm() -> None:
-    assert [rotated(ARMS, number)[0] for number in range(4)] == [*ARMS, ARMS[0]]
+    assert [rotated(ARMS, number)[0] for number in range(5)] == [*ARMS, ARMS[0]]
     assert sorted(rotated(ARMS, 2)) == sorted(ARMS)
