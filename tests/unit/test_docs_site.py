@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from headrace.observability.speculation import COUNTS, GAUGES
 from scripts.docs_pages import LINK, site_link
 from tests.support.browser import Browser
 
 ROOT = Path(__file__).parents[2]
 PAGES_OF_DOCS = sorted((ROOT / "docs").glob("*.md"))
+SECTIONS = [
+    *("Get started", "Guides", "Operate", "Concepts", "Reference"),
+    *("Research and measurements", "Contribute"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +178,37 @@ def test_only_links_to_files_are_rewritten() -> None:
     assert [match[1] for match in LINK.finditer(text)] == ["d.md"]
 
 
-def test_the_tests_that_the_security_page_names_exist() -> None:
-    page = (ROOT / "docs" / "security.md").read_text("utf-8")
-    named = set(re.findall(r"`(tests/[\w/]+\.py)`", page))
-    assert len(named) >= 10
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+def test_the_tests_that_the_page_of_faults_names_exist() -> None:
+    page = (ROOT / "docs" / "tested-faults.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:tests/\w+/)?test_\w+\.py)`", page))
+    assert len(named) >= 50
+    tests = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [name for name in sorted(named) if not any(t.endswith(name) for t in tests)] == []
+
+
+def test_a_page_outside_of_reference_and_research_has_at_most_2500_words() -> None:
+    """As `wc -w` counts them. Contribute ends with the changelog, which is a list."""
+    config = (ROOT / "mkdocs.yml").read_text("utf-8")
+    sections = re.findall(r"(?m)^  - ([A-Z][^:\n]*):\n((?:      - .*\n)+)", config)
+    assert [name for name, _ in sections] == SECTIONS
+    long = {}
+    for name, pages in sections:
+        if name in ("Reference", "Research and measurements"):
+            continue
+        for page in re.findall(r"([\w-]+\.md)$", pages, re.MULTILINE):
+            path = ROOT / "docs" / page
+            if path.exists() and (words := len(path.read_text("utf-8").split())) > 2500:
+                long[page] = words
+    assert long == {}
+
+
+def test_the_page_of_metrics_names_all_that_the_platform_exports() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    folder = ROOT / "platform" / "headrace" / "observability"
+    names = set(re.findall(r'"(headrace_\w+[a-z])"', (folder / "metrics.py").read_text("utf-8")))
+    names |= {f"headrace_speculation_{key}" for key in (*COUNTS, *GAUGES)}
+    for file, prefix in (("store", "headrace_store_"), ("speculation", "headrace_speculation_")):
+        suffixes = re.findall(r'\{name\}(\w+)"', (folder / f"{file}.py").read_text("utf-8"))
+        names |= {prefix + suffix for suffix in suffixes}
+    assert len(names) >= 40
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []

@@ -5,7 +5,7 @@ A *batch* is a scatter list: piece i is `lengths[i]` bytes at memory address `ad
 
 `pread` and `pwrite` release Python's lock, so that a few threads keep a disk's queue full. Reads
 and writes have threads of their own: reads do not queue behind saves, and a disk that hangs in one
-direction does not stop the other. Why not NIXL's POSIX backend: docs/architecture.md.
+direction does not stop the other. Why not NIXL's POSIX backend: docs/design-decisions.md.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ most one more try. An answer lands in memory of its own, so a late one overwrite
 NIXL 1.3.2 has a plugin for S3, OBJ, which works against the same servers. It was left out after a
 trial. It cannot list or delete. It has no time limit, so an endpoint that hangs keeps arena memory
 for a minute, also after its handle was released. It reports a read past an object's end as done.
-And it was no faster, though this client also compares checksums (docs/kvstore.md).
+And it was no faster, though this client also compares checksums (docs/kvstore-peers.md).
 """
 
 from __future__ import annotations

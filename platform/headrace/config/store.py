@@ -78,13 +78,13 @@ class StoreSection(Section):
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="More settings of the connector in the engines; docs/kvstore.md lists them "
-        "(`lease_s`, `copy_threads`, ...).",
+        description="More settings of the connector in the engines; docs/kvstore-vllm.md "
+        "lists them (`lease_s`, `copy_threads`, ...).",
     )
     node: dict[str, Any] = Field(
         default_factory=dict,
-        description="More settings of the StoreNode of each machine; docs/kvstore.md lists them "
-        "(`events`, `warm`, `heal_s`, ...).",
+        description="More settings of the StoreNode of each machine; docs/kvstore-vllm.md "
+        "lists them (`events`, `warm`, ...).",
     )
 
     @field_validator("nvme_folder")

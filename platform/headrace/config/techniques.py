@@ -44,7 +44,7 @@ class BlendingSection(Section):
 
 class SparseSection(Section):
     """Answer tokens attend to a part of the KV (docs/sparse.md). Engines on GPUs need
-    `calibration`; docs/gpu.md says what has run on one."""
+    `calibration`; docs/gpu-measurements.md says what has run on one."""
 
     mode: Mode = _mode("sparse")
     calibration: str | None = Field(

@@ -2,7 +2,7 @@
 
 It works like `engine.attention` on the CPU: Lite reads K and V where they are, in two layers'
 caches; Fused mixes the blocks that this step's rows attend to, then calls the kernel on them.
-`benchmarks.gpu` measures the cost of mixing on a GPU (docs/gpu.md).
+`benchmarks.gpu` measures the cost of mixing on a GPU (docs/gpu-measurements.md).
 """
 
 from __future__ import annotations
