@@ -8,9 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
+from headrace.config import HeadraceConfig
 from headrace.observability.speculation import COUNTS, GAUGES
 from scripts.docs_pages import LINK, site_link
 from tests.support.browser import Browser
@@ -200,6 +204,24 @@ def test_a_page_outside_of_reference_and_research_has_at_most_2500_words() -> No
             if path.exists() and (words := len(path.read_text("utf-8").split())) > 2500:
                 long[page] = words
     assert long == {}
+
+
+def test_examples_of_the_configuration_are_valid() -> None:
+    """Of all pages; files that they name need not exist."""
+    wrong, examples = {}, 0
+    for page in (*PAGES_OF_DOCS, ROOT / "README.md"):
+        text = page.read_text("utf-8")
+        for found in re.finditer(r"(?m)^( *)```yaml\n((?s:.*?))^\1```", text):
+            values = yaml.safe_load(dedent(found[2]))
+            if values.keys() & {"applications", "deployment_config", "keys"}:
+                continue  # of Ray Serve, and a key file
+            examples += 1
+            try:
+                HeadraceConfig.model_validate(values)
+            except ValidationError as error:
+                wrong[f"{page.name}: {found[2]}"] = str(error)
+    assert wrong == {}
+    assert examples >= 20
 
 
 def test_the_page_of_metrics_names_all_that_the_platform_exports() -> None:
