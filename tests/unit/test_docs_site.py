@@ -16,6 +16,8 @@ from pydantic import ValidationError
 
 from headrace.config import HeadraceConfig
 from headrace.observability.speculation import COUNTS, GAUGES
+from headrace_kvstore.settings.node_settings import NodeSettings
+from headrace_kvstore.settings.store_settings import StoreSettings
 from scripts.docs_pages import LINK, site_link
 from tests.support.browser import Browser
 
@@ -222,6 +224,12 @@ def test_examples_of_the_configuration_are_valid() -> None:
                 wrong[f"{page.name}: {found[2]}"] = str(error)
     assert wrong == {}
     assert examples >= 20
+
+
+def test_the_page_of_the_store_alone_lists_all_settings() -> None:
+    page = (ROOT / "docs" / "kvstore-vllm.md").read_text("utf-8")
+    fields = {*StoreSettings.model_fields, *NodeSettings.model_fields}
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
 
 
 def test_the_page_of_metrics_names_all_that_the_platform_exports() -> None:

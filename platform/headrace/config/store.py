@@ -84,7 +84,7 @@ class StoreSection(Section):
     node: dict[str, Any] = Field(
         default_factory=dict,
         description="More settings of the StoreNode of each machine; docs/kvstore-vllm.md "
-        "lists them (`events`, `warm`, ...).",
+        "lists them (`events`, `warm`, `heal_s`, ...).",
     )
 
     @field_validator("nvme_folder")
