@@ -7,11 +7,14 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("grafana_foundation_sdk")
+
+from ray.serve import context as serve_context
 
 from headrace.observability.dashboards import alerts, panels, promql
 from headrace.observability.dashboards.files import CHART_FILES, files
@@ -43,8 +46,9 @@ def of_ours() -> dict[str, set[str]]:
             ):
                 found[f"ray_{info['name']}{suffix}"] = set(info["tag_keys"])
 
-    for kind in (RayGatewayMetrics, RayPlanMetrics, RaySpeculationMetrics, RayStoreMetrics):
-        take(vars(kind()))
+    kinds = (RayPlanMetrics, RaySpeculationMetrics, RayStoreMetrics)
+    for made in (RayGatewayMetrics("a-model"), *(kind() for kind in kinds)):
+        take(vars(made))
     return found
 
 
@@ -91,6 +95,15 @@ def test_our_metrics_and_their_labels_are_made_by_the_code() -> None:
         labels = {name for name, _, _ in one.matchers} | one.labels
         assert labels - RAYS_OWN - MADE_HERE <= ours.get(one.metric, {"no such metric"}), one
         assert one.metric in ours, one
+
+
+def test_our_metrics_have_the_labels_of_the_replica_that_makes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = SimpleNamespace(app_name="app", deployment="decode", replica_tag="abc")
+    monkeypatch.setattr(serve_context, "_get_internal_replica_context", lambda: replica)
+    ours = of_ours()
+    assert ours and all(labels >= {"deployment", "replica"} for labels in ours.values())
 
 
 def test_others_metrics_that_only_a_fault_makes_are_in_their_code() -> None:

@@ -6,12 +6,14 @@ import asyncio
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
@@ -277,6 +279,7 @@ async def test_one_log_line_a_request_with_its_fields(caplog: pytest.LogCaptureF
 class Counts:
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
+        self.tenants: list[tuple[str, int, int | None]] = []
         self.own: list[float] = []
         self.refusals: list[tuple[int, str]] = []
         self.lost: list[str] = []
@@ -284,6 +287,9 @@ class Counts:
 
     def request_done(self, *args: Any) -> None:
         self.done.append(args)
+
+    def tenant_done(self, tenant: str, status: int, tokens: int | None) -> None:
+        self.tenants.append((tenant, status, tokens))
 
     def own_seconds(self, seconds: float) -> None:
         self.own.append(seconds)
@@ -317,6 +323,25 @@ async def test_metrics_tell_status_times_and_the_gateways_own_share() -> None:
     assert [status for status, _ in counts.refusals] == [400] and counts.refusals[0][1]
     ready, relaying, oldest_s = counts.states[-1]
     assert ready == 1 and relaying >= 0 and oldest_s == 0.0
+    assert counts.tenants == [], "without keys there are no tenants"
+
+
+async def test_requests_and_answer_tokens_are_counted_for_the_tenant_of_the_key(
+    tmp_path: Path,
+) -> None:
+    async def usage(_: FakeReplica, request: web.Request) -> web.Response:
+        return web.json_response({"usage": {"completion_tokens": 7}})
+
+    file, counts = tmp_path / "keys.yaml", Counts()
+    entry = KeyEntry(name="till", hash=hash_of(b"right"), tenant="shop")
+    write_keys(file, KeyFile(keys=[entry]))
+    async with gateway_over(usage, metrics=counts, api_keys_file=str(file)) as bench:
+        for key in ("right", "wrong"):
+            headers = {"authorization": f"Bearer {key}"}
+            async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
+                await response.read()
+        await soon(lambda: len(counts.done) == 2)
+    assert counts.tenants == [("shop", 200, 7)]
 
 
 async def test_the_gateways_own_share_leaves_out_the_wait_for_a_replica() -> None:

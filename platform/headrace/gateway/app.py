@@ -384,6 +384,8 @@ class GatewayApp:
         if call.route is not None:
             name = call.route.path
             self._metrics.request_done(name, call.status, call.ttft_s, total_s, call.streamed)
+            if call.tenant is not None:
+                self._metrics.tenant_done(call.tenant, call.status, call.tokens)
             self._history.record(finished(call, self._history.now()))
         if not logger.isEnabledFor(level):
             return

@@ -150,6 +150,14 @@ class GatewayMetrics(Protocol):
             streamed: whether the answer was an event stream.
         """
 
+    def tenant_done(self, tenant: str, status: int, tokens: int | None) -> None:
+        """Record that a relayed request of a tenant ended.
+
+        Args:
+            tenant: the tenant that the API key proves; the operator's key file bounds their number.
+            tokens: number of tokens in the answer; None if unknown.
+        """
+
     def own_seconds(self, seconds: float) -> None:
         """Record the seconds of gateway code, without waits, before a request went to a replica."""
 
@@ -202,6 +210,9 @@ class NoMetrics:
     def request_done(
         self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
     ) -> None:
+        """Ignore it."""
+
+    def tenant_done(self, tenant: str, status: int, tokens: int | None) -> None:
         """Ignore it."""
 
     def own_seconds(self, seconds: float) -> None:

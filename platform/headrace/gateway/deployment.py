@@ -286,7 +286,7 @@ class GatewayServer:
             settings,
             backend,
             model_id,
-            metrics=RayGatewayMetrics(),
+            metrics=RayGatewayMetrics(model_id),
             tenants=tenants,
             make_placer=partial(Placer, router, backend.endpoints),
         )

@@ -1,8 +1,9 @@
 """Our own metrics, through Ray's export: every name starts with `headrace_` (Ray puts `ray_`
 before it).
 
-vLLM's engine metrics take the same way under `vllm_`. `node_metrics` collects both from the nodes'
-own export ports, for `GET /metrics`.
+Ray Serve's classes add the labels `deployment`, `replica` and `application` of the replica that
+makes a metric. vLLM's engine metrics take the same way under `vllm_`. `node_metrics` collects both
+from the nodes' own export ports, for `GET /metrics`.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import ray
-from ray.util.metrics import Counter, Gauge, Histogram
+from ray.serve.metrics import Counter, Gauge, Histogram
 
 from headrace.observability.totals import TotalCounter
 from headrace_kvstore.protocol.address import host_port
 
 TTFT_BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30.0]
 OWN_BUCKETS_S = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
-EXPORTED_PREFIXES = ("ray_headrace_", "ray_vllm_", "ray_serve_")
+EXPORTED_PREFIXES = ("ray_headrace_", "ray_vllm_", "ray_serve_", "ray_node_gpu", "ray_node_gram_")
 
 
 class RayGatewayMetrics:
-    """The gateway's metrics (`headrace.gateway`'s `GatewayMetrics`)."""
+    """The gateway's metrics (`headrace.gateway`'s `GatewayMetrics`).
 
-    def __init__(self) -> None:
+    Args:
+        model: the served model's name.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._requests = Counter(
             "headrace_gateway_requests", "Requests answered.", tag_keys=("path", "status")
         )
@@ -39,6 +45,16 @@ class RayGatewayMetrics:
             "Seconds from a request's arrival to the last byte of its answer.",
             boundaries=[*TTFT_BUCKETS_S, 60.0, 120.0, 600.0],
             tag_keys=("path",),
+        )
+        self._tenant_requests = Counter(
+            "headrace_gateway_tenant_requests",
+            "Requests answered, by the tenant that the API key proves; none without keys.",
+            tag_keys=("tenant", "status"),
+        )
+        self._tenant_tokens = Counter(
+            "headrace_gateway_tenant_tokens",
+            "Answer tokens, by the tenant that the API key proves; none without keys.",
+            tag_keys=("tenant",),
         )
         self._overhead = Histogram(
             "headrace_gateway_overhead_seconds",
@@ -60,7 +76,9 @@ class RayGatewayMetrics:
             "Requests whose replica was lost, by when: before, during or after its work on them.",
             tag_keys=("when",),
         )
-        self._ready = Gauge("headrace_gateway_ready_replicas", "Decode replicas that answer.")
+        self._ready = Gauge(
+            "headrace_gateway_ready_replicas", "Decode replicas that answer.", tag_keys=("model",)
+        )
         self._in_flight = Gauge(
             "headrace_gateway_requests_in_flight", "Requests at replicas, or waiting for one."
         )
@@ -92,6 +110,11 @@ class RayGatewayMetrics:
             self._ttft.observe(ttft_s, tags={"path": path, "streamed": "yes" if streamed else "no"})
         self._seconds.observe(seconds, tags={"path": path})
 
+    def tenant_done(self, tenant: str, status: int, tokens: int | None) -> None:
+        self._tenant_requests.inc(tags={"tenant": tenant, "status": str(status)})
+        if tokens:
+            self._tenant_tokens.inc(tokens, tags={"tenant": tenant})
+
     def own_seconds(self, seconds: float) -> None:
         self._overhead.observe(seconds)
 
@@ -115,7 +138,7 @@ class RayGatewayMetrics:
         self._keys_stale.set(float(stale))
 
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
-        self._ready.set(ready)
+        self._ready.set(ready, tags={"model": self._model})
         self._in_flight.set(relaying)
         self._oldest.set(oldest_report_s)
 
@@ -197,7 +220,7 @@ class RayPlanMetrics:
 
 
 async def node_metrics(fetch: Callable[[str], Awaitable[bytes]]) -> bytes:
-    """Return, as Prometheus text, all nodes' exported engine, Serve and Headrace metrics.
+    """Return, as Prometheus text, all nodes' exported metrics of engines, Serve, GPUs and Headrace.
 
     Args:
         fetch: returns the page at `/metrics` of a server at `http://ip:port`; `b""` if there is

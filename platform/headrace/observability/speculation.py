@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray.util.metrics import Gauge
+from ray.serve.metrics import Gauge
 
 from headrace.observability.totals import TotalCounter
 

@@ -10,7 +10,7 @@ from collections import Counter as Tally
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ray.util.metrics import Gauge
+from ray.serve.metrics import Gauge
 
 from headrace.observability.totals import TotalCounter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ray.util.metrics import Counter
+from ray.serve.metrics import Counter
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -14,7 +14,7 @@ class TotalCounter:
     """A counter of the growth of totals.
 
     Args:
-        name, description, tag_keys: of `ray.util.metrics.Counter`.
+        name, description, tag_keys: of `ray.serve.metrics.Counter`.
     """
 
     def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = ()) -> None:
