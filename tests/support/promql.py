@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.observability.dashboards import alerts, panels
+from headrace.observability.dashboards import alerts
+from headrace.observability.dashboards.boards import dashboards
+from headrace.observability.dashboards.filters import FILTERS
 from headrace.observability.dashboards.grafana import built
 
-ROOM = {"$__rate_interval": "5m", "$SessionName": ".*"}
+VARIABLES = {each.name: each for group in FILTERS for each in group.variables}
+ROOM = {"$__rate_interval": "5m", **dict.fromkeys((f"${name}" for name in VARIABLES), ".*")}
 """What stands for Grafana's variables."""
+DCGM = "DCGM_FI_"
+"""Beginning of the metrics of NVIDIA's dcgm-exporter, which is no part of an app."""
 MADE_HERE = frozenset({"ReplicaId"})
 """Labels that a query makes itself, with label_replace."""
 
@@ -34,13 +39,19 @@ class Asked(NamedTuple):
 
 def queries() -> Iterator[tuple[str, str]]:
     """Where, and PromQL: of all panels and alerts, with Grafana's variables filled in."""
-    for dashboard in map(built, panels.dashboards()):
+    for dashboard in map(built, dashboards()):
         for panel in dashboard.panels or ():
             for target in panel.targets:
                 text = target.expr
                 for name, value in ROOM.items():
                     text = text.replace(name, value)
                 yield f"{dashboard.uid}: {panel.title}", text
+    for variable in VARIABLES.values():
+        text = variable.query.removeprefix("label_values(").removesuffix(")")
+        metric, _, label = text.rpartition(", ")
+        for name, value in ROOM.items():
+            metric = metric.replace(name, value)
+        yield f"variable {variable.name}", f"sum by ({label}) ({metric})"
     for alert in alerts.alerts():
         yield alert.name, alert.query
 

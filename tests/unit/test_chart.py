@@ -391,6 +391,44 @@ def test_alerts_link_to_the_runbook_of_the_released_version() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "runbook", "console"),
+    [
+        ({"ingress.enabled": False}, "docs/runbook.md", "http://127.0.0.1:8000/console"),
+        (
+            {"monitoring.runbookUrl": "https://docs.example.com/{version}/runbook.html"},
+            "https://docs.example.com/{version}/runbook.html",
+            "https://llm.example.com/console",
+        ),
+        (
+            {"monitoring.consoleUrl": "https://chat.example.com/console"},
+            "docs/runbook.md",
+            "https://chat.example.com/console",
+        ),
+    ],
+    ids=["port-forward", "ingress", "its own address"],
+)
+def test_all_dashboards_are_shipped_and_link_to_the_runbook_and_the_console(
+    changes: dict[str, Any], runbook: str, console: str
+) -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))["appVersion"]
+    maps = of_kind("ConfigMap", merged(MATRIX["everything"], changes))
+    texts = {
+        name: text
+        for one in maps
+        if "grafana_dashboard" in one["metadata"]["labels"]
+        for name, text in one["data"].items()
+    }
+    assert texts.keys() == {file.name for file in (CHART / "files/dashboards").glob("*.json")}
+    for text in texts.values():
+        constants = {
+            each["name"]: each["query"]
+            for each in json.loads(text)["templating"]["list"]
+            if each["type"] == "constant"
+        }
+        assert constants == {"runbook": runbook.replace("{version}", version), "console": console}
+
+
 def test_the_install_guide_names_what_the_chart_has() -> None:
     """Files, values, objects and the laptop's memory in docs/install.md."""
     guide = (ROOT / "docs" / "install.md").read_text("utf-8")
@@ -464,6 +502,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"config.router.policy": "fastest"}, "/config/router/policy"),
     ({"config.store.dram_gb": -1}, "/config/store/dram_gb"),
     ({"monitoring.runbookUrl": "docs.example.com"}, "/monitoring/runbookUrl"),
+    ({"monitoring.consoleUrl": "llm.example.com/console"}, "/monitoring/consoleUrl"),
     ({"head.cpu": "two"}, "/head/cpu"),
     ({"decode.memory": "16 GB"}, "/decode/memory"),
     ({"decode.ipcLock": "yes"}, "/decode/ipcLock"),

@@ -42,6 +42,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* Address of the web console, to which dashboards link. */}}
+{{- define "headrace.consoleUrl" -}}
+{{- if .Values.monitoring.consoleUrl -}}
+{{ .Values.monitoring.consoleUrl }}
+{{- else if and .Values.ingress.enabled .Values.ingress.host -}}
+{{ ternary "https" "http" (ne .Values.ingress.tlsSecret "") }}://{{ .Values.ingress.host }}/console
+{{- else -}}
+http://127.0.0.1:8000/console
+{{- end -}}
+{{- end -}}
+
 {{/* Name of the claim with the model; empty without one. */}}
 {{- define "headrace.modelClaim" -}}
 {{- if eq .Values.modelCache.type "claim" -}}

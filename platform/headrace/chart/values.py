@@ -252,9 +252,17 @@ class Monitoring(Group):
     runbookUrl: str = Field(
         default="",
         pattern=r"""^(https?://[^\s#"'\\]+)?$""",
-        description="Address of the runbook's page, to which alerts link. `{version}` becomes the "
-        "chart's appVersion: `https://docs.example.com/headrace/{version}/runbook.html`. Empty: "
-        "`docs/runbook.md`, its path in the repository.",
+        description="Address of the runbook's page, to which alerts and dashboards link. "
+        "`{version}` becomes the chart's appVersion: "
+        "`https://docs.example.com/headrace/{version}/runbook.html`. Empty: `docs/runbook.md`, its "
+        "path in the repository.",
+    )
+    consoleUrl: str = Field(
+        default="",
+        pattern=r"""^(https?://[^\s#"'\\]+)?$""",
+        description="Address of the web console, to which dashboards link: "
+        "`https://llm.example.com/console`. Empty: `/console` of the Ingress's host; without an "
+        "Ingress `http://127.0.0.1:8000/console`, for `kubectl port-forward`.",
     )
     dashboardLabels: Texts = Field(
         default={"grafana_dashboard": "1"}, description="Labels by which Grafana's sidecar selects."

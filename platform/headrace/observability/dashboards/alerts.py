@@ -23,6 +23,7 @@ class Threshold(NamedTuple):
 
 
 T = {
+    "any": Threshold(0, "one is a fault already"),
     "ttft_s": Threshold(
         1.6, "a reader waits that long without wondering; must be a bucket of the TTFT histogram"
     ),
@@ -38,6 +39,7 @@ T = {
         0.05, "of blocks to be loaded; fewer are evicted between offer and load"
     ),
     "waiting": Threshold(1.0, "waiting requests for each running one: they wait a whole turn"),
+    "restarts": Threshold(2, "a role of one or two replicas may be replaced whole, once"),
     "silent_s": Threshold(5.0, "replicas report 5 times a second, and are not placed on after 2 s"),
     "wrong": Threshold(0.5, "of predictions off by more than twice: chance alone gives a tenth"),
     "wrong_least": Threshold(20, "predictions in 30 min; fewer say nothing"),
@@ -75,12 +77,14 @@ class Alert:
             "alert": f"Headrace{self.name}",
             "expr": self.query,
             "for": self.after,
-            "labels": {"severity": self.severity, "app": "headrace"},
-            "annotations": {
-                "summary": self.says,
-                "runbook_url": f"{RUNBOOK}#headrace{self.name.lower()}",
-            },
+            "labels": {"severity": self.severity, "app": "headrace", "runbook": self.anchor},
+            "annotations": {"summary": self.says, "runbook_url": f"{RUNBOOK}#{self.anchor}"},
         }
+
+    @property
+    def anchor(self) -> str:
+        """The anchor of its entry in the runbook; also a label, from which dashboards link."""
+        return f"headrace{self.name.lower()}"
 
 
 def slow_share(window: str) -> str:
@@ -113,6 +117,30 @@ def requests(window: str) -> str:
     return q.rate("ray_headrace_gateway_requests_total", window)
 
 
+def given_up(window: str) -> str:
+    """Return the query of the share of remote prefills that were given up."""
+    remote = q.rate("ray_headrace_plans_total", window, kind="remote")
+    return q.share(q.rate("ray_headrace_remote_prefill_failures_total", window), remote)
+
+
+def lost_blocks(window: str) -> str:
+    """Return the query of the share of offered KV blocks that could not be loaded."""
+    blocks = "ray_vllm_headrace_kv_blocks_total"
+    tried = q.rate(blocks, window, event="~lost_.*|loaded_.*")
+    return q.share(q.rate(blocks, window, event="~lost_.*"), tried)
+
+
+def refused(window: str) -> str:
+    """Return the query of the share of requests that are refused with 429."""
+    refusals = q.rate("ray_headrace_gateway_refused_total", window, status="429")
+    return f"{refusals} / ({requests(window)} > {t('errors_least')})"
+
+
+def errors(window: str) -> str:
+    """Return the query of the share of requests that fail."""
+    return f"{failed_requests(window)} / ({requests(window)} > {t('errors_least')})"
+
+
 def starts(window: str) -> str:
     """Return the query of the replicas that started within a window, by deployment."""
     metric = "ray_serve_deployment_replica_starts_total"
@@ -122,15 +150,10 @@ def starts(window: str) -> str:
 
 def alerts() -> list[Alert]:
     """Return all alerts."""
-    ready = q.most("ray_headrace_gateway_ready_replicas")
+    none_ready = f"{q.most('ray_headrace_gateway_ready_replicas')} == {t('any')}"
     targets = "ray_serve_autoscaling_target_replicas"
     wanted = q.most(q.pick(targets, deployment="decode"))
-    errors = f"{failed_requests('5m')} / ({requests('5m')} > {t('errors_least')}) > {t('errors')}"
-    remote = q.rate("ray_headrace_plans_total", "10m", kind="remote")
-    fallbacks = q.rate("ray_headrace_remote_prefill_failures_total", "10m")
     blocks = "ray_vllm_headrace_kv_blocks_total"
-    lost = q.rate(blocks, "10m", event="~lost_.*")
-    tried = q.rate(blocks, "10m", event="~lost_.*|loaded_.*")
     corrupt = q.grown(blocks, "1h", event="~lost_corrupt_.*")
     wrong = q.pick("ray_vllm_headrace_transfers_total", event="unproved_content")
     # One is enough, and the first makes the series.
@@ -145,19 +168,18 @@ def alerts() -> list[Alert]:
     below, above = (q.rate(f"{ratio}_bucket", "30m", "kind", le=limit) for limit in ("0.5", "2.0"))
     count = q.rate(f"{ratio}_count", "30m", "kind")
     enough = q.grown(f"{ratio}_count", "30m", "kind")
-    refused = q.rate("ray_headrace_gateway_refused_total", "10m", status="429")
     replicas = q.most(f"max_over_time({targets}[15m])", "deployment")
     return [
         Alert(
             "Down",
-            f"absent(ray_headrace_gateway_ready_replicas) or ({ready} == 0 unless {wanted} == 0)",
+            f"absent(ray_headrace_gateway_ready_replicas) or ({none_ready} unless {wanted} == 0)",
             "No decode replica answers, or no gateway is seen.",
             "2m",
             "critical",
         ),
         Alert(
             "Errors",
-            errors,
+            f"{errors('5m')} > {t('errors')}",
             "{{ $value | humanizePercentage }} of requests end in an error of ours.",
             "5m",
             "critical",
@@ -177,13 +199,13 @@ def alerts() -> list[Alert]:
         ),
         Alert(
             "PrefillFallsBack",
-            f"{fallbacks} / ({remote} > 0) > {t('fallbacks')}",
+            f"{given_up('10m')} > {t('fallbacks')}",
             "{{ $value | humanizePercentage }} of remote prefills are given up, and done again.",
             "10m",
         ),
         Alert(
             "PrefillFailing",
-            f"{q.most('ray_headrace_prefill_replicas_failing')} > 0",
+            f"{q.most('ray_headrace_prefill_replicas_failing')} > {t('any')}",
             "{{ $value }} prefill replicas get no requests, because they fail.",
             "5m",
         ),
@@ -195,37 +217,37 @@ def alerts() -> list[Alert]:
         ),
         Alert(
             "KvBlocksLost",
-            f"{lost} / ({tried} > 0) > {t('lost_blocks')}",
+            f"{lost_blocks('10m')} > {t('lost_blocks')}",
             "{{ $value | humanizePercentage }} of the KV blocks to be loaded did not come.",
             "10m",
         ),
         Alert(
             "KvCorrupt",
-            f"{corrupt} > 0",
+            f"{corrupt} > {t('any')}",
             "{{ $value | humanize }} KV blocks did not match their checksums in the last hour.",
             "0m",
         ),
         Alert(
             "KvWrong",
-            f"{wrong} > 0",
+            f"{wrong} > {t('any')}",
             "{{ $value | humanize }} KV transfers of an hour differed from what was computed.",
             "0m",
         ),
         Alert(
             "StoreNodeGone",
-            f"{q.most(q.pick('ray_headrace_store_nodes', up='no'))} > 0",
+            f"{q.most(q.pick('ray_headrace_store_nodes', up='no'))} > {t('any')}",
             "{{ $value }} machines have no store node that answers.",
             "5m",
         ),
         Alert(
             "TierOff",
-            f"{q.total(q.pick('ray_headrace_store_tiers', state='!on'), 'tier')} > 0",
+            f"{q.total(q.pick('ray_headrace_store_tiers', state='!on'), 'tier')} > {t('any')}",
             "The {{ $labels.tier }} tier of {{ $value }} machines is read-only or off.",
             "5m",
         ),
         Alert(
             "ReplicasRestart",
-            f"{starts('15m')} > clamp_min({replicas}, 2)",
+            f"{starts('15m')} > clamp_min({replicas}, {t('restarts')})",
             "{{ $value }} {{ $labels.deployment }} replicas started in 15 minutes.",
             "0m",
             "critical",
@@ -238,7 +260,7 @@ def alerts() -> list[Alert]:
         ),
         Alert(
             "KeysStale",
-            f"{q.most('ray_headrace_gateway_keys_stale')} > 0",
+            f"{q.most('ray_headrace_gateway_keys_stale')} > {t('any')}",
             "A gateway cannot read its changed key file: keys that were revoked stay valid.",
             "2m",
         ),
@@ -257,7 +279,7 @@ def alerts() -> list[Alert]:
         ),
         Alert(
             "Refuses",
-            f"{refused} / ({requests('10m')} > {t('errors_least')}) > {t('refused')}",
+            f"{refused('10m')} > {t('refused')}",
             "{{ $value | humanizePercentage }} of requests are refused with 429.",
             "10m",
         ),

@@ -8,8 +8,8 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from headrace.observability.dashboards.alerts import groups
+from headrace.observability.dashboards.boards import dashboards
 from headrace.observability.dashboards.grafana import built
-from headrace.observability.dashboards.panels import dashboards
 
 CHART_FILES = Path(__file__).parents[4] / "helm" / "headrace" / "files"
 WRITTEN = "Written by `python -m headrace.observability.dashboards`; change the Python there."

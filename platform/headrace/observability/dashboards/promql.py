@@ -11,8 +11,11 @@ counts. Alerts are therefore about shares and repetition, or about gauges, which
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 CLUSTER = "SessionName"
+WINDOW = "$__rate_interval"
+"""The window of rates in dashboards; Grafana chooses it by the time range."""
 
 
 def rate(metric: str, window: str, *by: str, **labels: str) -> str:
@@ -45,6 +48,17 @@ def quantile(q: float, histogram: str, window: str, *by: str, **labels: str) -> 
     return f"histogram_quantile({q:g}, {rate(histogram + '_bucket', window, 'le', *by, **labels)})"
 
 
+def quantiles(histogram: str, *quantiles: float, **labels: str) -> dict[str, str]:
+    """Return the queries of several quantiles over `WINDOW`, by legend."""
+    return {f"p{100 * at:g}": quantile(at, histogram, WINDOW, **labels) for at in quantiles}
+
+
+def buckets(histogram: str, window: str, **labels: str) -> str:
+    """Return the query of the values in each bucket of a histogram, for a heatmap: over all
+    clusters, because a heatmap has one row a bucket."""
+    return f"sum by (le) (increase({pick(histogram + '_bucket', **labels)}[{window}]))"
+
+
 def mean(histogram: str, window: str, *by: str, **labels: str) -> str:
     """Return the query of the mean of a histogram's values."""
     sums, counts = (rate(f"{histogram}_{part}", window, *by, **labels) for part in ("sum", "count"))
@@ -66,14 +80,21 @@ def pick(metric: str, **labels: str) -> str:
     return f"{metric}{{{matchers}}}" if matchers else metric
 
 
-def narrowed(query: str, matcher: str) -> str:
-    """Return the query with one more matcher on each of its series, which are named `ray_...`."""
+def narrowed(query: str, rules: Sequence[tuple[str, str]]) -> str:
+    """Return the query with more matchers on its series.
+
+    Args:
+        rules: a pattern of metrics' names, which begin with `ray_` or are `ALERTS`, and the matcher
+            that their series get.
+    """
 
     def add(found: re.Match[str]) -> str:
+        more = [matcher for pattern, matcher in rules if re.match(pattern, found[1])]
         others = (found[2] or "").strip("{}")
-        return f"{found[1]}{{{', '.join(filter(None, (matcher, others)))}}}"
+        matchers = ", ".join(filter(None, (*more, others)))
+        return f"{found[1]}{{{matchers}}}" if matchers else found[0]
 
-    return re.sub(r"\b(ray_\w+)(\{[^}]*\})?", add, query)
+    return re.sub(r"\b(ray_\w+|ALERTS)\b(\{[^}]*\})?", add, query)
 
 
 def _match(value: str) -> str:
