@@ -17,6 +17,7 @@ from headrace.cli.main import main
 ANSWERS = {
     "/": {"name": "headrace", "model": "smollm2"},
     "/headrace/v1/status": {"replicas": [], "plans": {}, "nixl_bytes": 0},
+    "/headrace/v1/history": {"last": {}},
     "/headrace/v1/plans/cmpl-1": {"request_id": "cmpl-1"},
     "/headrace/v1/corpora": {"replicas": []},
     "/headrace/v1/corpora/docs": {"replicas": [{"replica_id": "r1", "tokens": 3}], "version": 7},
@@ -61,7 +62,7 @@ def test_an_app_elsewhere_is_asked_with_the_key_of_the_environment(
     with pytest.raises(SystemExit) as ended:
         main(["status"])
     assert ended.value.code == 0
-    assert f"smollm2 at {endpoint}/v1 (relay)" in capsys.readouterr().out
+    assert f"smollm2 at {endpoint}/v1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,16 @@
-"""`headrace chat`, `headrace status` and `headrace explain`, without an endpoint."""
+"""`headrace chat`, `headrace explain` and the display of `headrace up`, without an endpoint."""
 
 import io
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from headrace.cli import state
 from headrace.cli.chat import Conversation
 from headrace.cli.console import CliError, human_bytes, human_seconds
 from headrace.cli.deploy import DeploymentProgress, Progress, cause, failure
 from headrace.cli.display import Display
 from headrace.cli.show import explain
-from headrace.cli.show.status import render
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.place import place
 from headrace.router.placement.request import PlacementRequest
@@ -54,104 +51,6 @@ def test_an_interrupted_answer_keeps_what_came_and_an_unanswered_message_goes() 
     with pytest.raises(CliError):
         talk.say("A story", lambda piece: None)
     assert talk.messages == []
-
-
-def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
-    common = {"running": 2, "waiting": 1, "kv_usage": 0.25, "steps": 1200}
-    data = {
-        "replicas": [
-            {
-                "role": "prefill",
-                "deployment": "prefill",
-                "replica_id": "abcdefgh123",
-                "prompt_tokens_computed": 4096,
-                "nixl": {"bytes": 0, "failures": 0},
-                **common,
-            },
-            {
-                "role": "decode",
-                "deployment": "decode",
-                "replica_id": "zyxwvuts987",
-                "prompt_tokens_computed": 10,
-                "nixl": {"bytes": 3 * 2**20, "failures": 1},
-                "router": {
-                    "fits": {"decode_step": {"base_s": 0.0218, "samples": 40}},
-                    "prefill": {
-                        "abcdefgh123": {"breaker": {"state": "open", "reason": "timed out"}},
-                        "ijklmnop456": {"breaker": {"state": "closed"}},
-                    },
-                },
-                **common,
-            },
-        ],
-        "plans": {"local": 7, "remote": 3},
-        "nixl_bytes": 3 * 2**20,
-        "gateway": {
-            "router": {
-                "plans": {"local": 5, "prompt_tokens": 1000, "held_tokens": 250},
-                "replicas": 2,
-                "oldest_report_s": 0.21,
-            },
-            "queue": {
-                "waiting": 3,
-                "background_waiting": 1,
-                "tenants_waiting": 2,
-                "predicted_wait_s": 1.46,
-                "admitted": 1200,
-                "waited": 40,
-                "refused": 7,
-                "expired": 0,
-            },
-        },
-    }
-    out = io.StringIO()
-    instance = state.Instance("default", "t", endpoint="http://127.0.0.1:8000", model="smollm2")
-    render(instance, data, Console(file=out, width=160))
-    text = out.getvalue()
-    for part in (
-        "smollm2 at http://127.0.0.1:8000/v1 (relay)",
-        "prefill/abcdefgh",
-        "25.0%",
-        "4,096",
-        "3.0 MiB, 1 failed",
-        "plans: 7 local, 3 remote",
-        "moved over NIXL: 3.0 MiB",
-        "placed by this gateway: 5 local, 0 remote; 25% of their prompt tokens were held; "
-        "2 replicas known, oldest report 0.2 s",
-        "queue of this gateway: 3 wait, of 2 tenants, the last about 1.5 s; 1 in the background; "
-        "1,200 admitted, 40 of them after a wait, 7 refused, 0 given up",
-        "base_s 0.0218, samples 40",
-        'remote prefill at abcdefgh is off: {"state": "open", "reason": "timed out"}',
-    ):
-        assert part in text, text
-
-
-def shown(instance: state.Instance, data: dict[str, Any]) -> str:
-    out = io.StringIO()
-    render(instance, data, Console(file=out, width=160))
-    return out.getvalue()
-
-
-def test_status_says_where_the_dashboards_token_is() -> None:
-    instance = state.Instance("a", "t", temp_dir="/tmp/a", dashboard_url="http://127.0.0.1:11856")
-    text = shown(instance, {})
-    assert "http://127.0.0.1:11856  (it asks for the token in /tmp/a/ray-token)" in text
-
-
-def test_status_hides_a_placement_that_the_gateway_does_not_make() -> None:
-    """With one decode replica, the replica plans for itself."""
-    replica = {"role": "decode", "replica_id": "abc"}
-    idle = {"plans": {}, "replicas": 0, "oldest_report_s": 0.0}
-    data = {"replicas": [replica], "gateway": {"router": idle}}
-    assert "placed by this gateway" not in shown(state.Instance("a", "t"), data)
-
-
-def test_a_tier_that_is_off_counts_nothing() -> None:
-    dram = {"state": "on", "blocks": 7, "hits": 0, "misses": 3}
-    tiers = {"dram": dram, "nvme": {"state": "off", "misses": 544}}
-    data = {"replicas": [{"role": "decode"}], "store": [{"machine": "m", "tiers": tiers}]}
-    text = shown(state.Instance("a", "t"), data)
-    assert "544" not in text and "7" in text
 
 
 def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:

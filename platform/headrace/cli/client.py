@@ -18,6 +18,10 @@ from headrace.cli import state
 from headrace.cli.console import CliError
 
 
+class NotFoundError(CliError):
+    """The endpoint answered 404."""
+
+
 def running_instance(name: str | None) -> state.Instance:
     """Return the instance called `name`; without a name, the app at `HEADRACE_URL`, or the only
     instance of this machine that is running.
@@ -84,6 +88,18 @@ def get_json(instance: state.Instance, path: str, timeout_s: float = 15.0) -> An
     return call(instance, "GET", path, timeout_s=timeout_s)
 
 
+def find_json(instance: state.Instance, path: str) -> Any:
+    """Return the JSON that the endpoint answers for a path; None if it answers 404.
+
+    Raises:
+        CliError: as `call`, for other answers.
+    """
+    try:
+        return get_json(instance, path)
+    except NotFoundError:
+        return None
+
+
 def call(
     instance: state.Instance,
     method: str,
@@ -95,6 +111,7 @@ def call(
     """Return the JSON that the endpoint answers; `body` is sent as JSON where there is one.
 
     Raises:
+        NotFoundError: it answered 404.
         CliError: it cannot be reached or refuses; with the remedy where there is one.
     """
     url = instance.endpoint + path
@@ -118,9 +135,8 @@ def call(
     if answer.status_code == 401:
         raise CliError("the endpoint asks for an API key; set HEADRACE_API_KEY")
     if answer.status_code != 200:
-        if (said := _said(answer)) is not None:
-            raise CliError(said)
-        raise CliError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+        kind = NotFoundError if answer.status_code == 404 else CliError
+        raise kind(_said(answer) or f"{url} answered {answer.status_code}: {answer.text[:200]}")
     try:
         return answer.json()
     except ValueError:

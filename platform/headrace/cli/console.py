@@ -36,6 +36,14 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def human_time(seconds: float) -> str:
+    """Format a duration: `0.0034` -> `3.4 ms`, `0.35` -> `350 ms`, `1.5` -> `1.50 s`."""
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s" if abs(seconds) < 100 else f"{seconds:,.0f} s"
+    ms = 1e3 * seconds
+    return f"{ms:.1f} ms" if abs(ms) < 9.95 and ms else f"{ms:.0f} ms"
+
+
 def human_seconds(seconds: float) -> str:
     """Format a time: `3723` -> `1 h 2 min`, `75` -> `1 min 15 s`, `7` -> `7 s`."""
     whole = int(seconds)

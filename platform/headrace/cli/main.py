@@ -221,11 +221,20 @@ def _to_stop(name: str | None, everything: bool) -> list[Instance]:
 
 
 @app.command()
-def status(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show replicas, queues, KV cache use, transfers, plans and fitted cost models."""
+def status(
+    name: NameOption = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also show steps, transfers, regret and fitted cost models."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the app's health, its replicas, the KV store's tiers and advice."""
     from headrace.cli.show import status as command
 
-    command.status(name, as_json=as_json)
+    command.status(name, as_json=as_json, verbose=verbose)
 
 
 @app.command()

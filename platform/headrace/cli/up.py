@@ -356,7 +356,8 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         f"model      {instance.model}",
     ]
     if instance.dashboard_url:
-        lines.append(f"dashboard  {status.dashboard(instance)}")
+        lines.append(f"dashboard  {instance.dashboard_url}")
+        lines.append(f"  token    {status.token_file(instance)}")
     lines.append(
         f"try        curl {instance.endpoint}/v1/chat/completions "
         f"-H 'Content-Type: application/json'{key} -d '{body}'"

@@ -1,10 +1,12 @@
-"""`headrace status`: prints `GET /headrace/v1/status` as tables."""
+"""`headrace status`: prints the app's health in a line, then `GET /headrace/v1/status` as tables
+that fit 80 columns."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -13,96 +15,143 @@ from rich.text import Text
 
 from headrace.cli import client, state
 from headrace.cli.console import human_bytes, human_seconds, stdout
+from headrace.cli.show.health import STYLES, Health, assess
 
 Part = Text | Table
 """A part of the output, for one `print`."""
 
 
-def status(name: str | None, *, as_json: bool) -> None:
+def status(name: str | None, *, as_json: bool, verbose: bool) -> None:
     """Print the state of one instance. Raises CliError if none runs or it does not answer."""
     instance = client.running_instance(name)
-    if instance.token_path != "relay":
-        data = _serve_only(instance)
-    else:
-        data = client.get_json(instance, "/headrace/v1/status")
+    data, history = fetch(instance)
     if as_json:
-        print(json.dumps(data, indent=2))
+        print(json.dumps(document(data, history), indent=2))
         return
-    render(instance, data, stdout())
+    render(instance, data, stdout(), history=history, verbose=verbose)
 
 
-def _serve_only(instance: state.Instance) -> dict[str, Any]:
-    """Return a document of the models alone: without a gateway no component collects more."""
-    models = client.get_json(instance, "/v1/models")
-    return {"replicas": [], "plans": {}, "nixl_bytes": None, "models": models.get("data", [])}
+def fetch(instance: state.Instance) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the status, and the history of the last hours; without a gateway there is none.
+
+    Raises:
+        CliError: the app does not answer.
+    """
+    if instance.token_path != "relay":
+        models = client.get_json(instance, "/v1/models")
+        return {"replicas": [], "plans": {}, "models": models.get("data", [])}, None
+    data = client.get_json(instance, "/headrace/v1/status")
+    return data, client.find_json(instance, "/headrace/v1/history")
 
 
-def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None:
-    """Print a status document."""
-    replicas = data.get("replicas") or []
-    for part in (*head(instance), *overview(instance, data), *fitted(replicas)):
-        out.print(part)
+def document(data: dict[str, Any], history: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the status for `--json`: the app's own, its health, and the last minute."""
+    last = (history or {}).get("last")
+    found = assess(data, history) if "models" not in data else None
+    return {"health": asdict(found) if found else None, "last_minute": last, **data}
+
+
+def render(
+    instance: state.Instance,
+    data: dict[str, Any],
+    out: Console,
+    *,
+    history: dict[str, Any] | None = None,
+    verbose: bool = False,
+) -> None:
+    """Print a status document: health first, then addresses, replicas, tiers and totals."""
+    parts = [*head(instance), *overview(instance, data)]
+    if verbose:
+        parts += details(data)
+    if instance.token_path == "relay":
+        parts.insert(0, health_line(assess(data, history)))
+    for part in parts:
+        out.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
+
+
+def health_line(health: Health) -> Text:
+    """Return the line, with the state in its colour."""
+    return Text.assemble((health.state, f"bold {STYLES[health.state]}"), f": {health.text}")
 
 
 def head(instance: state.Instance) -> Iterator[Part]:
-    """Yield the instance's model, its address, and the time since its start."""
-    where = f"{instance.model} at {instance.endpoint}/v1 ({instance.token_path})"
+    """Yield the instance's model, its addresses, and the time since its start."""
+    where = f"{instance.model} at {instance.endpoint}/v1"
     if instance.started_at:
         up_for = human_seconds(max(0.0, time.time() - instance.started_at))
         where = f"{instance.name}: {where}, up for {up_for}"
-    yield Text(where)
+    yield _whole(where)
+    if instance.token_path == "relay":
+        yield _whole(f"console: {instance.endpoint}/console")
     if instance.dashboard_url:
-        yield Text(f"dashboard: {dashboard(instance)}")
+        yield _whole(f"Ray's dashboard: {instance.dashboard_url}")
+        yield _whole(f"  its token: {token_file(instance)}")
 
 
-def dashboard(instance: state.Instance) -> str:
-    """Return the address of Ray's dashboard, and where the token is that it asks for."""
-    return f"{instance.dashboard_url}  (it asks for the token in {instance.temp_dir}/ray-token)"
+def token_file(instance: state.Instance) -> str:
+    """Return the file with the token that Ray's dashboard asks for."""
+    return f"{instance.temp_dir}/ray-token"
+
+
+def _whole(text: str) -> Text:
+    """Return a line that is never broken, so that addresses and paths can be copied."""
+    return Text(text, no_wrap=True)
 
 
 def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
-    """Yield the replicas, tiers, and the app's totals."""
-    for missing in data.get("incomplete") or ():
-        yield Text(f"not known: {missing}")
+    """Yield the replicas, the tiers, and the totals that say something."""
     replicas = data.get("replicas") or []
     if not replicas:
-        yield Text(
-            f'no details: token_path "{instance.token_path}" has no gateway, which collects them'
-            if instance.token_path != "relay"
-            else "no replica answered"
-        )
+        if instance.token_path != "relay":
+            yield Text(
+                f'no details: token_path "{instance.token_path}" has no gateway, which collects '
+                "them"
+            )
         return
-    yield replica_table(replicas)
+    gateway = data.get("gateway") or {}
+    router = gateway.get("router") or {}
+    yield Text()
+    yield replica_table(replicas, router.get("unhealthy") or {})
+    yield Text()
     if data.get("store"):
-        yield store_table(data["store"])
-    plans = data.get("plans") or {}
-    words = ", ".join(f"{count} {kind}" for kind, count in plans.items()) or "none yet"
-    yield Text(f"plans: {words}")
-    placed = (data.get("gateway") or {}).get("router")
-    if placed and placed["replicas"]:  # else there is one decode replica, which plans for itself
-        yield Text(f"placed by this gateway: {placement(placed)}")
-    queue = (data.get("gateway") or {}).get("queue")
-    if queue:
+        yield from store_parts(data["store"])
+        yield Text()
+    if plans := {kind: count for kind, count in (data.get("plans") or {}).items() if count}:
+        yield Text("plans: " + ", ".join(f"{count:,} {kind}" for kind, count in plans.items()))
+    if router.get("replicas"):  # else there is one decode replica, which plans for itself
+        yield Text(f"placed by this gateway: {placement(router)}")
+    queue = gateway.get("queue")
+    if queue and any(queue[name] for name in ("waiting", "waited", "refused", "expired")):
         yield Text(f"queue of this gateway: {admission(queue)}")
-    yield from map(Text, hindsight(replicas))
+    for name, breaker in open_breakers(replicas):
+        reason = f": {breaker['reason']}" if breaker.get("reason") else ""
+        yield Text(f"remote prefill at {name} is off{reason}")
+    yield from map(Text, reused(replicas))
     if data.get("advice"):
         yield Text(advice(data["advice"]))
-    moved = data.get("nixl_bytes")
-    if moved is not None:
-        yield Text(f"moved over NIXL: {human_bytes(moved)}")
 
 
-def fitted(replicas: list[dict[str, Any]]) -> Iterator[Part]:
-    """Yield the routers' models of cost, and the prefill replicas that they leave out."""
+def details(data: dict[str, Any]) -> Iterator[Part]:
+    """Yield what a developer asks for: steps, transfers, regret and the routers' cost models."""
+    replicas = data.get("replicas") or []
+    if replicas:
+        yield Text()
+        yield detail_table(replicas)
+    yield from map(Text, regret(replicas))
+    if data.get("nixl_bytes"):
+        yield Text(f"moved over NIXL: {human_bytes(data['nixl_bytes'])}")
     for replica in replicas:
-        fits = (replica.get("router") or {}).get("fits")
-        if fits:
+        if fits := (replica.get("router") or {}).get("fits"):
+            yield Text()
             yield fit_table(_short(replica), fits)
-            for name, side in (replica["router"].get("prefill") or {}).items():
-                breaker = side["breaker"]
-                if breaker["state"] != "closed":
-                    where = name[:8] or "any replica"
-                    yield Text(f"remote prefill at {where} is off: {json.dumps(breaker)}")
+
+
+def open_breakers(replicas: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the prefill replicas that routers leave out for now, and the reasons."""
+    for replica in replicas:
+        for name, target in ((replica.get("router") or {}).get("prefill") or {}).items():
+            if target["breaker"]["state"] != "closed":
+                yield name[:8] or "any replica", target["breaker"]
 
 
 def placement(router: dict[str, Any]) -> str:
@@ -126,22 +175,32 @@ def admission(queue: dict[str, Any]) -> str:
     )
 
 
-def hindsight(replicas: list[dict[str, Any]]) -> list[str]:
-    """Describe the reachable and the reached hits, and the regret, over all decode replicas."""
-    outcomes = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
-    sums = {
-        name: sum(one[name] for one in outcomes if one)
-        for name in ("requests", "prompt_tokens", "reachable_tokens", "reached_tokens")
-    }
-    cost_s, regret_s = (sum(one[s] for one in outcomes if one) for s in ("cost_s", "regret_s"))
+def _outcomes(replicas: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the sums of the plans' results over all decode replicas."""
+    found = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
+    names = ("requests", "prompt_tokens", "reachable_tokens", "reached_tokens")
+    return {name: sum(one[name] for one in found if one) for name in (*names, "cost_s", "regret_s")}
+
+
+def reused(replicas: list[dict[str, Any]]) -> list[str]:
+    """Describe the part of the prompts that caches saved, and the part that they could have."""
+    sums = _outcomes(replicas)
+    tokens = max(1.0, sums["prompt_tokens"])
+    if not sums["reachable_tokens"]:
+        return []
+    return [
+        f"prompt tokens reused from caches: {sums['reached_tokens'] / tokens:.0%}; cached somewhere"
+        f": {sums['reachable_tokens'] / tokens:.0%}"
+    ]
+
+
+def regret(replicas: list[dict[str, Any]]) -> list[str]:
+    """Describe the estimated loss of the plans against the best other choice of each."""
+    sums = _outcomes(replicas)
     if not sums["requests"]:
         return []
-    all_tokens = max(1, sums["prompt_tokens"])
-    return [
-        f"prompt tokens that were held somewhere: {sums['reachable_tokens'] / all_tokens:.0%}, "
-        f"not computed: {sums['reached_tokens'] / all_tokens:.0%}",
-        f"regret: {regret_s / max(cost_s, 1e-9):.1%} of what {sums['requests']:,} plans cost",
-    ]
+    share = sums["regret_s"] / max(sums["cost_s"], 1e-9)
+    return [f"estimated loss against the best choices: {share:.1%} over {sums['requests']:,} plans"]
 
 
 def advice(report: dict[str, Any]) -> str:
@@ -173,64 +232,83 @@ def advice(report: dict[str, Any]) -> str:
     return f"advice, for {report['rate']:.2g} requests a second: {text}"
 
 
-def replica_table(replicas: list[dict[str, Any]]) -> Table:
-    """Return one row per replica: role, queue, KV cache use, tokens computed, bytes moved."""
-    table = Table(title="replicas", title_justify="left")
-    for column in ("role", "replica"):
-        table.add_column(column)
-    for column in ("running", "waiting", "KV used", "prompt tokens computed", "steps", "NIXL"):
-        table.add_column(column, justify="right")
+def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    """Return an empty table. Text columns fold and are never cut."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def replica_table(replicas: list[dict[str, Any]], unhealthy: dict[str, str]) -> Table:
+    """Return one row per replica: requests, KV cache use and prompt tokens computed.
+
+    Args:
+        unhealthy: states of the replicas that are not healthy, by id.
+    """
+    names = ("running", "waiting", "KV used", "prompt tokens computed")
+    shown = [one for one in replicas if one.get("replica_id") in unhealthy]
+    table = _table("replicas", "replica", *(["state"] if shown else []), right=names)
+    for replica in replicas:
+        states = [unhealthy.get(str(replica.get("replica_id")), "OK")] if shown else []
+        table.add_row(
+            _short(replica),
+            *states,
+            str(replica.get("running", "?")),
+            str(replica.get("waiting", "?")),
+            f"{replica.get('kv_usage', 0.0):.1%}",
+            f"{replica.get('prompt_tokens_computed', 0):,}",
+        )
+    return table
+
+
+def detail_table(replicas: list[dict[str, Any]]) -> Table:
+    """Return one row per replica: steps, and bytes moved over NIXL."""
+    table = _table("steps and transfers", "replica", right=("steps", "NIXL"))
     for replica in replicas:
         nixl = replica.get("nixl") or {}
         moved = human_bytes(nixl.get("bytes", 0))
         if nixl.get("failures"):
             moved += f", {nixl['failures']} failed"
-        table.add_row(
-            str(replica.get("role", "?")),
-            _short(replica),
-            str(replica.get("running", "?")),
-            str(replica.get("waiting", "?")),
-            f"{replica.get('kv_usage', 0.0):.1%}",
-            f"{replica.get('prompt_tokens_computed', 0):,}",
-            f"{replica.get('steps', 0):,}",
-            moved,
-        )
+        table.add_row(_short(replica), f"{replica.get('steps', 0):,}", moved)
     return table
 
 
-def store_table(nodes: list[dict[str, Any]]) -> Table:
-    """Return one row per tier of each machine's KV store: blocks, size, hits."""
-    table = Table(title="KV store", title_justify="left")
-    for column in ("machine", "tier", "state"):
-        table.add_column(column)
-    for column in ("blocks", "used", "size", "hits", "misses"):
-        table.add_column(column, justify="right")
+def store_parts(nodes: list[dict[str, Any]]) -> Iterator[Part]:
+    """Yield one row per working tier of each machine's KV store, and a line for each other tier."""
+    several = len(nodes) > 1
+    names = ("tier", "state") if not several else ("machine", "tier", "state")
+    table = _table("KV store", *names, right=("blocks", "used", "hits", "misses"))
+    lines = []
     for node in nodes:
         machine = str(node.get("machine", "?"))[:8]
+        where, at = ([machine], f" of machine {machine}") if several else ([], "")
         if "tiers" not in node:
-            table.add_row(machine, "-", f"no node: {node.get('down') or 'it does not answer'}")
+            lines.append(f"store{at}: no node: {node.get('down') or 'it does not answer'}")
         for name, tier in node.get("tiers", {}).items():
-            state = str(tier.get("state", "?"))
-            if state != "on" and tier.get("reason"):
-                state += f": {tier['reason']}"
-            counts = (f"{tier.get(key, 0):,}" for key in ("blocks", "hits", "misses"))
-            blocks, hits, misses = counts if tier.get("state") != "off" else ("-", "-", "-")
-            sizes = (human_bytes(tier.get(key, 0)) for key in ("bytes", "size_bytes"))
-            table.add_row(machine, name, state, blocks, *sizes, hits, misses)
+            state, reason = str(tier.get("state", "?")), tier.get("reason")
+            if state != "on":
+                lines.append(f"tier {name}{at} is {state}" + (f": {reason}" if reason else ""))
+            if state != "off":
+                blocks, hits, misses = (f"{tier.get(k, 0):,}" for k in ("blocks", "hits", "misses"))
+                used, size = (human_bytes(tier.get(k, 0)) for k in ("bytes", "size_bytes"))
+                table.add_row(*where, name, state, blocks, f"{used} of {size}", hits, misses)
         remote = node.get("remote") or {}
         peers = list((remote.get("peers") or {}).values())
-        if peers or remote.get("address"):
+        if peers:
             state = f"{sum(peer.get('state') == 'up' for peer in peers)} of {len(peers)} peers up"
             theirs = sum(sum((peer.get("blocks") or {}).values()) for peer in peers)
-            table.add_row(machine, "remote", state, f"{theirs:,}")
-    return table
+            table.add_row(*where, "remote", state, f"{theirs:,}")
+    if table.row_count:
+        yield table
+    yield from map(Text, lines)
 
 
 def fit_table(replica: str, fits: dict[str, Any]) -> Table:
     """Return the cost models that a replica's router has fitted, with their terms."""
-    table = Table(title=f"models fitted by {replica}", title_justify="left")
-    table.add_column("model")
-    table.add_column("terms")
+    table = _table(f"cost models fitted by {replica}", "model", "terms")
     for name, terms in fits.items():
         table.add_row(name, _terms(terms))
     return table

@@ -1,0 +1,224 @@
+"""`headrace status`: health first, nothing cut at 80 columns, details only when asked."""
+
+from __future__ import annotations
+
+import io
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headrace.cli.show.health import assess
+from headrace.cli.show.status import document, render
+from headrace.cli.state import Instance
+
+PREFILL = {
+    "role": "prefill",
+    "deployment": "prefill",
+    "replica_id": "abcdefgh123",
+    "prompt_tokens_computed": 1234567,
+    "nixl": {"bytes": 0, "failures": 0},
+    "running": 0,
+    "waiting": 0,
+    "kv_usage": 0.0,
+    "steps": 1200,
+}
+DECODE = {
+    "role": "decode",
+    "deployment": "decode",
+    "replica_id": "zyxwvuts987",
+    "prompt_tokens_computed": 10,
+    "nixl": {"bytes": 3 * 2**20, "failures": 1},
+    "running": 2,
+    "waiting": 1,
+    "kv_usage": 0.25,
+    "steps": 1300,
+    "router": {
+        "fits": {"decode_step": {"base_s": 0.0218, "samples": 40}},
+        "outcomes": {
+            "requests": 761,
+            "prompt_tokens": 1000,
+            "reachable_tokens": 300,
+            "reached_tokens": 250,
+            "cost_s": 10.0,
+            "regret_s": 2.4,
+        },
+        "prefill": {"abcdefgh123": {"breaker": {"state": "closed"}}},
+    },
+}
+QUEUE = {
+    "waiting": 0,
+    "background_waiting": 0,
+    "tenants_waiting": 0,
+    "predicted_wait_s": 0.0,
+    "admitted": 1200,
+    "waited": 0,
+    "refused": 0,
+    "expired": 0,
+}
+DRAM = {"state": "on", "blocks": 7, "bytes": 2**20, "size_bytes": 2**30, "hits": 5, "misses": 3}
+OPEN = {"prefill": {"abcdefgh123": {"breaker": {"state": "open"}}}}
+STATUS: dict[str, Any] = {
+    "replicas": [PREFILL, DECODE],
+    "plans": {"local": 7, "remote": 3},
+    "nixl_bytes": 3 * 2**20,
+    "store": [{"machine": "0123456789", "tiers": {"dram": DRAM}}],
+    "gateway": {
+        "router": {"plans": {}, "replicas": 0, "oldest_report_s": 0.0, "unhealthy": {}},
+        "queue": QUEUE,
+    },
+}
+HISTORY = {
+    "last": {
+        "seconds": 60,
+        "requests_per_s": 0.4,
+        "tokens_per_s": 12.3,
+        "error_rate": 0.0,
+        "ttft_p50_s": 0.41,
+    }
+}
+INSTANCE = Instance("default", "t", endpoint="http://127.0.0.1:8000", model="smollm2")
+
+
+def shown(
+    data: dict[str, Any] = STATUS,
+    instance: Instance = INSTANCE,
+    history: dict[str, Any] | None = HISTORY,
+    verbose: bool = False,
+) -> str:
+    out = io.StringIO()
+    render(instance, data, Console(file=out, width=80), history=history, verbose=verbose)
+    return out.getvalue()
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    return deepcopy(STATUS) | parts
+
+
+def test_the_first_line_is_the_health_with_rates_and_times() -> None:
+    assert shown().splitlines()[0] == (
+        "OK: 2 of 2 replicas answer, 0.4 requests/s, TTFT p50 410 ms, 12.3 tokens/s"
+    )
+
+
+def test_an_idle_app_is_ok() -> None:
+    idle = {"last": {"requests_per_s": 0.0, "error_rate": None}}
+    line = "OK: 2 of 2 replicas answer, no request in the last minute"
+    assert shown(history=idle).splitlines()[0] == line
+
+
+def test_an_app_without_a_history_shows_its_replicas_only() -> None:
+    assert shown(history=None).splitlines()[0] == "OK: 2 of 2 replicas answer"
+
+
+def test_without_a_decode_replica_the_app_is_failing() -> None:
+    assert assess(changed(replicas=[PREFILL]), None).line() == (
+        "failing: no decode replica answers (1 of 1 replicas answer)"
+    )
+
+
+def test_a_replica_that_is_down_is_not_counted_and_is_named() -> None:
+    data = changed()
+    data["replicas"].append({**DECODE, "replica_id": "deadbeef000"})
+    data["gateway"]["router"]["unhealthy"] = {"deadbeef000": "down"}
+    assert assess(data, None).line() == "degraded: decode deadbeef is down; 2 of 3 replicas answer"
+    assert "decode/deadbeef   down " in shown(data)
+
+
+def test_a_draining_replica_is_no_problem() -> None:
+    data = changed()
+    data["gateway"]["router"]["unhealthy"] = {"goingaway1": "draining"}
+    assert assess(data, None).state == "OK"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (
+            changed(store=[{"machine": "m1", "down": "x"}]),
+            "the store of machine m1 does not answer",
+        ),
+        (
+            changed(store=[{"machine": "m1", "tiers": {"nvme": {"state": "failing"}}}]),
+            "store tier nvme of machine m1 is failing",
+        ),
+        (changed(incomplete=["advice: KeyError: 'x'"]), "the status lacks advice: KeyError: 'x'"),
+        (
+            changed(replicas=[{**DECODE, "router": OPEN}]),
+            "remote prefill at abcdefgh is off",
+        ),
+    ],
+)
+def test_each_broken_part_degrades_the_app_and_is_named(data: dict[str, Any], reason: str) -> None:
+    found = assess(data, None)
+    assert found.state == "degraded" and found.text.startswith(reason)
+
+
+@pytest.mark.parametrize(("rate", "state"), [(0.05, "OK"), (0.06, "degraded")])
+def test_more_than_five_percent_of_failed_requests_degrade_the_app(rate: float, state: str) -> None:
+    assert assess(STATUS, {"last": {"error_rate": rate}}).state == state
+
+
+def test_replicas_and_tiers_fit_80_columns_with_whole_names() -> None:
+    lines = shown().splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert "decode/zyxwvuts         2        1    25.0%                      10" in lines
+    assert "dram  on          7  1.0 MiB of 1.0 GiB     5       3" in lines
+
+
+def test_addresses_and_paths_are_one_line_each_however_long() -> None:
+    instance = Instance(
+        "a", "t", temp_dir="/tmp/" + "a" * 90, dashboard_url="http://127.0.0.1:11856"
+    )
+    text = shown(instance=instance)
+    assert "Ray's dashboard: http://127.0.0.1:11856\n" in text
+    assert f"  its token: /tmp/{'a' * 90}/ray-token\n" in text
+
+
+def test_what_says_nothing_is_hidden() -> None:
+    """With one decode replica, the replica plans for itself, and an idle queue is no news."""
+    text = shown()
+    assert "placed by this gateway" not in text and "queue of this gateway" not in text
+
+
+def test_a_queue_and_a_placement_that_say_something_are_shown() -> None:
+    plans = {"local": 5, "prompt_tokens": 1000, "held_tokens": 250}
+    router = {"plans": plans, "replicas": 2, "oldest_report_s": 0.21}
+    queue = {**QUEUE, "waiting": 3, "tenants_waiting": 2, "refused": 7}
+    text = " ".join(shown(changed(gateway={"router": router, "queue": queue})).split())
+    assert "placed by this gateway: 5 local, 0 remote; 25% of their prompt tokens" in text
+    assert "queue of this gateway: 3 wait, of 2 tenants" in text and "7 refused" in text
+
+
+def test_details_are_shown_when_asked() -> None:
+    hidden = ("1,300", "3.0 MiB, 1 failed", "base_s 0.0218", "estimated loss", "moved over NIXL")
+    assert [part for part in hidden if part in shown()] == []
+    text = shown(verbose=True)
+    assert [part for part in hidden if part not in text] == []
+    assert "estimated loss against the best choices: 24.0% over 761 plans" in text
+
+
+def test_a_tier_that_is_off_is_a_line_and_counts_nothing() -> None:
+    tiers = {"dram": DRAM, "nvme": {"state": "off", "reason": "no nvme_folder", "misses": 544}}
+    text = shown(changed(store=[{"machine": "m", "tiers": tiers}]))
+    assert "tier nvme is off: no nvme_folder" in text and "544" not in text
+
+
+def test_machines_are_named_if_there_are_several() -> None:
+    nodes = [{"machine": name * 8, "tiers": {"dram": DRAM}} for name in "ab"]
+    text = shown(changed(store=nodes))
+    assert "aaaaaaaa  dram" in text and "bbbbbbbb  dram" in text
+
+
+def test_a_token_path_without_a_gateway_shows_the_model_and_says_why_not_more() -> None:
+    instance = Instance("a", "t", endpoint="http://x", model="m", token_path="direct")
+    text = shown({"replicas": [], "models": []}, instance, None)
+    assert text.startswith("m at http://x/v1\n") and 'token_path "direct" has no gateway' in text
+
+
+def test_json_is_the_status_with_the_health_and_the_last_minute() -> None:
+    found = document(STATUS, HISTORY)
+    assert found["health"]["state"] == "OK" and found["last_minute"] == HISTORY["last"]
+    assert found["replicas"] == STATUS["replicas"]
+    assert document({"models": []}, None)["health"] is None
