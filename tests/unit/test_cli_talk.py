@@ -1,4 +1,4 @@
-"""`headrace chat`, `headrace explain` and the display of `headrace up`, without an endpoint."""
+"""`headrace chat` and the display of `headrace up`, without an endpoint."""
 
 import io
 from collections.abc import Iterable
@@ -10,10 +10,6 @@ from headrace.cli.chat import Conversation
 from headrace.cli.console import CliError, human_bytes, human_seconds
 from headrace.cli.deploy import DeploymentProgress, Progress, cause, failure
 from headrace.cli.display import Display
-from headrace.cli.show import explain
-from headrace.router.placement.cluster_view import ClusterView
-from headrace.router.placement.place import place
-from headrace.router.placement.request import PlacementRequest
 
 
 def test_a_conversation_remembers_what_was_said() -> None:
@@ -51,30 +47,6 @@ def test_an_interrupted_answer_keeps_what_came_and_an_unanswered_message_goes() 
     with pytest.raises(CliError):
         talk.say("A story", lambda piece: None)
     assert talk.messages == []
-
-
-def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:
-    view = ClusterView(16, 1000.0)
-    for name, role in (("p", "prefill"), ("d", "decode"), ("e", "decode")):
-        view.add(name, role, view.node("here"))  # type: ignore[arg-type]
-    plan = place(view, PlacementRequest("cmpl-1", 2000, ttft_target_s=1e-3))
-    out = io.StringIO()
-    came = {"ttft_s": 1.5, "cached_tokens": 1984, "cost_s": 2.5, "regret_s": 0.25}
-    explain.render(plan.to_dict() | {"measured": came}, Console(file=out, width=160))
-    text = out.getvalue()
-    chosen, (other, *_) = plan.decode, plan.runners_up
-    for part in (
-        f"cmpl-1: local: answered by {chosen}",
-        "prompt: 2000 tokens: 2000 compute",
-        f"{plan.predicted['local.compute']:.4f}",
-        f"{plan.predicted['remote.total']:.4f}",
-        f"planned by a replica, because {plan.reasons[0]}",
-        "measured: first token after 1.500 s, 1984 prompt tokens not computed of 0 that were held",
-        "in hindsight it cost 2.500 s; regret: 0.250 s over",
-        f"next: {other.total_s:.3f} s on {other.decode}, ",
-        "no choice keeps every target: this breaks the TTFT target",
-    ):
-        assert part in text, text
 
 
 def test_the_cause_is_the_last_line_of_the_last_traceback() -> None:

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.app import build_app
-from headrace.cli import state
+from headrace.cli import client, state
+from headrace.cli.console import CliError
 from headrace.cli.main import main
-from headrace.cli.show import explain, kv_budget
+from headrace.cli.show import kv_budget
 from headrace.config import ConfigError, HeadraceConfig, load_config
 from headrace.config.kv_budget import apply_kv_budget, budget_request
 from headrace.config.techniques import KvBudgetSection
@@ -378,14 +379,14 @@ def test_check_kv_foresees_the_plan(model: Path, capsys: pytest.CaptureFixture[s
     assert ended.value.code and "nothing keeps to 0.01 GiB" in capsys.readouterr().err
 
 
-def test_explain_without_a_request_shows_the_running_apps_plan(
+def test_the_command_kv_budget_shows_the_running_apps_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = state.Instance("app", "token")
-    monkeypatch.setattr(explain.client, "running_instance", lambda name: instance)
-    with pytest.raises(explain.CliError, match="name a request"):
-        explain.explain(None, None, as_json=False)
+    monkeypatch.setattr(client, "running_instance", lambda name: instance)
+    with pytest.raises(CliError, match="no budget for KV"):
+        kv_budget.kv_budget(None, as_json=False)
     instance.kv_plan = kv_budget.to_plain_data(plan_kv_budget(FACTS, asked(2, 4)))
-    explain.explain(None, None, as_json=False)
+    kv_budget.kv_budget(None, as_json=False)
     assert "compressed" in capsys.readouterr().out
     assert kv_budget.summary(instance.kv_plan).startswith("compressed: 25% is kept of long prompts")

@@ -242,11 +242,16 @@ def top(
     name: NameOption = None,
     every: Annotated[float, typer.Option(min=1, help="Seconds between two updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print the state once, and end.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show requests in flight, replicas, tiers and hits, live, until Ctrl-C."""
+    """Show rates, times, replicas and requests, live.
+
+    Keys: q quits, s sorts the requests, p pauses. With --json, print a document a line at each
+    update.
+    """
     from headrace.cli.show import top as command
 
-    command.top(name, every_s=every, once=once)
+    command.top(name, every_s=every, once=once, as_json=as_json)
 
 
 @app.command()
@@ -254,21 +259,33 @@ def explain(
     request_id: Annotated[
         str | None,
         typer.Argument(
-            help="The request's id: x-request-id of its answer. Without it: the plan of "
-            "techniques.kv_budget.",
+            help="The request's id: x-request-id of its answer. Without it, the recent requests "
+            "are listed.",
             metavar="REQUEST",
             show_default=False,
         ),
     ] = None,
+    last: Annotated[
+        bool, typer.Option("--last", help="Explain the newest request that has a plan.")
+    ] = False,
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the plan of a request: its replicas, the predicted price and the reasons. Without a
-    request, show the plan of the KV budget: the chosen technique, its error and the other options.
+    """Show why a request was served where it was: predicted and measured times.
+
+    Without a request, list the recent ones.
     """
     from headrace.cli.show import explain as command
 
-    command.explain(request_id, name, as_json=as_json)
+    command.explain(request_id, name, last=last, as_json=as_json)
+
+
+@app.command("kv-budget")
+def kv_budget(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Show how the engines keep within techniques.kv_budget, and the other options' errors."""
+    from headrace.cli.show import kv_budget as command
+
+    command.kv_budget(name, as_json=as_json)
 
 
 @app.command()

@@ -1,9 +1,11 @@
-"""`headrace explain`: prints the plan of one request, `GET /headrace/v1/plans/{request_id}`, or the
-plan by which the app's engines keep within their budget of KV."""
+"""`headrace explain`: prints why a request was served as it was, from its plan
+(`GET /headrace/v1/plans/{request_id}`), or lists the recent requests."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -11,74 +13,213 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli import client
-from headrace.cli.console import CliError, stdout
-from headrace.cli.show import kv_budget
+from headrace.cli.console import CliError, human_time, stdout
+from headrace.cli.show.requests import PATH, request_table
+from headrace.cli.state import Instance
+
+MAX_LISTED = 20
+MAX_TRIED = 50
+"""Number of the newest requests among which `--last` looks for one with a plan."""
+SOURCES = {
+    "hbm": "in the engine's own cache",
+    "dram": "loaded from DRAM",
+    "nvme": "loaded from disk",
+    "remote": "loaded from another machine",
+    "object": "loaded from the object store",
+    "compute": "computed",
+}
+PARTS = {
+    "call": "call the prefill replica",
+    "queue": "wait for the engine",
+    "pull": "bring cached KV into DRAM",
+    "compute": "compute the prompt",
+    "load": "load cached KV",
+    "transfer": "move the KV",
+    "handoff": "hand over to the decode replica",
+    "decode_queue": "wait for the decode engine",
+    "decode": "first decode step",
+}
+OTHERS = {"stall": "delay of running answers", "behind": "delay of later prompts"}
 
 
-def explain(request_id: str | None, name: str | None, *, as_json: bool) -> None:
-    """Print a plan. Raises CliError if no instance runs, or none remembers the request.
+def explain(request_id: str | None, name: str | None, *, last: bool, as_json: bool) -> None:
+    """Print a request's plan; without an id, the recent requests, or the newest one's plan.
 
     Args:
-        request_id: None for the plan of `techniques.kv_budget`.
+        last: explain the newest request that has a plan.
+
+    Raises:
+        CliError: no instance runs, it has no gateway, or none of its replicas remembers the
+            request.
     """
+    if request_id is not None and last:
+        raise CliError("name a request or use --last, not both", 2)
     instance = client.running_instance(name)
-    if request_id is None:
-        if instance.kv_plan is None:
-            raise CliError(
-                "name a request, by the x-request-id of its answer: without one this explains "
-                "techniques.kv_budget, which is not set"
-            )
+    if instance.token_path != "relay":
+        raise CliError(
+            f'token_path "{instance.token_path}" has no gateway, which plans and lists requests; '
+            "use token_path: relay"
+        )
+    if request_id is None and not last:
+        recent = client.get_json(instance, PATH)
         if as_json:
-            print(json.dumps(instance.kv_plan, indent=2))
+            print(json.dumps(recent, indent=2))
         else:
-            kv_budget.render(instance.kv_plan, stdout())
+            render_list(recent, stdout())
         return
-    plan = client.get_json(instance, f"/headrace/v1/plans/{quote(request_id, safe='')}")
+    plan = _newest(instance) if request_id is None else _plan(instance, request_id)
+    if plan is None:
+        raise CliError(
+            f"no replica remembers a plan of {request_id}; headrace explain lists recent requests"
+            if request_id
+            else "none of the recent requests has a plan; headrace explain lists them"
+        )
     if as_json:
         print(json.dumps(plan, indent=2))
     else:
         render(plan, stdout())
 
 
-def render(plan: dict[str, Any], out: Console) -> None:
-    """Print a plan: the choice, the sources of the KV, and the arithmetic."""
+def _plan(instance: Instance, request_id: str) -> Any:
+    return client.find_json(instance, f"/headrace/v1/plans/{quote(request_id, safe='')}")
+
+
+def _newest(instance: Instance) -> Any:
+    """Return the plan of the newest request that has one."""
+    recent = client.get_json(instance, PATH)
+    requests = [*recent["in_flight"], *recent["finished"]]
+    requests.sort(key=lambda one: one["at"], reverse=True)
+    plans = (_plan(instance, one["id"]) for one in requests[:MAX_TRIED])
+    return next(filter(None, plans), None)
+
+
+def render_list(recent: Mapping[str, Any], out: Console) -> None:
+    """Print the requests in flight and the last finished ones."""
+    requests = [*recent["in_flight"][::-1], *recent["finished"]][:MAX_LISTED]
+    if not requests:
+        out.print("no request since the gateway started")
+        return
+    out.print(request_table(requests, recent["now"], out.width), soft_wrap=False)
+    out.print("headrace explain ID says why a request went where; --last takes the newest one")
+
+
+def render(plan: Mapping[str, Any], out: Console) -> None:
+    """Print a plan: the reason, the prompt, the predicted times, and the measured ones."""
 
     def say(text: str) -> None:
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        out.print(text, markup=False, highlight=False, soft_wrap=False)
 
-    where = f"prefilled by {plan['replica'] or plan['prefill']}, " if plan["prefill"] else ""
-    say(f"{plan['request_id']}: {plan['kind']}: {where}answered by {plan['decode']}")
-    runs = ", ".join(f"{run['tokens']} {run['source']}" for run in plan["runs"])
-    say(f"prompt: {plan['prompt_tokens']} tokens: {runs}")
-    out.print(price_table(plan["predicted"]))
-    say(f"planned by a {plan['made_by']}, because {plan['reasons'][0]}")
-    measured = plan.get("measured")
-    if measured:
-        say(
-            f"measured: first token after {measured['ttft_s']:.3f} s, "
-            f"{measured['cached_tokens']:.0f} prompt tokens not computed "
-            f"of {plan['reachable_tokens']} that were held somewhere"
-        )
-        say(
-            f"in hindsight it cost {measured['cost_s']:.3f} s; "
-            f"regret: {measured['regret_s']:.3f} s over what the next best was predicted to cost"
-        )
-    for other in plan["runners_up"]:
-        by = f"prefilled by {other['prefill']}" if other["prefill"] else "prefilled there"
-        say(f"next: {other['total_s']:.3f} s on {other['decode']}, {by}")
+    say(reason(plan))
+    say(f"request {plan['request_id']}, planned by the {_planner(plan)}")
+    runs = ", ".join(
+        f"{r['tokens']:,} {SOURCES.get(r['source'], r['source'])}" for r in plan["runs"]
+    )
+    say(f"prompt: {plan['prompt_tokens']:,} tokens: {runs}")
+    out.print()
+    out.print(price_table(plan), soft_wrap=False)
+    out.print()
+    for line in (*_results(plan), *_others(plan)):
+        say(line)
     if plan["broken"]:
-        say(f"no choice keeps every target: this {' and '.join(plan['broken'])}")
+        say(f"no choice keeps every target: this one {' and '.join(plan['broken'])}")
 
 
-def price_table(predicted: dict[str, float]) -> Table:
-    """Return a row per part of the price: seconds of the best local and best remote choice."""
-    table = Table(title="predicted seconds", title_justify="left")
-    table.add_column("part")
-    parts = list(dict.fromkeys(part.partition(".")[2] for part in predicted))
-    parts.sort(key=lambda part: part == "total")
-    for kind in ("local", "remote"):
-        table.add_column(kind, justify="right")
-    for part in parts:
-        seconds = (predicted.get(f"{kind}.{part}") for kind in ("local", "remote"))
-        table.add_row(part.replace("_", " "), *("" if s is None else f"{s:.4f}" for s in seconds))
+def _runs(plan: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    for run in plan["runs"]:
+        yield run["tokens"], SOURCES.get(run["source"], run["source"])
+
+
+def _planner(plan: Mapping[str, Any]) -> str:
+    return "gateway" if plan["made_by"] == "gateway" else "decode replica"
+
+
+def reason(plan: Mapping[str, Any]) -> str:
+    """Return the sentence that says who answered the request, and why."""
+    by = ""
+    if plan["prefill"]:
+        by = f"prefilled by {plan['replica'] or plan['prefill']} and "
+    answered = f"{by}answered by {plan['decode'] or 'the decode replica'}"
+    return f"{answered[0].upper()}{answered[1:]}, because {_why(plan)}"
+
+
+def _why(plan: Mapping[str, Any]) -> str:
+    why = str(plan["reasons"][0]) if plan["reasons"] else "it is the only choice"
+    if saved := re.fullmatch(r"(local|remote) saves ([\d.]+) s", why):
+        kind, seconds = saved[1], float(saved[2])
+        other = {"local": "a remote prefill", "remote": "a prefill on the decode replica"}[kind]
+        return f"that is predicted to cost {human_time(seconds)} less than {other}"
+    return why
+
+
+def _ttft(predicted: Mapping[str, float], kind: str) -> float:
+    """Return the predicted seconds to the first token: the total without the others' delays."""
+    rest = sum(predicted.get(f"{kind}.{part}", 0.0) for part in OTHERS)
+    return predicted.get(f"{kind}.total", 0.0) - rest
+
+
+def price_table(plan: Mapping[str, Any]) -> Table:
+    """Return the predicted times of the best local and the best remote choice, and the measured
+    ones; parts that are zero for both are left out."""
+    predicted: Mapping[str, float] = plan["predicted"]
+    measured = plan.get("measured") or {}
+    kinds = [kind for kind in ("local", "remote") if f"{kind}.total" in predicted]
+    table = Table(
+        title="predicted, for a prefill on the decode replica and a remote one",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("", no_wrap=True)
+    for kind in kinds:
+        chosen = ", chosen" if kind == plan["kind"] else ""
+        table.add_column(f"{kind} prefill{chosen}", justify="right")
+    if measured:
+        table.add_column("measured", justify="right")
+
+    def row(label: str, values: list[float], came: float | None = None, style: str = "") -> None:
+        cells = [human_time(value) if value else "-" for value in values]
+        extra = [""] if measured else []
+        if measured and came is not None:
+            extra = [human_time(came)]
+        table.add_row(label, *cells, *extra, style=style)
+
+    def parts(names: Mapping[str, str]) -> None:
+        for part, label in names.items():
+            values = [predicted.get(f"{kind}.{part}", 0.0) for kind in kinds]
+            if any(round(value, 5) for value in values):
+                row(label, values)
+
+    parts(PARTS)
+    firsts = [_ttft(predicted, kind) for kind in kinds]
+    row("time to first token", firsts, measured.get("ttft_s"), "bold")
+    parts(OTHERS)
+    totals = [predicted.get(f"{kind}.total", 0.0) for kind in kinds]
+    row("total cost", totals, measured.get("cost_s"), "bold")
     return table
+
+
+def _results(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the comparison of the measurements with the predictions."""
+    measured = plan.get("measured")
+    if not measured:
+        yield "not measured yet: the first token has not come"
+        return
+    predicted_s = _ttft(plan["predicted"], plan["kind"])
+    yield (
+        f"first token after {human_time(measured['ttft_s'])}, predicted {human_time(predicted_s)}"
+    )
+    yield (
+        f"cache: {measured['cached_tokens']:,.0f} prompt tokens reused; "
+        f"{plan['reachable_tokens']:,} were cached somewhere"
+    )
+    if measured["regret_s"] > 0:
+        yield (
+            f"in hindsight the next best choice may have saved {human_time(measured['regret_s'])}"
+        )
+
+
+def _others(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the next best choices."""
+    for other in plan["runners_up"]:
+        by = f", prefilled by {other['prefill']}" if other["prefill"] else ""
+        yield f"next best: {human_time(other['total_s'])} answered by {other['decode']}{by}"

@@ -1,18 +1,38 @@
-"""Prints how an engine keeps within its memory budget for KV: for `explain`, `up` and `model
+"""Prints how an engine keeps within its memory budget for KV: for `kv-budget`, `up` and `model
 check-kv`."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from headrace.cli.console import human_bytes
+from headrace.cli import client
+from headrace.cli.console import CliError, human_bytes, stdout
 
 if TYPE_CHECKING:
     from headrace.model.kv_budget import KvBudgetPlan
+
+
+def kv_budget(name: str | None, *, as_json: bool) -> None:
+    """Print how a running instance's engines keep within `techniques.kv_budget`.
+
+    Raises:
+        CliError: no instance runs, or it has no budget.
+    """
+    plan = client.running_instance(name).kv_plan
+    if plan is None:
+        raise CliError(
+            "this instance has no budget for KV; set techniques.kv_budget, or try one with "
+            "headrace model check-kv MODEL --kv-budget GIB"
+        )
+    if as_json:
+        print(json.dumps(plan, indent=2))
+    else:
+        render(plan, stdout())
 
 
 def to_plain_data(plan: KvBudgetPlan) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def details(data: dict[str, Any]) -> Iterator[Part]:
     for replica in replicas:
         if fits := (replica.get("router") or {}).get("fits"):
             yield Text()
-            yield fit_table(_short(replica), fits)
+            yield fit_table(short_name(replica), fits)
 
 
 def open_breakers(replicas: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -254,7 +254,7 @@ def replica_table(replicas: list[dict[str, Any]], unhealthy: dict[str, str]) -> 
     for replica in replicas:
         states = [unhealthy.get(str(replica.get("replica_id")), "OK")] if shown else []
         table.add_row(
-            _short(replica),
+            short_name(replica),
             *states,
             str(replica.get("running", "?")),
             str(replica.get("waiting", "?")),
@@ -272,7 +272,7 @@ def detail_table(replicas: list[dict[str, Any]]) -> Table:
         moved = human_bytes(nixl.get("bytes", 0))
         if nixl.get("failures"):
             moved += f", {nixl['failures']} failed"
-        table.add_row(_short(replica), f"{replica.get('steps', 0):,}", moved)
+        table.add_row(short_name(replica), f"{replica.get('steps', 0):,}", moved)
     return table
 
 
@@ -324,6 +324,7 @@ def _terms(value: Any) -> str:
     return str(value)
 
 
-def _short(replica: dict[str, Any]) -> str:
+def short_name(replica: dict[str, Any]) -> str:
+    """Return a replica's deployment and the first characters of its id."""
     deployment = str(replica.get("deployment", replica.get("role", "replica")))
     return f"{deployment}/{str(replica.get('replica_id', '?'))[:8]}"
