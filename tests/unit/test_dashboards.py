@@ -214,6 +214,17 @@ def test_our_metrics_have_the_labels_of_the_replica_that_makes_them(
     assert ours and all(labels >= {"deployment", "replica"} for labels in ours.values())
 
 
+def test_the_page_of_metrics_lists_all_of_ours_with_their_labels() -> None:
+    page = (CHART_FILES.parents[2] / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(headrace_\w+)` \| \w+ \| ([^|]*)\|", page, re.M)
+    listed = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+    made = {
+        re.sub(r"_(total|bucket|sum|count)$", "", name.removeprefix("ray_")): labels
+        for name, labels in of_ours().items()
+    }
+    assert listed.items() >= made.items()
+
+
 def test_others_metrics_that_only_a_fault_makes_are_in_their_code() -> None:
     vllm = importlib.util.find_spec("vllm")  # importing it takes half a minute
     assert vllm is not None and vllm.origin is not None
@@ -297,16 +308,21 @@ def test_the_runbook_names_commands_and_settings_that_exist() -> None:
     assert len(re.findall(r"`(?:gateway|store)\.[a-z_]+`", page)) > 5
 
 
-def test_the_runbook_names_dashboards_and_panels_that_exist() -> None:
+def test_the_runbook_names_panels_that_exist() -> None:
     page = (CHART_FILES.parents[2] / "docs" / "runbook.md").read_text()
     titles = [panel.title for spec in dashboards() for panel in spec.panels]
     named = set(re.findall(r"(?<![*\w])\*([^*|\n]+)\*(?![*\w])", page))
     assert len(named) > 5
     for name in named:
         assert any(title.startswith(name) for title in titles), name
-    rows = re.findall(r"^\| ([\w ]+) \| .*\? ?.* \|$", page.split("### Dashboards")[1], re.M)
-    listed = [row.lower() for row in rows]
-    assert listed == [spec.title.removeprefix("Headrace: ").lower() for spec in dashboards()]
+
+
+def test_the_page_of_dashboards_lists_all_of_them() -> None:
+    page = (CHART_FILES.parents[2] / "docs" / "dashboards.md").read_text()
+    rows = re.findall(r"^\| ([\w ]+) \| .*\?.* \|$", page, re.M)
+    assert [row.lower() for row in rows] == [
+        spec.title.removeprefix("Headrace: ").lower() for spec in dashboards()
+    ]
 
 
 def test_a_prompt_that_one_role_prefills_for_the_other_is_shown_once() -> None:

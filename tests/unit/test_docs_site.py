@@ -15,7 +15,6 @@ import yaml
 from pydantic import ValidationError
 
 from headrace.config import HeadraceConfig
-from headrace.observability.speculation import COUNTS, GAUGES
 from headrace_kvstore.settings.node_settings import NodeSettings
 from headrace_kvstore.settings.store_settings import StoreSettings
 from scripts.docs_pages import LINK, site_link
@@ -230,15 +229,3 @@ def test_the_page_of_the_store_alone_lists_all_settings() -> None:
     page = (ROOT / "docs" / "kvstore-vllm.md").read_text("utf-8")
     fields = {*StoreSettings.model_fields, *NodeSettings.model_fields}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
-
-
-def test_the_page_of_metrics_names_all_that_the_platform_exports() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
-    folder = ROOT / "platform" / "headrace" / "observability"
-    names = set(re.findall(r'"(headrace_\w+[a-z])"', (folder / "metrics.py").read_text("utf-8")))
-    names |= {f"headrace_speculation_{key}" for key in (*COUNTS, *GAUGES)}
-    for file, prefix in (("store", "headrace_store_"), ("speculation", "headrace_speculation_")):
-        suffixes = re.findall(r'\{name\}(\w+)"', (folder / f"{file}.py").read_text("utf-8"))
-        names |= {prefix + suffix for suffix in suffixes}
-    assert len(names) >= 40
-    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
