@@ -133,8 +133,8 @@ class GatewaySettings(Section):
     operator_key_hash: str | None = Field(
         default=None,
         pattern=HASH,
-        description="The same, of the key that `headrace up` makes for its own commands; it sets "
-        "this field itself.",
+        description="Hash of the key that `headrace up` makes for its own commands, in the form of "
+        "`admin_key_hash`. `headrace up` sets this field.",
     )
     insecure: bool = Field(
         default=False,
@@ -155,15 +155,15 @@ class GatewaySettings(Section):
         default=1_000_000_000,
         ge=1_000,
         description="Maximum bytes that the request bodies in a gateway hold at once; a request "
-        "for which there is no room is answered 429 with `Retry-After`. A tenant's hold at most as "
-        "many as are still free. At least twice `max_body_bytes`.",
+        "for which there is no room is answered 429 with `Retry-After`. One tenant's bodies take "
+        "at most as many bytes as are free. At least twice `max_body_bytes`.",
     )
     tls_cert_file: str | None = Field(
         default=None,
         min_length=1,
-        description="PEM file of the server's certificate and those between it and its root. With "
-        "it the endpoint speaks HTTPS only (TLS 1.2 or newer). Every gateway reads it again when "
-        "it changes. A relative path counts from the configuration file's folder. null: HTTP.",
+        description="PEM file with the server's certificate and its intermediate certificates. "
+        "With it the endpoint speaks HTTPS only (TLS 1.2 or newer). Every gateway reads it again "
+        "when it changes. A relative path counts from the configuration file's folder. null: HTTP.",
     )
     tls_key_file: str | None = Field(
         default=None,
@@ -227,8 +227,8 @@ class GatewaySettings(Section):
     admission: AdmissionSettings | None = Field(
         default=None,
         description="SLO classes, and a queue in front of the replicas that is fair to tenants "
-        "and refuses at once what would come too late. null: requests go to replicas as they "
-        "come.",
+        "and refuses at once requests whose answers would come too late. null: requests go to "
+        "replicas as they come.",
     )
 
     @field_validator("host")

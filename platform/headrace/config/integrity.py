@@ -9,8 +9,8 @@ from headrace_engine.pull_proof.settings import Check
 
 
 class IntegritySection(Section):
-    """How decode engines make sure of the KV that they pull (docs/integrity.md). Whose KV it is is
-    proved for every transfer, whatever stands here."""
+    """Checks of the KV that decode engines pull (docs/integrity.md). That the KV belongs to its
+    prompt is proved for every transfer; these settings add checks of its bytes."""
 
     check: Check = Field(
         default="sampled",

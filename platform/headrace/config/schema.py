@@ -309,9 +309,9 @@ class AppFields(Section):
     drain_s: float = Field(
         default=120,
         ge=0,
-        description="Seconds that a replica or gateway which is stopped, because its number is "
-        "reduced or the app is redeployed, has to finish its requests. It gets no new ones. Then "
-        "they are cut. A replica that hangs keeps its hardware that long.",
+        description="Seconds that a stopped replica or gateway has to finish its requests. It is "
+        "stopped when their number is reduced or the app is redeployed, and gets no new requests. "
+        "Requests that remain are cut. A replica that hangs keeps its hardware that long.",
     )
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     router: RouterSettings = Field(default_factory=RouterSettings)

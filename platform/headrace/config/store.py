@@ -48,7 +48,7 @@ class StoreSection(Section):
     )
     nvme_sync: bool = Field(
         default=False,
-        description="Have the disk keep each block for good before it counts as written. Without "
+        description="Sync each block to the disk before it counts as written. Without "
         "it, a power failure loses the last seconds of writes; checksums find the rest.",
     )
     object_url: str | None = Field(
