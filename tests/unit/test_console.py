@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+import headrace.console
 from headrace.console.files import CONSOLE, find
 from tests.unit.gateway_fakes import FakeReplica, answer, asked_from_elsewhere, gateway_over
 
-FILES = [
-    CONSOLE,
-    *(f"{CONSOLE}/{name}" for name in ("index.html", "app.js", "views.js", "style.css")),
-    *(f"{CONSOLE}/vendor/{name}" for name in ("htm-preact.js", "uplot.js", "uplot.css")),
-]
+STATIC = Path(headrace.console.__file__).parent / "static"
+NAMES = sorted(str(file.relative_to(STATIC)) for file in STATIC.rglob("*.*"))
+FILES = [CONSOLE, *(f"{CONSOLE}/{name}" for name in NAMES)]
+MAX_BYTES = 250_000
 STATE = "/headrace/v1/console"
 CHAT = "/v1/chat/completions"
 
@@ -32,7 +34,12 @@ async def test_a_file_needs_no_key_and_says_what_it_may_load(path: str) -> None:
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
         assert "unsafe" not in policy
         assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["etag"]
         assert len(await response.read()) > 100
+
+
+def test_the_page_is_small() -> None:
+    assert sum((STATIC / name).stat().st_size for name in NAMES) < MAX_BYTES
 
 
 async def test_a_browser_that_has_a_file_is_not_sent_it_again() -> None:
@@ -84,10 +91,25 @@ def test_the_pages_name_no_other_host_and_hold_no_inline_script() -> None:
         if "/vendor/" in path:
             continue
         text = file.body.decode()
-        assert not re.search(r"https?://(?!\$)|//[a-z]+\.[a-z]", text), path
+        assert not re.search(r"https?://(?![$]|\${)|//[a-z]+\.[a-z]", text), path
         assert not re.search(r"<script>|\son[a-z]+=\"|style=\"|innerHTML", text), path
-        for name in re.findall(r'"(/console/[^"]+)"', text):
-            assert find(name) is not None, name
+
+
+def test_what_a_file_loads_exists() -> None:
+    for name in NAMES:
+        if name.startswith("vendor/"):
+            continue
+        text = (STATIC / name).read_text()
+        folder = f"{CONSOLE}/{posixpath.dirname(name)}"
+        loaded = [
+            *re.findall(r'"(/console/[^"]+)"', text),
+            *(
+                posixpath.normpath(f"{folder}/{target}")
+                for target in re.findall(r'from "(\.[^"]+)"', text)
+            ),
+        ]
+        for target in loaded:
+            assert find(target) is not None, (name, target)
 
 
 async def test_the_state_needs_an_administrators_key() -> None:

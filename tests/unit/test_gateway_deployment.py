@@ -183,3 +183,42 @@ async def test_the_metrics_are_those_of_all_nodes_that_answer(
     assert await backend.metrics() == b"# TYPE ray_vllm_x counter\nray_vllm_x 1\n"
     for server in servers:
         server.close()
+
+
+class TestStatus:
+    """What the status says beside the replicas' own documents."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch: pytest.MonkeyPatch, cluster_values: object) -> ServeBackend:
+        """Of an app with two gateways, whose second decode replica starts."""
+        states = {
+            "decode": {"RUNNING": 1, "STARTING": 1, "STOPPING": 1},
+            "prefill": {"RUNNING": 1},
+        }
+        deployments = {
+            name: SimpleNamespace(replica_states=counts) for name, counts in states.items()
+        }
+        app = SimpleNamespace(deployments=deployments)
+        monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
+        monkeypatch.setenv(deployment.GRAFANA_VARIABLE, "https://grafana.example")
+        backend_ = backend(Handle([]))
+        backend_._gateways = Handle([("a", {"shop": 2.0, "bank": 1.0}), ("b", {"shop": 0.5})])  # type: ignore[assignment, list-item]
+        return backend_
+
+    async def test_counts_the_replicas_that_run_or_start(self, asked: ServeBackend) -> None:
+        assert (await asked.status())["expected_replicas"] == {"decode": 2, "prefill": 1}
+
+    async def test_adds_up_the_engine_time_of_each_tenant(self, asked: ServeBackend) -> None:
+        assert (await asked.status())["engine_s_by_tenant"] == {"shop": 2.5, "bank": 1.0}
+
+    async def test_names_grafana_where_ray_knows_it(self, asked: ServeBackend) -> None:
+        assert (await asked.status())["ray"]["grafana"] == "https://grafana.example"
+
+    async def test_is_made_without_the_counts_if_serve_does_not_answer(
+        self, asked: ServeBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> None:
+            raise ConnectionError
+
+        monkeypatch.setattr(serve, "status", fail)
+        assert (await asked.status())["expected_replicas"] == {}

@@ -1,26 +1,26 @@
 """The console's files, by the path at which a gateway serves them.
 
-They are read once, and only those listed here exist: no path is ever made from a URL. The page
-itself holds nothing about the app; it asks for its data with the reader's key.
+All files of `static/` whose type is known are read once, at the first request, and only these
+exist: no path is ever made from a URL. The page itself holds nothing about the app; it asks for its
+data with the reader's key.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
 CONSOLE = "/console"
-_NAMES = {
-    "index.html": "text/html; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "views.js": "text/javascript; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "vendor/htm-preact.js": "text/javascript; charset=utf-8",
-    "vendor/uplot.js": "text/javascript; charset=utf-8",
-    "vendor/uplot.css": "text/css; charset=utf-8",
-    "vendor/LICENSES.txt": "text/plain; charset=utf-8",
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -56,12 +56,22 @@ def find(path: str) -> File | None:
 @lru_cache(maxsize=1)
 def _all() -> dict[str, File]:
     folder = files("headrace.console") / "static"
-    found = {f"{CONSOLE}/{name}": _read(folder / name, kind) for name, kind in _NAMES.items()}
+    found = {f"{CONSOLE}/{name}": _read(file) for name, file in _walk(folder, "")}
     return {**found, CONSOLE: found[f"{CONSOLE}/index.html"]}
 
 
-def _read(file: object, kind: str) -> File:
-    body: bytes = file.read_bytes()  # type: ignore[attr-defined]
+def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    """Yield the path below the first folder and the file, for each file of a known type."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        elif PurePosixPath(entry.name).suffix in _TYPES:
+            yield prefix + entry.name, entry
+
+
+def _read(file: Traversable) -> File:
+    body = file.read_bytes()
+    kind = _TYPES[PurePosixPath(file.name).suffix]
     etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'.encode()
     headers = (
         (b"content-type", kind.encode()),

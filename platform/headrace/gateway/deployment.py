@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,10 @@ from headrace_engine.serving.startup_heap import freeze_startup_heap
 logger = logging.getLogger("headrace.gateway")
 
 BROADCAST_TIMEOUT_S = 5.0
+GRAFANA_VARIABLE = "RAY_GRAFANA_HOST"
+"""Environment variable with Grafana's URL, which Ray's dashboard reads as well."""
+LEAVING = ("STOPPING", "STOPPED", "PENDING_MIGRATION")
+"""Serve's states of replicas that another one replaces, or none."""
 METRICS_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 35.0
 """Time limit of store operations, longer than the one of `StoreNodeManager` (`CLEAR_S`)."""
@@ -118,10 +123,12 @@ class ServeBackend:
 
     async def status(self) -> dict[str, Any]:
         """Return the state of every replica, and the app's totals."""
-        decode, prefill, store = await asyncio.gather(
+        decode, prefill, store, expected, admitted = await asyncio.gather(
             _broadcast(self._decode, "headrace_status"),
             _broadcast(self._prefill, "headrace_status"),
             self._store_status(),
+            self._expected_replicas(),
+            self._admitted_by_gateway(),
         )
         plans: dict[str, int] = {}
         for replica in decode:
@@ -132,8 +139,26 @@ class ServeBackend:
             "plans": plans,
             "nixl_bytes": sum(replica["nixl"]["bytes"] for replica in decode),
             "store": store,
-            "ray": {"dashboard": self._dashboard, "app": self._app_name},
+            "expected_replicas": expected,
+            "engine_s_by_tenant": _sum_by_tenant(admitted.values()),
+            "ray": {
+                "dashboard": self._dashboard,
+                "app": self._app_name,
+                "grafana": os.environ.get(GRAFANA_VARIABLE, ""),
+            },
         }
+
+    async def _expected_replicas(self) -> dict[str, int]:
+        """Return how many replicas Serve runs or starts, by deployment; empty if it is not known.
+
+        A replica that is in this count and gives no status is starting, hangs or is dead.
+        """
+        try:
+            async with asyncio.timeout(BROADCAST_TIMEOUT_S):
+                return await asyncio.to_thread(_expected_replicas, self._app_name)
+        except Exception as error:
+            logger.debug("Serve does not tell its replicas: %r", error)
+            return {}
 
     async def _store_status(self) -> list[dict[str, Any]]:
         """Return the status of each machine's StoreNode; empty without a store."""
@@ -207,11 +232,16 @@ class ServeBackend:
 
     async def admitted(self) -> dict[str, dict[str, float]]:
         """Return the engine time that tenants have had from the app's other gateways."""
-        me = serve.get_replica_context()
+        me = serve.get_replica_context().replica_id.unique_id
+        used = await self._admitted_by_gateway()
+        return {name: by_tenant for name, by_tenant in used.items() if name != me}
+
+    async def _admitted_by_gateway(self) -> dict[str, dict[str, float]]:
+        """Return the seconds of engine time that tenants have had, by gateway, also this one."""
         if self._gateways is None:
-            self._gateways = serve.get_deployment_handle(me.deployment, self._app_name)
-        answers = await _broadcast(self._gateways, "headrace_admitted")
-        return {name: used for name, used in answers if name != me.replica_id.unique_id}
+            deployment = serve.get_replica_context().deployment
+            self._gateways = serve.get_deployment_handle(deployment, self._app_name)
+        return dict(await _broadcast(self._gateways, "headrace_admitted"))
 
     async def metrics(self) -> bytes:
         """Return the metrics of the whole cluster in Prometheus' text format."""
@@ -339,6 +369,24 @@ class GatewayServer:
             await self._app.aclose()
         with contextlib.suppress(Exception):
             await asyncio.to_thread(_remove_overrides)
+
+
+def _expected_replicas(app: str) -> dict[str, int]:
+    """Return the replicas of an app by deployment, without those that stop. Blocks."""
+    status = serve.status().applications.get(app)
+    return {
+        name: sum(n for state, n in each.replica_states.items() if state not in LEAVING)
+        for name, each in (status.deployments if status is not None else {}).items()
+    }
+
+
+def _sum_by_tenant(gateways: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the engine time in seconds that each tenant has had from all gateways."""
+    total: dict[str, float] = {}
+    for by_tenant in gateways:
+        for tenant, seconds in by_tenant.items():
+            total[tenant] = total.get(tenant, 0.0) + seconds
+    return total
 
 
 def _remove_overrides() -> None:

@@ -1,120 +1,95 @@
-// The console: asks for the app's state every two seconds while the page is visible, and shows it.
-// The key that the reader types stays in this page's memory and goes only into the Authorization header.
-import { html, render, useEffect, useRef, useState } from "/console/vendor/htm-preact.js";
-import { Actions, Advice, Fits, Load, Plan, Replicas, Requests, SpeculativeDecoding, Tiers, Topology } from "/console/views.js";
+// The console: asks the gateway for its documents while the page is visible, and shows the chosen tab.
+import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { countersOf, withPoint } from "./lib/counters.js";
+import { healthOf } from "./lib/health.js";
+import { seconds } from "./lib/format.js";
+import { grafana, rayDashboard } from "./lib/links.js";
+import { usePolled } from "./lib/polled.js";
+import { nextTheme, savedTheme, useTheme } from "./lib/theme.js";
+import { TABS } from "./tabs/index.js";
+import { Header } from "./widgets/header.js";
+import { KeyForm } from "./widgets/keyform.js";
+import { Tabs } from "./widgets/tabs.js";
 
-const EVERY_MS = 2000;
-const KEPT = 300; // points of the load chart: ten minutes
+const STATUS_MS = 2000;
+const HISTORY_MS = 5000;
 
-let key = "";
-
-async function ask(method, path, body) {
-  const headers = {};
-  if (key) headers.authorization = `Bearer ${key}`;
-  if (body !== undefined) headers["content-type"] = "application/json";
-  const answer = await fetch(path, { method, headers, body: body && JSON.stringify(body), cache: "no-store" });
-  const said = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw Object.assign(new Error(said.error?.message ?? `status ${answer.status}`), { status: answer.status });
-  return said;
-}
-
-/** Numbers of the load chart at one moment. */
-function pointOf(state) {
-  const of = (role) => state.replicas.filter((one) => one.role === role);
-  const sum = (role, name) => of(role).reduce((total, one) => total + (one[name] ?? 0), 0);
-  return [
-    Date.now() / 1000,
-    sum("decode", "running"), sum("decode", "waiting"),
-    sum("prefill", "running"), sum("prefill", "waiting"),
-  ];
-}
-
-function KeyForm({ why, onKey }) {
-  const field = useRef(null);
-  const take = (event) => {
-    event.preventDefault();
-    onKey(field.current.value.trim());
+/** The tab and its part in the URL: "#requests/ID". */
+function useHash() {
+  const read = () => {
+    const [tab, ...part] = location.hash.slice(1).split("/");
+    return { tab: TABS.find(({ id }) => id === tab) ?? TABS[0], part: safeDecode(part.join("/")) };
   };
-  return html`<section aria-labelledby="key-title">
-    <h2 id="key-title">Administrator's key</h2>
-    <p role="alert">${why}</p>
-    <form onSubmit=${take}>
-      <label for="key">API key</label>
-      <input id="key" ref=${field} type="password" autocomplete="off" required />
-      <button type="submit">Show the app</button>
-    </form>
-  </section>`;
+  const [found, setFound] = useState(read);
+  useEffect(() => {
+    const onChange = () => setFound(read());
+    addEventListener("hashchange", onChange);
+    return () => removeEventListener("hashchange", onChange);
+  }, []);
+  return found;
 }
+
+function safeDecode(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+const go = (tab, part = "") => { location.hash = part ? `${tab}/${encodeURIComponent(part)}` : tab; };
 
 function Console() {
-  const [state, setState] = useState(null);
-  const [error, setError] = useState(null);
-  const [asked, setAsked] = useState(0);
-  const [plan, setPlan] = useState({});
-  const [done, setDone] = useState("");
-  const points = useRef([]);
+  const [session, setSession] = useState(0);
+  const [theme, setTheme] = useTheme();
+  const { tab, part } = useHash();
+  const state = usePolled("/headrace/v1/console", STATUS_MS, true, session);
+  const needsKey = Boolean(state.error?.needsKey);
+  const isShown = state.data !== null && !needsKey;
+  const history = usePolled("/headrace/v1/history", HISTORY_MS, isShown, session);
+  const requests = usePolled("/headrace/v1/requests", STATUS_MS, isShown && tab.needs.includes("requests"), session);
+  const version = usePolled("/version", 600000, isShown, session);
+  const counters = useCounters(state.data);
+  const status = state.data;
+  const model = status?.replicas.find((one) => one.model)?.model ?? "";
+  const health = needsKey ? { level: "unknown", text: "A key is needed", problems: [] } : healthOf(state.error, status, history.data?.last);
+  useEffect(() => { document.title = `${health.level === "ok" ? "" : `${health.text} - `}Headrace console`; }, [health.level, health.text]);
 
-  useEffect(() => {
-    let timer = 0;
-    let over = false;
-    const look = async () => {
-      if (!document.hidden) {
-        try {
-          const found = await ask("GET", "/headrace/v1/console");
-          if (over) return;
-          points.current = [...points.current, pointOf(found)].slice(-KEPT);
-          setState(found);
-          setError(null);
-        } catch (problem) {
-          if (over) return;
-          setError(problem);
-          if (problem.status === 401 || problem.status === 403) return; // until there is a key
-        }
-      }
-      timer = setTimeout(look, EVERY_MS);
-    };
-    look();
-    return () => { over = true; clearTimeout(timer); };
-  }, [asked]);
-
-  const showPlan = async (id) => {
-    setPlan({ id });
-    try {
-      setPlan({ id, told: await ask("GET", `/headrace/v1/plans/${encodeURIComponent(id)}`) });
-    } catch (problem) {
-      setPlan({ id, error: problem.message });
-    }
-  };
-  const order = async (path, body) => {
-    try {
-      const { note } = await ask("PUT", path, body);
-      setDone(note ?? `Done: ${JSON.stringify(body)}`);
-    } catch (problem) {
-      setDone(`Refused: ${problem.message}`);
-    }
-  };
-
-  if (error && (error.status === 401 || error.status === 403)) {
-    return html`<main><h1>Headrace</h1>
-      <${KeyForm} why=${error.message} onKey=${(typed) => { key = typed; setAsked(asked + 1); }} /></main>`;
+  let body;
+  if (needsKey) body = html`<${KeyForm} why=${state.error.message} onKey=${() => setSession(session + 1)} />`;
+  else if (!status) body = html`<div class="card empty"><p role=${state.error ? "alert" : "status"}>${state.error ? `${state.error.message} The page asks again every two seconds.` : "Asking the gateway for the state of the app ..."}</p></div>`;
+  else {
+    const { View } = tab;
+    body = html`<${Tabs} tabs=${TABS} selected=${tab.id} onSelect=${(id) => go(id)} />
+      ${state.error && html`<p class="alert" role="alert">${state.error.message} What you see is the last state that the gateway told.</p>`}
+      <div id="panel" role="tabpanel" aria-labelledby="tab-${tab.id}" tabindex="0">
+        <${View} key=${tab.id} status=${status} history=${history} counters=${counters} requests=${requests} model=${model} theme=${theme} part=${part} onPart=${(id) => go(tab.id, id)} /></div>`;
   }
-  if (!state) return html`<main><h1>Headrace</h1><p role="status">${error ? error.message : "Asking the gateway ..."}</p></main>`;
-  const model = state.replicas.find((one) => one.model)?.model ?? "";
-  return html`<main>
-    <h1>Headrace <small>${model}</small></h1>
-    <p role="status" id="updated">${error ? `No answer: ${error.message}` : `Updated ${new Date().toLocaleTimeString()}`}</p>
-    <${Topology} state=${state} />
-    <${Load} points=${points.current} />
-    <${Advice} state=${state} />
-    <${Replicas} state=${state} />
-    <${Tiers} state=${state} />
-    <${Requests} state=${state} onPlan=${showPlan} />
-    <${Plan} plan=${plan} onPlan=${showPlan} />
-    <${SpeculativeDecoding} state=${state} />
-    <${Fits} state=${state} />
-    <${Actions} done=${done} order=${order} />
-    <footer><p><a href="/metrics">Metrics</a> · <a href="/openapi.json">OpenAPI</a> · <a href="/console/vendor/LICENSES.txt">Licences</a></p></footer>
-  </main>`;
+  return html`<a class="skip" href="#panel" onClick=${(event) => { event.preventDefault(); document.getElementById("panel")?.focus(); }}>Skip to the content</a>
+    <${Header} model=${model} health=${health} isLocked=${needsKey} updated_s=${counters.at(-1)?.at} history=${history.data} counters=${counters} theme=${theme} onTheme=${() => setTheme(nextTheme(theme))} />
+    <main>${body}</main>
+    <${Footer} version=${version.data?.version} history=${history.data} ray=${status?.ray} />`;
 }
 
+/** The status's counters since the page was opened. */
+function useCounters(status) {
+  const points = useRef([]);
+  const last = useRef(null);
+  if (status && status !== last.current) {
+    last.current = status;
+    points.current = withPoint(points.current, countersOf(status, Date.now() / 1000));
+  }
+  return points.current;
+}
+
+function Footer({ version, history, ray }) {
+  const dashboard = rayDashboard(ray, location);
+  const board = grafana(ray);
+  return html`<footer><p>Headrace ${version ?? ""}${history ? `, gateway up for ${seconds(history.now - history.started_at)}` : ""}</p>
+    <nav aria-label="Other pages"><a href="/metrics">Metrics</a> <a href="/openapi.json">OpenAPI</a>
+      ${dashboard?.href && html`<a href=${dashboard.href}>Ray's dashboard</a>`} ${board && html`<a href=${board}>Grafana</a>`}
+      <a href="/console/vendor/LICENSES.txt">Licences</a></nav></footer>`;
+}
+
+savedTheme();
 render(html`<${Console} />`, document.getElementById("app"));

@@ -1,0 +1,71 @@
+// A request's plan in words: its parts, what each means, and why the router chose it.
+import { count, plural, seconds } from "./format.js";
+
+/** Part of a plan's price: [name, meaning]. "own" parts are the request's own wait, the others are delays of other requests. */
+export const PARTS = {
+  call: ["Call", "Overhead of the call to the prefill replica."],
+  queue: ["Engine queue", "Wait until the engine that computes the prompt begins with it."],
+  pull: ["Pull to DRAM", "The store brings blocks from a disk, a peer or the object store into DRAM."],
+  compute: ["Compute prompt", "The engine computes the prompt tokens whose KV is not stored."],
+  load: ["Load KV", "KV comes from the store, beyond the time in which the engine computes."],
+  transfer: ["Transfer KV", "KV moves from the prefill engine to the decode engine over NIXL."],
+  handoff: ["Hand-off", "From the prefill replica's answer to the first token, without transfer and step."],
+  decode_queue: ["Decode queue", "Wait for the decode engine, beyond the time in which the KV comes."],
+  decode: ["First step", "The decode engine's step that makes the first token."],
+  stall: ["Delay of running streams", "Seconds that this prompt takes from the streams that run on the engine, all added up."],
+  behind: ["Delay of later prompts", "Seconds that the prompts after this one wait longer, all added up."],
+};
+const FOR_OTHERS = ["stall", "behind"];
+
+/** Rows {part, name, meaning, isOwn, local, remote} of a plan's price. Parts that are 0 for every choice are left out. */
+export function priceRows(plan) {
+  const price = (kind, part) => plan.predicted[`${kind}.${part}`];
+  return Object.entries(PARTS)
+    .map(([part, [name, meaning]]) => ({ part, name, meaning, isOwn: !FOR_OTHERS.includes(part), local: price("local", part), remote: price("remote", part) }))
+    .filter((row) => isVisible(row.local) || isVisible(row.remote));
+}
+
+const isVisible = (value) => (value ?? 0) >= 0.00005;
+
+/** The parts of the chosen way that come before the first token, in order: [{part, name, seconds}]. */
+export function predictedParts(plan) {
+  return priceRows(plan).filter((row) => row.isOwn && isVisible(row[plan.kind])).map((row) => ({ ...row, seconds: row[plan.kind] }));
+}
+
+/**
+ * Measured parts of a request: [{part, name, seconds}]; `request` is a row of /headrace/v1/requests, null if the gateway
+ * does not remember it. A replica measures the first token of an answer that is no stream.
+ */
+export function measuredParts(request, plan) {
+  const queue = request?.queue_s ?? 0;
+  const total = request?.total_s ?? request?.age_s ?? null;
+  const first = request?.ttft_s ?? (plan.measured ? queue + plan.measured.ttft_s : null);
+  const parts = [
+    { part: "admission", name: "Gateway queue", seconds: queue },
+    ...(first === null ? [] : [{ part: "first", name: "First token", seconds: first - queue }]),
+    ...(total === null ? [] : [{ part: first === null ? "whole" : "rest", name: first === null ? "Whole answer" : "Rest of the answer", seconds: total - (first ?? queue) }]),
+  ];
+  return parts.filter((part) => part.seconds > 0);
+}
+
+/** Sentences that say what was decided, why, and how it turned out. */
+export function planSentences(plan) {
+  const where = plan.kind === "remote" ? `Prefill replica ${plan.replica || plan.prefill} computed the prompt, and ${plan.decode} answered.` : `${plan.decode || "The decode replica"} computed the prompt and answered.`;
+  const said = [where, `Reason: ${plan.reasons?.[0] ?? "none is known"}${plan.made_by ? ` (planned by the ${plan.made_by})` : ""}.`];
+  if (plan.runs?.length) {
+    said.push(`Prompt of ${plural(plan.prompt_tokens, "token")}: ${plan.runs.map((run) => `${count(run.tokens)} ${SOURCES[run.source] ?? `from ${run.source}`}`).join(", ")}.`);
+  }
+  if (plan.explores) said.push("The router chose a more expensive engine in order to measure it again.");
+  if (plan.broken?.length) said.push(`No choice keeps every target: this one ${plan.broken.join(" and ")}.`);
+  const measured = plan.measured;
+  if (measured) {
+    const loss = measured.regret_s > 0.0005 ? `about ${seconds(measured.regret_s)} more than the next best choice was predicted to cost` : "no more than the next best choice was predicted to cost";
+    said.push(`Measured: first token after ${seconds(measured.ttft_s)}; in hindsight the plan cost ${loss}.`);
+  }
+  return said;
+}
+
+const SOURCES = {
+  compute: "to compute", hbm: "in the engine's cache", dram: "from the store's DRAM",
+  nvme: "from NVMe", remote: "from another machine", object: "from the object store",
+};
