@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from PIL import Image
+
 from tests.support.browser import Browser
 from tests.support.console_page import RECORDED, STATES, console_page
 
@@ -20,6 +22,7 @@ TABS = ("overview", "requests", "kv", "advice", "tenants", "settings", "playgrou
 REQUEST = "requests/req-007307"
 POINTS_S = 7.0
 """Seconds for a few documents, so that rates are known."""
+DOCS_HEIGHT = 1330
 DOCS = {
     "console-overview": ("overview", 1280, "light"),
     "console-request": (REQUEST, 1280, "light"),
@@ -41,6 +44,13 @@ def take(browser: Browser, url: str, place: str, width: int, theme: str, file: P
     browser.screenshot(file, width)
 
 
+def shrink(file: Path) -> None:
+    """Cut a picture for the docs at a height, and leave it 128 colours."""
+    with Image.open(file) as picture:
+        small = picture.crop((0, 0, picture.width, min(picture.height, DOCS_HEIGHT)))
+        small.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(file, optimize=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path)
@@ -59,6 +69,7 @@ def main() -> None:
                     for name, (place, width, theme) in DOCS.items():
                         file = ROOT / "docs" / "img" / f"{name}.png"
                         take(browser, page.url, place, width, theme, file)
+                        shrink(file)
                 return
             arguments.folder.mkdir(parents=True, exist_ok=True)
             for state in (arguments.state,) if arguments.state else STATES:
