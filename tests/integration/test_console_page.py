@@ -104,7 +104,12 @@ def test_the_health_names_what_is_wrong(opened: Callable[..., Browser]) -> None:
     page = opened("overview", "degraded")
     assert "Degraded: 1 of 2 decode replicas does not answer" in page.text("#health")
     problems = page.text(".problems ul")
-    for problem in ("prefill replica p0t5w9ye", "machine 77aa01be", "12 % of the last minute"):
+    for problem in (
+        "decode/q3k7d1mz is suspect",
+        "prefill replica p0t5w9ye",
+        "machine 77aa01be",
+        "12 % of the last minute",
+    ):
         assert problem in problems
 
 
@@ -286,6 +291,17 @@ def test_a_counter_that_fell_begins_the_rates_again(opened: Callable[..., Browse
     rate = module(page, "lib/counters.js", "m.rateOf(a[0], (p) => p.promptTokens)", kept)
     assert rate == 10
     assert module(page, "lib/counters.js", "m.hitRates(a[0])", kept) == [None, 0.5]
+
+
+def test_counts_of_a_step_that_has_not_ended_are_divided_by_the_time_that_passed(
+    opened: Callable[..., Browser],
+) -> None:
+    page = opened("overview")
+    columns = ("errors", "tokens", "ttft_p50_s", "ttft_p99_s", "tpot_p99_s")
+    series = {"step_s": 10, "at": [100, 110, 120], "requests": [20, 8, 1]}
+    series |= {name: [0, 0, 0] for name in columns}
+    rates = module(page, "lib/history.js", "m.ratesOf(...a)", series, 114)
+    assert (rates["at"], rates["requests"]) == ([100, 110], [2, 2])
 
 
 def test_a_tenants_errors_are_the_servers_not_its_own(opened: Callable[..., Browser]) -> None:

@@ -112,6 +112,19 @@ def test_what_a_file_loads_exists() -> None:
             assert find(target) is not None, (name, target)
 
 
+def test_the_pages_of_the_documentation_that_it_names_exist() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    named = [
+        *re.findall(r'page="([^"]+)"', "".join((STATIC / name).read_text() for name in NAMES)),
+        *re.findall(r'docs: \["([^"]+)"', (STATIC / "tabs" / "settings.js").read_text()),
+    ]
+    assert named
+    for page, _, anchor in (name.partition("#") for name in named):
+        text = (docs / page).read_text()
+        headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+        assert not anchor or anchor in [line.lower().replace(" ", "-") for line in headings], page
+
+
 async def test_the_state_needs_an_administrators_key() -> None:
     async with gateway_over(answer, api_keys=("k" * 8,)) as bench:
         async with bench.client.get(STATE) as response:

@@ -12,8 +12,8 @@ const MANY_ERRORS = 0.05;
 export function healthOf(error, status, last) {
   if (error) return { level: "bad", text: "No answer from the gateway", problems: [error.message] };
   if (!status) return { level: "unknown", text: "Asking the gateway ...", problems: [] };
-  const decode = status.replicas.filter((one) => one.role === "decode");
-  const problems = [...missingReplicas(status), ...failingParts(status), ...failedRequests(last)];
+  const decode = status.replicas.filter((one) => one.role === "decode" && stateOf(status, one) !== "down");
+  const problems = [...missingReplicas(status), ...unhealthyReplicas(status), ...failingParts(status), ...failedRequests(last)];
   if (!decode.length) return { level: "bad", text: "Failing: no decode replica answers", problems };
   if (!problems.length) return { level: "ok", text: "Healthy", problems };
   const more = problems.length > 1 ? ` (and ${plural(problems.length - 1, "more problem")})` : "";
@@ -25,6 +25,16 @@ function missingReplicas(status) {
     const { missing, expected } = missingOf(status, role);
     return missing ? [`${missing} of ${expected} ${role} replicas ${missing === 1 ? "does" : "do"} not answer`] : [];
   });
+}
+
+/** State of a replica as the gateway's probes and reports show it: "" if it is healthy, else "suspect" or "down". */
+export function stateOf(status, one) {
+  const state = status.gateway?.router?.unhealthy?.[one.replica_id] ?? "";
+  return state === "draining" ? "" : state;
+}
+
+function unhealthyReplicas(status) {
+  return status.replicas.filter((one) => stateOf(status, one)).map((one) => `${replicaName(one)} is ${stateOf(status, one)}`);
 }
 
 /** How many of a role's replicas Ray Serve runs or starts (`expected`), and how many of these gave no status (`missing`). */
@@ -46,6 +56,9 @@ function failingParts(status) {
   }
   for (const node of status.store ?? []) {
     if (!node.tiers) found.push(`the KV store of machine ${shortId(node.machine)} does not answer`);
+    for (const [name, tier] of Object.entries(node.tiers ?? {})) {
+      if (!["on", "off"].includes(tier.state)) found.push(`the store's tier ${name} of machine ${shortId(node.machine)} is ${tier.state}`);
+    }
   }
   if (status.gateway?.keys_stale) found.push("the gateway cannot read the file of API keys again");
   for (const part of status.incomplete ?? []) found.push(`the status is incomplete: ${part}`);

@@ -1,5 +1,6 @@
 // A request's plan in words: its parts, what each means, and why the router chose it.
 import { count, plural, seconds } from "./format.js";
+import { firstToken } from "./tenants.js";
 
 /** Part of a plan's price: [name, meaning]. "own" parts are the request's own wait, the others are delays of other requests. */
 export const PARTS = {
@@ -39,7 +40,7 @@ export function predictedParts(plan) {
 export function measuredParts(request, plan) {
   const queue = request?.queue_s ?? 0;
   const total = request?.total_s ?? request?.age_s ?? null;
-  const first = request?.ttft_s ?? (plan.measured ? queue + plan.measured.ttft_s : null);
+  const first = (request ? firstToken(request) : null) ?? (plan.measured ? queue + plan.measured.ttft_s : null);
   const parts = [
     { part: "admission", name: "Gateway queue", seconds: queue },
     ...(first === null ? [] : [{ part: "first", name: "First token", seconds: first - queue }]),

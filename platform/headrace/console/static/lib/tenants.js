@@ -8,7 +8,10 @@ export function quantile(values, share) {
 }
 
 /** A server's error. A client that left or that asked wrongly is none. */
-export const isError = (one) => one.status >= 500 || (one.status < 400 && Boolean(one.error));
+export const isError = (one) => one.status >= 500 || (one.status === 200 && Boolean(one.error));
+
+/** Seconds to the first token. Of an answer in one piece the gateway sees no first token, only the first bytes. */
+export const firstToken = (one) => (one.streamed === false ? null : one.ttft_s);
 
 /** Rows by tenant, the one with the most requests first. `inFlight` are added as a count of their own. */
 export function byTenant(finished, inFlight) {
@@ -24,7 +27,7 @@ export function byTenant(finished, inFlight) {
     of.tokens += one.tokens ?? 0;
     of.errors += isError(one) ? 1 : 0;
     of.refused += one.status >= 400 && one.status < 499 ? 1 : 0;
-    if (one.ttft_s !== null && one.ttft_s !== undefined) of.waits.push(one.ttft_s);
+    if (firstToken(one) !== null) of.waits.push(one.ttft_s);
   }
   for (const one of inFlight) row(one.tenant).running += 1;
   return [...rows.values()]

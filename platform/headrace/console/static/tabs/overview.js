@@ -1,6 +1,7 @@
 // The first tab: the picture of the app, and its load and speed over time.
 import { html, useMemo, useState } from "../vendor/htm-preact.js";
 import { number, percent, replicaName, seconds, count } from "../lib/format.js";
+import { ratesOf } from "../lib/history.js";
 import { rayDashboard, replicaPage } from "../lib/links.js";
 import { Chart } from "../widgets/chart.js";
 import { Card, State, Table } from "../widgets/layout.js";
@@ -19,7 +20,7 @@ export function Overview({ status, history, counters, theme }) {
 function Charts({ history, theme }) {
   const [chosen, setChosen] = useState(0);
   const [, range_s, at] = RANGES[chosen];
-  const lines = useMemo(() => linesOf(history.data?.series?.[at]), [history.data, at]);
+  const lines = useMemo(() => linesOf(history.data && ratesOf(history.data.series[at], history.data.now)), [history.data, at]);
   const now = history.data?.now ?? 0;
   const window = { times: lines.times, from_s: now - range_s, to_s: now, theme };
   const note = history.error && !history.data ? `The gateway's history is not known: ${history.error.message}` : "The gateway keeps these numbers since its start.";
@@ -31,15 +32,14 @@ function Charts({ history, theme }) {
       <div><h3>Answer tokens</h3><${Chart} label="Answer tokens a second" ...${window} lines=${lines.tokens} format=${number} max=${1} /></div></div>`}<//>`;
 }
 
-/** The charts' lines from a series of the history; its columns are per step, the lines per second. */
-function linesOf(series) {
-  if (!series) return { times: [], requests: [{ name: "requests/s", values: [] }, { name: "errors/s", values: [] }], ttft: [{ name: "p50", values: [] }, { name: "p99", values: [] }], tokens: [{ name: "tokens/s", values: [] }] };
-  const perSecond = (values) => values.map((value) => value / series.step_s);
+/** The charts' lines. */
+function linesOf(rates) {
+  const line = (name, column) => ({ name, values: rates?.[column] ?? [] });
   return {
-    times: series.at,
-    requests: [{ name: "requests/s", values: perSecond(series.requests) }, { name: "errors/s", values: perSecond(series.errors) }],
-    ttft: [{ name: "p50", values: series.ttft_p50_s }, { name: "p99", values: series.ttft_p99_s }],
-    tokens: [{ name: "tokens/s", values: perSecond(series.tokens) }],
+    times: rates?.at ?? [],
+    requests: [line("requests/s", "requests"), line("errors/s", "errors")],
+    ttft: [line("p50", "ttft_p50_s"), line("p99", "ttft_p99_s")],
+    tokens: [line("tokens/s", "tokens")],
   };
 }
 

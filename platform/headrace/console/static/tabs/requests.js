@@ -2,7 +2,7 @@
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { getPlan } from "../lib/api.js";
 import { clock, count, seconds, shortId } from "../lib/format.js";
-import { isError } from "../lib/tenants.js";
+import { firstToken, isError } from "../lib/tenants.js";
 import { Alert, Card, State, Table } from "../widgets/layout.js";
 import { Plan } from "../widgets/plan.js";
 
@@ -39,7 +39,7 @@ function Listing({ requests, found, all, part, onPart }) {
         { name: "TTFT", right: true, title: "Time to first token" }, { name: "Total", right: true, title: "Until now for requests in flight" }, { name: "Tokens", right: true, minor: true }, { name: "Replica", minor: true }]}
       rows=${found.slice(0, SHOWN).map((one) => ({ key: one.id, selected: one.id === part, cells: [
         html`<button type="button" class="link" aria-pressed=${one.id === part} title=${one.id} onClick=${() => onPart(one.id)}>${one.id.length > 20 ? `${one.id.slice(0, 18)}…` : one.id}</button>`,
-        clock(one.at), stateOf(one), one.path, one.tenant ?? "-", seconds(one.queue_s), seconds(one.ttft_s), seconds(one.total_s ?? one.age_s), count(one.tokens), shortId(one.replica || "-")] }))} />`;
+        clock(one.at), stateOf(one), one.path, one.tenant ?? "-", seconds(one.queue_s), seconds(firstToken(one)), seconds(one.total_s ?? one.age_s), count(one.tokens), shortId(one.replica || "-")] }))} />`;
 }
 
 const isRunning = (one) => one.total_s === undefined;

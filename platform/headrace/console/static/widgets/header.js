@@ -1,6 +1,7 @@
 // The page's head: what runs, whether it is healthy, and six figures of the last minute.
 import { html } from "../vendor/htm-preact.js";
 import { clock, number, percent, seconds } from "../lib/format.js";
+import { ratesOf } from "../lib/history.js";
 import { hitRates } from "../lib/counters.js";
 import { Sparkline } from "./sparkline.js";
 import { State } from "./layout.js";
@@ -9,17 +10,16 @@ const POINTS = 60; // of ten seconds each: ten minutes
 
 /** `isLocked`: the gateway asks for a key, so there are no figures. */
 export function Header({ model, health, isLocked, updated_s, history, counters, theme, onTheme }) {
-  const series = history?.series?.[0];
-  const step_s = series?.step_s ?? 1;
-  const tail = (name, of = (value) => value) => (series?.[name] ?? []).slice(-POINTS).map((value) => (value === null ? null : of(value)));
+  const lines = history ? ratesOf(history.series[0], history.now) : {};
+  const tail = (name) => (lines[name] ?? []).slice(-POINTS);
   const last = history?.last ?? {};
   const rates = hitRates(counters);
   const errorShares = tail("errors").map((errors, at) => (tail("requests")[at] ? errors / tail("requests")[at] : null));
   const figures = [
-    ["requests", "Requests/s", number(last.requests_per_s), "", tail("requests", (n) => n / step_s)],
+    ["requests", "Requests/s", number(last.requests_per_s), "", tail("requests")],
     ["ttft", "TTFT p50, p99", seconds(last.ttft_p50_s), last.ttft_p99_s ? seconds(last.ttft_p99_s) : "", tail("ttft_p99_s"), "Time to first token: half of the requests, and 99 % of them, waited no longer"],
     ["tpot", "TPOT p99", seconds(last.tpot_p99_s), "", tail("tpot_p99_s"), "Time per output token after the first, of the slowest 1 % of requests"],
-    ["tokens", "Tokens/s", number(last.tokens_per_s), "", tail("tokens", (n) => n / step_s)],
+    ["tokens", "Tokens/s", number(last.tokens_per_s), "", tail("tokens")],
     ["hits", "KV hit rate", percent(rates.findLast((rate) => rate !== null) ?? null), "", rates.slice(-300), "Prompt tokens that were not computed, over ten seconds, since the page was opened"],
     ["errors", "Errors", percent(last.error_rate), "", errorShares, "Share of requests that the app failed to answer (status 500 and above, or a broken stream)"],
   ];

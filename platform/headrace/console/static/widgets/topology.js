@@ -1,7 +1,7 @@
 // The live picture of the app: who sends what to whom, and how much of it now.
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { rateOf } from "../lib/counters.js";
-import { missingOf } from "../lib/health.js";
+import { missingOf, stateOf } from "../lib/health.js";
 import { bytes, number, percent, plural, replicaName, seconds, shortId } from "../lib/format.js";
 import { replicaPage } from "../lib/links.js";
 
@@ -63,7 +63,7 @@ function groupsOf(status) {
     return {
       boxes: all.slice(0, MAX_SHOWN).map((one) => ({
         name: replicaName(one), share: one.kv_usage ?? 0, href: replicaPage(status.ray, location, one),
-        told: `${one.running ?? 0} running, ${one.waiting ?? 0} waiting`,
+        told: `${stateOf(status, one) ? `▲ ${stateOf(status, one)}, ` : ""}${one.running ?? 0} running, ${one.waiting ?? 0} waiting`,
         title: `${replicaName(one)}: ${percent(one.kv_usage ?? 0)} of its KV cache is in use`,
       })),
       more: [all.length > MAX_SHOWN ? `and ${all.length - MAX_SHOWN} more` : "", missing ? `✕ ${missing} ${missing === 1 ? "does" : "do"} not answer` : ""].filter(Boolean).join(", "),
