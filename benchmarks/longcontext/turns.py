@@ -37,7 +37,8 @@ def measured(predictor: Path | None) -> dict[str, float]:
     """Return the figures."""
     if predictor is None:
         raise SystemExit(
-            "--predictor FILE is needed: `headrace lab calibrate compression --out FILE` makes one"
+            "--predictor FILE is needed: `headrace lab calibrate compression --output FILE` makes "
+            "one"
         )
     memory = TemporaryDirectory(dir="/dev/shm")
     engine = Engine(

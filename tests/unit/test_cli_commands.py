@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import client, state
+from headrace.cli.arguments import completion
 from headrace.cli.main import main
 
 
@@ -40,8 +41,12 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "up",
         "down",
         "status",
+        "top",
+        "explain",
+        "kv-budget",
         "chat",
         "doctor",
+        "simulate",
         "version",
         "model",
         "model fetch",
@@ -64,6 +69,75 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0
     assert "Usage:" in out
+
+
+def test_the_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "-h")
+    for group in ("Run", "Look", "Models and KV", "Configure", "Tune", "Other packages"):
+        assert f"─ {group} ─" in out
+
+
+def test_help_breaks_no_paragraph_and_names_no_type_of_a_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = run(capsys, "up", "-h")
+    assert "started it, unless --detach or nohup is used." in out and "bool" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("fetch x", "there is no command 'fetch'; did you mean headrace model fetch?"),
+        ("statsu", "there is no command 'statsu'; did you mean headrace status?"),
+        ("model lst", "there is no command 'lst'; did you mean headrace model list?"),
+        ("qqq", "no such command 'qqq'; see headrace -h"),
+        ("keys add", "missing argument 'name'; see headrace keys add -h"),
+        (
+            "top --every soon",
+            "invalid value for '--every': must be a valid number; see headrace top -h",
+        ),
+        ("up --json", "--json needs --detach: without it, the command does not end"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_with_what_would_be_right(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, *arguments.split()) == (2, "", f"error: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("complete", "begin", "found"),
+    [
+        (completion.presets, "gpu", ["gpu-cluster", "gpu-node"]),
+        (completion.models, "smollm2-135", ["smollm2-135m-instruct"]),
+        (completion.simulated_policies, "dynamo", ["dynamo", "dynamo-conditional"]),
+        (completion.fields, "gateway.po", ["gateway.port="]),
+        (completion.fields, "techniques.blending.mo", ["techniques.blending.mode="]),
+    ],
+)
+def test_values_of_options_are_completed(
+    complete: Callable[[str], list[str]], begin: str, found: list[str]
+) -> None:
+    assert complete(begin) == found
+
+
+def test_names_of_instances_are_completed() -> None:
+    state.create(state.Instance(name="mine", token="t"))
+    assert completion.instances("m") == ["mine"] and completion.instances("x") == []
+
+
+def test_config_check_tells_json_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "config", "check", "--json", "--set", "decode.threads=0")
+    assert code == 2
+    assert json.loads(out)["errors"] == ["decode.threads: must be >= 1, got 0"]
+    code, out, _ = run(capsys, "config", "check", "--json")
+    assert code == 0 and json.loads(out)["ok"]
+
+
+def test_models_are_listed_as_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "model", "list", "--json")
+    assert code == 0 and "smollm2-135m-instruct" in [each["name"] for each in json.loads(out)]
 
 
 def test_the_versions_are_printed_by_command_and_by_option(
@@ -238,7 +312,7 @@ def test_config_show_masks_keys_and_loads_again(
     _, out, _ = run(capsys, "config", "show", "--preset", "gpu-node")
     (tmp_path / "c.yaml").write_text(out)
     code, out, _ = run(capsys, "config", "check", "-f", str(tmp_path / "c.yaml"))
-    assert (code, out) == (0, "the configuration is fine\n")
+    assert (code, out) == (0, f"{tmp_path / 'c.yaml'}: no mistakes found\n")
 
 
 def test_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +330,8 @@ def test_bench_outside_a_checkout_says_where_to_get_it(
     code, _, err = run(capsys, "bench", "--quick")
     assert code == 1
     assert "clone the repository" in err
+    code, out, _ = run(capsys, "bench", "--help")
+    assert code == 0 and "checkout" in out
 
 
 def _holds_benchmarks(folder: str) -> bool:

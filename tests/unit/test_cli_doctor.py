@@ -69,6 +69,24 @@ def test_a_probe_that_breaks_is_a_finding(
     assert "could not be checked: no such file" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        ("", "Ready"),
+        ("WARN", "Ready, with 1 warning"),
+        ("FAIL", "1 problem"),
+        ("FAIL FAIL WARN WARN", "2 problems, 2 warnings"),
+    ],
+)
+def test_the_last_line_says_whether_the_machine_is_ready(
+    levels: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [Finding("x", level, "y") for level in levels.split()]  # type: ignore[arg-type]
+    monkeypatch.setattr(machine, "checks", lambda config: [("x", lambda: found)])
+    command.check_machine(LAPTOP, as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
 def test_a_failure_is_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
     fail = Finding("x", "FAIL", "y", "z")
     monkeypatch.setattr(machine, "checks", lambda config: [("x", lambda: [fail])])

@@ -39,6 +39,13 @@ def test_a_key_is_a_tenant_of_its_own_unless_told(file: Path) -> None:
     assert read_keys(file).keys[0].tenant == "ci"
 
 
+def test_a_script_gets_the_key_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("add", "ci", "-f", str(file), "--json")
+    made = json.loads(capsys.readouterr().out)
+    caller = ApiKeys(file=str(file)).caller(b"Bearer " + made["key"].encode())
+    assert caller.name == made["name"] == "ci" and "hash" not in made
+
+
 def test_a_revoked_key_is_gone_and_the_others_stay(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +70,7 @@ def test_a_revoked_key_is_gone_and_the_others_stay(
     ("arguments", "says"),
     [
         (("add", "one"), "has a key named one"),
-        (("add", "no spaces"), "name: "),
+        (("add", "no spaces"), '"no spaces" cannot be the name of a key; use 1 to 64 letters'),
         (("revoke", "three"), "no key named three"),
         (("revoke", "one"), "the last key"),
     ],

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import JsonOption, NameOption
+from headrace.cli.arguments import completion
+from headrace.cli.arguments.options import JsonOption, KnownModelArgument, NameOption
 
 model_app = typer.Typer(help="Download and inspect models.", no_args_is_help=True)
 corpus_app = typer.Typer(
@@ -27,7 +28,7 @@ keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=T
 
 @model_app.command("fetch")
 def model_fetch(
-    name: Annotated[str, typer.Argument(help="Name from headrace model list.")],
+    name: KnownModelArgument,
 ) -> None:
     """Download a model into the cache, and print its folder; resumes a broken download."""
     from headrace.cli import models
@@ -36,17 +37,21 @@ def model_fetch(
 
 
 @model_app.command("list")
-def model_list() -> None:
+def model_list(as_json: JsonOption = False) -> None:
     """List the models that Headrace knows by name."""
     from headrace.cli import models
 
-    models.show_list()
+    models.show_list(as_json=as_json)
 
 
 @model_app.command("path")
 def model_path(
     name: Annotated[
-        str, typer.Argument(help="Name from headrace model list, folder, or Hugging Face id.")
+        str,
+        typer.Argument(
+            help="Name from headrace model list, folder, or Hugging Face id.",
+            autocompletion=completion.models,
+        ),
     ],
 ) -> None:
     """Print the folder of a model that is on this machine."""
@@ -57,7 +62,7 @@ def model_path(
 
 @model_app.command("verify")
 def model_verify(
-    name: Annotated[str, typer.Argument(help="Name from headrace model list.")],
+    name: KnownModelArgument,
 ) -> None:
     """Compare a downloaded model with its checksums."""
     from headrace.cli import models
@@ -72,6 +77,7 @@ def model_check_kv(
         typer.Argument(
             help="A config.json, a model folder, or a name from headrace model list.",
             metavar="CONFIG_OR_FOLDER",
+            autocompletion=completion.models,
         ),
     ],
     gpu_memory: Annotated[
@@ -277,6 +283,7 @@ def keys_add(
     requests_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Requests a minute.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a key, add its hash to the file, and print the key."""
     from headrace.cli import keys
@@ -288,6 +295,7 @@ def keys_add(
         role="admin" if admin else "user",
         max_concurrent=max_concurrent,
         requests_per_minute=requests_per_minute,
+        as_json=as_json,
     )
 
 

@@ -35,6 +35,7 @@ def add(
     role: Role,
     max_concurrent: int | None,
     requests_per_minute: int | None,
+    as_json: bool = False,
 ) -> None:
     """Make a key, add it to the file, and print it on stdout.
 
@@ -52,8 +53,12 @@ def add(
             requests_per_minute=requests_per_minute,
         )
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        raise CliError(f"{fault['loc'][0]}: {fault['msg']}", 2) from None
+        wrong = error.errors(include_url=False)[0]
+        raise CliError(
+            f'"{wrong["input"]}" cannot be the {wrong["loc"][0]} of a key; use 1 to 64 letters, '
+            'digits, ".", "_" and "-", a letter or digit first',
+            2,
+        ) from None
     with _locked(file):
         before = _read(file).keys if file.exists() else []
         if any(each.name == name for each in before):
@@ -63,7 +68,10 @@ def add(
         f"added {name} for tenant {entry.tenant} to {file}; the key is shown only now:",
         markup=False,
     )
-    print(key)
+    if as_json:
+        print(json.dumps({"key": key, **entry.model_dump(exclude={"hash"})}))
+    else:
+        print(key)
 
 
 def show_list(file: Path, *, as_json: bool) -> None:

@@ -13,23 +13,33 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.arguments.options import (
+    FileOption,
+    JsonOption,
+    NameOption,
+    PresetOption,
+    SetOption,
+)
+from headrace.cli.arguments.parser import describe_usage_error, parser_of, unwrap_help
+from headrace.cli.configure.commands import config_app, load
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
 from headrace.cli.groups import corpus_app, keys_app, model_app, store_app
-from headrace.cli.options import JsonOption, NameOption
 from headrace.cli.simulate import simulate
-from headrace.config import ConfigError, HeadraceConfig
+from headrace.config import ConfigError
 
 if TYPE_CHECKING:
     from headrace.cli.state import Instance
 
-CONFIG_HELP = "Configuration file (YAML). See docs/configuration.md."
-SECRET = "***"
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""The error of a command line that cannot be parsed, which Typer does not export."""
+RUN, LOOK, MODELS = "Run", "Look", "Models and KV"
+CONFIGURE, TUNE, MORE = "Configure", "Tune", "Other packages"
+"""Groups of commands in the help."""
 
 app = typer.Typer(
     name="headrace",
@@ -39,12 +49,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="Check and print configurations.", no_args_is_help=True)
-app.add_typer(model_app, name="model")
-app.add_typer(keys_app, name="keys")
-app.add_typer(corpus_app, name="corpus")
-app.add_typer(store_app, name="store")
-app.add_typer(config_app, name="config")
+app.add_typer(model_app, name="model", rich_help_panel=MODELS)
+app.add_typer(store_app, name="store", rich_help_panel=MODELS)
+app.add_typer(corpus_app, name="corpus", rich_help_panel=MODELS)
+app.add_typer(config_app, name="config", rich_help_panel=CONFIGURE)
+app.add_typer(keys_app, name="keys", rich_help_panel=CONFIGURE)
 
 
 def _add_commands(points: Iterable[EntryPoint]) -> None:
@@ -59,26 +68,10 @@ def _add_commands(points: Iterable[EntryPoint]) -> None:
             line = f"warning: the command {point.name} of {point.value} cannot be loaded: {why}"
             stderr().print(line, markup=False)
         else:
-            app.add_typer(group, name=point.name)
+            app.add_typer(group, name=point.name, rich_help_panel=MORE)
 
 
 _add_commands(entry_points(group="headrace.commands"))
-
-FileOption = Annotated[Path | None, typer.Option("-f", "--file", help=CONFIG_HELP)]
-PresetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--preset",
-        help="Preset to start from: laptop (the default), gpu-node or gpu-cluster. Wins over "
-        "preset: in the file.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Override one field, for example gateway.port=8001. Can be repeated."
-    ),
-]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,16 +81,21 @@ def main(arguments: list[str] | None = None) -> None:
     if "--debug" in arguments and "bench" not in arguments:
         debug = True
         arguments = [a for a in arguments if a != "--debug"]
+    parser = parser_of(app)
     try:
-        app(arguments, prog_name="headrace")
+        sys.exit(parser.main(arguments, prog_name="headrace", standalone_mode=False) or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except UsageError as error:
+        if str(error):  # else a group without a command, whose help has been printed
+            stderr().print(f"error: {describe_usage_error(error, parser)}", markup=False)
+        sys.exit(2)
     except Exception as error:
         if debug:
             raise
         _complain(error)
         code = error.exit_code if isinstance(error, CliError) else 1
         sys.exit(2 if isinstance(error, ConfigError) else code)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _complain(error: Exception) -> None:
@@ -132,7 +130,7 @@ def _root(
     """Declares --debug for the help; `main` has removed it from the arguments."""
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def up(
     file: FileOption = None,
     preset: PresetOption = None,
@@ -155,19 +153,24 @@ def up(
     timeout: Annotated[
         float, typer.Option(help="Seconds it may take to become ready; then it is stopped.")
     ] = 900.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --detach: print JSON on stdout.")
+    ] = False,
 ) -> None:
     """Start Ray, the engines and the endpoint, and serve until stopped.
 
     Ctrl-C stops it, and so does the end of the shell or program that started it, unless --detach
     or nohup is used.
     """
-    config = _load(file, preset, overrides, address)
+    if as_json and not detach:
+        raise CliError("--json needs --detach: without it, the command does not end", 2)
+    config = load(file, preset, overrides, address)
     from headrace.cli import up as command
 
-    command.up(config, name=name, detach=detach, timeout_s=timeout)
+    command.up(config, name=name, detach=detach, timeout_s=timeout, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def down(
     name: NameOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop all instances.")] = False,
@@ -220,7 +223,7 @@ def _to_stop(name: str | None, everything: bool) -> list[Instance]:
     return found
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def status(
     name: NameOption = None,
     verbose: Annotated[
@@ -237,7 +240,7 @@ def status(
     command.status(name, as_json=as_json, verbose=verbose)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def top(
     name: NameOption = None,
     every: Annotated[float, typer.Option(min=1, help="Seconds between two updates.")] = 2.0,
@@ -254,7 +257,7 @@ def top(
     command.top(name, every_s=every, once=once, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def explain(
     request_id: Annotated[
         str | None,
@@ -280,7 +283,7 @@ def explain(
     command.explain(request_id, name, last=last, as_json=as_json)
 
 
-@app.command("kv-budget")
+@app.command("kv-budget", rich_help_panel=LOOK)
 def kv_budget(name: NameOption = None, as_json: JsonOption = False) -> None:
     """Show how the engines keep within techniques.kv_budget, and the other options' errors."""
     from headrace.cli.show import kv_budget as command
@@ -288,7 +291,7 @@ def kv_budget(name: NameOption = None, as_json: JsonOption = False) -> None:
     command.kv_budget(name, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def chat(
     message: Annotated[
         str | None, typer.Argument(help="Question to ask. Without it, a conversation starts.")
@@ -310,7 +313,7 @@ def chat(
     command.chat(name, model, system, message, sampling)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def demo(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before each step.")] = False,
     name: NameOption = None,
@@ -321,12 +324,13 @@ def demo(
     command.demo(name, ask=not yes)
 
 
-app.command()(doctor)
+app.command(rich_help_panel=RUN)(doctor)
 
 
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=False,
+    rich_help_panel=TUNE,
 )
 def bench(context: typer.Context) -> None:
     """Compare Headrace with plain vLLM and with Ray's own prefill/decode app.
@@ -335,18 +339,21 @@ def bench(context: typer.Context) -> None:
     """
     sys.path.insert(0, os.getcwd())
     if find_spec("benchmarks") is None or find_spec("benchmarks.serving") is None:
+        if {"-h", "--help"} & {*context.args}:
+            print(f"{context.command.help}\n\nOptions: run this in the root of a checkout.")
+            return
         raise CliError(
-            "the benchmarks are not installed with the package: clone the repository and run this "
+            "the benchmarks are not installed with the package; clone the repository and run this "
             "in its root"
         )
     done = subprocess.run([sys.executable, "-m", "benchmarks.serving", *context.args], check=False)
     raise typer.Exit(done.returncode)
 
 
-app.command()(simulate)
+app.command(rich_help_panel=TUNE)(simulate)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def version(as_json: JsonOption = False) -> None:
     """Print the versions of Headrace, Ray, vLLM and NIXL."""
     from headrace import __version__
@@ -360,50 +367,4 @@ def version(as_json: JsonOption = False) -> None:
         stdout().print(f"headrace {__version__} ({words})")
 
 
-@config_app.command("show")
-def config_show(
-    file: FileOption = None, preset: PresetOption = None, overrides: SetOption = None
-) -> None:
-    """Print the whole configuration, with preset and defaults merged; keys are masked."""
-    import yaml
-
-    data = _load(file, preset, overrides, None).model_dump()
-    data["gateway"]["api_keys"] = [SECRET for _ in data["gateway"]["api_keys"]]
-    data["store"]["object_options"] = {name: SECRET for name in data["store"]["object_options"]}
-    if "secret" in data["store"]["node"]:
-        data["store"]["node"]["secret"] = SECRET
-    order = ["model", "prefill", "decode", "token_path", "gateway", "router"]
-    data = {k: data[k] for k in [*order, *(k for k in data if k not in order)]}
-    sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-
-
-@config_app.command("check")
-def config_check(
-    file: FileOption = None, preset: PresetOption = None, overrides: SetOption = None
-) -> None:
-    """Check a configuration without starting anything."""
-    from headrace.config import warnings
-
-    config = _load(file, preset, overrides, None)
-    for line in warnings(config):
-        stderr().print(f"warning: {line}", markup=False)
-    stdout().print("the configuration is fine")
-
-
-@config_app.command("docs")
-def config_docs() -> None:
-    """Print docs/configuration.md, which is generated from the schema."""
-    from headrace.config.docs import render
-
-    sys.stdout.write(render())
-
-
-def _load(
-    file: Path | None, preset: str | None, overrides: list[str] | None, address: str | None
-) -> HeadraceConfig:
-    from headrace.config import load_config
-
-    extra: list[Any] = list(overrides or [])
-    if address is not None:
-        extra.append(f"ray.address={json.dumps(address)}")
-    return load_config(file, preset, extra)
+unwrap_help(app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,16 +19,31 @@ def fetch(name: str) -> None:
     print(_call(lambda: models.fetch(name)))
 
 
-def show_list() -> None:
+def show_list(*, as_json: bool) -> None:
     """Print the models that Headrace knows by name."""
+    found = models.list_models()
+    if as_json:
+        listed = [
+            {
+                "name": each.name,
+                "size_bytes": each.size_bytes,
+                "license": each.license,
+                "description": each.summary,
+                "folder": str(each.path) if each.cached else None,
+            }
+            for each in found
+        ]
+        print(json.dumps(listed, indent=2))
+        return
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "size", "license", "description", "folder"):
-        table.add_column(column, overflow="fold")
-    for entry in models.list_models():
-        folder = str(entry.path) if entry.cached else "not downloaded"
-        size = human_bytes(entry.size_bytes)
-        table.add_row(entry.name, size, entry.license, entry.summary, folder)
+    for column in ("name", "size", "license", "description"):
+        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    for each in found:
+        table.add_row(each.name, human_bytes(each.size_bytes), each.license, each.summary)
     stdout().print(table)
+    for each in found:
+        where = f"in {each.path}" if each.cached else "not downloaded"
+        stdout().print(f"{each.name}: {where}", markup=False)
 
 
 def path(name: str) -> None:

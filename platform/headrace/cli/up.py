@@ -49,8 +49,13 @@ class Stopped(BaseException):
     """A signal, or a reason to end. Not an Exception, so that no handler takes it for a failure."""
 
 
-def up(config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float) -> None:
+def up(
+    config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float, as_json: bool = False
+) -> None:
     """Serve until stopped; with `detach`, until ready.
+
+    Args:
+        as_json: print the addresses as JSON when the endpoint is ready.
 
     Raises:
         CliError: it did not become ready; nothing of it is left running.
@@ -60,7 +65,7 @@ def up(config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float) -> 
         say.print(f"warning: {line}", style="yellow", markup=False)
     config = _with_ports(config)
     _check_certificates(config)
-    start = _Start(_claim(config, name), config, detach=detach)
+    start = _Start(_claim(config, name), config, detach=detach, as_json=as_json)
     watch = _Watch(start.instance, parent=not detach)
     errored = False
     try:
@@ -167,8 +172,11 @@ def _endpoint(config: HeadraceConfig) -> str:
 class _Start:
     """One start, and what must be undone if it fails."""
 
-    def __init__(self, instance: state.Instance, config: HeadraceConfig, *, detach: bool) -> None:
+    def __init__(
+        self, instance: state.Instance, config: HeadraceConfig, *, detach: bool, as_json: bool
+    ) -> None:
         self.instance, self.config, self.detach = instance, config, detach
+        self.as_json = as_json
         self.ready = False
         self.deletion: deploy.Deletion | None = None  # only on a cluster that we joined
 
@@ -205,7 +213,10 @@ class _Start:
         if self.detach and self.deletion is not None:
             self.deletion.dismiss()
         self.ready = True
-        _announce(self.instance, took_s, self.detach)
+        if self.as_json:
+            print(json.dumps(_addresses(self.instance, took_s), indent=2))
+        else:
+            _announce(self.instance, took_s, self.detach)
 
     def _get_model(self, display: Display) -> None:
         """Put the model's folder, and the settings for a KV budget, into the configuration."""
@@ -343,6 +354,20 @@ def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:
     if problems:
         raise ConfigError([f"{where}: {what}" for where, what in problems])
     return config
+
+
+def _addresses(instance: state.Instance, took_s: float) -> dict[str, object]:
+    """Return the instance for `--json`; a dashboard's token is in a file."""
+    dashboard = instance.dashboard_url
+    return {
+        "name": instance.name,
+        "endpoint": f"{instance.endpoint}/v1",
+        "model": instance.model,
+        "dashboard": dashboard,
+        "dashboard_token_file": status.token_file(instance) if dashboard else None,
+        "kv_budget": instance.kv_plan,
+        "ready_after_s": round(took_s, 1),
+    }
 
 
 def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:

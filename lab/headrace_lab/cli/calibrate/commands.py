@@ -35,7 +35,7 @@ def calibrate_blending(
     tokens: Annotated[int, typer.Option(min=500, help="Length of a prompt, about.")] = 2000,
     target_kl: TargetOption = 0.02,
     output: Annotated[
-        Path | None, typer.Option("--json", help="Also write what was measured to this file.")
+        Path | None, typer.Option(help="Also write the measurements to this file, as JSON.")
     ] = None,
 ) -> None:
     """Print the recompute ratio at which blending stays within an error. It takes minutes, and 4
@@ -54,7 +54,6 @@ def calibrate_compression(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--out",
             help="File to write, for techniques.compression.calibration. Default: "
             "NAME.compression.safetensors, here.",
         ),
@@ -88,7 +87,6 @@ def calibrate_sparse(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--out",
             help="File to write, for techniques.sparse.calibration. Default: "
             "NAME.sparse.safetensors, here.",
         ),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli import probes
+from headrace.cli.arguments.options import FileOption, JsonOption, PresetOption, SetOption
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import agreement, finding, link, machine, pod
 from headrace.cli.doctor.finding import Check, Finding
@@ -37,19 +38,13 @@ def doctor(
         str | None,
         typer.Option(
             help="Role of the pod: prefill, decode, gateway or head. Default: decode. Needs "
-            "--cluster."
+            "--cluster.",
+            autocompletion=lambda incomplete: [r for r in pod.ROLES if r.startswith(incomplete)],
         ),
     ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("-f", "--file", help="Configuration file (YAML). See docs/configuration.md."),
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Preset to start from; wins over preset: in the file.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one field. Can be repeated.")
-    ] = None,
+    file: FileOption = None,
+    preset: PresetOption = None,
+    overrides: SetOption = None,
     engines: Annotated[int, typer.Option(min=1, help="Engines that this pod runs.")] = 1,
     expect_rdma: Annotated[
         bool,
@@ -91,7 +86,7 @@ def doctor(
             "--peer (default: 2, at most 10).",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     termination_log: Annotated[
         Path,
         typer.Option(help="File for the problems, for the pod's status, if it exists."),
@@ -106,9 +101,9 @@ def doctor(
         for name, value in {**pod_only, "--clock-url": clock_url}.items():
             if value is not None:
                 raise CliError(f"{name} needs --cluster", 2)
-        raise typer.Exit(check_machine(_load(file, preset, overrides), as_json=as_json))
+        raise typer.Exit(check_machine(load_config(file, preset, overrides or ()), as_json=as_json))
     role = role or "decode"
-    if role not in ("prefill", "decode", "gateway", "head"):
+    if role not in pod.ROLES:
         raise CliError(f'--role: must be prefill, decode, gateway or head, got "{role}"', 2)
     if peer is not None and not _is_address(peer):
         raise CliError(f'--peer: must be like "10.0.0.1:7777", got "{peer}"', 2)
@@ -144,14 +139,8 @@ def check_machine(config: HeadraceConfig, *, as_json: bool) -> int:
         print(finding.as_json(findings))
     else:
         stdout().print(finding.as_table(findings))
+        stdout().print(finding.verdict(findings))
     return 1 if finding.failed(findings) else 0
-
-
-def _load(file: Path | None, preset: str | None, overrides: list[str] | None) -> HeadraceConfig:
-    try:
-        return load_config(file, preset, overrides or [])
-    except ConfigError as error:
-        raise CliError(str(error), 2) from None
 
 
 def _is_address(text: str) -> bool:

@@ -54,6 +54,15 @@ def failed(findings: Sequence[Finding]) -> bool:
     return any(f.level == "FAIL" for f in findings)
 
 
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the result of all checks in a line."""
+    wrong, doubtful = (sum(f.level == level for f in findings) for level in ("FAIL", "WARN"))
+    warnings = f"{doubtful} warning{'s' * (doubtful != 1)}" if doubtful else ""
+    if wrong:
+        return f"{wrong} problem{'s' * (wrong != 1)}" + (f", {warnings}" if warnings else "")
+    return "Ready" + (f", with {warnings}" if warnings else "")
+
+
 def as_json(findings: Sequence[Finding]) -> str:
     return json.dumps([asdict(f) for f in findings], indent=2)
 

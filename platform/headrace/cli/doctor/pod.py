@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from headrace.cli import probes
 from headrace.cli.cluster import port_is_free
@@ -17,6 +17,7 @@ from headrace.config import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
 
 Role = Literal["prefill", "decode", "gateway", "head"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 # Ray's own ports of the head: GCS, dashboard, client.
 HEAD_PORTS = [6379, 8265, 10001]

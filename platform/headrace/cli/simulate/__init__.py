@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.arguments import completion
+from headrace.cli.arguments.options import JsonOption
 from headrace.placement_policies import COST, RULES
 
 
@@ -27,6 +29,7 @@ def simulate(
             f"{', '.join(name for name in RULES if name != COST)}, two-choices, or one that a "
             "package adds: ray, dynamo, dynamo-conditional, llm-d, mooncake, sglang or aibrix. "
             "Can be repeated.",
+            autocompletion=completion.simulated_policies,
         ),
     ] = None,
     load: Annotated[
@@ -73,8 +76,9 @@ def simulate(
     failures: Annotated[
         int, typer.Option(min=0, max=1000, help="Engines that fail, each for a minute.")
     ] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    as_json: JsonOption = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write all figures to this file, as JSON.")
     ] = None,
     report: Annotated[
         Path | None, typer.Option("--report", help="Write a page with charts to this file (.html).")
@@ -101,4 +105,4 @@ def simulate(
         itl_ms=itl_ms,
         failures=failures,
     )
-    command.run(options, json_file=json_file, report=report)
+    command.run(options, as_json=as_json, output=output, report=report)

@@ -54,7 +54,9 @@ class SimulateOptions:
     failures: int
 
 
-def run(options: SimulateOptions, *, json_file: Path | None, report: Path | None) -> None:
+def run(
+    options: SimulateOptions, *, as_json: bool, output: Path | None, report: Path | None
+) -> None:
     """Play the trace, print a table, and write the files that the options name.
 
     Raises:
@@ -67,14 +69,17 @@ def run(options: SimulateOptions, *, json_file: Path | None, report: Path | None
     except (TraceError, SimulationError, CalibrationError, ValueError) as error:
         raise CliError(str(error), 2) from None
     outcomes = {name: one.outcome for name, one in runs.items()}
-    stdout().print(_table(outcomes))
-    if json_file is not None:
-        report_data = {
-            "options": facts,
-            "targets": asdict(targets),
-            "policies": {name: asdict(outcome) for name, outcome in outcomes.items()},
-        }
-        _write(json_file, json.dumps(report_data, indent=2) + "\n")
+    figures = {
+        "options": facts,
+        "targets": asdict(targets),
+        "policies": {name: asdict(outcome) for name, outcome in outcomes.items()},
+    }
+    if as_json:
+        print(json.dumps(figures, indent=2))
+    else:
+        stdout().print(_table(outcomes))
+    if output is not None:
+        _write(output, json.dumps(figures, indent=2) + "\n")
     if report is not None:
         courses = {name: one.course for name, one in runs.items()}
         title = f"{options.prefill} + {options.decode} engines, {options.trace.name}"

@@ -1,0 +1,1 @@
+"""The options that commands share, the completion of their values, and the parser."""

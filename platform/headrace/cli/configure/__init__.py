@@ -1,0 +1,1 @@
+"""`headrace config`: writes, checks, compares and prints configurations."""
