@@ -217,6 +217,7 @@ def test_a_change_of_a_setting_says_its_effect_and_asks(
     page.click("#dialog-cancel")
     wait(lambda: not page.text("dialog"))
     assert server.puts == []
+    assert page.run("return document.activeElement.dataset.value") == "local"
     page.click("#policy [data-value=local]")
     wait(lambda: page.text("dialog"))
     page.click("#dialog-confirm")

@@ -3,7 +3,11 @@ import { html, useEffect, useRef } from "../vendor/htm-preact.js";
 
 export function Dialog({ title, children, confirm, onConfirm, onCancel }) {
   const dialog = useRef(null);
-  useEffect(() => { dialog.current.showModal(); }, []);
+  useEffect(() => {
+    const box = dialog.current;
+    box.showModal();
+    return () => box.close(); // gives the focus back to the button that asked
+  }, []);
   const cancel = (event) => { event.preventDefault(); onCancel(); };
   return html`<dialog ref=${dialog} aria-labelledby="dialog-title" onCancel=${cancel}>
     <h2 id="dialog-title">${title}</h2>${children}
