@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 import headrace.console
 from headrace.console.files import CONSOLE, find
-from tests.unit.gateway_fakes import FakeReplica, answer, asked_from_elsewhere, gateway_over
+from tests.unit.gateway_fakes import answer, asked_from_elsewhere, gateway_over
 
 STATIC = Path(headrace.console.__file__).parent / "static"
 NAMES = sorted(str(file.relative_to(STATIC)) for file in STATIC.rglob("*.*"))
@@ -160,34 +159,3 @@ async def test_however_many_pages_look_the_cluster_is_asked_once_a_second() -> N
         states = await asyncio.gather(*(look() for _ in range(20)))
         assert asked == 1
         assert all(state == states[0] for state in states)
-
-
-async def test_requests_in_flight_are_told_the_oldest_first() -> None:
-    hold = asyncio.Event()
-
-    async def slow(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
-        await hold.wait()
-        return await answer(replica, request)
-
-    async with gateway_over(slow) as bench:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
-
-        async def chat(name: str) -> int:
-            async with bench.client.post(
-                CHAT, json=body, headers={"x-request-id": name}
-            ) as response:
-                return response.status
-
-        first = asyncio.create_task(chat("first"))
-        await asyncio.sleep(0.2)
-        second = asyncio.create_task(chat("second"))
-        await asyncio.sleep(0.2)
-        async with bench.client.get("/headrace/v1/status") as response:
-            told = (await response.json())["gateway"]["requests"]
-        assert [one["id"] for one in told] == ["first", "second"]
-        assert told[0]["path"] == CHAT and told[0]["ttft_s"] is None
-        assert told[0]["age_s"] > told[1]["age_s"] > 0
-        hold.set()
-        assert [await first, await second] == [200, 200]
-        async with bench.client.get("/headrace/v1/status") as response:
-            assert (await response.json())["gateway"]["requests"] == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,16 @@ from headrace.gateway.relay.request_history import (
     RequestHistory,
 )
 from headrace.gateway.relay.usage import MAX_READ_BYTES, answer_tokens
-from tests.unit.gateway_fakes import CHAT, EVENTS, PROMPT, answer, gateway_over, in_turn
+from tests.unit.gateway_fakes import (
+    CHAT,
+    EVENTS,
+    PROMPT,
+    FakeReplica,
+    answer,
+    gateway_over,
+    in_turn,
+    soon,
+)
 from tests.unit.test_gateway_stream_resume import WHOLE, tells
 
 DONE = FinishedRequest(
@@ -173,6 +184,35 @@ async def test_a_resumed_stream_counts_each_token_once() -> None:
     assert (request["tokens"], request["resumed"], request["error"]) == (2, 1, None)
     assert (request["path"], request["status"], request["streamed"]) == (CHAT, 200, True)
     assert last["error_rate"] == 0 and last["ttft_p50_s"] > 0
+
+
+async def test_requests_in_flight_are_listed_oldest_first() -> None:
+    hold = asyncio.Event()
+
+    async def slow(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        await hold.wait()
+        return await answer(replica, request)
+
+    async with gateway_over(slow) as bench:
+
+        async def chat(name: str) -> int:
+            headers = {"x-request-id": name}
+            async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
+                return response.status
+
+        calls = []
+        for number, name in enumerate(("first", "second"), 1):
+            calls.append(asyncio.create_task(chat(name)))
+            await soon(lambda number=number: len(bench.replica.seen) == number)  # type: ignore[misc]
+        async with bench.client.get("/headrace/v1/requests") as response:
+            listed = (await response.json())["in_flight"]
+        assert [each["id"] for each in listed] == ["first", "second"]
+        assert listed[0]["path"] == CHAT and listed[0]["ttft_s"] is None
+        assert listed[0]["age_s"] > listed[1]["age_s"] > 0
+        hold.set()
+        assert await asyncio.gather(*calls) == [200, 200]
+        document = bench.app.requests()
+        assert not document["in_flight"] and len(document["finished"]) == 2
 
 
 async def test_the_gateways_own_documents_and_wrong_paths_are_no_requests() -> None:

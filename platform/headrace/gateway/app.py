@@ -239,7 +239,6 @@ class GatewayApp:
             **({} if parts is None or parts.queue is None else {"queue": parts.queue.stats()}),
             "pid": os.getpid(),
             "relaying": self.relaying,
-            "requests": self.requests()["in_flight"],
             "body_bytes": self.body_reader.held_bytes,
             "keys_stale": self._keys.are_stale,
             **self._stall.snapshot(),
