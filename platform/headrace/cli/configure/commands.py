@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,49 @@ config_app = typer.Typer(
 )
 
 
+@config_app.command("init")
+def config_init(
+    file: Annotated[str, typer.Argument(help="File to write; - for stdout.")] = "headrace.yaml",
+    preset: PresetOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a commented configuration with the fields that people set first."""
+    from headrace.cli.configure import starter
+
+    chosen = preset or "laptop"
+    if file == "-":
+        sys.stdout.write(starter.starter(chosen))
+        return
+    starter.write(Path(file), chosen, force=force)
+    stdout().print(f"wrote {file}; start it with: headrace up -f {file}", markup=False)
+    try:
+        load(Path(file), None, None, None)
+    except ConfigError as error:
+        for line in error.problems:
+            stderr().print(f"before that: {line}", markup=False)
+
+
+@config_app.command("diff")
+def config_diff(
+    file: FileOption = None,
+    preset: PresetOption = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the fields that differ from the defaults; keys are masked."""
+    from headrace.cli.configure.difference import differences
+
+    found = differences(_masked(load(file, preset, overrides, None)))
+    if as_json:
+        print(json.dumps({d.field: {"value": d.value, "default": d.default} for d in found}))
+        return
+    for each in found:
+        value, default = (json.dumps(one, ensure_ascii=False) for one in each[1:])
+        stdout().print(f"{each.field}: {value}  (default: {default})", markup=False)
+    if not found:
+        stdout().print("no field differs from the defaults")
+
+
 @config_app.command("show")
 def config_show(
     file: FileOption = None, preset: PresetOption = None, overrides: SetOption = None
@@ -27,11 +70,7 @@ def config_show(
     """Print the whole configuration, with preset and defaults merged; keys are masked."""
     import yaml
 
-    data = load(file, preset, overrides, None).model_dump()
-    data["gateway"]["api_keys"] = [SECRET for _ in data["gateway"]["api_keys"]]
-    data["store"]["object_options"] = {name: SECRET for name in data["store"]["object_options"]}
-    if "secret" in data["store"]["node"]:
-        data["store"]["node"]["secret"] = SECRET
+    data = _masked(load(file, preset, overrides, None))
     order = ["model", "prefill", "decode", "token_path", "gateway", "router"]
     data = {k: data[k] for k in [*order, *(k for k in data if k not in order)]}
     sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
@@ -70,6 +109,16 @@ def config_docs() -> None:
     from headrace.config.docs import render
 
     sys.stdout.write(render())
+
+
+def _masked(config: HeadraceConfig) -> dict[str, Any]:
+    """Return a configuration as plain data, without its secrets."""
+    data = config.model_dump()
+    data["gateway"]["api_keys"] = [SECRET for _ in data["gateway"]["api_keys"]]
+    data["store"]["object_options"] = {name: SECRET for name in data["store"]["object_options"]}
+    if "secret" in data["store"]["node"]:
+        data["store"]["node"]["secret"] = SECRET
+    return data
 
 
 def load(
