@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-COLUMNS, ROWS = 88, 24
+COLUMNS, ROWS = 92, 24
 COLUMN_PX, ROW_PX, PADDING_PX, FONT_PX = 8.4, 19, 16, 14
 MAX_PAUSE_S = 1.5
 READ_S = 2.5

@@ -22,7 +22,8 @@ from headrace.cli.chat import Endpoint, endpoint_of
 from headrace.cli.console import CliError, stdout
 from headrace.cli.show import explain
 
-QUESTION = "What is the capital of France?"
+QUESTIONS = ("What is the capital of France?", "What is the capital of Italy?")
+"""Two, because a router that was idle takes the first as an occasion to measure another way."""
 STORY = "Tell me a story about a river that drives a mill."
 STORY_TOKENS, KILL_AFTER = 64, 10
 """Length of the answer during which a replica is killed, and number of pieces before the kill."""
@@ -74,12 +75,12 @@ class Demo:
         self._first_s: float | None = None
         self.steps = (
             Step(
-                "Ask a question",
+                "Ask two questions",
                 "The endpoint speaks OpenAI's API. Any client works.",
                 self._ask,
             ),
             Step(
-                "See the price of that answer",
+                "See the price of the second answer",
                 "For each request, the router predicts in seconds what every way of serving it "
                 "costs, and takes the cheapest. Then it measures.",
                 self._explain,
@@ -123,10 +124,11 @@ class Demo:
         return endpoint
 
     def _ask(self) -> None:
-        self._say(f"> {QUESTION}")
-        endpoint = self._answer(QUESTION, 64)
-        self._asked = endpoint.last.request_id
-        self._say(endpoint.times())
+        for question in QUESTIONS:
+            self._say(f"> {question}")
+            endpoint = self._answer(question, 64)
+            self._asked = endpoint.last.request_id
+            self._say(endpoint.times())
 
     def _explain(self) -> None:
         self._say(f"$ headrace explain {self._asked}")
