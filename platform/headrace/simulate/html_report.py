@@ -10,9 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.simulate.outcome import GoodputTargets, SimulationOutcome
+from headrace.simulate.run import SimulationRun
 
-COLOURS = ("#2364aa", "#d1495b", "#3a7d44", "#e09f3e", "#6d597a", "#2a9d8f", "#8d5524", "#555")
-WIDTH, HEIGHT, LEFT, BOTTOM = 560, 200, 56, 24
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000", "#777")
+"""Colours that colour-blind people can tell apart (Okabe and Ito); the dashes differ, too."""
+DASHES = ("", "6 3", "2 3", "10 3 2 3", "", "6 3", "2 3", "10 3 2 3")
+WIDTH, HEIGHT, TOP, BOTTOM = 560, 220, 24, 24
 _POINTS = 400
 """Maximum points of a line: longer courses are drawn as means over equal parts."""
 
@@ -48,27 +51,22 @@ CHARTS = (
 def page(
     title: str,
     parameters: Mapping[str, str],
-    outcomes: Mapping[str, SimulationOutcome],
-    courses: Mapping[str, Mapping[str, NDArray[np.float64]]],
+    runs: Mapping[str, SimulationRun],
     targets: GoodputTargets,
 ) -> str:
     """Return the report page.
 
     Args:
         parameters: the run's parameters, by label.
-        outcomes, courses: figures and courses, by policy.
+        runs: results by policy.
     """
-    legend = " ".join(
-        f'<span style="color:{COLOURS[n % len(COLOURS)]}">&#9632;</span> {escape(name)}'
-        for n, name in enumerate(outcomes)
-    )
+    outcomes = {name: run.outcome for name, run in runs.items()}
+    legend = " ".join(f"<span>{_sample(n)} {escape(name)}</span>" for n, name in enumerate(runs))
     facts = "".join(f"<li>{escape(k)}: {escape(v)}</li>" for k, v in parameters.items())
-    charts = "".join(
-        f"<figure><figcaption>{label}</figcaption>"
-        + chart([(course["at_s"], course[name]) for course in courses.values()])
-        + "</figure>"
-        for name, label in CHARTS
-    )
+    charts = _figure("Share of requests with their first token within", _distributions(runs))
+    for field, label in CHARTS:
+        lines = [(run.course["at_s"], run.course[field]) for run in runs.values()]
+        charts += _figure(label, chart(lines))
     goal = (
         f"Goodput: requests with their first token within {targets.ttft_s:g} s"
         + (f" plus {1e3 * targets.ttft_token_s:g} ms a token" if targets.ttft_token_s else "")
@@ -76,16 +74,70 @@ def page(
     )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title><style>"
-        "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;"
-        "color:#222;background:#fff}table{border-collapse:collapse}"
-        "td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:right}"
-        "td:first-child,th:first-child{text-align:left}"
-        "figure{display:inline-block;margin:1em 1em 0 0}"
-        "figcaption{font-weight:600}</style></head><body>"
-        f"<h1>{escape(title)}</h1><ul>{facts}</ul><p>{goal}</p>{table(outcomes)}"
-        f"<p>{legend}</p>{charts}</body></html>\n"
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1><p class=result>{escape(conclusion(outcomes))}</p>"
+        f"<div class=wide>{table(outcomes)}</div><p>{goal}</p>"
+        f"<p class=legend>{legend}</p><div class=charts>{charts}</div>"
+        f"<h2>Parameters</h2><ul>{facts}</ul></body></html>\n"
     )
+
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:80em;padding:0 1em;"
+    "color:#222;background:#fff}li{overflow-wrap:anywhere}h1{font-size:1.5em}"
+    ".result{font-size:1.15em;font-weight:600}.wide{overflow-x:auto}"
+    "table{border-collapse:collapse}"
+    "td,th{padding:.2em .6em;border-bottom:1px solid #ddd;text-align:right}"
+    "td:first-child,th:first-child{text-align:left}td+td,th+th,.legend span{white-space:nowrap}"
+    ".legend span{margin-right:1.5em}"
+    "@media(max-width:30em){td,th{padding:.2em .3em}table{font-size:13px}}"
+    ".charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26em),1fr));"
+    "gap:1.5em}figure{margin:0}figcaption{font-weight:600}svg.chart{width:100%;height:auto}"
+)
+
+
+def conclusion(outcomes: Mapping[str, SimulationOutcome]) -> str:
+    """Return the result in one sentence."""
+    ranked = sorted(outcomes.items(), key=lambda one: (-one[1].goodput, one[1].ttft_mean))
+    (best, first), *others = ranked
+    told = (
+        f"{best} keeps the targets for {first.goodput:.0%} of the requests; half of all requests "
+        f"have their first token within {_number(first.ttft_p50)} s, 99 % within "
+        f"{_number(first.ttft_p99)} s"
+    )
+    if others:
+        rest = ", ".join(f"{name} for {one.goodput:.0%}" for name, one in others)
+        told += f". The other policies: {rest}"
+    return told + "."
+
+
+def _figure(label: str, drawing: str) -> str:
+    return f"<figure><figcaption>{label}</figcaption>{drawing}</figure>"
+
+
+def _sample(number: int) -> str:
+    """Return a short piece of a policy's line, for the legend."""
+    line = f'<path d="M0 5H28" {_stroke(number)}/>'
+    return f'<svg width="28" height="10" aria-hidden="true">{line}</svg>'
+
+
+def _stroke(number: int) -> str:
+    colour, dash = (each[number % len(each)] for each in (COLOURS, DASHES))
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'fill="none" stroke="{colour}" stroke-width="1.8"{dashes}'
+
+
+def _distributions(runs: Mapping[str, SimulationRun]) -> str:
+    """Draw the share of requests with a first token within each time, up to the largest 99th
+    percentile."""
+    end_s = max(run.outcome.ttft_p99 for run in runs.values()) or 1.0
+    times = np.linspace(0.0, end_s, _POINTS)
+    shares = (
+        np.searchsorted(np.sort(run.ttft_s), times, side="right") / max(1, len(run.ttft_s))
+        for run in runs.values()
+    )
+    return chart([(times, share) for share in shares])
 
 
 def table(outcomes: Mapping[str, SimulationOutcome]) -> str:
@@ -106,24 +158,24 @@ def chart(lines: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> s
     thinned = [_thinned(x, y) for x, y in lines]
     max_x = max((float(x[-1]) for x, _ in thinned if len(x)), default=1.0) or 1.0
     max_y = max((float(y.max()) for _, y in thinned if len(y)), default=1.0) or 1.0
-    wide, high = WIDTH - LEFT, HEIGHT - BOTTOM
+    high = HEIGHT - BOTTOM
     drawn = []
     for n, (x, y) in enumerate(thinned):
         points = " ".join(
-            f"{LEFT + wide * a / max_x:.1f},{high - (high - 8) * b / max_y:.1f}"
+            f"{WIDTH * a / max_x:.1f},{high - (high - TOP) * b / max_y:.1f}"
             for a, b in zip(x.tolist(), y.tolist(), strict=True)
         )
-        colour = COLOURS[n % len(COLOURS)]
-        drawn.append(f'<polyline fill="none" stroke="{colour}" points="{points}"/>')
+        drawn.append(f'<polyline {_stroke(n)} points="{points}"/>')
     axes = (
-        f'<path d="M{LEFT} 8V{high}H{WIDTH}" fill="none" stroke="#999"/>'
-        f'<text x="{LEFT - 4}" y="14" text-anchor="end">{_number(max_y)}</text>'
-        f'<text x="{LEFT - 4}" y="{high}" text-anchor="end">0</text>'
+        f'<path d="M0 {TOP}V{high}H{WIDTH}" fill="none" stroke="#999"/>'
+        f'<path d="M0 {TOP}H{WIDTH}" fill="none" stroke="#ddd"/>'
+        f'<text x="0" y="{TOP - 6}">{_number(max_y)}</text>'
+        f'<text x="0" y="{HEIGHT - 6}">0</text>'
         f'<text x="{WIDTH}" y="{HEIGHT - 6}" text-anchor="end">{_number(max_x)} s</text>'
     )
     return (
-        f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'font-size="12">{axes}{"".join(drawn)}</svg>'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="13">'
+        f"{axes}{''.join(drawn)}</svg>"
     )
 
 

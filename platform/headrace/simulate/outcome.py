@@ -67,7 +67,7 @@ def measure_outcome(
     seen = np.flatnonzero(req["arrival_s"] >= measured_from_s)
     if len(seen) == 0:
         raise ValueError("no request arrived in the measured part of the run")
-    ttft = np.minimum(req["first_s"][seen], until_s) - req["arrival_s"][seen]
+    ttft = first_token_seconds(s, measured_from_s, until_s)
     more = req["output"][seen] - 1
     ended = req["phase"][seen] == DONE
     tpot = (req["end_s"][seen] - req["first_s"][seen])[ended & (more > 0)] / more[
@@ -101,6 +101,12 @@ def measure_outcome(
         preempted=int(eng["preemptions"].sum()),
         lost=int(req["tries"].sum()),
     )
+
+
+def first_token_seconds(s: State, measured_from_s: float, until_s: float) -> NDArray[np.float64]:
+    """Return the times to first token of the requests that arrived from `measured_from_s` on."""
+    seen = s.req["arrival_s"] >= measured_from_s
+    return np.asarray(np.minimum(s.req["first_s"][seen], until_s) - s.req["arrival_s"][seen])
 
 
 def gap_percentile(histogram: NDArray[np.int64], share: float) -> float:

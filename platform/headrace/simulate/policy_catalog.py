@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
+from headrace.config.checks.messages import did_you_mean
 from headrace.placement_policies import COST
 from headrace.router.placement.policies import policy_names as placement_policies
 from headrace.router.plan import RouterSettings
@@ -42,7 +43,8 @@ def find_policy(name: str) -> Policy:
         return BUILTIN_POLICIES[name]
     if found := _added().get(name):
         return cast(Policy, found.load())
-    raise ValueError(f"no policy is called {name!r}; there are {', '.join(names())}")
+    hint = did_you_mean(name, list(names())) or f"; there are {', '.join(names())}"
+    raise ValueError(f'no policy is called "{name}"{hint}')
 
 
 def _added() -> dict[str, EntryPoint]:

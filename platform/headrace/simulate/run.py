@@ -22,7 +22,12 @@ from headrace.simulate.cluster_state import (
     record_sent,
 )
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import GoodputTargets, SimulationOutcome, measure_outcome
+from headrace.simulate.outcome import (
+    GoodputTargets,
+    SimulationOutcome,
+    first_token_seconds,
+    measure_outcome,
+)
 from headrace.simulate.policies import Policy
 from headrace.simulate.request_kv import pairs_between
 from headrace.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
@@ -75,10 +80,12 @@ class SimulationSettings:
 
 @dataclass(frozen=True, slots=True)
 class SimulationRun:
-    """A run's figures, its course (one row a second), and its final state."""
+    """A run's figures, its course (one row a second), the times to first token in seconds, and its
+    final state."""
 
     outcome: SimulationOutcome
     course: dict[str, NDArray[np.float64]]
+    ttft_s: NDArray[np.float64]
     state: State
 
 
@@ -107,11 +114,11 @@ def simulate(
     simulation.play(progress)
     from_s = settings.warm_share * work.seconds
     reachable = best_case(work, hardware, from_s).hit_rate
-    outcome = measure_outcome(
-        simulation.s, settings.targets, reachable, from_s, float(simulation.s.now_s[0])
-    )
+    until_s = float(simulation.s.now_s[0])
+    outcome = measure_outcome(simulation.s, settings.targets, reachable, from_s, until_s)
+    ttft_s = first_token_seconds(simulation.s, from_s, until_s)
     course = {name: np.array(values) for name, values in simulation.course.items()}
-    return SimulationRun(outcome, course, simulation.s)
+    return SimulationRun(outcome, course, ttft_s, simulation.s)
 
 
 def check(

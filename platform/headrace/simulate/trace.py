@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class Trace:
     def seconds(self) -> float:
         """Seconds from the first request to the end of the last tick."""
         return float(self.arrival_s[-1]) + max(self.tick_s, 1e-3)
+
+
+def sample_trace() -> Path:
+    """Return the trace that comes with Headrace: 370 requests of a production chat service."""
+    return Path(str(files("headrace.simulate") / "traces" / "sample.jsonl"))
 
 
 def read_trace(path: Path) -> Trace:

@@ -15,8 +15,12 @@ from headrace.placement_policies import COST, RULES
 def simulate(
     trace: Annotated[
         Path,
-        typer.Option("--trace", help="Trace in Mooncake's form: one JSON object a line."),
-    ],
+        typer.Option(
+            "--trace",
+            help="Trace in Mooncake's form, one JSON object a line; or sample, 370 requests of a "
+            "chat service that come with Headrace.",
+        ),
+    ] = Path("sample"),
     prefill: Annotated[
         int, typer.Option(min=0, max=4096, help="Prefill engines; 0 lets every engine do both.")
     ] = 4,

@@ -29,7 +29,13 @@ from headrace.simulate.run import (
     SimulationSettings,
     simulate,
 )
-from headrace.simulate.trace import TraceError, read_trace, scale_trace, with_block_size
+from headrace.simulate.trace import (
+    TraceError,
+    read_trace,
+    sample_trace,
+    scale_trace,
+    with_block_size,
+)
 
 DOWN_S = 60.0
 """Time for which a failed engine is away."""
@@ -81,22 +87,21 @@ def run(
     if output is not None:
         _write(output, json.dumps(figures, indent=2) + "\n")
     if report is not None:
-        courses = {name: one.course for name, one in runs.items()}
         title = f"{options.prefill} + {options.decode} engines, {options.trace.name}"
-        _write(report, page(title, facts, outcomes, courses, targets))
+        _write(report, page(title, facts, runs, targets))
 
 
 def _play(
     options: SimulateOptions,
 ) -> tuple[dict[str, SimulationRun], GoodputTargets, dict[str, str]]:
+    policies = {name: find_policy(name) for name in options.policies}
     hardware = _hardware(options)
     targets = GoodputTargets(options.ttft_s, options.ttft_token_ms / 1e3, options.itl_ms / 1e3)
-    trace = with_block_size(read_trace(options.trace), hardware.block_tokens)
+    trace = with_block_size(read_trace(_trace(options.trace)), hardware.block_tokens)
     settings = SimulationSettings(seed=options.seed, targets=targets, failures=_failures(options))
     engines, warm_share = options.prefill or options.decode, settings.warm_share
     rate = options.load * capacity_rate(trace, hardware, engines, options.seconds, warm_share)
     work = scale_trace(trace, rate, options.seconds, options.seed)
-    policies = {name: find_policy(name) for name in options.policies}
     runs = {}
     with _bars(policies) as advance:
         for name, policy in policies.items():
@@ -115,6 +120,11 @@ def _play(
         "fits": options.calibrate or "an 8B model on a GPU of the H100 kind, by arithmetic",
     }
     return runs, targets, facts
+
+
+def _trace(path: Path) -> Path:
+    """Return the file of a trace; `sample` is Headrace's own, unless there is a file so called."""
+    return sample_trace() if path == Path("sample") and not path.exists() else path
 
 
 def _hardware(options: SimulateOptions) -> Hardware:
