@@ -31,7 +31,7 @@ WIDTH = 96
 def starter(preset: str) -> str:
     """Return the file's text for a preset. Raises ConfigError if there is no such preset."""
     values = parse_yaml(preset_text(preset), f"preset {preset}")
-    config = HeadraceConfig.model_validate(values)  # what the site must add is not there yet
+    config = HeadraceConfig.model_validate(values)  # without the fields of the site
     lines = [
         "# Configuration of Headrace: headrace up -f THIS_FILE",
         "# Check it with headrace config check -f THIS_FILE; docs/configuration.md has all fields.",
