@@ -36,7 +36,7 @@ from headrace.simulate.best_case import best_case
 from headrace.simulate.cluster_state import EnginePair, PromptRequest
 from headrace.simulate.hardware import Engine, Hardware, prefill_s
 from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.outcome import measure_outcome
+from headrace.simulate.outcome import first_token_seconds, measure_outcome
 from headrace.simulate.run import Simulation, SimulationRun, SimulationSettings, check
 from headrace.simulate.state import DONE, NEW
 from headrace.simulate.trace import Workload
@@ -256,4 +256,5 @@ def simulate_admitted(
         until_s = float(simulation.s.now_s[0])
         outcome = measure_outcome(simulation.s, settings.targets, reachable, from_s, until_s)
     course = {name: np.array(values) for name, values in simulation.course.items()}
-    return SimulationRun(outcome, course, simulation.s), simulation.result
+    ttft_s = first_token_seconds(simulation.s, from_s, until_s)
+    return SimulationRun(outcome, course, ttft_s, simulation.s), simulation.result

@@ -24,7 +24,7 @@ from headrace.simulate import event_loop
 from headrace.simulate.best_case import best_case
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.outcome import measure_outcome
+from headrace.simulate.outcome import first_token_seconds, measure_outcome
 from headrace.simulate.run import Simulation, SimulationRun, SimulationSettings, check
 from headrace.simulate.state import DONE, NEW
 from headrace.simulate.trace import Workload
@@ -274,4 +274,5 @@ def simulate_autoscaled(
         sum(role.ordered for role in simulation.roles),
         np.array(simulation.rows).reshape(-1, 3),
     )
-    return SimulationRun(outcome, course, simulation.s), result
+    ttft_s = first_token_seconds(simulation.s, simulation.from_s, until_s)
+    return SimulationRun(outcome, course, ttft_s, simulation.s), result
