@@ -147,7 +147,7 @@ def test_measured_stands_beside_predicted_and_zero_rows_are_left_out() -> None:
     for said in (
         "prompt: 2,000 tokens: 2,000 computed",
         "cache: 1,984 prompt tokens reused; 0 were cached somewhere",
-        "in hindsight the next best choice may have saved 250 ms",
+        "in hindsight the next best choice might have saved 250 ms",
         "no choice keeps every target: this one breaks the TTFT target",
     ):
         assert said in lines

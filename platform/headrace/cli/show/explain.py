@@ -124,11 +124,6 @@ def render(plan: Mapping[str, Any], out: Console) -> None:
         say(f"no choice keeps every target: this one {' and '.join(plan['broken'])}")
 
 
-def _runs(plan: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    for run in plan["runs"]:
-        yield run["tokens"], SOURCES.get(run["source"], run["source"])
-
-
 def _planner(plan: Mapping[str, Any]) -> str:
     return "gateway" if plan["made_by"] == "gateway" else "decode replica"
 
@@ -214,7 +209,7 @@ def _results(plan: Mapping[str, Any]) -> Iterator[str]:
     )
     if measured["regret_s"] > 0:
         yield (
-            f"in hindsight the next best choice may have saved {human_time(measured['regret_s'])}"
+            f"in hindsight the next best choice might have saved {human_time(measured['regret_s'])}"
         )
 
 
