@@ -32,7 +32,7 @@ from headrace.cli.console import CliError, human_bytes, stderr, stdout
 from headrace.cli.display import Display
 from headrace.cli.doctor.machine import needed_memory_bytes
 from headrace.cli.probes.machine import available_memory_bytes
-from headrace.cli.show import kv_budget, status
+from headrace.cli.show import kv_budget, ready
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.app_args import llm_config
 from headrace.config.key_file import hash_of, new_key
@@ -214,9 +214,9 @@ class _Start:
             self.deletion.dismiss()
         self.ready = True
         if self.as_json:
-            print(json.dumps(_addresses(self.instance, took_s), indent=2))
+            print(json.dumps(ready.addresses(self.instance, took_s), indent=2))
         else:
-            _announce(self.instance, took_s, self.detach)
+            ready.announce(self.instance, took_s, self.detach)
 
     def _get_model(self, display: Display) -> None:
         """Put the model's folder, and the settings for a KV budget, into the configuration."""
@@ -354,46 +354,6 @@ def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:
     if problems:
         raise ConfigError([f"{where}: {what}" for where, what in problems])
     return config
-
-
-def _addresses(instance: state.Instance, took_s: float) -> dict[str, object]:
-    """Return the instance for `--json`; a dashboard's token is in a file."""
-    dashboard = instance.dashboard_url
-    return {
-        "name": instance.name,
-        "endpoint": f"{instance.endpoint}/v1",
-        "model": instance.model,
-        "dashboard": dashboard,
-        "dashboard_token_file": status.token_file(instance) if dashboard else None,
-        "kv_budget": instance.kv_plan,
-        "ready_after_s": round(took_s, 1),
-    }
-
-
-def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
-    out = stdout()
-    key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if instance.api_key else ""
-    body = json.dumps(
-        {"model": instance.model, "messages": [{"role": "user", "content": "Hello!"}]}
-    )
-    lines = [
-        f"endpoint   {instance.endpoint}/v1",
-        f"model      {instance.model}",
-    ]
-    if instance.dashboard_url:
-        lines.append(f"dashboard  {instance.dashboard_url}")
-        lines.append(f"  token    {status.token_file(instance)}")
-    lines.append(
-        f"try        curl {instance.endpoint}/v1/chat/completions "
-        f"-H 'Content-Type: application/json'{key} -d '{body}'"
-    )
-    if instance.kv_plan is not None:
-        lines.insert(2, f"kv budget  {kv_budget.summary(instance.kv_plan)}")
-    name = "" if instance.name == "default" else f" --name {instance.name}"
-    how = f"headrace down{name}" if detach else "Ctrl-C"
-    lines.append(f"ready      after {took_s:.0f} s; stop it with {how}")
-    for line in lines:
-        out.print(line, markup=False)
 
 
 def _serve(instance: state.Instance) -> None:
