@@ -28,7 +28,7 @@ from types import FrameType
 import psutil
 
 from headrace.cli import client, cluster, deploy, down, state
-from headrace.cli.console import CliError, human_bytes, stderr, stdout
+from headrace.cli.console import CliError, human_bytes, stderr
 from headrace.cli.display import Display
 from headrace.cli.doctor.machine import needed_memory_bytes
 from headrace.cli.probes.machine import available_memory_bytes
