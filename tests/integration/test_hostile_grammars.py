@@ -48,8 +48,8 @@ def running() -> Iterator[Loop]:
     try:
         yield made
     finally:
-        made.trials.close()
-        made.loop.run_until_complete(asyncio.sleep(0.1))
+        made.loop.run_until_complete(made.trials.aclose())
+        made.loop.run_until_complete(asyncio.sleep(0.1))  # the loop closes the worker's pipes
         made.loop.close()
 
 

@@ -16,7 +16,7 @@ SPLIT = ["ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "itl_mean"]
 
 
 def test_the_page_has_the_programs_table() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "gpu-measurements.md").read_text()
     assert expected.markdown() in page
 
 

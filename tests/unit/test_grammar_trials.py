@@ -227,8 +227,8 @@ async def trials() -> AsyncIterator[GrammarTrials]:
     try:
         yield made
     finally:
-        made.close()
-        await asyncio.sleep(0.05)
+        await made.aclose()
+        await asyncio.sleep(0.05)  # the loop closes the worker's pipes
 
 
 async def test_a_grammar_that_passes_is_tried_once() -> None:

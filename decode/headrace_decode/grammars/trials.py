@@ -138,6 +138,14 @@ class GrammarTrials:
             task.cancel()
         self._end()
 
+    async def aclose(self) -> None:
+        """End the worker, and return when it has ended."""
+        process, tasks = self._process, list(self._tasks)
+        self.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if process is not None:
+            await process.wait()
+
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -232,6 +240,7 @@ class GrammarTrials:
                 raise RuntimeError("the worker for grammars did not start; its log says why")
         except BaseException:
             _kill(process)
+            await process.wait()
             raise
         return process
 
