@@ -22,8 +22,9 @@ from headrace.cli.chat import Endpoint, endpoint_of
 from headrace.cli.console import CliError, stdout
 from headrace.cli.show import explain
 
-QUESTIONS = ("What is the capital of France?", "What is the capital of Italy?")
-"""Two, because a router that was idle takes the first as an occasion to measure another way."""
+QUESTION = "What is the capital of France?"
+TIMES = 2
+"""How often it is asked: a router that was idle uses the first request to measure another way."""
 STORY = "Tell me a story about a river that drives a mill."
 STORY_TOKENS, KILL_AFTER = 64, 10
 """Length of the answer during which a replica is killed, and number of pieces before the kill."""
@@ -75,7 +76,7 @@ class Demo:
         self._first_s: float | None = None
         self.steps = (
             Step(
-                "Ask two questions",
+                "Ask a question, twice",
                 "The endpoint speaks OpenAI's API. Any client works.",
                 self._ask,
             ),
@@ -124,9 +125,9 @@ class Demo:
         return endpoint
 
     def _ask(self) -> None:
-        for question in QUESTIONS:
-            self._say(f"> {question}")
-            endpoint = self._answer(question, 64)
+        for _ in range(TIMES):
+            self._say(f"> {QUESTION}")
+            endpoint = self._answer(QUESTION, 64)
             self._asked = endpoint.last.request_id
             self._say(endpoint.times())
 
