@@ -30,6 +30,30 @@ KEY = "operators-key"
 ANSWER = "A prompt's KV is computed once and used again by every later prompt that begins alike."
 
 
+def recorded(state: str) -> dict[str, Any]:
+    """Return the documents of a state.
+
+    A file may instead name a `base`, and `changes` to it: the path of a value and its new value, or
+    a path alone for a value that is removed.
+    """
+    found: dict[str, Any] = json.loads((DATA / f"{state}.json").read_text())
+    if "base" not in found:
+        return found
+    documents = recorded(found["base"])
+    for path, *value in found["changes"]:
+        at: Any = documents
+        *way, last = (int(part) if part.isdigit() else part for part in path.split("/"))
+        for part in way:
+            at = at[part]
+        if not value:
+            del at[last]
+        elif isinstance(at, list) and last == len(at):
+            at.append(value[0])
+        else:
+            at[last] = value[0]
+    return documents
+
+
 class ConsolePage:
     """A server of the console. `state` may be changed while it runs.
 
@@ -41,9 +65,7 @@ class ConsolePage:
     def __init__(self, state: str) -> None:
         self.state = state
         self.puts: list[tuple[str, dict[str, Any]]] = []
-        self.documents = {
-            name: json.loads((DATA / f"{name}.json").read_text()) for name in RECORDED
-        }
+        self.documents = {name: recorded(name) for name in RECORDED}
         self._started_s = time.monotonic()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True

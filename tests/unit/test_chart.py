@@ -374,61 +374,6 @@ def test_the_preflight_of_a_pod_lets_a_sound_one_start(role: str, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_alerts_link_to_the_runbook_of_the_released_version() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
-
-    def links(address: str) -> list[str]:
-        values = merged(MATRIX["everything"], {"monitoring.runbookUrl": address})
-        [rule] = of_kind("PrometheusRule", values)
-        alerts = [one for group in rule["spec"]["groups"] for one in group["rules"]]
-        return [alert["annotations"]["runbook_url"] for alert in alerts]
-
-    site = f"https://docs.example.com/headrace/{chart['appVersion']}/runbook/"
-    plain = links("")
-    assert "docs/runbook.md#headracedown" in plain
-    assert links("https://docs.example.com/headrace/{version}/runbook/") == [
-        link.replace("docs/runbook.md", site) for link in plain
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "runbook", "console"),
-    [
-        ({"ingress.enabled": False}, "docs/runbook.md", "http://127.0.0.1:8000/console"),
-        (
-            {"monitoring.runbookUrl": "https://docs.example.com/{version}/runbook.html"},
-            "https://docs.example.com/{version}/runbook.html",
-            "https://llm.example.com/console",
-        ),
-        (
-            {"monitoring.consoleUrl": "https://chat.example.com/console"},
-            "docs/runbook.md",
-            "https://chat.example.com/console",
-        ),
-    ],
-    ids=["port-forward", "ingress", "its own address"],
-)
-def test_all_dashboards_are_shipped_and_link_to_the_runbook_and_the_console(
-    changes: dict[str, Any], runbook: str, console: str
-) -> None:
-    version = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))["appVersion"]
-    maps = of_kind("ConfigMap", merged(MATRIX["everything"], changes))
-    texts = {
-        name: text
-        for one in maps
-        if "grafana_dashboard" in one["metadata"]["labels"]
-        for name, text in one["data"].items()
-    }
-    assert texts.keys() == {file.name for file in (CHART / "files/dashboards").glob("*.json")}
-    for text in texts.values():
-        constants = {
-            each["name"]: each["query"]
-            for each in json.loads(text)["templating"]["list"]
-            if each["type"] == "constant"
-        }
-        assert constants == {"runbook": runbook.replace("{version}", version), "console": console}
-
-
 def test_the_install_guide_names_what_the_chart_has() -> None:
     """Files, values, objects and the laptop's memory in docs/install.md."""
     guide = (ROOT / "docs" / "install.md").read_text("utf-8")
