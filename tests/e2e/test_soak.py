@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.support import run
-from tests.support.app import App
+from tests.support.app import App, until
 from tests.support.faults import (
     ANSWER_TOKENS,
     CLIENTS,
@@ -43,7 +43,7 @@ def test_kills_in_a_row_lose_nothing(app: App, role: str) -> None:
     for number in range(KILLS):
         pid = int(app.replica(role)["pid"])
         with Load(app.url, PROMPTS, clients=CLIENTS, max_tokens=100) as load:
-            time.sleep(5)
+            until(lambda: load.streaming() >= 2, 240, "answers are written", app.status)
             orphans, killed_at = kill(pid), time.monotonic()
             assert_end(orphans)
             wait_for_new(app, role, pid)

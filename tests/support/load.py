@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +56,11 @@ def ask(
     which: int,
     max_tokens: int,
     model: str = MODEL,
+    began: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Stream one completion to its end."""
+    """Stream one completion to its end; `began` gets the answer before it is asked for."""
     answer = Answer(f"load-{uuid.uuid4().hex}", time.monotonic(), which)
+    began(answer)
     body = {
         "model": model,
         "prompt": prompts[which],
@@ -130,6 +132,7 @@ class Load:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.answers: list[Answer] = []
+        self._in_flight: dict[int, Answer] = {}
         self._prompts = prompts
         self._max_tokens, self._timeout_s, self._model = max_tokens, timeout_s, model
         self._client = separate_connections(url, timeout_s, headers)
@@ -148,6 +151,11 @@ class Load:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+    def streaming(self) -> int:
+        """How many answers have a first token and not yet half of them all."""
+        flying = list(self._in_flight.values())
+        return sum(1 <= len(one.tokens) < self._max_tokens // 2 for one in flying)
 
     def pause(self) -> None:
         """Send nothing new; requests in flight go on."""
@@ -181,7 +189,15 @@ class Load:
         turn = number
         while not self._stopped.is_set():
             which = turn % len(self._prompts)
-            answer = ask(self._client, self._prompts, which, self._max_tokens, self._model)
+            answer = ask(
+                self._client,
+                self._prompts,
+                which,
+                self._max_tokens,
+                self._model,
+                began=lambda answer: self._in_flight.update({number: answer}),
+            )
+            del self._in_flight[number]
             self.answers.append(answer)
             turn += len(self._threads)
             self._busy.wait(self._pause_s)
