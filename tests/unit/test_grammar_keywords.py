@@ -198,7 +198,7 @@ async def test_the_first_schema_for_guidance_is_not_taken_for_a_slow_one() -> No
     try:
         found = await trials.passed({"json": {"allOf": [A, B]}}, "")
     finally:
-        trials.close()
+        await trials.aclose()
     assert found["backend"] == "guidance"
 
 

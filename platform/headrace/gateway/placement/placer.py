@@ -246,6 +246,7 @@ async def _compile() -> None:
         finally:
             if child.returncode is None:
                 child.kill()
+                await child.wait()
         if status:
             logger.warning("the process that compiles the router ended with status %d", status)
     except (OSError, TimeoutError) as error:
