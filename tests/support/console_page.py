@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from headrace.console.files import find
+from headrace.observability.health import assess
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "console"
 RECORDED = ("loaded", "empty", "degraded")
@@ -87,7 +89,9 @@ class ConsolePage:
         """Return the status and the body of a GET."""
         recorded = self.documents[self.state if self.state in RECORDED else "loaded"]
         if path == "/headrace/v1/console":
-            return 200, self._grown(recorded)
+            last = history(0.0, recorded["traffic"])["last"]
+            health = assess(recorded["console"], last)
+            return 200, {"health": asdict(health), **self._grown(recorded)}
         if path == "/headrace/v1/requests":
             return 200, recorded["requests"]
         if path == "/headrace/v1/history":

@@ -17,6 +17,7 @@ from headrace.cli.state import Instance
 
 URL = "http://127.0.0.1:8000"
 REPLICA = {"role": "decode", "replica_id": "zyxwvuts987", "running": 3, "kv_usage": 0.5}
+HEALTH = {"state": "ok", "problems": [], "answering": 1, "expected": 1}
 HISTORY = {
     "last": {
         "requests_per_s": 0.4,
@@ -49,7 +50,7 @@ def documents(
     replicas: int = 1,
 ) -> Documents:
     return {
-        "/headrace/v1/console": {"replicas": [REPLICA] * replicas},
+        "/headrace/v1/console": {"health": HEALTH, "replicas": [REPLICA] * replicas},
         "/headrace/v1/history": HISTORY,
         top.PATH: {"now": 1000.0, "in_flight": list(in_flight), "finished": ended or []},
     }
@@ -205,7 +206,7 @@ def test_json_is_a_document_with_all_of_it(
     run(once=True, as_json=True)
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
-    assert found["health"]["state"] == "OK" and found["history"] == HISTORY
+    assert found["health"] == HEALTH and found["history"] == HISTORY
     assert found["requests"]["in_flight"][0]["id"] == "cmpl-[bold]1"
 
 

@@ -168,6 +168,12 @@ async def test_the_status_has_what_can_be_told_and_names_what_cannot() -> None:
     assert response.status == 200
     assert status["incomplete"] == ["replicas: RuntimeError: broken"]
     assert status["gateway"]["relaying"] == 0 and "replicas" not in status
+    assert status["health"]["problems"] == [
+        "no decode replica answers, prefill replicas answer instead"
+        if status["gateway"]["standing_in"]
+        else "no decode replica answers",
+        "the status lacks replicas: RuntimeError: broken",
+    ]
 
 
 async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from headrace.gateway.openapi import (
 )
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.route_table import RouteTable
+from headrace.observability.health import assess
 from headrace_kvstore.identity.salts import tenant_salt
 
 logger = logging.getLogger("headrace.gateway")
@@ -82,6 +84,9 @@ class GatewayState(Protocol):
 
     def requests(self) -> Mapping[str, Any]:
         """Return the requests in flight and the last finished ones."""
+
+    def last_minute(self) -> Mapping[str, Any]:
+        """Return the key figures of the last minute."""
 
     def history(self) -> Mapping[str, Any]:
         """Return the key figures since its start."""
@@ -287,7 +292,8 @@ class Admin:
             status["gateway"] = self._gateway.state()
         if incomplete:
             status["incomplete"] = incomplete
-        return 200, _json(status), _JSON
+        health = assess(status, self._gateway.last_minute())
+        return 200, _json({"health": asdict(health), **status}), _JSON
 
     async def _requests(self, pool: ReplicaPool) -> Answer:
         return 200, _json(self._gateway.requests()), _JSON

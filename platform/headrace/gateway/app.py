@@ -239,6 +239,7 @@ class GatewayApp:
             **({} if parts is None or parts.queue is None else {"queue": parts.queue.stats()}),
             "pid": os.getpid(),
             "relaying": self.relaying,
+            "standing_in": 0 if parts is None else parts.pool.fallbacks_ready,
             "body_bytes": self.body_reader.held_bytes,
             "keys_stale": self._keys.are_stale,
             **self._stall.snapshot(),
@@ -249,6 +250,10 @@ class GatewayApp:
         now = self._history.now()
         in_flight = [] if self.parts is None else self.parts.relayed.in_flight(now)
         return self._history.requests(in_flight)
+
+    def last_minute(self) -> dict[str, float | None]:
+        """Return the key figures of the last minute."""
+        return self._history.last()
 
     def history(self) -> dict[str, Any]:
         """Return the key figures since this gateway's start."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli import client, state
-from headrace.cli.console import human_bytes, human_seconds, stdout
-from headrace.cli.show.health import STYLES, Health, assess
+from headrace.cli.console import human_bytes, human_seconds, human_time, stdout
 
 Part = Text | Table
 """A part of the output, for one `print`."""
+STYLES = {"ok": "green", "degraded": "yellow", "failing": "red"}
+"""Colour of each state of the app."""
 
 
 def status(name: str | None, *, as_json: bool, verbose: bool) -> None:
@@ -45,10 +45,8 @@ def fetch(instance: state.Instance) -> tuple[dict[str, Any], dict[str, Any] | No
 
 
 def document(data: dict[str, Any], history: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the status for `--json`: the app's own, its health, and the last minute."""
-    last = (history or {}).get("last")
-    found = assess(data, history) if "models" not in data else None
-    return {"health": asdict(found) if found else None, "last_minute": last, **data}
+    """Return the status for `--json`: the app's own, and the last minute."""
+    return {"health": None, "last_minute": (history or {}).get("last"), **data}
 
 
 def render(
@@ -64,14 +62,38 @@ def render(
     if verbose:
         parts += details(data)
     if instance.token_path == "relay":
-        parts.insert(0, health_line(assess(data, history)))
+        parts.insert(0, health_line(data, history))
     for part in parts:
         out.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
 
 
-def health_line(health: Health) -> Text:
-    """Return the line, with the state in its colour."""
-    return Text.assemble((health.state, f"bold {STYLES[health.state]}"), f": {health.text}")
+def health_line(data: Mapping[str, Any], history: Mapping[str, Any] | None) -> Text:
+    """Return the app's state in its colour, and why it has it; for an app that is ok, its load."""
+    health = data.get("health")
+    if health is None:
+        return Text("the gateway does not tell the app's health")
+    state = str(health["state"])
+    told = f"{health['answering']} of {health['expected']} replicas answer"
+    if health["problems"]:
+        text = "; ".join([*health["problems"], told])
+    else:
+        text = ", ".join([told, *_traffic((history or {}).get("last") or {})])
+    word = "OK" if state == "ok" else state
+    return Text.assemble((word, f"bold {STYLES.get(state, '')}"), f": {text}")
+
+
+def _traffic(last: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the last minute's rates and times that are known."""
+    if not last:
+        return
+    if not last.get("requests_per_s"):
+        yield "no request in the last minute"
+        return
+    yield f"{last['requests_per_s']:.2g} requests/s"
+    if last.get("ttft_p50_s") is not None:
+        yield f"TTFT p50 {human_time(last['ttft_p50_s'])}"
+    if last.get("tokens_per_s"):
+        yield f"{last['tokens_per_s']:.3g} tokens/s"
 
 
 def head(instance: state.Instance) -> Iterator[Part]:
@@ -123,9 +145,6 @@ def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
     queue = gateway.get("queue")
     if queue and any(queue[name] for name in ("waiting", "waited", "refused", "expired")):
         yield Text(f"queue of this gateway: {admission(queue)}")
-    for name, breaker in open_breakers(replicas):
-        reason = f": {breaker['reason']}" if breaker.get("reason") else ""
-        yield Text(f"remote prefill at {name} is off{reason}")
     yield from map(Text, reused(replicas))
     if data.get("advice"):
         yield Text(advice(data["advice"]))
@@ -144,14 +163,6 @@ def details(data: dict[str, Any]) -> Iterator[Part]:
         if fits := (replica.get("router") or {}).get("fits"):
             yield Text()
             yield fit_table(short_name(replica), fits)
-
-
-def open_breakers(replicas: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the prefill replicas that routers leave out for now, and the reasons."""
-    for replica in replicas:
-        for name, target in ((replica.get("router") or {}).get("prefill") or {}).items():
-            if target["breaker"]["state"] != "closed":
-                yield name[:8] or "any replica", target["breaker"]
 
 
 def placement(router: dict[str, Any]) -> str:

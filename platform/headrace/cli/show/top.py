@@ -20,7 +20,6 @@ from rich.text import Text
 from headrace.cli import client
 from headrace.cli.console import CliError, human_time, stdout
 from headrace.cli.show import status
-from headrace.cli.show.health import assess
 from headrace.cli.show.keyboard import Keyboard
 from headrace.cli.show.requests import PATH, Request, request_table
 from headrace.cli.state import Instance
@@ -51,8 +50,7 @@ class Snapshot:
 
     def document(self) -> dict[str, Any]:
         """Return the documents and the health, for `--json`."""
-        health = assess(self.status, self.history)
-        return {"at": time.time(), "health": asdict(health), **asdict(self)}
+        return {"at": time.time(), "health": self.status.get("health"), **asdict(self)}
 
 
 Order = tuple[str, Callable[[Request], float]]
@@ -189,7 +187,7 @@ def _requests(
 
 def _totals(snapshot: Snapshot, width: int) -> Iterator[Text]:
     """Yield the health, and the rates and times of the last minute."""
-    health = status.health_line(assess(snapshot.status, None))
+    health = status.health_line(snapshot.status, None)
     health.no_wrap, health.overflow = True, "ellipsis"
     yield health
     last = (snapshot.history or {}).get("last")

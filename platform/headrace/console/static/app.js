@@ -52,7 +52,7 @@ function Console() {
   const counters = useCounters(state.data);
   const status = state.data;
   const model = status?.replicas.find((one) => one.model)?.model ?? "";
-  const health = needsKey ? { level: "unknown", text: "A key is needed", problems: [] } : healthOf(state.error, status, history.data?.last);
+  const health = needsKey ? { level: "unknown", text: "A key is needed", problems: [] } : healthOf(state.error, status);
   useEffect(() => { document.title = `${health.level === "ok" ? "" : `${health.text} - `}Headrace console`; }, [health.level, health.text]);
 
   let body;

@@ -162,12 +162,13 @@ class RequestHistory:
         return {
             "started_at": self.started_at,
             "now": now,
-            "last": self._last(now),
+            "last": self.last(),
             "series": [series.columns(now, self.started_at) for series in self._series],
         }
 
-    def _last(self, now: float) -> dict[str, float | None]:
+    def last(self) -> dict[str, float | None]:
         """Return the key figures of the last minute, or since the start if that is later."""
+        now = self.now()
         finest = self._series[0]
         begin = max(now - LAST_S, self.started_at)
         steps = [finest.get(at) for at in range(finest.step_at(begin), int(now) + 1, finest.step_s)]

@@ -1,7 +1,7 @@
 // The live picture of the app: who sends what to whom, and how much of it now.
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { rateOf } from "../lib/counters.js";
-import { missingOf, stateOf } from "../lib/health.js";
+import { stateOf } from "../lib/health.js";
 import { bytes, number, percent, plural, replicaName, seconds, shortId } from "../lib/format.js";
 import { replicaPage } from "../lib/links.js";
 
@@ -59,7 +59,7 @@ function Group({ group, at }) {
 function groupsOf(status) {
   const engines = (role) => {
     const all = status.replicas.filter((one) => one.role === role);
-    const { missing } = missingOf(status, role);
+    const missing = status.health.missing[role] ?? 0;
     return {
       boxes: all.slice(0, MAX_SHOWN).map((one) => ({
         name: replicaName(one), share: one.kv_usage ?? 0, href: replicaPage(status.ray, location, one),
