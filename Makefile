@@ -17,7 +17,7 @@ TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo check test flaky soak bench lint format docs lock audit sbom images clean
+.PHONY: help install serve demo check test flaky soak bench lint format docs lock audit sbom release images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -104,6 +104,9 @@ sbom: install $(TOOLS)  ## write a CycloneDX bill of materials for each lock to 
 	    --output-file build/sbom/$$lock.cdx.json || exit 1; \
 	  echo "build/sbom/$$lock.cdx.json"; \
 	done
+
+release: sbom  ## build wheel, sdist, chart, bills of materials and provenance in dist/, and check them; publishes nothing
+	$(BIN)/python scripts/release.py $(ARGS)
 
 images: sbom  ## build headrace-cpu and headrace-gpu (ENGINE=podman, IMAGES=cpu for one)
 	@for name in $(IMAGES); do \

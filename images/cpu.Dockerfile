@@ -25,6 +25,7 @@ COPY decode decode
 COPY engine engine
 COPY kvstore kvstore
 COPY lab lab
+COPY helm/headrace helm/headrace
 COPY images/contents.py images/
 # Nothing may be in the image that its lock, and so its bill of materials, does not name.
 RUN /opt/headrace/bin/python -m pip install --no-index --no-deps --no-build-isolation . \

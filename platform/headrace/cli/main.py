@@ -353,6 +353,17 @@ def bench(context: typer.Context) -> None:
 app.command(rich_help_panel=TUNE)(simulate)
 
 
+@app.command(rich_help_panel=CONFIGURE)
+def chart() -> None:
+    """Print the folder of the Helm chart: helm install NAME "$(headrace chart)"."""
+    from headrace.chart.location import chart_folder
+
+    try:
+        print(chart_folder())
+    except FileNotFoundError as error:
+        raise CliError(str(error)) from None
+
+
 @app.command(rich_help_panel=RUN)
 def version(as_json: JsonOption = False) -> None:
     """Print the versions of Headrace, Ray, vLLM and NIXL."""
