@@ -40,9 +40,9 @@ class Installed:
         clean = {name: text for name, text in os.environ.items() if name not in INTO_REPOSITORY}
         self._env = {**clean, "HEADRACE_STATE": str(folder / "state")}
         venv.create(folder / "venv", with_pip=True)
-        requirement = f"{wheel.absolute()}[cpu]"
-        words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        self.run("python", *words, "--constraint", str(lock.absolute()), requirement)
+        words = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+        self.run("python", *words, "--requirement", str(lock.absolute()))
+        self.run("python", *words, str(wheel.absolute()))
 
     def run(self, program: str, *words: str) -> str:
         """Return what a program of the environment prints on stdout."""

@@ -196,9 +196,9 @@ def test_a_click_explains_a_request(opened: Callable[..., Browser]) -> None:
     wait(lambda: page.text("#plan-told"))
     assert page.run("return location.hash") == f"#{REQUEST}"
     told = page.text("#plan-told")
-    for text in ("Reason: remote saves 0.685 s", "Gateway queue 41 ms", "Compute prompt"):
+    for text in ("Reason: remote saves 0.685 s", "Gateway queue 41 ms", "Compute the prompt"):
         assert text in told
-    assert "Pull to DRAM" not in told, "a part that is 0 for each choice"
+    assert "Bring cached KV into DRAM" not in told, "a part that is 0 for each choice"
 
 
 def test_an_unknown_request_is_an_error_in_words(opened: Callable[..., Browser]) -> None:

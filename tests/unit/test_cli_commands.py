@@ -90,6 +90,8 @@ def test_help_breaks_no_paragraph_and_names_no_type_of_a_flag(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("serve m", "there is no command 'serve'; did you mean headrace up?"),
+        ("config validate", "there is no command 'validate'; did you mean headrace config check?"),
         ("fetch x", "there is no command 'fetch'; did you mean headrace model fetch?"),
         ("statsu", "there is no command 'statsu'; did you mean headrace status?"),
         ("model lst", "there is no command 'lst'; did you mean headrace model list?"),
@@ -275,7 +277,10 @@ def test_a_bad_configuration_is_exit_2_and_a_line_a_problem(
 def test_nothing_running_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["status"], ["chat", "hello"]):
         code, _, err = run(capsys, *command)
-        assert (code, err) == (1, "error: nothing is running; start it with: headrace up\n")
+        assert code == 1
+        assert err.startswith(
+            "error: nothing is running; start it with headrace up, or set HEADRACE"
+        )
     code, _, err = run(capsys, "status", "--name", "x")
     assert err == 'error: no instance called "x" is running; start it with: headrace up --name x\n'
     code, out, _ = run(capsys, "down")

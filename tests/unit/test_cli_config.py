@@ -38,9 +38,8 @@ def test_a_preset_that_needs_more_says_what(
     assert "before that: gateway.host: listens on 0.0.0.0" in capsys.readouterr().err
 
 
-def test_it_has_the_ten_fields_each_with_a_comment() -> None:
+def test_it_has_each_field_with_a_comment() -> None:
     text = starter("laptop")
-    assert sum(map(len, FIELDS.values())) == 10
     for name in (name for names in FIELDS.values() for name in names):
         (line,) = {line for line in text.splitlines() if line.lstrip(" #").startswith(f"{name}:")}
         assert line.startswith(("  ", "  #")) and not line.startswith("  # ")

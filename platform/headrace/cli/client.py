@@ -43,7 +43,9 @@ def running_instance(name: str | None) -> state.Instance:
         return found
     alive = [i for i in state.instances() if i.running()]
     if not alive:
-        raise CliError("nothing is running; start it with: headrace up")
+        raise CliError(
+            "nothing is running; start it with headrace up, or set HEADRACE_URL to an app elsewhere"
+        )
     if len(alive) > 1:
         names = ", ".join(i.name for i in alive)
         raise CliError(f"several instances are running ({names}); choose one with --name", 2)

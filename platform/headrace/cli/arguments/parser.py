@@ -14,6 +14,17 @@ from typing import Any
 import typer
 from typer.main import get_command
 
+OTHER_WORDS = {
+    "serve": "up",
+    "start": "up",
+    "run": "up",
+    "stop": "down",
+    "delete": "down",
+    "ps": "status",
+    "validate": "config check",
+    "lint": "config check",
+}
+"""Words for commands in other programs, and ours."""
 UNKNOWN = re.compile(r"No such command '([^']*)'")
 
 
@@ -60,8 +71,10 @@ def describe_usage_error(error: Any, parser: Any) -> str:
 
 
 def _suggest(word: str, error: Any, parser: Any) -> str | None:
-    """Return the command that a word was meant for: of the same name in another group, else the
-    nearest one of this group."""
+    """Return the command that a word was meant for: what other programs call so, else one of the
+    same name in another group, else the nearest one of this group."""
+    if word in OTHER_WORDS:
+        return f"headrace {OTHER_WORDS[word]}"
     paths = [path for _, path in commands(parser)]
     if same := [path for path in paths if path.split()[-1] == word]:
         return same[0]

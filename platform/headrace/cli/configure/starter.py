@@ -19,12 +19,14 @@ from headrace.config.load import parse_yaml, preset_text
 
 FIELDS = {
     "model": ("id", "source", "max_model_len"),
-    "prefill": ("replicas",),
-    "decode": ("replicas",),
+    "prefill": ("replicas", "engine"),
+    "decode": ("replicas", "engine"),
     "gateway": ("host", "port", "api_keys_file"),
     "store": ("dram_gb", "nvme_folder"),
 }
-"""The ten fields, by section."""
+"""The fields, by section."""
+END = "\n..."
+"""Ends the text of a bare value in YAML."""
 WIDTH = 96
 
 
@@ -51,7 +53,8 @@ def _section(values: Any, names: tuple[str, ...]) -> Iterator[str]:
         for line in textwrap.wrap(description, WIDTH - 4):
             yield f"  # {line}"
         value = getattr(values, name)
-        text = yaml.safe_dump({name: value}, allow_unicode=True).strip()
+        dumped = yaml.safe_dump(value, allow_unicode=True, default_flow_style=True, width=1000)
+        text = f"{name}: {dumped.partition(END)[0].strip()}"
         yield f"  #{name}:" if value is None else f"  {text}"
 
 

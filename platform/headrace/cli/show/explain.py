@@ -189,7 +189,7 @@ def price_table(plan: Mapping[str, Any]) -> Table:
     row("time to first token", firsts, measured.get("ttft_s"), "bold")
     parts(OTHERS)
     totals = [predicted.get(f"{kind}.total", 0.0) for kind in kinds]
-    row("total cost", totals, measured.get("cost_s"), "bold")
+    row("total cost", totals, style="bold")
     return table
 
 
@@ -208,9 +208,8 @@ def _results(plan: Mapping[str, Any]) -> Iterator[str]:
         f"{plan['reachable_tokens']:,} were cached somewhere"
     )
     if measured["regret_s"] > 0:
-        yield (
-            f"in hindsight the next best choice might have saved {human_time(measured['regret_s'])}"
-        )
+        less = human_time(measured["regret_s"])
+        yield f"the next best choice was predicted to cost {less} less than this one did"
 
 
 def _others(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -2,18 +2,18 @@
 import { count, plural, seconds } from "./format.js";
 import { firstToken } from "./tenants.js";
 
-/** Part of a plan's price: [name, meaning]. "own" parts are the request's own wait, the others are delays of other requests. */
+/** Part of a plan's price: [name, meaning]; the names are those of `headrace explain`. "own" parts are the request's own wait, the others are delays of other requests. */
 export const PARTS = {
-  call: ["Call", "Overhead of the call to the prefill replica."],
-  queue: ["Engine queue", "Wait until the engine that computes the prompt begins with it."],
-  pull: ["Pull to DRAM", "The store brings blocks from a disk, a peer or the object store into DRAM."],
-  compute: ["Compute prompt", "The engine computes the prompt tokens whose KV is not stored."],
-  load: ["Load KV", "KV comes from the store, beyond the time in which the engine computes."],
-  transfer: ["Transfer KV", "KV moves from the prefill engine to the decode engine over NIXL."],
-  handoff: ["Hand-off", "From the prefill replica's answer to the first token, without transfer and step."],
-  decode_queue: ["Decode queue", "Wait for the decode engine, beyond the time in which the KV comes."],
-  decode: ["First step", "The decode engine's step that makes the first token."],
-  stall: ["Delay of running streams", "Seconds that this prompt takes from the streams that run on the engine, all added up."],
+  call: ["Call the prefill replica", "Overhead of the call to the prefill replica."],
+  queue: ["Wait for the engine", "Wait until the engine that computes the prompt begins with it."],
+  pull: ["Bring cached KV into DRAM", "The store brings blocks from a disk, a peer or the object store into DRAM."],
+  compute: ["Compute the prompt", "The engine computes the prompt tokens whose KV is not stored."],
+  load: ["Load cached KV", "KV comes from the store, beyond the time in which the engine computes."],
+  transfer: ["Move the KV", "KV moves from the prefill engine to the decode engine over NIXL."],
+  handoff: ["Hand over to the decode replica", "From the prefill replica's answer to the first token, without transfer and step."],
+  decode_queue: ["Wait for the decode engine", "Wait for the decode engine, beyond the time in which the KV comes."],
+  decode: ["First decode step", "The decode engine's step that makes the first token."],
+  stall: ["Delay of running answers", "Seconds that this prompt takes from the streams that run on the engine, all added up."],
   behind: ["Delay of later prompts", "Seconds that the prompts after this one wait longer, all added up."],
 };
 const FOR_OTHERS = ["stall", "behind"];
@@ -60,10 +60,17 @@ export function planSentences(plan) {
   if (plan.broken?.length) said.push(`No choice keeps every target: this one ${plan.broken.join(" and ")}.`);
   const measured = plan.measured;
   if (measured) {
-    const loss = measured.regret_s > 0.0005 ? `about ${seconds(measured.regret_s)} more than the next best choice was predicted to cost` : "no more than the next best choice was predicted to cost";
-    said.push(`Measured: first token after ${seconds(measured.ttft_s)}; in hindsight the plan cost ${loss}.`);
+    const predicted = predictedParts(plan).reduce((sum, part) => sum + part.seconds, 0);
+    said.push(`The replica measured ${seconds(measured.ttft_s)} to the first token, and ${seconds(predicted)} was predicted. ${loss(plan, measured.regret_s)}`);
   }
   return said;
+}
+
+/** Whether another choice would have been better, as far as its prediction tells. */
+function loss(plan, regret_s) {
+  if (!plan.runners_up?.length) return "There was no other choice.";
+  if (regret_s <= 0.0005) return "No other choice was predicted to cost less than this one did.";
+  return `The next best choice was predicted to cost ${seconds(regret_s)} less than this one did.`;
 }
 
 const SOURCES = {

@@ -15,7 +15,7 @@ export function Plan({ plan, request }) {
   return html`<div class="plan">
     ${planSentences(plan).map((sentence) => html`<p>${sentence}</p>`)}
     <${Waterfall} label="The whole request" rows=${request ? [{ name: "Whole request, measured", parts: measured }] : []} />
-    <${Waterfall} label="Until the first token" rows=${[{ name: "Until the first token, measured", parts: untilFirst }, { name: "Until the first token, predicted", parts: predictedParts(plan) }]} />
+    <${Waterfall} label="Until the first token" first=${request ? measured.length + 1 : 1} rows=${[{ name: "Until the first token, measured", parts: untilFirst }, { name: "Until the first token, predicted", parts: predictedParts(plan) }]} />
     <${Table} label="Predicted price by part" none="The plan has no prices." columns=${[{ name: "Predicted part" }, { name: chosen("local"), right: true }, { name: chosen("remote"), right: true }]}
       rows=${[...rows.map((row) => ({ key: row.part, cells: [html`<abbr title=${row.meaning}>${row.name}</abbr>`, seconds(row.local), seconds(row.remote)] })),
         { key: "total", cells: [html`<b>Total</b>`, html`<b>${total("local")}</b>`, html`<b>${total("remote")}</b>`] }]} />

@@ -2,12 +2,12 @@
 import { html } from "../vendor/htm-preact.js";
 import { seconds } from "../lib/format.js";
 
-/** `rows` are {name, parts: [{part, name, seconds, meaning}]}. A number links a part's bar to the legend below it. */
-export function Waterfall({ label, rows }) {
+/** `rows` are {name, parts: [{part, name, seconds, meaning}]}. A number, from `first` on, links a part's bar to the legend below it. */
+export function Waterfall({ label, rows, first = 1 }) {
   const drawn = rows.filter((row) => row.parts.length);
   if (!drawn.length) return null;
   const end = Math.max(...drawn.map((row) => total(row.parts)), 1e-9);
-  let next = 0;
+  let next = first - 1;
   const numbered = drawn.map((row) => ({ ...row, parts: row.parts.map((part) => ({ ...part, number: (next += 1) })) }));
   return html`<div class="waterfall" role="group" aria-label=${label}>${numbered.map((row) => html`<div class="lane">
     <p><b>${row.name}: ${seconds(total(row.parts))}</b></p>
