@@ -77,7 +77,7 @@ def check(wheel: Path, lock: Path) -> None:
         began = time.monotonic()
         try:
             told = app.headrace("up", "--detach", "--json", "--set", "gateway.port=0")
-            endpoint = str(json.loads(told)["endpoint"])
+            endpoint = str(json.loads(told)["endpoint"]).removesuffix("/v1")
             say(f"{endpoint} answered after {time.monotonic() - began:.0f} s")
             _check_app(app, endpoint)
         finally:

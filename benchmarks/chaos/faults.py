@@ -95,14 +95,14 @@ def kill_store(app: App, number: int) -> str:
     return ""
 
 
-def kill_keeper(app: App, number: int) -> str:
-    """Kill the Serve replica that keeps the StoreNodes (SIGKILL)."""
+def kill_store_replica(app: App, number: int) -> str:
+    """Kill the replica of the deployment store, which restarts StoreNodes (SIGKILL)."""
     raylet = psutil.Process(_one(app, "decode", number)["pid"]).parent()
     for process in raylet.children() if raylet else ():
         if "ServeReplica" in process.name() and process.name().endswith(":store"):
             process.kill()
             return ""
-    raise RuntimeError("no process is the store's keeper")
+    raise RuntimeError("no process is a replica of the deployment store")
 
 
 def fill_disk(app: App, number: int) -> str:
@@ -184,7 +184,7 @@ FAULTS: dict[str, Callable[[App, int], str]] = {
     "stop_decode": stop_decode,
     "kill_prefill": kill_prefill,
     "kill_store": kill_store,
-    "kill_keeper": kill_keeper,
+    "kill_store_replica": kill_store_replica,
     "fill_disk": fill_disk,
     "slow_prefill": slow_prefill,
     "cut_links": cut_links,

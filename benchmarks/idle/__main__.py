@@ -6,7 +6,7 @@ Starts the laptop's app as a user does (`headrace up --detach`: a prefill and a 
 KV store, the gateway), has one prompt prefilled remotely so that the engines are connected, waits,
 and adds up the CPU time of every process over a minute.
 
-    idle.app_cores     engines, replicas, gateway, StoreNode, keeper: all that Headrace adds to Ray
+    idle.app_cores     engines, replicas, gateway, StoreNode, deployment store: all that is added
     idle.ray_cores     Ray's daemons and Serve's controller
     idle.total_cores   both
 """

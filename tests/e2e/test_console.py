@@ -57,7 +57,7 @@ def test_it_explains_a_request(app: App, page: Browser) -> None:
     until(lambda: page.text("#plan-told"), 20, "the plan is shown")
     assert name in page.text("#plan-id")
     told = page.text("#plan-told")
-    for part in ("answered", "Reason:", "Total", "first token after"):
+    for part in ("answered", "Reason:", "Total", "to the first token"):
         assert part in told, told
     page.run("location.hash = 'requests/not-a-request'")
     until(lambda: "not-a-request" in page.text("[role=alert]"), 20, "there is no such plan")

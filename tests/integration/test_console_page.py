@@ -187,6 +187,14 @@ def test_a_request_that_does_not_stream_runs(opened: Callable[..., Browser]) -> 
     assert "first token" not in page.text("#requests tbody")
 
 
+def test_failures_are_counted_by_their_code(opened: Callable[..., Browser]) -> None:
+    page = opened("requests")
+    wait(lambda: page.text("#failures"))
+    told = page.text("#failures")
+    assert "503 no_replica (" in told and "429 queue_full (" in told and "client left (" in told
+    assert not opened("requests", "empty").text("#failures")
+
+
 def test_a_click_explains_a_request(opened: Callable[..., Browser]) -> None:
     page = opened("requests")
     wait(lambda: page.text("#requests tbody tr"))

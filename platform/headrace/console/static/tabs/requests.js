@@ -26,9 +26,22 @@ export function Requests({ requests, part, onPart }) {
         <label>Status <select id="filter-state" onChange=${(event) => setState(event.target.value)}>${STATES.map((name) => html`<option selected=${name === state}>${name}</option>`)}</select></label>
         <label>Tenant <select id="filter-tenant" disabled=${!tenants.length} onChange=${(event) => setTenant(event.target.value)}><option value="">all</option>${tenants.map((name) => html`<option value=${name} selected=${name === tenant}>${name}</option>`)}</select></label>
       </form>
+      <${Failures} all=${all} />
       <${Listing} requests=${requests} found=${found} all=${all} part=${part} onPart=${onPart} />
       <form class="filters" onSubmit=${open}><label>Request id <input id="request" ref=${explain} required placeholder="x-request-id of its answer" /></label> <button type="submit">Explain</button></form><//>
     ${part && html`<${One} key=${part} id=${part} request=${all.find((one) => one.id === part) ?? null} onClose=${() => onPart("")} />`}</div>`;
+}
+
+/** How many of the finished requests failed, by status and code. */
+function Failures({ all }) {
+  const counts = new Map();
+  for (const one of all.filter((each) => hasState(each, "failed"))) {
+    const name = one.status === 499 ? "client left" : `${one.status} ${one.error ?? ""}`.trim();
+    counts.set(name, (counts.get(name) ?? 0) + 1);
+  }
+  if (!counts.size) return null;
+  const told = [...counts].sort((a, b) => b[1] - a[1]).map(([name, n]) => `${name} (${count(n)})`);
+  return html`<p id="failures">Not answered as asked: ${told.join(", ")}</p>`;
 }
 
 function Listing({ requests, found, all, part, onPart }) {
