@@ -61,8 +61,9 @@ def model_folder() -> Path:
     return Path(str(resolve(MODEL)))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Of one file's tests: an open console costs a quarter of a core."""
     one = Browser(tmp_path_factory.mktemp("profile"))
     yield one
     one.close()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace_engine.kv_views import KvOrder, split_kv
+from headrace_prefill.blending.engine.kv_scatter import by_token
 from headrace_prefill.blending.engine.paged import BlockTable, PagedKV, stored_blocks
 from headrace_prefill.blending.engine.probe import MAX_SCORES, attended
 
@@ -84,6 +85,17 @@ def test_a_schedulers_block_is_several_of_the_kernels() -> None:
     table = BlockTable(np.array([2, 0]), 2 * TOKENS)
     assert kv.kernel_blocks(table).tolist() == [4, 5, 0, 1]
     assert table.slots(np.array([0, 9, 17])).tolist() == [32, 41, 1]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_a_stored_block_of_several_kernel_blocks_reads_token_by_token(layout: str) -> None:
+    one = cache(layout)
+    pair = one[2:4].permute(*MEMORY[layout]).contiguous()
+    stored = stored_blocks(pair.view(1, -1).view(torch.uint8), one)
+    slots = torch.arange(2 * TOKENS, 4 * TOKENS)
+    wanted = PagedKV([one], KvOrder.JOINED, 2 * TOKENS).gather(0, slots)
+    for found, half in zip(split_kv(stored, KvOrder.JOINED), wanted, strict=True):
+        assert torch.equal(by_token(found), half)
 
 
 def test_a_position_outside_its_blocks_is_refused() -> None:

@@ -97,8 +97,6 @@ class KvScatter:
     def __init__(self, kv: PagedKV, layout: BlockLayout, rope: Rope) -> None:
         if len(layout.layers) != len(kv.caches):
             raise ValueError(f"{len(layout.layers)} stored layers, {len(kv.caches)} in the engine")
-        if kv.kernel_tokens != kv.block_tokens:
-            raise ValueError("blocks of several kernel blocks cannot be placed by token")
         self.rope = rope
         self._kv, self._layout = kv, layout
         self._bytes = np.empty((len(kv.caches), layout.layer_bytes), np.uint8)
@@ -125,9 +123,15 @@ class KvScatter:
         tokens = slice(piece.offset, piece.offset + piece.length)
         for layer, cache in enumerate(self._kv.caches):
             block = stored_blocks(torch.from_numpy(self._bytes[layer : layer + 1]), cache)
-            keys, values = (half[0, :, tokens].transpose(0, 1) for half in self._split(block))
+            keys, values = (by_token(half)[tokens] for half in self._split(block))
             keys, values = keys.to(cache.device), values.to(cache.device)
             self._kv.put(layer, slots, self.rope.shift(keys, run.new - run.old), values)
 
     def _split(self, block: Tensor) -> tuple[Tensor, Tensor]:
         return split_kv(block, self._kv.order)
+
+
+def by_token(blocks: Tensor) -> Tensor:
+    """Return K or V of consecutive kernel blocks, [n, heads, tokens, dim], as [n * tokens, heads,
+    dim]."""
+    return blocks.transpose(1, 2).flatten(0, 1)

@@ -29,11 +29,12 @@ def stored_blocks(bytes_: Tensor, like: Tensor) -> Tensor:
         like: the engine's cache of one layer.
 
     Returns:
-        A view [n, heads, tokens, 2 * head_dim] of `bytes_`.
+        A view [n * kernel blocks of a block, heads, tokens of a kernel block, 2 * head_dim] of
+        `bytes_`.
     """
     inner = sorted(range(1, 4), key=lambda axis: (-_step(like, axis), axis))
     shape = [like.shape[axis] for axis in inner]
-    ordered = bytes_.view(like.dtype).view(len(bytes_), *shape)
+    ordered = bytes_.view(like.dtype).view(-1, *shape)
     return ordered.permute(0, *(1 + inner.index(axis) for axis in range(1, 4)))
 
 
