@@ -14,7 +14,7 @@ from tests.support.extension_pairs import ANSWER, LOSSY_ANSWER, REGEX, RESUMED
 from tests.support.forked import told
 from tests.support.program import IN_ONE_PROCESS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAIRS = [pair for pair in combinations(FEATURES, 2) if frozenset(pair) not in APART]
 LOSSY = {"blending", "sparse", "compression"}
@@ -46,9 +46,9 @@ def test_a_request_can_use_both(found: dict[Any, dict[str, Any]], pair: tuple[st
     if "speculation" in pair:
         assert used["drafted"] > 0
     if "compression" in pair:
-        assert used["read"] > 0
+        assert used["read"] + truth["used"]["read"] > 0, "read again once, then remembered"
     if "sparse" in pair and "offload" not in pair:
         assert used["sparse_rows"] > 0 or "speculation" in pair
     if "blending" in pair and "offload" not in pair:
-        assert answer["cached"] > truth["cached"] or answer["cached"] > 2000
+        assert answer["cached"] > 2000
     assert found[pair]["taken"] == 0, "blocks are held after the end"
