@@ -74,7 +74,6 @@ class Conversation:
 
     def turn(self) -> None:
         heard = wait_until_heard(self._served, {}, 0)
-        asked = len(self._tokens) if self.plans else 0
         self._tokens += self._words(100)
         name = f"placing-{self._random.getrandbits(64):x}"
         self._client.completions.create(
@@ -86,8 +85,7 @@ class Conversation:
         )
         plan = httpx.get(f"{self._served.url}/headrace/v1/plans/{name}", timeout=60).json()
         self.plans.append({**plan, "prompt": len(self._tokens)})
-        new = len(self._tokens) // BLOCK_TOKENS - asked // BLOCK_TOKENS
-        wait_until_heard(self._served, heard, new)
+        wait_until_heard(self._served, heard, new_blocks(plan, len(self._tokens)))
 
     def hits(self) -> list[bool]:
         """Of each turn behind the first that a gateway planned, whether the engine that prefilled
@@ -107,6 +105,15 @@ def placed(plan: dict[str, object]) -> bool:
     """Whether a gateway chose by the price, and not to measure something again. The plans of a
     silent replica are not known."""
     return plan.get("made_by") == "gateway" and not plan["explores"]
+
+
+def new_blocks(plan: Mapping[str, Any], tokens: int) -> int:
+    """How many blocks the engines of a plan have more than before: if the prompt was computed
+    elsewhere, both have its blocks, and each says so."""
+    held = [plan.get("cached_decode_tokens", 0)]
+    if plan.get("replica"):
+        held.append(plan.get("cached_prefill_tokens", 0))
+    return sum(max(0, tokens // BLOCK_TOKENS - int(each) // BLOCK_TOKENS) for each in held)
 
 
 def misses(talks: list[Conversation]) -> str:
