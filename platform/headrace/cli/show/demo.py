@@ -37,7 +37,7 @@ LIST = "\n".join(
     f"Mill {row}: {row * 37 % 101} cubic metres a second, {row * 53 % 97} metres of head."
     for row in range(ROWS)
 )
-LIST_QUESTION = "Which of these mills is the first in the list?"
+LIST_QUESTION = "Write the line of mill 7 again."
 
 
 class Skipped(Exception):
