@@ -27,7 +27,7 @@ export function bytes(value) {
   if (unknown(value)) return "-";
   let at = 0;
   for (; value >= 1024 && at < 4; at += 1) value /= 1024;
-  return `${value.toFixed(at ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][at]}`;
+  return `${value.toFixed(at && value < 100 ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][at]}`;
 }
 
 /** A share of 1 as a percentage; small ones keep a digit. */
