@@ -176,6 +176,17 @@ async def test_the_status_has_what_can_be_told_and_names_what_cannot() -> None:
     ]
 
 
+async def test_a_status_whose_health_cannot_be_judged_is_a_status_all_the_same() -> None:
+    cluster = FakeCluster(told_status={"replicas": [{"role": "decode", "router": 7}]})
+    async with (
+        gateway_over(backend=cluster) as bench,
+        bench.client.get("/headrace/v1/status") as response,
+    ):
+        status = await response.json()
+    assert response.status == 200 and "health" not in status
+    assert any(part.startswith("health: ") for part in status["incomplete"])
+
+
 async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
     class Broken(FakeCluster):
         async def plan(self, request_id: str) -> dict[str, Any] | None:

@@ -290,10 +290,12 @@ class Admin:
             status["advice"] = advice_of(status.get("replicas", ()))
         with part("gateway"):
             status["gateway"] = self._gateway.state()
+        with part("health"):
+            told = {**status, "incomplete": list(incomplete)}
+            status["health"] = asdict(assess(told, self._gateway.last_minute()))
         if incomplete:
             status["incomplete"] = incomplete
-        health = assess(status, self._gateway.last_minute())
-        return 200, _json({"health": asdict(health), **status}), _JSON
+        return 200, _json(status), _JSON
 
     async def _requests(self, pool: ReplicaPool) -> Answer:
         return 200, _json(self._gateway.requests()), _JSON

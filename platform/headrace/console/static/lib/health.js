@@ -12,6 +12,7 @@ const WORDS = { degraded: "Degraded", failing: "Failing" };
 export function healthOf(error, status) {
   if (error) return { level: "bad", text: "No answer from the gateway", problems: [error.message] };
   if (!status) return { level: "unknown", text: "Asking the gateway ...", problems: [] };
+  if (!status.health) return { level: "unknown", text: "The gateway does not tell the app's health", problems: status.incomplete ?? [] };
   const { state, problems } = status.health;
   if (!problems.length) return { level: LEVELS[state], text: "Healthy", problems };
   const more = problems.length > 1 ? ` (and ${plural(problems.length - 1, "more problem")})` : "";

@@ -59,7 +59,7 @@ function Group({ group, at }) {
 function groupsOf(status) {
   const engines = (role) => {
     const all = status.replicas.filter((one) => one.role === role);
-    const missing = status.health.missing[role] ?? 0;
+    const missing = status.health?.missing[role] ?? 0;
     return {
       boxes: all.slice(0, MAX_SHOWN).map((one) => ({
         name: replicaName(one), share: one.kv_usage ?? 0, href: replicaPage(status.ray, location, one),
