@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TIMEOUT_S = 1200.0
-PAGES = ("/console/", "/console/app.js", "/docs", "/headrace/v1/status")
+PAGES = ("/console/", "/console/app.js", "/openapi.json", "/headrace/v1/status")
 INTO_REPOSITORY = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
