@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ("cpu", "gpu")
 PACKAGES = ("platform", "prefill", "decode", "engine", "kvstore", "lab")
-CHART = ROOT / "helm" / "headrace"
 
 
 def say(text: str) -> None:
@@ -55,7 +54,7 @@ def version() -> str:
     The changelog's newest section is either this version, or this version `(unreleased)`.
     """
     found = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
-    chart = (CHART / "Chart.yaml").read_text()
+    chart = (ROOT / "helm" / "headrace" / "Chart.yaml").read_text()
     for name in ("version", "appVersion"):
         told = re.search(rf'^{name}: "?([^"\n]+)"?$', chart, re.MULTILINE)
         if told is None or told[1] != found:
@@ -71,11 +70,8 @@ def tracked(*folders: str) -> list[str]:
     return run(["git", "ls-files", "--", *folders]).splitlines()
 
 
-def build(out: Path, source: Path) -> tuple[Path, Path]:
-    """Build the sdist from a copy of the tracked files, and the wheel from it; return both.
-
-    The wheel comes first in the result.
-    """
+def build(out: Path, source: Path) -> Path:
+    """Build the sdist from a copy of the tracked files, and the wheel from it; return the wheel."""
     for name in tracked(*PACKAGES, "helm", "pyproject.toml", "README.md", "LICENSE"):
         target = source / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -83,12 +79,12 @@ def build(out: Path, source: Path) -> tuple[Path, Path]:
     uv = Path(sys.executable).parent / "uv"
     command: list[str | Path] = [uv, "build", "--quiet", "--no-build-isolation"]
     run([*command, "--python", sys.executable, "-o", out, source], source)
-    [wheel], [sdist] = out.glob("*.whl"), out.glob("*.tar.gz")
-    return wheel, sdist
+    [wheel] = out.glob("*.whl")
+    return wheel
 
 
 def check_contents(wheel: Path) -> None:
-    """Fail if the wheel lacks a file of the packages or of the chart, or has one of the tests."""
+    """Fail if the wheel lacks a file of the packages or of the chart."""
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     names = {name.partition("/")[2] for name in tracked(*PACKAGES)}
@@ -97,8 +93,6 @@ def check_contents(wheel: Path) -> None:
     missing += sorted(name for name in tracked("helm") if f"share/headrace/{name}" not in data)
     if missing:
         fail(f"{wheel.name} lacks {len(missing)} files: {', '.join(missing[:5])}")
-    if foreign := sorted(name for name in packed if name.split("/")[0] in ("tests", "benchmarks")):
-        fail(f"{wheel.name} has {', '.join(foreign[:5])}")
 
 
 def pack_chart(out: Path, number: str) -> Path:
@@ -135,9 +129,11 @@ def provenance(files: Iterable[Path], began: str) -> dict[str, Any]:
                 "resolvedDependencies": [
                     {"name": "source", "digest": {"gitCommit": commit}},
                     *(
-                        {"name": f"{lock}.lock", "digest": {"sha256": digest(path)}}
+                        {
+                            "name": f"{lock}.lock",
+                            "digest": {"sha256": digest(ROOT / "requirements" / f"{lock}.lock")},
+                        }
                         for lock in (*LOCKS, "dev")
-                        if (path := ROOT / "requirements" / f"{lock}.lock").exists()
                     ),
                 ],
             },
@@ -155,14 +151,13 @@ def now() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build a release in dist/ and check it.")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder; it is emptied")
     parser.add_argument("--no-check", action="store_true", help="build only")
     options = parser.parse_args()
-    out, began, number = options.out.absolute(), now(), version()
+    out, began, number = ROOT / "dist", now(), version()
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir()
     with tempfile.TemporaryDirectory() as folder:
-        wheel, _ = build(out, Path(folder))
+        wheel = build(out, Path(folder))
     check_contents(wheel)
     (out / ".gitignore").unlink(missing_ok=True)
     pack_chart(out, number)

@@ -104,7 +104,7 @@ class Engine:
         if "blending" in features:
             tokens = MOVED + LONG if "offload" in features else MOVED
             tokens = tokens[: len(LONG)]
-            salt = f"technique:reuse-{self._asked}:"
+            salt = f"technique:blending-{self._asked}:"
             extra["kv_transfer_params"] = {BLENDING_KEY: self._runs(len(tokens))}
         for name, ratio in (("sparse", SPARSE), ("compression", COMPRESSION)):
             if name in features:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from the sdist, which is beside it."""
     out = tmp_path_factory.mktemp("dist")
-    return build(out, tmp_path_factory.mktemp("source"))[0]
+    return build(out, tmp_path_factory.mktemp("source"))
 
 
 def test_package_chart_and_changelog_have_one_version() -> None:

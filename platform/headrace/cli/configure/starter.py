@@ -25,8 +25,6 @@ FIELDS = {
     "store": ("dram_gb", "nvme_folder"),
 }
 """The fields, by section."""
-END = "\n..."
-"""Ends the text of a bare value in YAML."""
 WIDTH = 96
 
 
@@ -53,9 +51,8 @@ def _section(values: Any, names: tuple[str, ...]) -> Iterator[str]:
         for line in textwrap.wrap(description, WIDTH - 4):
             yield f"  # {line}"
         value = getattr(values, name)
-        dumped = yaml.safe_dump(value, allow_unicode=True, default_flow_style=True, width=1000)
-        text = f"{name}: {dumped.partition(END)[0].strip()}"
-        yield f"  #{name}:" if value is None else f"  {text}"
+        text = yaml.safe_dump({name: value}, allow_unicode=True).strip()
+        yield f"  #{name}:" if value is None else textwrap.indent(text, "  ")
 
 
 def write(file: Path, preset: str, *, force: bool) -> None:
