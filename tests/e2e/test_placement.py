@@ -34,7 +34,7 @@ START_TOKENS = 4000
 is too small for them (`tiny_args`), so they are where an engine has computed them."""
 BLOCK_TOKENS = 128
 """vLLM's on a CPU."""
-HEARD_S = 2.0
+HEARD_S = 5.0
 """Within which gateways have heard of all that a replica did, unless it stands still."""
 HITS = 0.95
 """Of the turns behind the first."""
