@@ -292,3 +292,18 @@ def test_steps_tell_what_a_mode_costs() -> None:
         expected = 0.002 + true[2 + mode] * 8000
         assert costs.added_s(mode, 8000) == pytest.approx(expected, rel=0.1)
     assert not costs.observe(0, [0.0] * 4, 1.0)
+
+
+def test_an_offloaded_row_never_counts_as_cheaper_than_one_in_the_cache() -> None:
+    costs = StepCosts()
+    for seconds, mode in ((0.05, AttentionMode.SPARSE), (0.03, AttentionMode.OFFLOADED)):
+        context = [0.0] * len(AttentionMode)
+        context[mode] = 5000.0
+        for _ in range(100):
+            costs.observe(1, context, seconds)
+    in_cache, offloaded = (
+        costs.added_s(mode, 5000) for mode in (AttentionMode.SPARSE, AttentionMode.OFFLOADED)
+    )
+    assert offloaded == in_cache
+    ways = [ServingOption(40, in_cache), ServingOption(10, offloaded)]
+    assert cheapest_option(ways, 80, 0.03, 40, [], []) == 0, "the cache has room"

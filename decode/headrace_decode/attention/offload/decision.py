@@ -70,9 +70,16 @@ class StepCosts:
         return sum(a * b for a, b in zip(costs, (1.0, rows, *context), strict=True))
 
     def added_s(self, mode: AttentionMode, context: float) -> float:
-        """Predict the seconds by which a row makes a step longer."""
+        """Predict the seconds by which a row makes a step longer.
+
+        An offloaded row never costs less than the same row in the cache. Steps whose times vary
+        could show the opposite, and requests would then leave a cache that has room for them.
+        """
         costs = self._fit.nonnegative()
-        return costs[1] + costs[2 + mode] * context
+        each = costs[2 + mode]
+        if mode is AttentionMode.OFFLOADED:
+            each = max(each, costs[2 + AttentionMode.SPARSE])
+        return costs[1] + each * context
 
 
 @dataclass(frozen=True)

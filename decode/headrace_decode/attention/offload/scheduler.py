@@ -196,7 +196,7 @@ class OffloadSchedulerPart(SchedulerPart):
             modes = AttentionMode.OFFLOADED, AttentionMode.SPARSE
             slow_s, fast_s = (self.costs.added_s(mode, tokens) for mode in modes)
             candidates.append((each, offloaded))
-            leavers.append(OffloadCandidate(freed, _steps(each) * max(0.0, slow_s - fast_s)))
+            leavers.append(OffloadCandidate(freed, _steps(each) * (slow_s - fast_s)))
         left = {}
         for number in choose_offloads(leavers, free, busy, queue):
             request, offloaded = candidates[number]
