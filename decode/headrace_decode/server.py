@@ -211,7 +211,8 @@ class DecodeServer(PDDecodeServer):
             return await response
         except asyncio.CancelledError:
             response.cancel()  # otherwise the prefill engine would continue to compute
-            raise
+            # It may have finished before it hears of that. The caller then releases the KV.
+            return await response
 
     def _with_keys(self, port: InFlight) -> BlockKeysRoute:
         """Return the port's application with a route that returns a prompt's block hashes."""

@@ -134,8 +134,9 @@ class App:
         """As the decode replica reports it."""
         return str(self.replica("decode")["speculation"]["mode"])
 
-    def wait_idle(self, limit_s: float = 20.0) -> None:
-        """Until no engine has a request or holds KV, and no router holds a reservation."""
+    def wait_idle(self, limit_s: float = 60.0) -> None:
+        """Until no engine has a request or holds KV, and no router holds a reservation. A prefill
+        engine holds KV that nobody pulls for 30 s at most (docs/integrity.md)."""
         seen: list[Any] = []
 
         def idle() -> bool:

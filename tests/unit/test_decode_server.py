@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,28 @@ async def test_a_prompt_is_sent_to_the_replica_that_the_plan_names_with_the_kind
     assert await DecodeServer._prefill(server, PrefillRequest("r", b"", replica="y")) == "done"
     asked = PrefillRequest("r", b"", replica="y", kv="ab")
     assert server._prefills.asked == [((asked,), {"replica": "y"})]
+
+
+async def test_a_prefill_that_ended_before_it_heard_that_nobody_waits_tells_of_its_kv() -> None:
+    """Else the KV would be held until its lease ends."""
+    ended = asyncio.Event()
+
+    class Late(Call):
+        def __await__(self) -> Any:
+            yield from ended.wait().__await__()
+            return self.answer
+
+    prefills = Prefills("done")
+    call = Late("done")
+    prefills.prefill = SimpleNamespace(remote=lambda *args, **kwargs: call)
+    server: Any = SimpleNamespace(_prefills=prefills, _kv="ab")
+    waiting = asyncio.create_task(DecodeServer._prefill(server, PrefillRequest("r", b"")))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    assert (call.cancelled, waiting.done()) == (1, False)
+    ended.set()
+    assert await waiting == "done"
 
 
 async def test_a_prefill_replica_computes_nothing_that_the_caller_cannot_use() -> None:

@@ -239,8 +239,10 @@ async def test_a_call_that_is_late_is_called_off_and_prefilled_locally() -> None
     assert planner.over == [("r", [7, 8])]
 
 
-async def test_a_call_to_a_replica_that_has_gone_is_not_waited_for() -> None:
-    planner, engine, prefill = Planner("prefill"), Engine({"local": ready(7, 8)}), Prefill()
+@pytest.mark.parametrize("heeds_cancel", [True, False])
+async def test_a_call_to_a_replica_that_has_gone_is_not_waited_for(heeds_cancel: bool) -> None:
+    planner, engine = Planner("prefill"), Engine({"local": ready(7, 8)})
+    prefill = Prefill(heeds_cancel=heeds_cancel)
     planner.answer = replace(planner.answer, replica="p-1")
     orchestrator = Orchestrator(planner)
     answering = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
@@ -252,6 +254,10 @@ async def test_a_call_to_a_replica_that_has_gone_is_not_waited_for() -> None:
     assert await answering == [7, 8]
     assert planner.failures == [("r", "p-1 has stopped")]
     assert not orchestrator.calls
+    await until(lambda: prefill.aborted == 1)
+    if not heeds_cancel:
+        prefill.answer.set_exception(ConnectionError("gone"))
+    await until(lambda: not orchestrator.cleanups)
 
 
 async def test_kv_of_a_late_call_that_could_not_be_called_off_is_released() -> None:

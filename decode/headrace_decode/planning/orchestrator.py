@@ -149,8 +149,8 @@ class Orchestrator:
         self.verification = VerificationPolicy()
         """Prefill replicas whose KV must be checked byte for byte."""
         self._active: set[str] = set()
-        self.calls: dict[asyncio.Future[Any], str] = {}
-        """Pending remote prefills, each with its replica."""
+        self.calls: dict[asyncio.Future[None], str] = {}
+        """Pending remote prefills: a future that ends the wait for it, and its replica."""
         self._pulls: dict[str, _Pull] = {}
         """Requests whose KV comes from a prefill replica, until they end."""
         self.cleanups: set[asyncio.Task[None]] = set()
@@ -221,9 +221,9 @@ class Orchestrator:
         """Set the running prefill replicas; prefill prompts that wait for other replicas here."""
         self.planner.prefill_members(replicas)
         self.verification.retain(replicas)
-        for call, replica in self.calls.items():
+        for stopped, replica in self.calls.items():
             if replica and replica not in replicas:
-                call.cancel()
+                stopped.cancel()
 
     def _with_unique_id(self, work: Work[Output]) -> Work[Output]:
         """Give the request another id if an active request has the same one."""
@@ -244,19 +244,22 @@ class Orchestrator:
         """
         called = time.perf_counter()
         task = asyncio.ensure_future(work.prefill(plan))
-        self.calls[task] = plan.replica
+        stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls[stopped] = plan.replica
+        either: set[asyncio.Future[Any]] = {task, stopped}
         try:
-            done, _ = await asyncio.wait({task}, timeout=plan.timeout_s)
+            await asyncio.wait(either, timeout=plan.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._cancel_prefill(work, task)
             raise
         finally:
-            del self.calls[task]
-        if not done:
+            del self.calls[stopped]
+        if not task.done():
             self._cancel_prefill(work, task)
-            why = f"no answer in {plan.timeout_s:.2f} s"
+            late = f"no answer in {plan.timeout_s:.2f} s"
+            why = f"{plan.replica} has stopped" if stopped.done() else late
         elif task.cancelled():
-            why = f"{plan.replica} has stopped"
+            why = "the call was cancelled"
         elif (error := task.exception()) is not None:
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         else:
