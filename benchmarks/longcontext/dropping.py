@@ -35,9 +35,14 @@ from benchmarks.longcontext.pool import apart
 from benchmarks.sparse.serving import Engine, report
 from headrace.model import resolve
 from headrace.model.facts import describe
-from headrace.model.kv_budget import KvBudgetRequest, compressed_blocks, incremental_blocks
 from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.compression.engine.compression_job import (
+    EARLIER_TOKENS,
+    SEGMENT_TOKENS,
+    retained_blocks,
+)
 from headrace_decode.compression.engine.settings import CompressionSettings
+from headrace_decode.compression.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_engine.extensions.extension import EXTENSIBLE_SCHEDULERS
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 4000, 2000, 0.25
@@ -52,8 +57,14 @@ def blocks_of(tokens: int) -> int:
 
 
 WHOLE = blocks_of(PROMPT + ANSWER)
-ASKED = KvBudgetRequest(1, AT_ONCE, PROMPT + ANSWER, ANSWER)
-SMALL, STREAMED = compressed_blocks(ASKED, SHARE), incremental_blocks(ASKED, SHARE)
+KEPT = retained_blocks(PROMPT // BLOCK_TOKENS, SHARE)
+TAIL = blocks_of(PROMPT % BLOCK_TOKENS + ANSWER)
+"""Blocks in which a context is kept: a part of its prompt's, and all after these."""
+OTHERS = (AT_ONCE - 1) * (KEPT + TAIL)
+SMALL = WHOLE + blocks_of(EARLIER_TOKENS + LEAD_TOKENS + PART_TOKENS + 1) + OTHERS
+"""Blocks of a cache whose contexts are read again one after the other, so that one is whole."""
+STREAMED = KEPT + max(TAIL, blocks_of(SEGMENT_TOKENS) + blocks_of(BATCH_TOKENS)) + OTHERS
+"""Blocks of a cache whose contexts are compressed while they are computed."""
 
 
 def served(

@@ -20,7 +20,6 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 
 from headrace.config import AppSection, to_app_args
 from headrace.config.integrity import IntegritySection
-from headrace.config.kv_budget import apply_kv_budget
 from headrace.config.load import validate
 from headrace.deploy.blending import add_blending
 from headrace.deploy.drop_in import refusals
@@ -65,11 +64,6 @@ def build_app(args: dict[str, Any]) -> Application:
             environment that the process does not have.
     """
     section = AppSection.model_validate(args.get("headrace") or {})
-    if section.techniques.kv_budget is not None:
-        raise ValueError(
-            "techniques.kv_budget: it is planned for a configuration file (`headrace up`, "
-            "`headrace.app:build_configured`); here set techniques.compression or techniques.sparse"
-        )
     if "port" not in section.gateway.model_fields_set:
         # Under a Serve config, Serve's proxy is in front; a port of our own must be asked for.
         if section.gateway.tls is not None:
@@ -131,10 +125,7 @@ def build_configured(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError: the configuration cannot be used; with a line for each problem.
     """
-    config, plan = apply_kv_budget(validate(args, files_here=False))
-    if plan is not None:
-        logger.info("techniques.kv_budget: %s", plan.chosen)
-    return build_app(to_app_args(config))
+    return build_app(to_app_args(validate(args, files_here=False)))
 
 
 def _prefill_fallback(pd: PDServingArgs, token_path: str) -> FallbackServing | None:

@@ -43,7 +43,6 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "status",
         "top",
         "explain",
-        "kv-budget",
         "chat",
         "doctor",
         "simulate",

@@ -170,15 +170,6 @@ def test_detached_with_keys_and_tls_it_answers_until_down_and_then_nothing_is_le
     assert headrace(environment, "down").stdout.strip() == "nothing is running"
 
 
-def test_a_kv_budget_that_cannot_be_kept_is_refused_before_ray_starts(
-    environment: dict[str, str],
-) -> None:
-    done = headrace(environment, "up", "--detach", "--set", "techniques.kv_budget.gib=0.001")
-    assert done.returncode and "techniques.kv_budget" in done.stderr, done.stderr
-    assert "getting " in done.stderr and "starting Ray" not in done.stderr
-    assert not list(Path(environment["HEADRACE_STATE"]).glob("*.json"))
-
-
 @pytest.mark.slow
 def test_ctrl_c_in_the_foreground_leaves_nothing(environment: dict[str, str]) -> None:
     with foreground(environment) as process:

@@ -91,54 +91,12 @@ def model_check_kv(
         int | None, typer.Option(min=1, help="Tokens of one request. Default: the model's limit.")
     ] = None,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 128,
-    kv_budget: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            help="As techniques.kv_budget.gib: also show which technique keeps an engine on CPUs "
-            "within this many GiB, and its error.",
-        ),
-    ] = None,
-    contexts: Annotated[int, typer.Option(min=1, help="Contexts at once, with --kv-budget.")] = 1,
-    answer_tokens: Annotated[
-        int, typer.Option(min=1, help="Answer tokens of each context, with --kv-budget.")
-    ] = 512,
-    host_memory: Annotated[
-        float, typer.Option(min=0.0, help="GiB for offloaded KV, with --kv-budget.")
-    ] = 0.0,
-    sparse_calibration: Annotated[
-        Path | None,
-        typer.Option(help="File of headrace lab calibrate sparse, with --kv-budget."),
-    ] = None,
-    compression_calibration: Annotated[
-        Path | None,
-        typer.Option(help="File of headrace lab calibrate compression, with --kv-budget."),
-    ] = None,
-    itl_ms: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="As techniques.kv_budget.itl_ms, with --kv-budget."),
-    ] = None,
-    memory_gbps: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="As techniques.kv_budget.memory_gbps, with --itl-ms."),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the size of a model's KV, as it is and as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
     or int4: bytes, blocks, contexts that fit."""
     from headrace.cli import kv_size
-    from headrace.config.techniques import KvBudgetSection
 
-    budget = None
-    if kv_budget is not None:
-        budget = KvBudgetSection(
-            gib=kv_budget,
-            contexts=contexts,
-            answer_tokens=answer_tokens,
-            host_gib=host_memory,
-            itl_ms=itl_ms,
-            memory_gbps=memory_gbps,
-        )
     kv_size.check_kv(
         source,
         gpu_memory_gib=gpu_memory,
@@ -146,9 +104,6 @@ def model_check_kv(
         context=context,
         block_tokens=block_tokens,
         as_json=as_json,
-        budget=budget,
-        sparse_calibration=sparse_calibration,
-        compression_calibration=compression_calibration,
     )
 
 

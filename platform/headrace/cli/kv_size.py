@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from headrace import model as models
 from headrace.cli.console import CliError, human_bytes, stdout
-from headrace.cli.show import kv_budget
-from headrace.config.techniques import KvBudgetSection
 from headrace.model.facts import ModelFacts
 from headrace.model.kv_size import KvSize, kv_sizes
 
@@ -27,17 +24,8 @@ def check_kv(
     context: int | None,
     block_tokens: int,
     as_json: bool,
-    budget: KvBudgetSection | None = None,
-    sparse_calibration: Path | None = None,
-    compression_calibration: Path | None = None,
 ) -> None:
-    """Print the table. CliError if the configuration does not tell, or the weights do not fit.
-
-    Args:
-        budget: also print how an engine keeps within it.
-        sparse_calibration: file of `headrace lab calibrate sparse`.
-        compression_calibration: file of `headrace lab calibrate compression`.
-    """
+    """Print the table. CliError if the configuration does not tell, or the weights do not fit."""
     try:
         facts = _facts(source)
         weights = (facts.params or 0) * facts.dtype_bytes
@@ -49,9 +37,6 @@ def check_kv(
             )
         tokens = context or facts.max_model_len
         sizes = kv_sizes(facts, memory, tokens, block_tokens)
-        plan = None
-        if budget is not None:
-            plan = _plan(facts, tokens, budget, sparse_calibration, compression_calibration)
     except models.ModelError as error:
         raise CliError(str(error)) from None
     if as_json:
@@ -63,7 +48,7 @@ def check_kv(
             "block_tokens": block_tokens,
             "rows": [asdict(size) for size in sizes],
         }
-        print(json.dumps(found | ({"kv_budget": plan} if plan else {}), indent=2))
+        print(json.dumps(found, indent=2))
         return
     known = f"beside weights of {human_bytes(weights)}" if weights else "if weights took nothing"
     print(
@@ -73,45 +58,6 @@ def check_kv(
     )
     stdout().print(_table(sizes))
     print("int4 is the KV store's: an engine decodes it at loading.")
-    if plan is not None:
-        print()
-        kv_budget.render(plan, stdout())
-
-
-def _plan(
-    facts: ModelFacts,
-    tokens: int,
-    budget: KvBudgetSection,
-    sparse_calibration: Path | None,
-    compression_calibration: Path | None,
-) -> dict[str, Any]:
-    """Plan how an engine on CPUs would keep within the budget."""
-    from headrace.config.kv_budget import budget_request
-    from headrace.model.kv_budget import plan_kv_budget
-    from headrace_decode.attention.calibration_file import CalibrationError
-    from headrace_decode.compression.engine.calibration import read as read_compression
-    from headrace_decode.sparse.engine.calibration import read as read_sparse
-
-    found = []
-    for file, read in (
-        (sparse_calibration, read_sparse),
-        (compression_calibration, read_compression),
-    ):
-        try:
-            found.append(None if file is None else read(file))
-        except CalibrationError as error:
-            raise CliError(f"{file} cannot be used: {error}") from None
-    page_tokens = {each.page_tokens for each in found if each is not None} or {32}
-    if len(page_tokens) > 1:
-        raise CliError(
-            f"{sparse_calibration} and {compression_calibration} are for pages of different sizes: "
-            f"{sorted(page_tokens)}"
-        )
-    sparse_kl, compression_kl = (None if each is None else each.kl for each in found)
-    request = budget_request(budget, tokens, facts)
-    return kv_budget.to_plain_data(
-        plan_kv_budget(facts, request, sparse_kl, page_tokens.pop(), compression_kl=compression_kl)
-    )
 
 
 def _facts(source: str) -> ModelFacts:

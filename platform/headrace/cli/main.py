@@ -283,14 +283,6 @@ def explain(
     command.explain(request_id, name, last=last, as_json=as_json)
 
 
-@app.command("kv-budget", rich_help_panel=LOOK)
-def kv_budget(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show how the engines keep within techniques.kv_budget, and the other options' errors."""
-    from headrace.cli.show import kv_budget as command
-
-    command.kv_budget(name, as_json=as_json)
-
-
 @app.command(rich_help_panel=LOOK)
 def chat(
     message: Annotated[

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from headrace.cli.process_matcher import ProcessMatcher
 from headrace.observability.shared_memory import ProcessId
@@ -43,7 +42,6 @@ class Instance:
     supervisor: ProcessId | None = None
     started_at: float = 0.0  # seconds since the epoch
     shm_before: list[str] = field(default_factory=list)
-    kv_plan: dict[str, Any] | None = None  # for techniques.kv_budget
 
     def matcher(self) -> ProcessMatcher:
         """Return the facts by which its processes and files are recognised."""

@@ -1,10 +1,8 @@
 """`headrace up`: starts everything that a configuration describes, and undoes it on failure.
 
 The order: check the configuration, create the state file, start Ray, download the model while Ray
-starts, import the app, deploy it, wait for the engines, and wait for /health. With
-`techniques.kv_budget` the model comes first: a budget that cannot be kept is known before Ray
-starts, and the speed of memory is measured while nothing else runs. Once the state file exists,
-every way out except success goes through `down.stop`.
+starts, import the app, deploy it, wait for the engines, and wait for /health. Once the state file
+exists, every way out except success goes through `down.stop`.
 
 In the foreground it also ends when `headrace down` stops it, when Ray ends, and when the process
 that started it ends. If it is killed, the supervisor of its Ray node ends the node. On a cluster
@@ -32,7 +30,7 @@ from headrace.cli.console import CliError, human_bytes, stderr
 from headrace.cli.display import Display
 from headrace.cli.doctor.machine import needed_memory_bytes
 from headrace.cli.probes.machine import available_memory_bytes
-from headrace.cli.show import kv_budget, ready
+from headrace.cli.show import ready
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.app_args import llm_config
 from headrace.config.key_file import hash_of, new_key
@@ -186,17 +184,14 @@ class _Start:
             for line in _preview(self.config):
                 stderr().print(line, markup=False)
         with Display(stderr()) as display:
-            budgeted = self.config.techniques.kv_budget is not None
-            if budgeted:
-                self._get_model(display)
             node = spec = None
             if self.config.ray.address is None:
                 display.step("starting Ray")
                 spec = _node_spec(self.instance, self.config, foreground=not self.detach)
                 node = cluster.start(spec, Path(self.instance.temp_dir))
                 _record(self.instance, node)
-            if not budgeted:
-                self._get_model(display)
+            display.step(f"getting {self.config.model.source or self.config.model.id}")
+            self.config = _with_model(self.config, display)
             if node is not None and spec is not None:
                 display.step("waiting for Ray")
                 left_s = max(1.0, deadline - time.monotonic())
@@ -217,17 +212,6 @@ class _Start:
             print(json.dumps(ready.addresses(self.instance, took_s), indent=2))
         else:
             ready.announce(self.instance, took_s, self.detach)
-
-    def _get_model(self, display: Display) -> None:
-        """Put the model's folder, and the settings for a KV budget, into the configuration."""
-        display.step(f"getting {self.config.model.source or self.config.model.id}")
-        self.config = _with_model(self.config, display)
-        if self.config.techniques.kv_budget is None:
-            return
-        from headrace.config.kv_budget import apply_kv_budget
-
-        self.config, plan = apply_kv_budget(self.config)
-        self.instance.kv_plan = kv_budget.to_plain_data(plan) if plan is not None else None
 
     def _deploy(self, deploying: deploy.AppDeployment, display: Display, deadline: float) -> None:
         instance, config = self.instance, self.config

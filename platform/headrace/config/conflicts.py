@@ -65,11 +65,6 @@ def technique_conflicts(techniques: TechniquesSection, store: StoreSection) -> I
     used = [name for name, mode in modes.items() if mode != "off"]
     if not used:
         return
-    if techniques.kv_budget is not None:
-        yield (
-            f"techniques.{used[0]}.mode",
-            "techniques.kv_budget chooses what is on; set one of the two",
-        )
     if store.enabled and codec != "raw":
         yield (
             f"techniques.{used[0]}.mode",

@@ -113,41 +113,6 @@ class CompressionSection(Section):
         return self
 
 
-class KvBudgetSection(Section):
-    """A memory budget for the KV of each decode engine, in place of `decode.kv_cache_gb`. Headrace
-    then uses compression, sparse attention with offload, or neither for all requests: the choice
-    with the least error that fits the budget (docs/compression.md). Their `mode` must be `off`."""
-
-    gib: float = Field(
-        gt=0,
-        description="GiB for the KV cache and for the data by which pages are selected.",
-    )
-    contexts: int = Field(
-        default=1, ge=1, description="Requests of `model.max_model_len` tokens that run at once."
-    )
-    answer_tokens: int = Field(
-        default=512, ge=1, description="Answer tokens of each such request. Their KV is kept."
-    )
-    host_gib: float = Field(
-        default=0,
-        ge=0,
-        description="GiB of host memory for offloaded KV. It has an effect only with "
-        "`techniques.sparse.calibration`.",
-    )
-    itl_ms: float | None = Field(
-        default=None,
-        gt=0,
-        description="Target for the inter-token latency, in milliseconds, while all `contexts` "
-        "are answered. Less KV is then kept or attended to than memory allows. null: no target.",
-    )
-    memory_gbps: float | None = Field(
-        default=None,
-        gt=0,
-        description="Memory bandwidth of an engine in GB/s, for `itl_ms`. null: measured on the "
-        "machine that plans, which takes a second.",
-    )
-
-
 class TechniquesSection(Section):
     """Lossy techniques. None is on by default (docs/techniques.md)."""
 
@@ -160,7 +125,4 @@ class TechniquesSection(Section):
     compression: CompressionSection = Field(
         default_factory=CompressionSection,
         description="KV cache compression; see the third table.",
-    )
-    kv_budget: KvBudgetSection | None = Field(
-        default=None, description="A memory budget for KV; see the fourth table. null: none."
     )

@@ -6,7 +6,7 @@ import json
 
 from headrace.cli import state
 from headrace.cli.console import stdout
-from headrace.cli.show import kv_budget, status
+from headrace.cli.show import status
 
 
 def addresses(instance: state.Instance, took_s: float) -> dict[str, object]:
@@ -18,7 +18,6 @@ def addresses(instance: state.Instance, took_s: float) -> dict[str, object]:
         "model": instance.model,
         "dashboard": dashboard,
         "dashboard_token_file": status.token_file(instance) if dashboard else None,
-        "kv_budget": instance.kv_plan,
         "ready_after_s": round(took_s, 1),
     }
 
@@ -41,8 +40,6 @@ def announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         f"try        curl {instance.endpoint}/v1/chat/completions "
         f"-H 'Content-Type: application/json'{key} -d '{body}'"
     )
-    if instance.kv_plan is not None:
-        lines.insert(2, f"kv budget  {kv_budget.summary(instance.kv_plan)}")
     name = "" if instance.name == "default" else f" --name {instance.name}"
     how = f"headrace down{name}" if detach else "Ctrl-C"
     lines.append(f"ready      after {took_s:.0f} s; stop it with {how}")

@@ -240,7 +240,7 @@ def _kv_holds_one_request(config: HeadraceConfig) -> Iterator[Problem]:
         given = role.kv_cache_bytes
         if given is None or not isinstance(tokens, int):
             continue
-        if name == "decode" and (techniques.kv_budget or techniques.sparse.offload_gib):
+        if name == "decode" and techniques.sparse.offload_gib:
             continue  # KV may leave the cache
         # Whole blocks, of 128 tokens on the CPU; each worker holds its share.
         per_token = kv_bytes_per_token * kv_widening(role)
