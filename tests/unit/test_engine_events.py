@@ -67,9 +67,10 @@ def test_blocks_come_and_go_and_only_changes_are_told() -> None:
     blocks = HeldBlocks()
     told = blocks.apply(batch(stored(0, 1, 2), removed(1), stored(2, 3)))
     assert told == [
-        *(Change(True, GPU, b"", key_of(HASHES[n])) for n in (0, 1, 2)),
+        Change(True, GPU, b"", key_of(HASHES[0]), b""),
+        *(Change(True, GPU, b"", key_of(HASHES[n]), key_of(HASHES[n - 1])) for n in (1, 2)),
         Change(False, GPU, b"", key_of(HASHES[1])),
-        Change(True, GPU, b"", key_of(HASHES[3])),
+        Change(True, GPU, b"", key_of(HASHES[3]), key_of(HASHES[2])),
     ]
     assert held(blocks) == keys(0, 2, 3) and len(blocks) == 3
     assert blocks.apply(batch(removed(1), stored(0))) == []

@@ -48,6 +48,7 @@ class BlockStored(msgspec.Struct, gc=False, tag=True):
     """The fields of vLLM's event that are read here. Its token ids are not decoded."""
 
     block_hashes: Hashes
+    parent_block_hash: bytes | int | None = None
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
@@ -95,21 +96,33 @@ class HeldBlocks:
     """
 
     def __init__(self, most_blocks: int = MAX_BLOCKS) -> None:
-        self._keys: dict[bytes, None] = {}
+        self._parents: dict[bytes, bytes] = {}
+        """By key of a held block: the key of the block before it; empty for a prompt's first."""
         self._most, self._lock = most_blocks, threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._parents)
 
     def clear(self) -> None:
         """Remove all blocks."""
         with self._lock:
-            self._keys.clear()
+            self._parents.clear()
 
     def contents(self) -> list[Change]:
-        """Return all held blocks, as changes."""
+        """Return all held blocks, as changes. Each follows its parent if that is possible."""
         with self._lock:
-            return [Change(True, GPU, b"", key) for key in self._keys]
+            parents = dict(self._parents)
+        following: dict[bytes, list[bytes]] = {}
+        for key, parent in parents.items():
+            following.setdefault(parent if parent in parents else b"", []).append(key)
+        found, left = [], following.pop(b"", [])[::-1]
+        while left:
+            key = left.pop()
+            found.append(Change(True, GPU, b"", key, parents[key]))
+            left.extend(following.pop(key, [])[::-1])
+        circles = (key for rest in following.values() for key in rest)  # of keys that collide
+        found.extend(Change(True, GPU, b"", key, parents[key]) for key in circles)
+        return found
 
     def apply(self, payload: bytes) -> list[Change] | None:
         """Apply one of vLLM's batches.
@@ -122,39 +135,41 @@ class HeldBlocks:
         """
         changes: list[Change] = []
         cleared = False
-        events = [(event, _keys(event)) for event in _batches.decode(payload).events]
+        events = [(event, *_keys(event)) for event in _batches.decode(payload).events]
         with self._lock:
-            for event, keys in events:
+            for event, before, keys in events:
                 if isinstance(event, AllBlocksCleared):
-                    self._keys.clear()
+                    self._parents.clear()
                     cleared = True
-                    continue
-                stored = isinstance(event, BlockStored)
-                for key in keys:
-                    if (key in self._keys) is stored:
-                        continue
-                    if stored:
-                        self._keys[key] = None
-                    else:
-                        del self._keys[key]
-                    changes.append(Change(stored, GPU, b"", key))
-            if len(self._keys) > self._most:
-                logger.error("%d KV blocks are held by vLLM's events; removed", len(self._keys))
-                self._keys.clear()
+                elif isinstance(event, BlockRemoved):
+                    gone = [key for key in keys if self._parents.pop(key, None) is not None]
+                    changes.extend(Change(False, GPU, b"", key) for key in gone)
+                else:
+                    for key in keys:
+                        if key not in self._parents:
+                            self._parents[key] = before
+                            changes.append(Change(True, GPU, b"", key, before))
+                        before = key
+            if len(self._parents) > self._most:
+                logger.error("%d KV blocks are held by vLLM's events; removed", len(self._parents))
+                self._parents.clear()
                 cleared = True
         return None if cleared else changes
 
 
-def _keys(event: BlockStored | BlockRemoved | AllBlocksCleared) -> list[bytes]:
-    """Return the keys of an event's blocks; none if these blocks are not followed."""
+def _keys(event: BlockStored | BlockRemoved | AllBlocksCleared) -> tuple[bytes, list[bytes]]:
+    """Return the key of the block before an event's blocks, empty if there is none, and theirs;
+    none if these blocks are not followed."""
     if (
         isinstance(event, AllBlocksCleared)
         or event.medium not in (None, GPU)
         or event.locality not in (None, LOCAL)
         or event.group_idx
     ):
-        return []
-    return [key_of(block_hash) for block_hash in event.block_hashes]
+        return b"", []
+    parent = event.parent_block_hash if isinstance(event, BlockStored) else None
+    before = b"" if parent is None else key_of(parent)
+    return before, [key_of(block_hash) for block_hash in event.block_hashes]
 
 
 class EngineEvents:

@@ -17,7 +17,8 @@ What the fields hold here, of a store:
 - `token_ids`: empty, `block_size`: 0, as the store knows blocks by hash only. The hashes suffice:
   vLLM's block hash covers all tokens up to the block's end, so a subscriber that hashes a prompt's
   blocks finds them in an index of hashes. The bytes are those of vLLM's own hashes.
-- `parent_block_hash`: None, for the same reason.
+- `parent_block_hash`: None, for the same reason. Blocks of an engine have theirs: a block whose
+  parent is not the block before it begins a run.
 
 Batches are numbered from 0, and each has at most `BATCH_BLOCKS` blocks. A whole state begins with
 `AllBlocksCleared` and takes as many batches as it needs. The publisher sends one at the start, when
@@ -42,7 +43,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -123,19 +124,39 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Change(NamedTuple):
-    """One block that was stored or removed. `hash`: 32 bytes, zero-padded."""
+    """One block that was stored or removed.
+
+    Attributes:
+        hash: 32 bytes, zero-padded, or an engine's key.
+        parent: hash of the block before it in its prompt; empty for a prompt's first block; None if
+            it is not known.
+    """
 
     stored: bool
     medium: str
     digest: bytes
     hash: bytes
+    parent: bytes | None = None
 
 
 def batches(changes: Iterable[Change]) -> Iterator[list[KVEvent]]:
     """Yield batches of events in the order of the changes; a run of one kind becomes one event."""
     left = iter(changes)
     while part := list(islice(left, BATCH_BLOCKS)):
-        yield [_event(list(run)) for _, run in groupby(part, lambda change: change[:3])]
+        yield [_event(run) for run in _runs(part)]
+
+
+def _runs(changes: list[Change]) -> Iterator[list[Change]]:
+    """Cut changes into runs of one kind, in which each block is the parent of the next."""
+    begin = 0
+    for end in range(1, len(changes) + 1):
+        if end < len(changes):
+            one, following = changes[end - 1], changes[end]
+            follows = not following.stored or following.parent in (None, one.hash)
+            if follows and one[:3] == following[:3]:
+                continue
+        yield changes[begin:end]
+        begin = end
 
 
 def _event(run: list[Change]) -> KVEvent:
@@ -144,7 +165,8 @@ def _event(run: list[Change]) -> KVEvent:
     where: dict[str, Any] = {"locality": LOCAL, "ownership": first.digest.hex()}
     if not first.stored:
         return BlockRemoved(hashes, first.medium, **where)
-    return BlockStored(hashes, None, [], 0, None, first.medium, None, **where)
+    parent = plain_hash(first.parent) if first.parent else None
+    return BlockStored(hashes, parent, [], 0, None, first.medium, None, **where)
 
 
 def plain_hash(padded: bytes) -> bytes:
