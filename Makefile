@@ -72,11 +72,8 @@ format: install  ## repair what lint can repair
 	$(BIN)/ruff format .
 
 docs: install  ## write the generated files again, and build the site in build/site
-	$(BIN)/python -m headrace.config > docs/configuration.md
-	$(BIN)/python -m headrace.gateway.docs > docs/rest.md
+	$(BIN)/python -m scripts.generate
 	$(BIN)/typer headrace.cli.main utils docs --name headrace --title Commands --output docs/commands.md
-	$(BIN)/python -m headrace.chart helm/headrace
-	$(BIN)/python -m headrace.observability.dashboards
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lock: install  ## resolve pyproject.toml anew into requirements/*.lock

@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from install import pip_settings, uv_arguments, uv_environment
+from install import (  # type: ignore[import-not-found]  # beside this file
+    pip_settings,
+    uv_arguments,
+    uv_environment,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = ("--override", "requirements/cpu-overrides.txt")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.observability.dashboards import alerts
-from headrace.observability.dashboards.boards import dashboards
-from headrace.observability.dashboards.filters import FILTERS
-from headrace.observability.dashboards.grafana import built
+from scripts.generate.dashboards import alerts
+from scripts.generate.dashboards.boards import dashboards
+from scripts.generate.dashboards.filters import FILTERS
+from scripts.generate.dashboards.grafana import built
 
 VARIABLES = {each.name: each for group in FILTERS for each in group.variables}
 ROOM = {"$__rate_interval": "5m", **dict.fromkeys((f"${name}" for name in VARIABLES), ".*")}

@@ -18,9 +18,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from headrace.chart.files import files
 from headrace.cli.doctor.pod import Pod
 from headrace.config.load import validate
+from scripts.generate.chart import files
 from tests.support.chart import (
     CHART,
     GROUPS,
@@ -114,7 +114,7 @@ def kuberay() -> jsonschema.Draft202012Validator:
 
 
 def test_the_generated_files_are_current() -> None:
-    """`python -m headrace.chart helm/headrace` writes them."""
+    """`python -m scripts.generate` writes them."""
     for name, text in files().items():
         assert (CHART / name).read_text("utf-8") == text, name
 

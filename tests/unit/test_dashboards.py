@@ -17,15 +17,15 @@ pytest.importorskip("grafana_foundation_sdk")
 
 from ray.serve import context as serve_context
 
-from headrace.observability.dashboards import alerts, promql
-from headrace.observability.dashboards.boards import dashboards
-from headrace.observability.dashboards.files import CHART_FILES, files
-from headrace.observability.dashboards.filters import filtered, variables_in
-from headrace.observability.dashboards.panel import COLUMNS, Kind
 from headrace.observability.metrics import TTFT_BUCKETS_S, RayGatewayMetrics, RayPlanMetrics
 from headrace.observability.speculation import RaySpeculationMetrics
 from headrace.observability.store import RayStoreMetrics
 from headrace.observability.totals import TotalCounter
+from scripts.generate.dashboards import alerts, promql
+from scripts.generate.dashboards.boards import dashboards
+from scripts.generate.dashboards.files import CHART_FILES, files
+from scripts.generate.dashboards.filters import filtered, variables_in
+from scripts.generate.dashboards.panel import COLUMNS, Kind
 from tests.support.promql import DCGM, MADE_HERE, VARIABLES, asked
 
 RAYS_OWN = {promql.CLUSTER, "le", "deployment", "replica"}
@@ -75,7 +75,7 @@ def test_the_files_of_the_chart_are_current() -> None:
     }
     assert there == wanted.keys()
     for name, text in wanted.items():
-        hint = f"{name} is old: run python -m headrace.observability.dashboards"
+        hint = f"{name} is old: run python -m scripts.generate"
         assert (CHART_FILES / name).read_text() == text, hint
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from headrace.observability.dashboards.alerts import RUNBOOK, alerts
+from scripts.generate.dashboards.alerts import RUNBOOK, alerts
 from tests.support.program import ROOT
 from tests.support.tools import missing
 

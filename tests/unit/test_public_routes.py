@@ -12,8 +12,8 @@ from fastapi import FastAPI, WebSocket
 from fastapi.routing import APIRoute
 from ray.serve.llm import LLMConfig
 
-from headrace.gateway.docs import page
 from headrace_decode.http.public_routes import Route, api_of, keep_public_routes, public_routes
+from scripts.generate.rest_page import page
 
 ROOT = Path(__file__).parents[2]
 OPENAI = "vllm.entrypoints.openai.chat_completion.api_router"
@@ -145,7 +145,7 @@ def test_of_vllms_own_application_with_all_its_switches_only_these_are_public(
 
 def test_the_rest_page_is_current() -> None:
     page_now = (ROOT / "docs" / "rest.md").read_text("utf-8")
-    assert page_now == page(), "run: python -m headrace.gateway.docs > docs/rest.md"
+    assert page_now == page(), "run: python -m scripts.generate"
 
 
 def test_vllms_store_of_responses_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:

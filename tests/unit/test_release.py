@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.chart.location import chart_folder
+from headrace.chart_folder import chart_folder
 from scripts.release import build, check_contents, digest, pack_chart, provenance, version
 
 ROOT = Path(__file__).resolve().parents[2]
 UV = Path(sys.executable).parent / "uv"
-FIND = "from headrace.chart.location import chart_folder; print(chart_folder())"
+FIND = "from headrace.chart_folder import chart_folder; print(chart_folder())"
 
 pytestmark = pytest.mark.slow
 

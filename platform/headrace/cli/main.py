@@ -348,7 +348,7 @@ app.command(rich_help_panel=TUNE)(simulate)
 @app.command(rich_help_panel=CONFIGURE)
 def chart() -> None:
     """Print the folder of the Helm chart: helm install NAME "$(headrace chart)"."""
-    from headrace.chart.location import chart_folder
+    from headrace.chart_folder import chart_folder
 
     try:
         print(chart_folder())

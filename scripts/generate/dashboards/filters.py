@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace.observability.dashboards.promql import CLUSTER, narrowed
+from scripts.generate.dashboards.promql import CLUSTER, narrowed
 
 READY = "ray_headrace_gateway_ready_replicas"
 HEALTHY = "ray_serve_deployment_replica_healthy"

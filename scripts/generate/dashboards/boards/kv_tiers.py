@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.observability.dashboards import promql as q
-from headrace.observability.dashboards.panel import DashboardSpec, Panel
-from headrace.observability.dashboards.promql import WINDOW
+from scripts.generate.dashboards import promql as q
+from scripts.generate.dashboards.panel import DashboardSpec, Panel
+from scripts.generate.dashboards.promql import WINDOW
 
 
 def kv_tiers() -> DashboardSpec:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.observability.dashboards import alerts
-from headrace.observability.dashboards import promql as q
-from headrace.observability.dashboards.filters import HEALTHY, READY
-from headrace.observability.dashboards.panel import HEALTH, DashboardSpec, Kind, Panel
-from headrace.observability.dashboards.promql import CLUSTER, WINDOW
+from scripts.generate.dashboards import alerts
+from scripts.generate.dashboards import promql as q
+from scripts.generate.dashboards.filters import HEALTHY, READY
+from scripts.generate.dashboards.panel import HEALTH, DashboardSpec, Kind, Panel
+from scripts.generate.dashboards.promql import CLUSTER, WINDOW
 
 
 def failures() -> DashboardSpec:

@@ -1,13 +1,8 @@
-"""The page docs/rest.md, written from the OpenAPI document so that the two cannot differ.
-
-`python -m headrace.gateway.docs` prints it.
-"""
+"""Makes the page docs/rest.md from the OpenAPI document, so that the two cannot differ."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +17,7 @@ from headrace.gateway.openapi import OPERATIONS, openapi_document
 from headrace.gateway.relay.retry import MAX_ERROR_BYTES
 
 INTRODUCTION = """\
-<!-- Written by `python -m headrace.gateway.docs`; change platform/headrace/gateway. -->
+<!-- Written by `python -m scripts.generate`; change platform/headrace/gateway. -->
 # REST reference
 
 The gateway answers at `http://HOST:PORT` (`gateway.host`, `gateway.port`; `127.0.0.1:8000` on a
@@ -220,8 +215,3 @@ def page() -> str:
         replica=application.openapi(),
     )
     return render(document, vllm_version().partition("+")[0])
-
-
-if __name__ == "__main__":
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM logs to the standard output
-    sys.stdout.write(page())

@@ -14,7 +14,7 @@ def chart_folder() -> Path:
     Raises:
         FileNotFoundError: this installation has no chart.
     """
-    in_repository = Path(__file__).resolve().parents[3] / MARK
+    in_repository = Path(__file__).resolve().parents[2] / MARK
     if in_repository.is_file():
         return in_repository.parent
     try:

@@ -44,9 +44,9 @@ from grafana_foundation_sdk.models.dashboard import (
 from grafana_foundation_sdk.models.dashboard import Panel as GrafanaPanel
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from headrace.observability.dashboards import alerts
-from headrace.observability.dashboards.filters import FILTERS, Variable, filtered
-from headrace.observability.dashboards.panel import DashboardSpec, Kind, Panel, Place, places
+from scripts.generate.dashboards import alerts
+from scripts.generate.dashboards.filters import FILTERS, Variable, filtered
+from scripts.generate.dashboards.panel import DashboardSpec, Kind, Panel, Place, places
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 CONSOLE = "http://127.0.0.1:8000/console"

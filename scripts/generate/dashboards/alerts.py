@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from headrace.observability.dashboards import promql as q
-from headrace.observability.dashboards.promql import CLUSTER
+from scripts.generate.dashboards import promql as q
+from scripts.generate.dashboards.promql import CLUSTER
 
 RUNBOOK = "docs/runbook.md"
 """Path in the repository. The chart's `monitoring.runbookUrl` takes its place."""

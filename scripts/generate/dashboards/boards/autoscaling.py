@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.observability.dashboards import alerts
-from headrace.observability.dashboards import promql as q
-from headrace.observability.dashboards.filters import HEALTHY
-from headrace.observability.dashboards.panel import HEALTH, DashboardSpec, Kind, Panel
-from headrace.observability.dashboards.promql import WINDOW
+from scripts.generate.dashboards import alerts
+from scripts.generate.dashboards import promql as q
+from scripts.generate.dashboards.filters import HEALTHY
+from scripts.generate.dashboards.panel import HEALTH, DashboardSpec, Kind, Panel
+from scripts.generate.dashboards.promql import WINDOW
 
 STARTUP = "ray_serve_replica_startup_latency_ms"
 

@@ -1,22 +1,19 @@
-"""Makes the files of the chart that follow from `values`: values.yaml, its schema and the README.
-
-python -m headrace.chart helm/headrace
-"""
+"""Makes the files of the chart that follow from `chart_values`: values.yaml, its schema and the
+README."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
-from headrace.chart.values import Values
 from headrace.config.docs import section_of, table
 from headrace.config.schema import HeadraceConfig
+from scripts.generate.chart_values import Values
 
 SET_BY_THE_CHART = {
     "gateway": (
@@ -35,7 +32,7 @@ CONFIG = {
 }
 """Default of the chart's `config`: a small model that needs no GPU."""
 _ABOUT = """\
-<!-- Written by `python -m headrace.chart`; change platform/headrace/chart/values.py. -->
+<!-- Written by `python -m scripts.generate`; change scripts/generate/chart_values.py. -->
 # headrace
 
 Serves an LLM with separate prefill and decode engines on a Ray cluster that KubeRay (1.7 or newer)
@@ -51,12 +48,6 @@ helm install headrace helm/headrace -f helm/headrace/values-laptop.yaml
 def files() -> dict[str, str]:
     """Return the contents of the files by name."""
     return {"values.yaml": values(), "values.schema.json": schema(), "README.md": readme()}
-
-
-def write(folder: Path) -> None:
-    """Write the files into the chart's folder."""
-    for name, text in files().items():
-        (folder / name).write_text(text, encoding="utf-8")
 
 
 def schema() -> str:
@@ -92,7 +83,7 @@ def _plain(node: Any) -> Any:
 
 def values() -> str:
     """Return the defaults as YAML, each after its description."""
-    lines = ["# Written by `python -m headrace.chart`; change platform/headrace/chart/values.py."]
+    lines = ["# Written by `python -m scripts.generate`; change scripts/generate/chart_values.py."]
     lines += _lines(Values, "")
     return "\n".join(lines) + "\n"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from headrace.observability.dashboards.alerts import groups
-from headrace.observability.dashboards.boards import dashboards
-from headrace.observability.dashboards.grafana import built
+from scripts.generate.dashboards.alerts import groups
+from scripts.generate.dashboards.boards import dashboards
+from scripts.generate.dashboards.grafana import built
 
-CHART_FILES = Path(__file__).parents[4] / "helm" / "headrace" / "files"
-WRITTEN = "Written by `python -m headrace.observability.dashboards`; change the Python there."
+CHART_FILES = Path(__file__).parents[3] / "helm" / "headrace" / "files"
+WRITTEN = "Written by `python -m scripts.generate`; change the Python there."
 
 
 def files() -> dict[str, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.observability.dashboards import alerts
-from headrace.observability.dashboards import promql as q
-from headrace.observability.dashboards.filters import TENANTS
-from headrace.observability.dashboards.panel import DashboardSpec, Kind, Panel
-from headrace.observability.dashboards.promql import WINDOW
+from scripts.generate.dashboards import alerts
+from scripts.generate.dashboards import promql as q
+from scripts.generate.dashboards.filters import TENANTS
+from scripts.generate.dashboards.panel import DashboardSpec, Kind, Panel
+from scripts.generate.dashboards.promql import WINDOW
 
 TOKENS = "ray_headrace_gateway_tenant_tokens_total"
 QUEUED = "ray_headrace_gateway_queue_seconds"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.observability.dashboards import alerts
-from headrace.observability.dashboards import promql as q
-from headrace.observability.dashboards.panel import DashboardSpec, Kind, Panel
-from headrace.observability.dashboards.promql import WINDOW
+from scripts.generate.dashboards import alerts
+from scripts.generate.dashboards import promql as q
+from scripts.generate.dashboards.panel import DashboardSpec, Kind, Panel
+from scripts.generate.dashboards.promql import WINDOW
 
 
 def slos() -> DashboardSpec:
