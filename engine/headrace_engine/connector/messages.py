@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
-
 from headrace_engine.connector.store_work import StoreWork
+from headrace_engine.vllm.connectors import KVConnectorMetadata, KVConnectorWorkerMetadata
 from headrace_kvstore.protocol.wire import BadBlock
 
 

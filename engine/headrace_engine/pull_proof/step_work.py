@@ -7,8 +7,7 @@ travel with vLLM's own metadata of the step (`StepWork`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from vllm.config import VllmConfig
+from typing import Any
 
 from headrace_engine.pull_proof.identity import Claim, Identity, Unproved
 from headrace_engine.pull_proof.records import Geometry
@@ -46,13 +45,13 @@ class StepWork:
     """By id of a request that pulls: the claim to prove, or why the request must not pull."""
 
 
-def geometry_of(vllm_config: VllmConfig) -> Geometry:
+def geometry_of(vllm_config: Any) -> Geometry:
     """Return the geometry of an engine's table; it is the same in both sides."""
     longest, block = vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size
     return Geometry.of(longest, block)
 
 
-def settings_of(vllm_config: VllmConfig) -> IntegritySettings:
+def settings_of(vllm_config: Any) -> IntegritySettings:
     """Return an engine's settings. Raises ValueError if they cannot be used."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None

@@ -6,6 +6,10 @@
 from __future__ import annotations
 
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
@@ -20,6 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
 )
 
 __all__ = [
+    "KVConnectorMetadata",
+    "KVConnectorWorkerMetadata",
     "MultiConnector",
     "NixlBaseConnector",
     "NixlConnector",
