@@ -40,7 +40,7 @@ from headrace_decode.rendering.prompt_renderer import keys_route
 from headrace_decode.resume.recorder import RecordingMiddleware
 from headrace_decode.resume.resume_middleware import ResumeMiddleware
 from headrace_decode.speculative.corpus_loader import CorpusLoader
-from headrace_decode.speculative.report_poller import SpeculationReportPoller
+from headrace_decode.speculative.report_poller import poll_reports
 from headrace_decode.warmup.prefill_calibration import (
     answer_warmup_requests,
     measure_remote_prefill,
@@ -125,10 +125,6 @@ class DecodeServer(PDDecodeServer):
         if store is not None:
             self._start("join the KV store", partial(join_store, store))
         self._corpora = CorpusLoader(self.engine.llm.tokenize, self.engine.llm.corpus)
-        make_metrics = wiring.drafting_metrics if self.engine.llm.speculates else None
-        self._drafting = SpeculationReportPoller(
-            lambda: self.engine.llm.speculation({}), make_metrics and make_metrics()
-        )
         self._app = app = await self.__serve_build_asgi_app__()
         self._routes = [asdict(route) for route in public_routes(app)]
         await measure_remote_prefill(self.engine.llm, self._planner)
@@ -136,8 +132,10 @@ class DecodeServer(PDDecodeServer):
         self.engine.llm.grammars.start()
         self._watch_members()
         self._start("probe prefill replicas", self._watch_prefill)
-        if self.engine.llm.speculates:
-            self._start("poll the state of speculative decoding", self._drafting.run)
+        if self.engine.llm.speculates and wiring.drafting_metrics is not None:
+            fetch, metrics = partial(self.engine.llm.speculation, {}), wiring.drafting_metrics()
+            polling = partial(poll_reports, fetch, metrics)
+            self._start("poll the state of speculative decoding", polling)
         await self._apply_overrides()
         self._start("apply settings overrides", self._poll_overrides)
         freeze_startup_heap()
@@ -347,7 +345,6 @@ class DecodeServer(PDDecodeServer):
             "running": meter.running,
             "waiting": meter.waiting,
             "kv_usage": round(meter.kv_usage, 4),
-            "prices": self._drafting.prices,
         }
 
     async def headrace_openapi(self) -> dict[str, Any]:

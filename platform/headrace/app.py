@@ -235,7 +235,6 @@ def _relay(
             section.gateway,
             pd.decode_config.model_id,
             setup,
-            tenants_of(section.speculation),
             section.router.to_settings(),
         )
     )

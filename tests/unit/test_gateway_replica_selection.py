@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import pytest
 
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.replica_selection import (
     AFFINITY_CHARS,
-    TOKENS_MAX,
     affinity_key,
     choose_replica,
-    draftable_tokens,
 )
-from headrace.router.token_cost import TokenPrices
-from headrace_decode.speculative.tenant_policies import TenantPolicy, Tenants
 
 
 def replica(name: str, waiting: int = 0, running: int = 0) -> ReplicaInfo:
@@ -121,76 +114,3 @@ def test_affinity_bears_any_nonsense() -> None:
         assert isinstance(affinity_key({"prompt": nonsense}), bytes)
     assert affinity_key({}) == b""
     assert len(affinity_key({"prompt": list(range(10**5))})) < 10 * AFFINITY_CHARS
-
-
-# A request that can be drafted for
-
-
-def told(waiting: int = 0, running: int = 0, *, step_s: float = 0.02) -> ReplicaInfo:
-    prices = TokenPrices([step_s, step_s * 1.5, step_s * 2], [8, 8, 8], 900.0, 500.0, 0.05)
-    return ReplicaInfo(f"{step_s} {running} {waiting}", "", running, waiting, 0.0, prices)
-
-
-def test_it_goes_where_tokens_are_cheap_and_others_where_the_load_is_least() -> None:
-    slow, fast = told(step_s=0.1), told(running=1)
-    in_flight = {fast.replica_id: 1}
-    assert choose_replica([slow, fast], in_flight, (), b"any", 100) == fast
-    assert choose_replica([slow, fast], in_flight, (), b"any", 0) == slow
-
-
-def test_what_this_gateway_has_sent_there_makes_a_replica_dearer_at_once() -> None:
-    one, other = told(step_s=0.02), told(step_s=0.021)
-    assert choose_replica([one, other], {other.replica_id: 4}, (), b"any", 100) == one
-    assert choose_replica([one, other], {one.replica_id: 4}, (), b"any", 100) == other
-
-
-def test_with_equal_prices_load_and_prefix_decide_as_ever() -> None:
-    a, b = (
-        ReplicaInfo(name, "", prices=TokenPrices([0.02], [8], 9.0, 5.0, 0.1)) for name in ("a", "b")
-    )
-    for key in KEYS:
-        assert choose_replica([a, b], {}, (), key, 100) == choose_replica([a, b], {}, (), key)
-        assert choose_replica([a, b], {"a": 1}, (), key, 100) == b
-
-
-def test_a_cheap_replica_that_is_down_is_not_chosen() -> None:
-    slow, fast = told(step_s=0.1), told()
-    assert choose_replica([slow, fast], {}, {fast.replica_id}, b"any", 100) == slow
-
-
-def test_one_replica_is_chosen_whatever_it_costs() -> None:
-    assert choose_replica([told(waiting=99)], {}, (), b"any", 100) == told(waiting=99)
-
-
-@pytest.mark.parametrize(
-    ("request_", "tokens"),
-    [
-        ({"prompt": "a"}, TOKENS_MAX),
-        ({"prompt": "a", "max_tokens": 7}, 7),
-        ({"messages": [], "max_completion_tokens": 5, "max_tokens": 7}, 5),
-        ({"prompt": "a", "seed": 0}, 0),
-        ({"prompt": "a", "seed": None}, TOKENS_MAX),
-        ({"prompt": "a", "vllm_xargs": {"headrace_draft": 0}}, 0),
-        ({"prompt": "a", "vllm_xargs": {"headrace_draft": 1}}, TOKENS_MAX),
-        ({"prompt": "a", "vllm_xargs": "nonsense", "max_tokens": "many"}, TOKENS_MAX),
-        ({"prompt": "a", "max_tokens": -5}, 0),
-        ({"prompt": "a", "max_tokens": 1 << 80}, 1 << 80),
-    ],
-)
-def test_seeds_and_opt_outs_are_not_drafted_for(request_: dict[str, Any], tokens: int) -> None:
-    assert draftable_tokens(request_) == tokens
-
-
-def test_a_tenant_that_is_not_drafted_for_may_be_answered_anywhere() -> None:
-    tenants = Tenants({"*": TenantPolicy(draft=False), "a": TenantPolicy()})
-    assert draftable_tokens({"max_tokens": 9, "cache_salt": "a"}, tenants) == 9
-    assert draftable_tokens({"max_tokens": 9, "cache_salt": "b"}, tenants) == 0
-    assert draftable_tokens({"max_tokens": 9}, tenants) == 0
-
-
-def test_a_replicas_answer_tells_its_prices_or_none() -> None:
-    answer = {"replica_id": "a", "url": "http://a", "running": 1, "waiting": 2, "kv_usage": 0.5}
-    assert ReplicaInfo.of({**answer, "prices": None}).prices is None
-    told = {"step_s": [0.1], "draft_tokens": [4], "error": 0.1}
-    assert ReplicaInfo.of({**answer, "prices": told}).prices == TokenPrices([0.1], [4], error=0.1)
-    assert ReplicaInfo.of(answer).kv_usage == 0.5

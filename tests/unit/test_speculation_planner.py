@@ -202,14 +202,12 @@ def test_a_planner_with_a_wrong_model_stops_because_of_its_measurements() -> Non
     assert run(planner, 2, 0.0, 600) < 200
     assert not planner.guard(2).is_on
     assert planner.guard(2).switched_off >= 1
-    assert planner.max_draft_tokens(2, 8) == 0
 
 
 def test_a_load_that_does_not_pay_is_no_verdict_on_another() -> None:
     planner = DraftPlanner(times=learned(), seed=1)
     run(planner, 2, 0.0, 600)
     assert planner.guard(8).is_on
-    assert planner.max_draft_tokens(8, 8) == 8
 
 
 def test_drafts_that_become_right_are_switched_on_again() -> None:

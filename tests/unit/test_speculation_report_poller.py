@@ -11,55 +11,31 @@ import pytest
 from headrace.observability import speculation, totals
 from headrace.observability.speculation import RaySpeculationMetrics
 from headrace_decode.speculative import report_poller
-from headrace_decode.speculative.report_poller import MAX_AGE_S, SpeculationReportPoller
-
-PRICES = {"step_s": [0.02], "draft_tokens": [8]}
+from headrace_decode.speculative.report_poller import poll_reports
 
 
-def test_prices_are_reported_while_they_are_fresh() -> None:
-    now_s = 1000.0
-
-    async def fetch_report() -> dict[str, Any]:
-        return {"prices": PRICES}
-
-    reports = SpeculationReportPoller(fetch_report, clock=lambda: now_s)
-    assert reports.prices is None
-    asyncio.run(reports.fetch())
-    now_s += MAX_AGE_S
-    assert reports.prices == PRICES
-    now_s += 0.1
-    assert reports.prices is None
-
-
-def test_an_engine_that_does_not_draft_has_no_prices() -> None:
-    async def fetch_report() -> None:
-        return None
-
-    reports = SpeculationReportPoller(fetch_report)
-    asyncio.run(reports.fetch())
-    assert reports.prices is None
-
-
-def test_an_engine_that_fails_is_polled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_or_does_not_draft_is_polled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(report_poller, "POLL_INTERVAL_S", 0.0)
     seen: list[Mapping[str, Any]] = []
     asked = 0
 
-    async def fetch_report() -> dict[str, Any]:
+    async def fetch_report() -> dict[str, Any] | None:
         nonlocal asked
         asked += 1
         if asked == 1:
             raise RuntimeError("the engine is busy dying")
-        return {"prices": PRICES}
+        return None if asked == 2 else {"steps": 1}
 
     async def until_reported() -> None:
-        task = asyncio.create_task(SpeculationReportPoller(fetch_report, seen.append).run())
+        task = asyncio.create_task(poll_reports(fetch_report, seen.append))
         while not seen:
             await asyncio.sleep(0)
         task.cancel()
 
     asyncio.run(asyncio.wait_for(until_reported(), 60))
-    assert seen[0] == {"prices": PRICES}
+    assert seen[0] == {"steps": 1}
 
 
 class Recorded:

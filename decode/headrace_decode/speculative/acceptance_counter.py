@@ -7,13 +7,11 @@ from numpy.typing import NDArray
 
 from headrace_decode.speculative.draft_batch import DraftSource
 
-RECENT_TOKENS = 1024.0
-"""Length of the average of recent acceptance, in tested tokens."""
 DRAFTED, ACCEPTED = 0, 1
 
 
 class AcceptanceCounter:
-    """Tokens given to the engine and accepted by it, by source, and the recent acceptance.
+    """Tokens given to the engine and accepted by it, by source.
 
     If an answer ends or a draft is cut short, a token that the engine did not verify may count as
     drafted. vLLM's own totals (`vllm:spec_decode_num_*`) are exact, but not by source.
@@ -21,14 +19,12 @@ class AcceptanceCounter:
 
     def __init__(self) -> None:
         self._counts = np.zeros((len(DraftSource), 2), np.int64)
-        self._recent = np.zeros(2)  # put to the test, right
 
     def record(
         self,
         source: NDArray[np.int32],
         limits: NDArray[np.int32],
         taken: NDArray[np.int32],
-        offered: NDArray[np.int32],
         accepted: NDArray[np.int32],
         places: NDArray[np.int64],
     ) -> None:
@@ -38,8 +34,8 @@ class AcceptanceCounter:
             source: int32 [m], `DraftSource` of each draft.
             limits: int32 [m], maximum number of tokens allowed in each draft.
             taken: int32 [m], number of tokens given to the engine.
-            offered, accepted: int32 [m], number of tokens that the next output tested, given to the
-                engine or not, and number of correct ones among them.
+            accepted: int32 [m], number of tokens that the next output confirmed, given to the
+                engine or not.
             places: indices of the drafts that got a next output, -1 for none.
         """
         at = places[places >= 0]
@@ -47,18 +43,6 @@ class AcceptanceCounter:
         known = np.where((source >= 0) & (source < len(DraftSource)), source, DraftSource.NONE)[at]
         np.add.at(self._counts[:, DRAFTED], known, taken[at])
         np.add.at(self._counts[:, ACCEPTED], known, np.minimum(accepted, taken)[at])
-        tested = int(np.maximum(offered[at], 1).sum())
-        self._recent *= max(1.0 - tested / RECENT_TOKENS, 0.0)
-        self._recent += tested, accepted[at].sum()
-
-    @property
-    def recent(self) -> tuple[float, float]:
-        """Recent numbers of tested tokens, and of correct ones among them.
-
-        A look-up that finds nothing counts as one wrong token: the ratio is the probability that
-        the next token of a request is drafted correctly.
-        """
-        return float(self._recent[0]), float(self._recent[1])
 
     def by_source(self) -> dict[str, dict[str, int]]:
         """Return `drafted` and `accepted` tokens of each source with drafts, since the start."""

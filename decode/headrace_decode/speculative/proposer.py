@@ -27,7 +27,7 @@ from headrace_decode.speculative.retrieval.corpus_manager import CorpusManager
 from headrace_decode.speculative.retrieval.draft_memory import DraftMemory, MemorySettings
 from headrace_decode.speculative.session import SpeculationSession
 from headrace_decode.speculative.settings import CONFIG_KEY, SpeculationSettings
-from headrace_decode.speculative.speculation_report import figures, prices
+from headrace_decode.speculative.speculation_report import figures, step_seconds
 from headrace_decode.speculative.timed_setting import (
     MAX_DURATION_S,
     TimedSetting,
@@ -172,11 +172,10 @@ class HeadraceProposer:
     def _report(self) -> dict[str, Any]:
         self._apply_settings()
         now_s = time.monotonic()
-        drafts = self._consecutive_failures < MAX_FAILURES
         return {
             **self.planner.snapshot(),
             **figures(self.planner, self.session),
-            "prices": prices(self.planner, self.session, self._max_rows, drafts),
+            "step_s": step_seconds(self.planner, self._max_rows),
             "failures": self.failures,
             "replication": None if self.replicator is None else self.replicator.stats(),
             "draft_cap": self.session.draft_cap,

@@ -240,7 +240,7 @@ class SpeculationSession:
             offered, accepted = _count_accepted(batch.tokens, batch.lengths, tokens, counts, places)
             self.memory.feedback_many(batch, offered, accepted)
             self.acceptance_counts.record(
-                batch.source, pending.limits, pending.taken, offered, accepted, places
+                batch.source, pending.limits, pending.taken, accepted, places
             )
         self.memory.extend_many([request.handle for request in requests], tokens, counts)
         for end, request in zip(ends.tolist(), requests, strict=True):

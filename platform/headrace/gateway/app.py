@@ -54,7 +54,6 @@ from headrace.gateway.relayed_routes import RelayedRoutes
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.request_context import BODY_LATE, TIME_UP, RequestContext
 from headrace.gateway.upstream import Upstream
-from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
 from headrace_engine.loop_stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
@@ -73,7 +72,6 @@ def build_gateway_app(
     backend: Backend,
     model_id: str,
     metrics: GatewayMetrics | None = None,
-    tenants: Tenants = ALL_ALIKE,
     make_placer: MakePlacer | None = None,
 ) -> GatewayApp:
     """Return the gateway for `backend`'s replicas.
@@ -83,13 +81,12 @@ def build_gateway_app(
         backend: the cluster.
         model_id: the model's name, for documents; the replicas decide what they serve.
         metrics: receives the gateway's metrics.
-        tenants: permissions of the tenants, such as for drafts.
         make_placer: makes the `Placer` that plans requests; None to let the pool choose replicas.
 
     Raises:
         ValueError: the key file cannot be used.
     """
-    return GatewayApp(settings, backend, model_id, metrics or NoMetrics(), tenants, make_placer)
+    return GatewayApp(settings, backend, model_id, metrics or NoMetrics(), make_placer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +111,10 @@ class GatewayApp:
         backend: Backend,
         model_id: str,
         metrics: GatewayMetrics,
-        tenants: Tenants,
         make_placer: MakePlacer | None = None,
     ) -> None:
         self.settings = settings
         self._make_placer = make_placer
-        self._tenants = tenants
         self._backend = backend
         self._metrics = metrics
         classes = None if settings.admission is None else settings.admission.classes
@@ -182,7 +177,7 @@ class GatewayApp:
         )
         relay = Relay(pool, fetcher, metrics.replica_lost, metrics.techniques)
         relayed = RelayedRoutes(
-            *(settings, self.body_reader, metrics, self._tenants),
+            *(settings, self.body_reader, metrics),
             pool=pool,
             relay=relay,
             queue=queue,

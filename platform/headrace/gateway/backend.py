@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
-from headrace.router.token_cost import TokenPrices
 from headrace_decode.http.public_routes import Route
 
 Known = TypeVar("Known")
@@ -25,7 +24,6 @@ class ReplicaInfo:
         running: number of requests in its engine's batch.
         waiting: number of requests in its engine's queue.
         kv_usage: share of its KV blocks in use, 0 to 1.
-        prices: costs of tokens there; None if it does not draft, or has not reported them lately.
         routes: the routes that clients may use.
         in_flight: number of requests on its port, from all gateways.
         token: secret that its port demands of a gateway.
@@ -38,7 +36,6 @@ class ReplicaInfo:
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    prices: TokenPrices | None = None
     routes: tuple[Route, ...] = ()
     in_flight: int = 0
     token: str = ""
@@ -56,13 +53,8 @@ class ReplicaInfo:
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> ReplicaInfo:
         """Return the info from a replica's answer to `headrace_replica`, without unknown fields."""
-        prices = answer.get("prices")
-        wanted = {
-            **answer,
-            "prices": None if prices is None else _known(TokenPrices, prices),
-            "routes": tuple(_known(Route, route) for route in answer.get("routes", ())),
-        }
-        return _known(cls, wanted)
+        routes = tuple(_known(Route, route) for route in answer.get("routes", ()))
+        return _known(cls, {**answer, "routes": routes})
 
 
 def _known(cls: type[Known], answer: Mapping[str, Any]) -> Known:

@@ -30,7 +30,6 @@ from headrace.gateway.placement.placer import Placer
 from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
-from headrace_decode.speculative.tenant_policies import Tenants
 from headrace_engine.ray.serve import (
     dashboard_address,
     ongoing_requests,
@@ -295,7 +294,6 @@ class GatewayServer:
         settings: the `gateway` section of the configuration.
         model_id: the served model's name.
         setup: prepares the process (logs, traces).
-        tenants: permissions of the tenants, such as for drafts.
         router: settings of the router, such as the placement policy.
     """
 
@@ -307,7 +305,6 @@ class GatewayServer:
         settings: GatewaySettings,
         model_id: str,
         setup: Callable[[str], None],
-        tenants: Tenants,
         router: RouterSettings,
     ):
         setup("gateway")
@@ -317,7 +314,6 @@ class GatewayServer:
             backend,
             model_id,
             metrics=RayGatewayMetrics(model_id),
-            tenants=tenants,
             make_placer=partial(Placer, router, backend.endpoints),
         )
         loop = asyncio.get_running_loop()

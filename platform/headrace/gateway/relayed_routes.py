@@ -27,11 +27,10 @@ from headrace.gateway.relay import client_resume
 from headrace.gateway.relay.call import Call, in_flight
 from headrace.gateway.relay.relay import Relay
 from headrace.gateway.replica_pool import ReplicaPool
-from headrace.gateway.replica_selection import affinity_key, draftable_tokens
+from headrace.gateway.replica_selection import affinity_key
 from headrace.gateway.request_context import RequestContext
 from headrace_decode.http.public_routes import Route
 from headrace_decode.resume.emitted import RESUME
-from headrace_decode.speculative.tenant_policies import Tenants
 from headrace_decode.techniques import TechniqueError, requested_techniques
 
 WANTED_S = 10.0
@@ -46,7 +45,6 @@ class RelayedRoutes:
         settings: the gateway's settings.
         body_reader: reads bodies.
         metrics: receives the gateway's metrics.
-        tenants: permissions of the tenants, such as for drafts.
         pool: the replicas.
         relay: sends a request to a replica.
         queue: the admission queue; None if none is configured.
@@ -57,14 +55,13 @@ class RelayedRoutes:
         settings: GatewaySettings,
         body_reader: BodyReader,
         metrics: GatewayMetrics,
-        tenants: Tenants,
         *,
         pool: ReplicaPool,
         relay: Relay,
         queue: AdmissionQueue | None,
     ) -> None:
         self._settings, self._body_reader, self._metrics = settings, body_reader, metrics
-        self._tenants, self._pool, self._relay, self._queue = tenants, pool, relay, queue
+        self._pool, self._relay, self._queue = pool, relay, queue
         self._slo_classes = SloClasses.from_settings(settings.admission)
         self._relayed_s = -WANTED_S
         self._calls: dict[int, Call] = {}  # in order of their start, at most `max_concurrent`
@@ -177,7 +174,6 @@ class RelayedRoutes:
         self._body_reader.use_utf8(call)
         request = await self._body_reader.parsed(call.body)
         call.affinity = affinity_key(request)
-        call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
         try:
             techniques = requested_techniques(request)
         except TechniqueError as error:

@@ -149,16 +149,15 @@ class ReplicaPool:
                 ready, free, busy = ready + 1, free + max(0, max_requests - load), busy + load
         return ready, free, busy
 
-    def try_lease(self, affinity: bytes, draftable_tokens: int = 0) -> Lease | None:
+    def try_lease(self, affinity: bytes) -> Lease | None:
         """Return a place on the best replica, or None when none is ready."""
-        replica = self.suggest(affinity, draftable_tokens)
+        replica = self.suggest(affinity)
         return None if replica is None else Lease(self, replica)
 
-    def suggest(self, affinity: bytes, draftable_tokens: int = 0) -> ReplicaInfo | None:
+    def suggest(self, affinity: bytes) -> ReplicaInfo | None:
         """Return the best replica by load and the prompt's beginning, or None if none is ready."""
         return choose_replica(
-            *(self._replicas, self.in_flight, self.down, affinity, draftable_tokens),
-            others=self._others,
+            self._replicas, self.in_flight, self.down, affinity, others=self._others
         )
 
     def lease_replica(self, replica_id: str) -> Lease | None:
@@ -169,16 +168,13 @@ class ReplicaPool:
         replica = next(named, None)
         return None if replica is None else Lease(self, replica)
 
-    async def lease(
-        self, affinity: bytes, until: float, waited_s: float, draftable_tokens: int = 0
-    ) -> Lease:
+    async def lease(self, affinity: bytes, until: float, waited_s: float) -> Lease:
         """Wait for a ready replica, and return a place on the best one.
 
         Args:
             affinity: see `replica_selection.affinity_key`.
             until: loop time at which to give up.
             waited_s: the length of the wait, for the message.
-            draftable_tokens: see `replica_selection.draftable_tokens`.
 
         Raises:
             ApiError: 503 when none was ready in time.
@@ -186,7 +182,7 @@ class ReplicaPool:
         self.start()
         loop = asyncio.get_running_loop()
         while True:
-            lease = self.try_lease(affinity, draftable_tokens)
+            lease = self.try_lease(affinity)
             if lease is not None:
                 return lease
             left_s = until - loop.time()

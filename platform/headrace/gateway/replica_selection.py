@@ -6,10 +6,9 @@ The second part is the number of requests that r reported, less this gateway's o
 the report. Several gateways therefore see each other's load, and a gateway counts its own requests
 at once.
 
-If a request can be drafted for, replicas where its tokens cost clearly more are left out
-(`headrace.router.token_cost`). Of the rest, the one with the lowest load is chosen. Ties go to the
-replica with the highest rendezvous weight for the request's affinity key: a conversation stays
-where its prefix is cached, and losing one replica moves only the conversations that it held.
+The replica with the lowest load is chosen. Ties go to the replica with the highest rendezvous
+weight for the request's affinity key: a conversation stays where its prefix is cached, and losing
+one replica moves only the conversations that it held.
 Prefill fallbacks are chosen only when no decode replica is ready.
 """
 
@@ -20,13 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.gateway.backend import ReplicaInfo
-from headrace.router.token_cost import affordable
-from headrace_decode.speculative.request_info import OPT_OUT_KEY, opts_out
-from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
 
 AFFINITY_CHARS = 1024
-TOKENS_MAX = 1 << 20
-"""Assumed number of draftable tokens if the request does not limit its answer."""
 _PROMPT_FIELDS = ("system", "instructions", "messages", "input", "prompt")
 """Fields of prompts, in the order in which they are rendered; each API has one or two of them."""
 
@@ -36,7 +30,6 @@ def choose_replica(
     in_flight: Mapping[str, int],
     down: Collection[str],
     affinity: bytes,
-    draftable_tokens: int = 0,
     others: Mapping[str, int] | None = None,
 ) -> ReplicaInfo | None:
     """Choose a replica.
@@ -46,7 +39,6 @@ def choose_replica(
         in_flight: requests of this gateway by replica id; a missing id counts as 0.
         down: ids of replicas that are not available; they are never chosen.
         affinity: key that is equal for requests that share a prefix; see `affinity_key`.
-        draftable_tokens: see the function `draftable_tokens`.
         others: requests of other gateways by replica id; None if this gateway's part of the
             reported requests is unknown.
 
@@ -56,11 +48,6 @@ def choose_replica(
     ready = [replica for replica in replicas if replica.replica_id not in down]
     ready = [replica for replica in ready if not replica.is_fallback] or ready
     loads = {each.replica_id: _load(each, in_flight, others) for each in ready}
-    if draftable_tokens and len(ready) > 1:
-        prices = {replica.replica_id: replica.prices for replica in ready}
-        rows = {name: load + 1 for name, load in loads.items()}
-        cheap = affordable(prices, rows, draftable_tokens)
-        ready = [replica for replica in ready if replica.replica_id in cheap]
     best: list[ReplicaInfo] = []
     least = 0
     for replica in ready:
@@ -91,31 +78,6 @@ def rendezvous_weight(replica_id: str, affinity: bytes) -> bytes:
     """Return the replica's weight for this key: 8 bytes, compared as a number (highest random
     weight)."""
     return hashlib.blake2b(affinity, key=replica_id.encode()[:64], digest_size=8).digest()
-
-
-def draftable_tokens(
-    request: Mapping[str, Any], tenants: Tenants = ALL_ALIKE, tenant: str | None = None
-) -> int:
-    """Return the maximum number of tokens of a request's answer for which drafts are allowed.
-
-    It is 0 if the request opted out, if its tenant has no drafts, or if the request sets a seed.
-
-    Args:
-        request: the decoded body, as for `affinity_key`.
-        tenants: permissions of the tenants.
-        tenant: the tenant that the key proves; None if no keys are configured: then the cache salt
-            names the tenant.
-    """
-    name = (request.get("cache_salt") or "") if tenant is None else tenant
-    if isinstance(name, str) and not tenants.of(name).draft:
-        return 0
-    extra = request.get("vllm_xargs")
-    opted_out = isinstance(extra, Mapping) and opts_out(extra.get(OPT_OUT_KEY, 1))
-    if opted_out or request.get("seed") is not None:
-        return 0
-    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    limit = next((request[name] for name in names if request.get(name)), None)
-    return max(limit, 0) if isinstance(limit, int) else TOKENS_MAX
 
 
 def affinity_key(request: Mapping[str, Any]) -> bytes:

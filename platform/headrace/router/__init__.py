@@ -5,7 +5,6 @@
 - `blocks`: the index of the KV blocks that each replica holds, updated from KV events
 - `cluster`: a gateway's state of all replicas, and its plans
 - `decode_replica`: a decode replica's own planner
-- `token_cost`: choice of a decode replica by the cost of draft tokens
 """
 
 from headrace.router.decode_replica.router import Router

@@ -246,22 +246,6 @@ class DraftPlanner:
             each = step.emitted / step.rows
             self.guard(step.rows).observe(control_draw, each, step.seconds, undrafted_s)
 
-    def max_draft_tokens(self, rows: int, draft_tokens: int) -> int:
-        """Return the maximum number of tokens that a request may draft at a load.
-
-        Args:
-            rows: the load.
-            draft_tokens: upper limit of the result.
-
-        Returns:
-            The number; 0 while speculation is off at the load.
-        """
-        if self.mode.kind == "static":
-            return min(draft_tokens, self.mode.tokens)
-        guard = self._guards.get(max(rows, 1).bit_length())
-        drafts = self.mode.kind == "auto" and (guard is None or guard.is_on)
-        return draft_tokens if drafts else 0
-
     @property
     def saved_s(self) -> float:
         """Seconds that speculation saved recently, at all loads together."""

@@ -129,7 +129,6 @@ class Placer:
         body: bytes,
         headers: Callable[[ReplicaInfo], Headers],
         affinity: bytes,
-        draftable_tokens: int = 0,
         targets: Callable[[], LatencyTargets] = lambda: NO_TARGETS,
     ) -> Placement | None:
         """Return the plan for a request; None if the pool should choose.
@@ -137,12 +136,12 @@ class Placer:
         Args:
             target, body: path and body of the request.
             headers: returns the headers that identify the gateway and the tenant to a replica.
-            affinity, draftable_tokens: see `replica_selection`.
+            affinity: see `replica_selection`.
             targets: returns the targets of the request's class.
         """
         if target not in PLACED or self.cluster.healthy_decodes() < 2:
             return None
-        replica = self._pool.suggest(affinity, draftable_tokens)
+        replica = self._pool.suggest(affinity)
         if replica is None:
             return None
         try:

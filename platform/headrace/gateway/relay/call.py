@@ -61,7 +61,6 @@ class Call:
     body: bytes = b""
     affinity: bytes = b""
     tenant: str | None = None
-    draftable_tokens: int = 0
     route: Route | None = None
     encodings: tuple[bytes, ...] = ()
     started: float = field(default_factory=perf_counter)

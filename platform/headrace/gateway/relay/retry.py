@@ -101,13 +101,11 @@ class RetryingFetcher:
             if lease is None:
                 self._withdraw(placement)
                 placement = None
-                lease = self._pool.try_lease(call.affinity, call.draftable_tokens)
+                lease = self._pool.try_lease(call.affinity)
             if lease is None:
                 began = perf_counter()
                 try:
-                    lease = await self._pool.lease(
-                        call.affinity, until, self._queue_timeout_s, call.draftable_tokens
-                    )
+                    lease = await self._pool.lease(call.affinity, until, self._queue_timeout_s)
                 finally:
                     call.waited_s += perf_counter() - began
             replica = lease.replica
@@ -146,7 +144,6 @@ class RetryingFetcher:
                 call.body,
                 lambda replica: identity_headers(replica, call.tenant),
                 call.affinity,
-                call.draftable_tokens,
                 call.targets,
             )
         finally:

@@ -49,7 +49,7 @@ function Setting({ setting, status }) {
     <p>In force: <b class="in-force">${inForce.length ? inForce.map(nameOf).join(" and ") : "off in all replicas"}</b>${inForce.length > 1 ? " (the replicas differ)" : ""}</p>
     <ul class="choices">${Object.entries(setting.choices).map(([value, [name, effect]]) => {
       const isCurrent = inForce.length === 1 && inForce[0] === value;
-      return html`<li><button type="button" data-value=${value} disabled=${isCurrent} aria-describedby=${`${setting.id}-${value}`} onClick=${() => setAsked(value)}>${name}${isCurrent ? " (in force)" : " ..."}</button>
+      return html`<li><button type="button" data-value=${value} disabled=${isCurrent} aria-describedby=${`${setting.id}-${value}`} onClick=${() => { setResult(""); setAsked(value); }}>${name}${isCurrent ? " (in force)" : " ..."}</button>
         <span id=${`${setting.id}-${value}`} class="soft">${effect}</span></li>`;
     })}</ul>
     <p role="status" class="result">${result}</p>
@@ -63,7 +63,7 @@ function Fits({ status }) {
   const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(4))) : Array.isArray(value) ? `[${value.map(number).join(", ")}]` : String(value));
   const rows = status.replicas.filter((one) => one.router?.fits).flatMap((one) => Object.entries(one.router.fits).map(([name, terms]) => ({
     key: `${one.replica_id} ${name}`, cells: [replicaName(one), name.replaceAll("_", " "), Object.entries(terms ?? {}).map(([term, value]) => `${term.replaceAll("_", " ")} ${number(value)}`).join(", ")] })));
-  const steps = status.replicas.filter((one) => one.speculation?.prices?.step_s).map((one) => ({ key: one.replica_id, cells: [replicaName(one), one.speculation.mode ?? "-", one.speculation.prices.step_s.slice(0, 8).map(seconds).join(", ")] }));
+  const steps = status.replicas.filter((one) => one.speculation?.step_s).map((one) => ({ key: one.replica_id, cells: [replicaName(one), one.speculation.mode ?? "-", one.speculation.step_s.slice(0, 8).map(seconds).join(", ")] }));
   return html`<section class="card wide" aria-labelledby="fits-title"><details id="fits"><summary><h2 id="fits-title">Fitted cost models</h2></summary>
     <p class="soft">Each decode replica fits the seconds of steps, transfers and loads to what it measures. The router's predictions are made from these.</p>
     <${Table} label="Fitted cost models" none="Nothing is fitted yet." columns=${[{ name: "Replica" }, { name: "Model" }, { name: "Terms" }]} rows=${rows} />
