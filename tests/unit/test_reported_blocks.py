@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed import kv_events
 
+from headrace.gateway.placement.event_subscriber import MAX_MESSAGE_BYTES
 from headrace.router.blocks.block_index import BlockIndex
 from headrace.router.blocks.kv_events import KvEventProcessor, SourceSchema
 from headrace_engine.reporting.engine_events import GPU, HeldBlocks, key_of
-from headrace_kvstore.protocol.events import AllBlocksCleared, Change, EventBatch, batches
+from headrace_kvstore.protocol.events import (
+    BATCH_BLOCKS,
+    AllBlocksCleared,
+    Change,
+    EventBatch,
+    batches,
+)
 
 PROMPTS, BLOCKS = 5, 4
 
@@ -106,6 +113,18 @@ def test_a_whole_state_is_as_few_events_as_there_are_prompts() -> None:
         chain.step(*(stored(p, n, n + 1) for p in range(PROMPTS)))
     [events] = batches(chain.held.contents())
     assert len(events) == PROMPTS
+
+
+def test_a_batch_of_single_blocks_is_no_longer_than_a_gateway_takes() -> None:
+    changes = [
+        Change(True, "DRAM", b"n" * 16, each.to_bytes(32, "big"), b"p" * 32)
+        for each in range(BATCH_BLOCKS)
+    ]
+    made = list(batches(changes))
+    assert sum(len(event.block_hashes) for events in made for event in events) == BATCH_BLOCKS
+    for events in made:
+        payload = msgspec.msgpack.encode(EventBatch(1.0, events, 0))
+        assert len(payload) < MAX_MESSAGE_BYTES
 
 
 def test_blocks_behind_a_removed_one_are_found_when_it_is_back() -> None:

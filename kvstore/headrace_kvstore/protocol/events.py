@@ -20,13 +20,14 @@ What the fields hold here, of a store:
 - `parent_block_hash`: None, for the same reason. Blocks of an engine have theirs: a block whose
   parent is not the block before it begins a run.
 
-Batches are numbered from 0, and each has at most `BATCH_BLOCKS` blocks. A whole state begins with
-`AllBlocksCleared` and takes as many batches as it needs. The publisher sends one at the start, when
-changes were dropped because the queue was full, and when the batches since the last one take more
-than `KEPT_BYTES`. The log then drops the batches before it, so the log is never longer than a state
-and `KEPT_BYTES`. A subscriber may ask for a batch that was dropped, or that was never sent because
-the node was restarted. It then gets the log from its beginning. A block may be published twice,
-which does no harm to an index of hashes.
+Batches are numbered from 0, and each has at most `BATCH_BLOCKS` blocks in `BATCH_EVENTS` events,
+which take less than 256 KiB. A whole state begins with `AllBlocksCleared` and takes as many batches
+as it needs. The publisher sends one at the start, when changes were dropped because the queue was
+full, and when the batches since the last one take more than `KEPT_BYTES`. The log then drops the
+batches before it, so the log is never longer than a state and `KEPT_BYTES`. A subscriber may ask
+for a batch that was dropped, or that was never sent because the node was restarted. It then gets
+the log from its beginning. A block may be published twice, which does no harm to an index of
+hashes.
 
 Reports are bytes to this module. They have numbers of their own. Only the newest report is sent, so
 a subscriber that misses some loses nothing. The number of the next batch in a report tells a
@@ -60,7 +61,7 @@ DRAM, NVME, OBJECT = "DRAM", "NVME", "OBJECT"
 LOCAL = "LOCAL"
 BLOCKS_TOPIC, REPORT_TOPIC = b"", b"report"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
-BATCH_BLOCKS = 4096
+BATCH_BLOCKS, BATCH_EVENTS = 4096, 512
 KEPT_BYTES = 64 * 2**20
 BATCH_COST_BYTES = 128
 """Bytes counted for each batch in addition to its payload."""
@@ -143,7 +144,8 @@ def batches(changes: Iterable[Change]) -> Iterator[list[KVEvent]]:
     """Yield batches of events in the order of the changes; a run of one kind becomes one event."""
     left = iter(changes)
     while part := list(islice(left, BATCH_BLOCKS)):
-        yield [_event(run) for run in _runs(part)]
+        events = [_event(run) for run in _runs(part)]
+        yield from (events[i : i + BATCH_EVENTS] for i in range(0, len(events), BATCH_EVENTS))
 
 
 def _runs(changes: list[Change]) -> Iterator[list[Change]]:
