@@ -55,7 +55,7 @@ class Replica:
     def change(self, stored: bool, *numbers: int) -> None:
         changes = [Change(stored, "GPU", b"", block(number)) for number in numbers]
         with self._lock:
-            for _, _, _, key in changes:
+            for key in (change.hash for change in changes):
                 if stored:
                     self.held[key] = None
                 else:
