@@ -22,7 +22,7 @@ from multiprocessing import resource_tracker
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 lock = multiprocessing.get_context("spawn").Lock()
 pathlib.Path(sys.argv[1]).write_text(lock._semlock.name)
-time.sleep(0.5)
+time.sleep(3)
 os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
 os.kill(os.getpid(), signal.SIGKILL)
 """
