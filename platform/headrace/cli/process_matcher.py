@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,13 +71,9 @@ class ProcessMatcher:
                     out[ProcessId.of(process)] = process
         return out
 
-    def shm_files(
-        self, processes: Iterable[psutil.Process], known: Collection[ShmFile] = ()
-    ) -> set[ShmFile]:
-        """Return files in /dev/shm, made since the start, that `processes` have open or mapped;
-        without those that are known."""
-        new = shm_files(shm_names() - self.shm_before).difference(known)
-        return set(shm_users(new, processes))
+    def shm_files(self, processes: Iterable[psutil.Process]) -> set[ShmFile]:
+        """Return files in /dev/shm, made since the start, that `processes` have open or mapped."""
+        return set(shm_users(shm_files(shm_names() - self.shm_before), processes))
 
 
 def terminate(matcher: ProcessMatcher, grace_s: float = 10.0, kill_s: float = 10.0) -> set[ShmFile]:

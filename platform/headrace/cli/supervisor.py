@@ -143,12 +143,12 @@ class Supervisor:
                 if child.pid in (pid, self._fork_server_pid):
                     child.terminate()
         deadline = time.monotonic() + RAY_STOP_S
-        while (children := _children(me)) and time.monotonic() < deadline:
+        while _children(me) and time.monotonic() < deadline:
             self._reap(pid)
             # An engine that is starting makes files until Ray kills it.
-            self.shm |= self.matcher.shm_files(children, known=self.shm)
+            self._watch.poll(lambda: _children(me))
             time.sleep(0.1)
-        self.shm |= terminate(self.matcher, grace_s=1.0)
+        self.shm |= self._watch.used | terminate(self.matcher, grace_s=1.0)
         self._reap(pid)
         remove_shm(self.shm, self.matcher.shm_before)
 
