@@ -115,11 +115,11 @@ class HeldBlocks:
         following: dict[bytes, list[bytes]] = {}
         for key, parent in parents.items():
             following.setdefault(parent if parent in parents else b"", []).append(key)
-        found, left = [], following.pop(b"", [])[::-1]
+        found, left = [], following.pop(b"", [])
         while left:
             key = left.pop()
             found.append(Change(True, GPU, b"", key, parents[key]))
-            left.extend(following.pop(key, [])[::-1])
+            left.extend(following.pop(key, ()))
         circles = (key for rest in following.values() for key in rest)  # of keys that collide
         found.extend(Change(True, GPU, b"", key, parents[key]) for key in circles)
         return found

@@ -44,7 +44,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -150,15 +150,14 @@ def batches(changes: Iterable[Change]) -> Iterator[list[KVEvent]]:
 
 def _runs(changes: list[Change]) -> Iterator[list[Change]]:
     """Cut changes into runs of one kind, in which each block is the parent of the next."""
-    begin = 0
-    for end in range(1, len(changes) + 1):
-        if end < len(changes):
-            one, following = changes[end - 1], changes[end]
-            follows = not following.stored or following.parent in (None, one.hash)
-            if follows and one[:3] == following[:3]:
-                continue
-        yield changes[begin:end]
-        begin = end
+    run = changes[:1]
+    for one, following in pairwise(changes):
+        follows = not following.stored or following.parent in (None, one.hash)
+        if not follows or one[:3] != following[:3]:
+            yield run
+            run = []
+        run.append(following)
+    yield run
 
 
 def _event(run: list[Change]) -> KVEvent:
