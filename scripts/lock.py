@@ -9,11 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from install import (  # type: ignore[import-not-found]  # beside this file
-    pip_settings,
-    uv_arguments,
-    uv_environment,
-)
+from install import pip_settings, uv_arguments, uv_environment  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = ("--override", "requirements/cpu-overrides.txt")

@@ -17,7 +17,7 @@ from headrace.gateway.openapi import OPERATIONS, openapi_document
 from headrace.gateway.relay.retry import MAX_ERROR_BYTES
 
 INTRODUCTION = """\
-<!-- Written by `python -m scripts.generate`; change platform/headrace/gateway. -->
+<!-- Written by `python -m scripts.generate`; change scripts/generate/rest_page.py. -->
 # REST reference
 
 The gateway answers at `http://HOST:PORT` (`gateway.host`, `gateway.port`; `127.0.0.1:8000` on a

@@ -1,5 +1,4 @@
 """Grafana dashboards and Prometheus alerts, and the files that the chart carries of them.
 
-`python -m scripts.generate` writes the files; see `files`. It needs the extra
-`dev`, and nothing of it runs in a serving process.
+`python -m scripts.generate` writes the files; see `files`.
 """
