@@ -4,6 +4,7 @@
 PYTHON ?= python3
 LOCK   ?= requirements/dev.lock
 ARGS   ?=
+VLLM   ?= 0.33.0
 TEST_TIMEOUT_S ?= 600
 BENCH_JSON     ?= build/bench/serving.json
 ENGINE ?= docker
@@ -17,7 +18,7 @@ TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo check test flaky soak bench lint format docs lock audit sbom release images clean
+.PHONY: help install serve demo check test flaky contracts soak bench lint format docs lock audit sbom release images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -52,6 +53,9 @@ check: install  ## for each edit: style, and tests that are quick and need no en
 
 flaky: install  ## a test many times on a busy machine (TEST=tests/unit/test_x.py::test_y TIMES=50)
 	$(BIN)/python -m tests.flaky $(TEST) $(TIMES)
+
+contracts: install  ## what another version of vLLM would break (VLLM=0.33.0)
+	$(BIN)/python -m scripts.contracts $(VLLM) $(ARGS)
 
 soak: install  ## hours of kills and load (HEADRACE_SOAK_KILLS=20 HEADRACE_SOAK_S=3600)
 	HEADRACE_TEST_SET="speculation.enabled=false" \
