@@ -33,7 +33,7 @@ from benchmarks.gpu.engine import make_llm
 from benchmarks.kvstore.child import Child, serve
 from benchmarks.kvstore.engine_node import noise
 from benchmarks.kvstore.timing import quantile
-from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params, pull_params
 from headrace_engine.kv_transfer.ports import free_port_block
 
 ARMS = ("one", "two")
@@ -123,7 +123,7 @@ class Engine:
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
-            extra_args=None if transfer is None else {PARAMS_KEY: transfer},
+            extra_args=None if transfer is None else {PARAMS_KEY: pull_params(transfer)},
         )
         self._times[name], self._ended[name] = [], queue.SimpleQueue()
         given: Any = {"prompt_token_ids": prompt}

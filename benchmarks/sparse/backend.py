@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -101,17 +102,18 @@ class Rig:
             dtype=shape.dtype, get_num_attention_heads=lambda parallel: shape.heads
         )
         config: Any = SimpleNamespace(
-            parallel_config=None,
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
             model_config=model,
             cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
         self.builder = backend.get_builder_cls()(spec, [], config, torch.device("cpu"))
         impl_cls = backend.get_impl_cls()
-        self.impl: CPUAttentionBackendImpl = impl_cls(
-            *(shape.heads, shape.head_dim, shape.scale, shape.kv_heads),
-            *(None, None, "auto"),
-        )
+        with set_current_vllm_config(config):
+            self.impl: CPUAttentionBackendImpl = impl_cls(
+                *(shape.heads, shape.head_dim, shape.scale, shape.kv_heads),
+                *(None, None, "auto"),
+            )
         cache = blocks, shape.kv_heads, block_tokens, 2 * shape.head_dim
         order = torch.Generator().manual_seed(seed)
         self.cache = (3 * torch.randn(cache, generator=order)).to(shape.dtype)  # as others left it

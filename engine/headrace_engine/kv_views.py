@@ -1,6 +1,6 @@
 """K and V of a layer's paged KV cache, as views without a copy.
 
-vLLM 0.29 views each layer's cache as `[blocks, heads, tokens, 2 * head_dim]`, with the layout in
+vLLM 0.32 views each layer's cache as `[blocks, heads, tokens, 2 * head_dim]`, with the layout in
 the strides. The content of the last two axes differs:
 
     joined   CUDA: the last axis is K, then V (NHD and HND differ in strides only)

@@ -30,10 +30,11 @@ A prompt with a turn may wait in the engine for its grammar or its KV, and an en
 while it makes no step. So a turn ends in any case after a few times its predicted time: an idle
 engine gets the next prompt.
 
-A short prompt need not wait for the end of such a long one. The engine gives no prompt more than
-15 of 16 tokens of a step (`spare_tokens`; vLLM gives the first one all of them), and prompts that
-fit into the other tokens are let in beside the long one. They take at most a sixteenth of its
-steps' tokens, so it ends later by as much (measured: `benchmarks.prefill_admission`). Pure asyncio.
+A short prompt need not wait for the end of such a long one. Beside other requests, the engine gives
+no prompt more than 15 of 16 tokens of a step (`spare_tokens`; vLLM gives the first one all of
+them), and prompts that fit into the other tokens are let in beside the long one. They take at most
+a sixteenth of its steps' tokens, so it ends later by as much (measured:
+`benchmarks.prefill_admission`). Pure asyncio.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class PrefillAdmission:
 
     Args:
         meter: reports the engine's steps, and has the fit of their times.
-        step_tokens: maximum number of tokens of one prompt that the engine computes in one step.
+        step_tokens: maximum number of tokens of one prompt that the engine computes in one step
+            beside other requests.
         spare_tokens: tokens of other prompts that it computes beside them.
     """
 

@@ -47,7 +47,8 @@ vLLM {vllm}.
   gateway.
 - **Tenants.** A key proves its tenant, and tenants share no KV and no draft tokens. `cache_salt` in
   the body of a request divides its tenant further. vLLM offers the field in chat completions,
-  completions, responses and messages.
+  completions, responses, messages, generative scoring and structured decisions
+  (`/v1/systemone`).
 - **SLO classes.** With [admission](admission.md) a request may name its class in the header
   `x-headrace-slo`, or in its body as `vllm_xargs.slo`. A name that does not exist is answered 400.
   A request that would come too late is answered 429 with `Retry-After`, at once.
@@ -83,9 +84,9 @@ What differs from vLLM's own server:
   This is vLLM's default. Its switch `VLLM_ENABLE_RESPONSES_API_STORE` is ignored, because vLLM
   keeps answers without a bound and in the memory of one replica only.
 - What vLLM would ignore is answered 400 with the field in `param`: `guided_json` and its kin,
-  `priority` where the engine does not schedule by it, parts of a schema that nothing enforces,
-  tools and items of `/v1/responses` that only OpenAI's service has. A `request_id` has the letters
-  of an `x-request-id`.
+  `priority` where the engine does not schedule by it, `watermarking` where it has no watermark,
+  parts of a schema that nothing enforces, tools and items of `/v1/responses` that only OpenAI's
+  service has. A `request_id` has the letters of an `x-request-id`.
 - A stream that the engine refuses is answered 400, not by a stream of one error.
 - Streams of `/v1/responses` name an item by one id, and end with `response.incomplete` where the
   answer was cut. Messages of `/v1/messages` are called `msg_...` and have `stop_sequence`.

@@ -248,7 +248,7 @@ def test_a_schema_that_nothing_enforces_is_refused_by_name(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "tell"}])
 def test_a_forced_tool_of_responses_is_called(servers: Servers, choice: Any, stream: bool) -> None:
-    tool = {"type": "function", "name": "tell", "parameters": SCHEMAS["plain"]}
+    tool = {"type": "function", "name": "tell", "parameters": SCHEMAS["plain"], "strict": True}
     body = {**INPUT, "tools": [tool], "tool_choice": choice, "stream": stream}
     answer = servers.gateway.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text[:500]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_engine.kv_transfer.handoff import PARAMS_KEY
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, pull_params
 from headrace_lab.models.decoder import Decoder
 from tests.support import run
 from tests.support.forked import Forked
@@ -161,7 +161,7 @@ class Engines:
             options["kv_transfer_config"] = KVTransferConfig(**checked_nixl_connector())
         self._llm = LLM(
             model,
-            dtype="float32",
+            dtype=options.pop("dtype", "float32"),
             enforce_eager=True,
             skip_tokenizer_init=True,
             disable_log_stats=False,
@@ -194,7 +194,7 @@ class Engines:
                 prompt_logprobs=0 if prompt_logprobs else None,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args=None if transfer is None else {PARAMS_KEY: transfer},
+                extra_args=None if transfer is None else {PARAMS_KEY: pull_params(transfer)},
             )
             for transfer in transfers or [None] * len(prompts)
         ]

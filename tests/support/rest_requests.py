@@ -40,7 +40,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "message rendered": ("/v1/messages/render", CALL),
     "chat derendered": (
         "/v1/chat/completions/derender",
-        {"model": NAME, "generate_response": GENERATED},
+        {"model": NAME, "generate_response": GENERATED, "chat_request": CALL},
     ),
     "scores": (
         "/generative_scoring",

@@ -115,7 +115,8 @@ async def _main(model: str) -> None:
     line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
     line += ["--block-size", str(BLOCK_TOKENS), "--prefix-caching-hash-algo", "sha256_cbor"]
     line += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    line += ["--enable-prompt-tokens-details"]
+    line += ["--enable-prompt-tokens-details", "--enable-scale-out"]
+    line += ["--allowed-origins", json.dumps(["*"])]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
     llm.grammars.start()

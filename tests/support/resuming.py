@@ -32,6 +32,7 @@ from headrace_decode.resume.scheduler import resume_tokens_of
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.step_time import StepTime
+from headrace_engine.vllm.llm import intercept_requests
 from tests.support.orchestrated import NEVER_S, PULL, RESULT, Planner, gate_for_one
 
 VOCABULARY = 1000
@@ -187,6 +188,7 @@ class Frontend(PlannedLLM):
         self, core: Core, planner: Planner | None = None, prefill: PrefillSide | None = None
     ) -> None:
         self.engine_core: Any = core
+        intercept_requests(self, self._send_to_engine)
         self.output_processor: Any = OutputProcessor(None, log_stats=False)
         self.input_processor: Any = Inputs()
         self.renderer: Any = SimpleNamespace(mm_processor_cache=None, stat_mm_cache=lambda: None)

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.kvstore.child import Child, serve
 from headrace_engine.connector.loading import file_loader as files
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
-from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params, pull_params
 from headrace_engine.kv_transfer.ports import free_port_block
 from tests.support import run
 from tests.support.forked import Forked
@@ -283,7 +283,7 @@ class Engine:
         from vllm.lora.request import LoRARequest
 
         lora = adapter and LoRARequest(Path(adapter[1]).name, *adapter)
-        extra = None if transfer is None else {PARAMS_KEY: transfer}
+        extra = None if transfer is None else {PARAMS_KEY: pull_params(transfer)}
         params = SamplingParams(
             max_tokens=max_tokens, temperature=0.0, logprobs=0, extra_args=extra
         )

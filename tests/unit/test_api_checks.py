@@ -11,6 +11,7 @@ from headrace_decode.apis.request_checks import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
+    PATHS,
     RESPONSES,
     EngineAbilities,
     Refusal,
@@ -19,6 +20,7 @@ from headrace_decode.apis.request_checks import (
 )
 
 TOOL = {"type": "function", "name": "f", "function": {"name": "f"}}
+CUSTOM = {"type": "custom", "name": "f"}
 SAID = {"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
 NO_PARSER = EngineAbilities(why_no_tools="its chat template does not show tools")
 
@@ -33,7 +35,7 @@ def refused(path: str, body: Any, can: EngineAbilities = EngineAbilities()) -> R
     ("path", "body", "param", "named"),
     [
         (RESPONSES, {"input": [{"role": "user"}, {"type": "item_reference"}]}, "input", "[1]"),
-        (RESPONSES, {"input": [{"type": "custom_tool_call"}]}, "input", "custom_tool_call"),
+        (RESPONSES, {"input": [{"type": "computer_call"}]}, "input", "computer_call"),
         (RESPONSES, {"input": [{"type": "compaction"}]}, "input", "compaction"),
         (RESPONSES, {"input": [{"type": ["x"]}]}, "input", "['x']"),
         (RESPONSES, {"input": [{"content": "x"}]}, "input", "role"),
@@ -45,7 +47,7 @@ def refused(path: str, body: Any, can: EngineAbilities = EngineAbilities()) -> R
             "output_text",
         ),
         (RESPONSES, {"input": "x", "tools": [TOOL, {"type": "web_search"}]}, "tools", "[1]"),
-        (RESPONSES, {"tools": [{"type": "custom", "name": "f"}]}, "tools", "custom"),
+        (RESPONSES, {"tools": [{"type": "local_shell"}]}, "tools", "local_shell"),
         (
             RESPONSES,
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}},
@@ -55,6 +57,7 @@ def refused(path: str, body: Any, can: EngineAbilities = EngineAbilities()) -> R
         (CHAT, {"guided_json": {}}, "guided_json", "structured_outputs"),
         (COMPLETIONS, {"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
         (CHAT, {"priority": 5}, "priority", "scheduling_policy"),
+        *((path, {"watermarking": True}, "watermarking", "watermark_config") for path in PATHS),
         (COMPLETIONS, {"request_id": "a b"}, "request_id", "letters"),
         (RESPONSES, {"request_id": "x" * 129}, "request_id", "128"),
     ],
@@ -77,6 +80,9 @@ def test_a_field_that_cannot_be_served_is_named(
         (RESPONSES, {"input": [{"type": "reasoning"}, {"type": "function_call_output"}]}),
         (RESPONSES, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}),
         (RESPONSES, {"input": {"type": "wrong"}, "tools": "wrong"}),
+        (RESPONSES, {"input": [{"type": "custom_tool_call"}, {"type": "custom_tool_call_output"}]}),
+        (RESPONSES, {"tools": [CUSTOM], "tool_choice": {"type": "custom", "name": "f"}}),
+        (CHAT, {"watermarking": False}),
         (CHAT, {"guided_json": None, "priority": 0, "request_id": None}),
         (CHAT, {"request_id": 7, "priority": "x", "tools": [1, 2]}),
         (CHAT, {"tools": [{"type": "web_search"}]}),  # vLLM's own check says so
@@ -131,8 +137,29 @@ def test_a_strict_tool_whose_schema_cannot_be_enforced_is_named(path: str, tool:
         assert refused(path, {"tools": [with_schema(schema, strict=strict)]}) is None
 
 
+def added(tool: Any) -> Any:
+    """A message's body whose conversation adds a tool."""
+    block = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": tool}}
+    said = [{"role": "user", "content": "x"}, {"role": "system", "content": [block]}]
+    return {"messages": said}
+
+
+def test_tools_that_a_conversation_adds_are_checked_as_those_of_the_request() -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    strict = {"name": "f", "strict": True, "input_schema": schema}
+    refusal = refused(MESSAGES, added(strict))
+    assert refusal is not None and refusal.param == "messages"
+    assert refusal.message.startswith("messages[1].content[0].tool.definition is strict")
+    assert refused(MESSAGES, added({**strict, "strict": False})) is None
+    refusal = refused(MESSAGES, added({"name": "f", "input_schema": {}}), NO_PARSER)
+    assert refusal is not None and "does not show tools" in refusal.message
+    for odd in ({"messages": "tool_addition"}, {"messages": [["tool_addition"]]}, added(7)):
+        assert refused(MESSAGES, odd, NO_PARSER) is None, "vLLM says so"
+
+
 def test_what_the_engine_can_do_passes() -> None:
     assert refused(CHAT, {"priority": 5}, EngineAbilities(priorities=True)) is None
+    assert refused(CHAT, {"watermarking": True}, EngineAbilities(watermarks=True)) is None
     assert (
         refused(RESPONSES, {"tools": [{"type": "mcp"}]}, EngineAbilities(tool_server=True)) is None
     )

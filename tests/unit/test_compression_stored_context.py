@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from headrace_decode.attention.batch import BatchRow
@@ -298,6 +299,26 @@ def test_a_request_that_is_aborted_while_it_loads_gives_its_blocks_back(
     assert second.loaded == []
     second.ends(second.ask("z", TURN))
     assert len(second.loaded) == 1
+
+
+def test_a_pause_ends_a_load_that_began_before_and_begins_none(
+    engines: tuple[Streaming, Streaming],
+) -> None:
+    _, second = engines
+    scheduler = second.scheduler
+    asked = second.ask("y", TURN)
+    second.step()
+    assert [*scheduler.kv_holding_waiting] == [asked] and not scheduler.waiting
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    later = second.ask("z", TURN)
+    second.until(lambda: not scheduler.has_unfinished_requests())
+    second.ends(asked)
+    assert [*scheduler.waiting] == [later] and len(second.loaded) == 1
+    assert second.free == BLOCKS - 1
+    assert scheduler.reset_prefix_cache()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    second.ends(later)
+    assert len(second.loaded) == 2
 
 
 def test_another_share_another_tenant_and_another_text_find_nothing(

@@ -364,7 +364,9 @@ def test_vllm_bounds_the_tokens_of_one_prompt_in_a_step_by_a_threshold() -> None
     assert {"long_prefill_token_threshold", "enable_chunked_prefill"} <= names
     schedule = find("vllm.v1.core.sched.scheduler:Scheduler.schedule", ENGINE_VLLM)
     source = inspect.getsource(schedule)
-    assert source.count("num_new_tokens = self.scheduler_config.long_prefill_token_threshold") == 1
+    assert source.count("self.scheduler_config.long_prefill_token_threshold") == 1
+    assert "if num_eligible_reqs > 1" in source, "a prompt that is alone has all of a step"
+    assert source.count("num_new_tokens = long_prefill_token_threshold") == 2
 
 
 @pytest.mark.parametrize(
@@ -414,7 +416,7 @@ def test_the_connector_whose_pulls_are_proved() -> None:
     assert "super().__init__(vllm_config, role, kv_cache_config)" in made, f"mend {mend}"
     read = inspect.getsource(worker._read_blocks)
     assert "self.nixl_wrapper.make_prepped_xfer(" in read and "notif_msg=notif_id" in read, mend
-    finished = inspect.getsource(worker.get_finished)
+    finished = inspect.getsource(worker.get_transfer_results)
     assert "self._pop_done_transfers(self._recving_transfers)" in finished, f"mend {mend}"
     registered = inspect.getsource(worker.register_kv_caches)
     assert "self.nixl_wrapper.get_agent_metadata()" in registered, f"mend {mend}"

@@ -110,5 +110,12 @@ def test_a_load_that_ends_after_an_abort_gives_the_blocks_back() -> None:
 def test_a_connector_may_compute_within_the_call_for_what_has_finished() -> None:
     mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
     source = inspect.getsource(find(f"{mixin}._get_kv_connector_output", CONNECTOR))
-    begun, ended = source.rindex("start_load_kv"), source.index("get_finished")
+    begun, ended = source.rindex("start_load_kv"), source.index("get_transfer_results")
     assert begun < ended < source.index("get_block_ids_with_load_errors")
+    second = find("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward", CONNECTOR)
+    source = inspect.getsource(second)
+    begun, ended = source.index("self._start_load_kv()"), source.index("get_transfer_results")
+    assert begun < ended < source.index("get_block_ids_with_load_errors")
+    asked = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+    source = inspect.getsource(find(f"{asked}.get_transfer_results", CONNECTOR))
+    assert "self.get_finished(finished_req_ids)" in source, f"mend {CONNECTOR}"

@@ -65,11 +65,30 @@ def test_a_grammar_is_checked_and_compiled_by_what_the_worker_calls() -> None:
     assert_takes(f"{grammar}.accept_tokens", mend, "request_id", "tokens")
     assert_takes(f"{grammar}.fill_bitmask", mend, "bitmask", "batch_index")
     find(f"{grammar}.is_terminated", mend)
-    find(f"{backends}.utils:maybe_wrap_mistral_common_tokenizer", mend)
-    find("vllm.tokenizers:cached_tokenizer_from_config", mend)
+    manager = inspect.getsource(find(f"{backends}:StructuredOutputManager.__init__", mend))
+    assert "self.tokenizer = cached_tokenizer_from_config(" in manager, f"mend {mend}"
+    assert_takes("vllm.tokenizers:cached_tokenizer_from_config", mend, "model_config")
     assert_takes(f"{backends}.request:get_structured_output_key", mend, "params")
     wanted = ("model_config", "speculative_config", "structured_outputs_config", "tokenizer")
     assert_takes("vllm.sampling_params:SamplingParams.verify", mend, *wanted)
+
+
+def test_lark_grammars_for_tekken_tokenizers_are_left_to_guidance_as_vllm_does() -> None:
+    from vllm import SamplingParams
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    from headrace_engine.vllm.structured_output import needs_guidance
+
+    mend = "engine/headrace_engine/vllm/structured_output.py"
+    tokenizer = object.__new__(MistralTokenizer)
+    lark, ebnf = 'start: "a" | "b"', 'root ::= "a" | "b"'
+    for tekken in (True, False):
+        tokenizer.is_tekken = tekken
+        assert needs_guidance(tokenizer, lark) is tekken
+        assert not needs_guidance(tokenizer, ebnf)
+    assert not needs_guidance(object(), lark)
+    source = inspect.getsource(SamplingParams._validate_structured_outputs)
+    assert "grammar_is_likely_lark(self.structured_outputs.grammar)" in source, f"mend {mend}"
 
 
 def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> None:

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import (
@@ -21,7 +22,7 @@ from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
     ModelRunnerOutput,
 )
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from headrace_decode.attention.lost_requests import LOST, with_lost
@@ -42,8 +43,11 @@ SPEC = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=tor
 ANSWER = 20
 
 
-def scheduler_of(blocks: int) -> Any:
-    """A scheduler of a cache of so many blocks, whose steps take 30 ms."""
+def scheduler_of(blocks: int, **more: Any) -> Any:
+    """A scheduler of a cache of so many blocks, whose steps take 30 ms.
+
+    `more`: arguments of the engine.
+    """
     init_none_hash(sha256)
     config = EngineArgs(
         model=str(tiny_llama()),
@@ -53,6 +57,7 @@ def scheduler_of(blocks: int) -> Any:
         num_gpu_blocks_override=blocks,
         async_scheduling=False,
         additional_config=SparseSettings(offload_gib=1).additional_config(),
+        **more,
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = blocks
     groups = [KVCacheGroupSpec(["layer"], replace_as(SPEC, OffloadSpec))]
@@ -159,6 +164,36 @@ def test_what_the_worker_copies_before_a_request_leaves_is_final_and_its_blocks_
         step(scheduler)
     scheduler.schedule()
     assert all_is_free(scheduler)
+
+
+@pytest.mark.parametrize("reason", ["its grammar", "the end of a pause", "memory"])
+def test_only_for_a_request_that_waits_for_memory_others_leave_the_cache(reason: str) -> None:
+    scheduler = scheduler_of(30)
+    first, second = (request(str(n), 2400, 0.05, arrives=True) for n in (1, 2))
+    scheduler.add_request(first)
+    while first.num_output_tokens < 3:
+        step(scheduler)
+    if reason == "its grammar":
+        second.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    if reason == "the end of a pause":
+        scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    scheduler.add_request(second)
+    left = [*(metadata_of(step(scheduler), OFFLOAD).copy_first for _ in range(3))]
+    assert any(left) == (reason == "memory")
+    assert second in scheduler.waiting or reason == "memory"
+
+
+@pytest.mark.parametrize("threshold", [0, 128])
+def test_a_request_that_is_alone_has_blocks_for_all_tokens_of_a_step(threshold: int) -> None:
+    """vLLM's threshold does not bound it."""
+    scheduler = scheduler_of(9, long_prefill_token_threshold=threshold)
+    long = request("1", 8000, 0.05)
+    scheduler.add_request(long)
+    assert step(scheduler).num_scheduled_tokens == {"1": 512}
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+    scheduler.schedule()
+    assert long.num_output_tokens == ANSWER and all_is_free(scheduler)
 
 
 @pytest.mark.parametrize("share", [None, 0.05, 0.9])

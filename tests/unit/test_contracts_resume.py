@@ -6,6 +6,7 @@ Each test names the file to mend when an upgrade moves what it pins. Slow to imp
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -13,32 +14,63 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from headrace_decode.resume.output_replay import emitted_output, with_resume_tokens
 from headrace_decode.resume.scheduler import RESUME_TOKENS, resume_tokens_of
+from headrace_engine.extensions.scheduler import ExtensibleScheduler
 from headrace_engine.vllm.engine_outputs import core_output, logprobs_lists
+from headrace_engine.vllm.sampling import repeat_draws
 from tests.support.contracts import assert_fields, assert_takes, find
+from tests.support.scheduled import Scheduled
 
 OUTPUTS = "engine/headrace_engine/vllm/engine_outputs.py"
 LLM = "decode/headrace_decode/resume/resumable_llm.py"
+FRONTEND = "engine/headrace_engine/vllm/llm.py"
 SCHEDULER = "engine/headrace_engine/vllm/resumed_requests.py"
 WORKER = "engine/headrace_engine/vllm/resumed_requests.py"
+SAMPLING = "engine/headrace_engine/vllm/sampling.py"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 
 def test_a_scheduler_takes_requests_and_leads_grammars_as_ours_expects() -> None:
     vllms = "vllm.v1.core.sched.scheduler:Scheduler"
     assert_takes(f"{vllms}.add_request", SCHEDULER, "request")
-    assert_takes(f"{vllms}._try_promote_blocked_waiting_request", SCHEDULER, "request")
+    assert_takes(f"{vllms}._handle_blocked_waiting_request", SCHEDULER, "request")
     manager = "vllm.v1.structured_output:StructuredOutputManager"
-    assert_takes(f"{manager}.should_advance", SCHEDULER, "request", "new_token_ids")
-    find(f"{manager}.trim_reasoning_for_advance", SCHEDULER)
+    assert_takes(f"{manager}.accept_tokens", SCHEDULER, "request", "new_token_ids")
     find("vllm.v1.request:Request.append_output_token_ids", SCHEDULER)
     source = inspect.getsource(find(f"{vllms}.schedule", SCHEDULER))
     assert "request.num_tokens - num_computed_tokens" in source, f"mend {SCHEDULER}"
+    assert "self._handle_blocked_waiting_request(request)" in source, f"mend {SCHEDULER}"
+
+
+def test_a_grammar_has_accepted_a_resumed_requests_tokens_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    engine = Scheduled(tmp_path, scheduler=ExtensibleScheduler)
+    accepted: list[list[int]] = []
+    grammar = SimpleNamespace(
+        accept_tokens=lambda name, tokens: accepted.append(tokens) or True,
+        is_terminated=lambda: False,
+        fill_bitmask=lambda bitmask, row: None,
+    )
+    params = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="a+"))
+    resumed = Request("r", [5, 6, 7], with_resume_tokens(params, (30, 31)), None)
+    engine.scheduler.add_request(resumed)
+    engine.step()
+    assert engine.steps == [{}], "the grammar is being compiled"
+    assert resumed.structured_output_request is not None
+    resumed.structured_output_request.grammar = grammar  # type: ignore[assignment]
+    engine.step()
+    assert engine.steps[-1] == {"r": 5} and accepted == [[30, 31], [30]]
+    assert list(resumed.output_token_ids) == [30, 31, 30]
+    engine.close()
 
 
 def test_the_first_runner_takes_up_what_comes_back_from_a_preemption() -> None:
@@ -60,20 +92,18 @@ def test_the_first_runner_takes_up_what_comes_back_from_a_preemption() -> None:
         assert part in source, f"the runner's states have changed: mend {WORKER}"
 
 
-def test_a_seed_draws_one_row_of_the_vocabulary_a_token() -> None:
-    source = inspect.getsource(find("vllm.v1.sample.ops.topk_topp_sampler:random_sample", WORKER))
-    assert "q[i].exponential_(generator=generator)" in source, f"mend {WORKER}"
-
-
 def test_the_frontend_can_be_led() -> None:
-    assert_takes(
-        *("vllm.v1.engine.async_llm:AsyncLLM._add_request", LLM),
-        *("request", "prompt", "parent_req", "index", "queue"),
-    )
     processor = "vllm.v1.engine.output_processor:OutputProcessor"
     assert_takes(
         f"{processor}.add_request", LLM, "request", "prompt", "parent_req", "request_index", "queue"
     )
+    state = inspect.getsource(find("vllm.v1.engine.output_processor:RequestState", LLM).__init__)
+    for name in ("parent_req", "request_index", "queue"):
+        assert f"self.{name} = {name}" in state, f"mend {LLM}"
+    for name in ("add_request", "_add_request"):  # several choices, and one
+        source = inspect.getsource(find(f"vllm.v1.engine.async_llm:AsyncLLM.{name}", LLM))
+        first = source.index("self.output_processor.add_request(")
+        assert source.index("await self.engine_core.add_request_async(") > first, f"mend {FRONTEND}"
     assert_takes(f"{processor}.process_outputs", OUTPUTS, "engine_core_outputs")
     find(f"{processor}.get_num_unfinished_requests", "headrace_engine/vllm/engine.py")
     for name in ("get_nowait", "put"):
@@ -134,14 +164,30 @@ def test_a_stop_string_is_left_to_the_frontend_to_find() -> None:
     assert str(by_length.finish_reason) == "length"
 
 
-def test_a_generator_that_drew_again_goes_on_as_the_first_one() -> None:
-    def drawn(times: int) -> torch.Generator:
-        made = torch.Generator().manual_seed(5)
-        row = torch.empty(64)
-        for _ in range(times):
-            row.exponential_(generator=made)
-        return made
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_a_generator_that_drew_again_goes_on_as_the_first_one(on_cpu: bool) -> None:
+    """GPUs draw a row of the vocabulary for a token, and CPUs a number."""
+    draw = TopKTopPSampler()
+    draw.forward = draw.forward_cpu if on_cpu else draw.forward_native
+    logits = torch.randn(2, 64)
+    first, drawn = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    sampled = [draw(logits.clone(), {1: first}, None, None)[0][1].item() for _ in range(12)]
+    runner = SimpleNamespace(
+        sampler=SimpleNamespace(topk_topp_sampler=draw),
+        input_batch=SimpleNamespace(vocab_size=64),
+        device="cpu",
+    )
+    repeat_draws(runner, drawn, 4)
+    again = [draw(logits.clone(), {1: drawn}, None, None)[0][1].item() for _ in range(8)]
+    assert again == sampled[4:]
+    assert torch.equal(first.get_state(), drawn.get_state())
 
-    first = torch.Generator().manual_seed(5)
-    rows = [torch.empty(64).exponential_(generator=first) for _ in range(4)]
-    assert torch.equal(torch.empty(64).exponential_(generator=drawn(3)), rows[3])
+
+def test_a_runner_samples_each_token_by_the_sampler_that_is_asked_to_draw_again() -> None:
+    made = inspect.getsource(find(f"{RUNNER}.__init__", SAMPLING))
+    assert "self.sampler = Sampler(" in made, f"mend {SAMPLING}"
+    sample = inspect.getsource(find("vllm.v1.sample.sampler:Sampler.sample", SAMPLING))
+    assert " ".join(sample.split()).count("self.topk_topp_sampler(") == 1, f"mend {SAMPLING}"
+    sampler = "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler"
+    for name in ("forward_native", "forward_cpu", "forward_cuda"):
+        assert_takes(f"{sampler}.{name}", SAMPLING, "logits", "generators", "k", "p")

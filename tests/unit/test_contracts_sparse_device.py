@@ -154,7 +154,6 @@ def test_the_builder_and_the_layers_attention_are_what_we_subclass() -> None:
         *("kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale"),
     )
     assert_fields(f"{TRITON}:TritonAttentionMetadata", BACKEND, "seq_lens")
-    assert not SparseBackend.use_cascade_attention()
     given = (4, 32, 1.0, 2, None, None, "auto")
     assert not SparseImpl(*given).fused_output_quant_supported(None)
     made = inspect.getsource(find(f"{TRITON}:TritonAttentionImpl.__init__", BACKEND))

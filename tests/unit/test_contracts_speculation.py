@@ -5,7 +5,6 @@ Each test names the file to mend when an upgrade moves what it pins. Slow to imp
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections import Counter
 from collections.abc import Iterator
@@ -73,8 +72,10 @@ def test_the_batch_tells_rows_and_blocks() -> None:
     state = inspect.getsource(find(f"{batch}:CachedRequestState.__post_init__", COMPAT))
     assert "self.num_prompt_tokens" in state, f"mend {COMPAT}"
     table = inspect.getsource(find("vllm.v1.worker.block_table:BlockTable.__init__", COMPAT))
-    for name in ("num_blocks_per_row", "blocks_per_kv_block", "block_size", "block_table"):
+    for name in ("num_blocks_per_row", "block_size", "block_table"):
         assert f"self.{name} = " in table, f"BlockTable has no {name}: mend {COMPAT}"
+    appended = inspect.getsource(find("vllm.v1.worker.block_table:BlockTable.append_row", COMPAT))
+    assert "= block_ids\n" in appended, f"rows no longer have the scheduler's blocks: mend {COMPAT}"
     find("vllm.v1.worker.block_table:MultiGroupBlockTable.__getitem__", COMPAT)
 
 
@@ -107,10 +108,12 @@ def eager() -> Iterator[None]:
     import torch
     from vllm.platforms import current_platform
 
+    from headrace_engine.vllm.module_scan import let_pass
+
     if not current_platform.is_cpu():
         pytest.skip("vLLM's own sampler is right on other platforms")
-    runner = importlib.import_module("vllm.v1.worker.cpu_model_runner")
-    runner.CPUModelRunner._postprocess_triton(None)
+    let_pass()
+    current_platform.register_triton_kernel_overrides()
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -222,6 +225,53 @@ def test_greedy_requests_get_what_vllms_own_sampler_gives_them(logprobs: int | N
         assert torch.equal(ours.logprobs_tensors.logprobs, theirs.logprobs_tensors.logprobs)
 
 
+def rejection_samplers() -> list[Any]:
+    from vllm.v1.sample.sampler import Sampler
+
+    from headrace_engine.vllm.sampling import DraftedStepSampler
+
+    return [cpu_rejection_sampler(), DraftedStepSampler(Sampler())]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_step_without_drafts_is_sampled_as_in_an_engine_without_a_drafter() -> None:
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    made = inspect.getsource(find(f"{RUNNER}._prepare_inputs", COMPAT))
+    assert "use_spec_decode = self.speculative_config is not None" in made, f"mend {COMPAT}"
+    logits = torch.randn(2, 6)
+    for changed in ({}, {"max_num_logprobs": 3}, {"logprob_token_ids": {1: [3]}}):
+        asked = sampling([0.0, 0.0], **changed)
+        plain = Sampler()(logits.clone(), asked)
+        for sampler in rejection_samplers():
+            ours = sampler(drafted([[], []]), None, logits.clone(), asked)
+            assert torch.equal(ours.sampled_token_ids, plain.sampled_token_ids)
+            assert (ours.logprobs_tensors is None) == (not changed)
+            if changed:
+                found, wanted = ours.logprobs_tensors, plain.logprobs_tensors
+                assert torch.equal(found.logprobs, wanted.logprobs)
+                assert torch.equal(found.logprob_token_ids, wanted.logprob_token_ids)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_request_that_names_tokens_gets_their_log_probabilities_beside_drafts() -> None:
+    import torch
+
+    logits = torch.randn(6, 6)
+    best = logits.argmax(1).tolist()
+    asked = sampling([0.0, 0.0], logprob_token_ids={1: [3, 4]})
+    for sampler in rejection_samplers():
+        found = sampler(drafted([[5, 5, 5], [2]]), None, logits.clone(), asked)
+        assert found.sampled_token_ids.tolist() == [[best[0]], [best[4]]], "one token each"
+        logprobs = found.logprobs_tensors
+        assert logprobs.logprob_token_ids[1].tolist() == [best[4], 3, 4]
+        wanted = logits[4].log_softmax(0)[[best[4], 3, 4]]
+        torch.testing.assert_close(logprobs.logprobs[1], wanted)
+    runner = inspect.getsource(find(f"{RUNNER}._bookkeeping_sync", COMPAT))
+    assert "max_gen_len = sampled_token_ids.shape[-1]" in runner, f"mend {COMPAT}"
+
+
 @pytest.mark.usefixtures("eager")
 def test_a_seeded_request_gets_its_tokens_whoever_runs_beside_it() -> None:
     import torch
@@ -239,10 +289,8 @@ def test_a_seeded_request_gets_its_tokens_whoever_runs_beside_it() -> None:
 
 
 def test_vllms_own_way_of_spreading_a_temperature_is_still_wrong_on_cpus() -> None:
-    """When this fails, vLLM has mended it: let `_vllm_cpu.py` use it again."""
-    source = inspect.getsource(
-        find("vllm.utils.cpu_triton_utils:_expand_kernel_impl", "_vllm_cpu.py")
-    )
+    """When this fails, vLLM has mended it: let `CpuRejectionSampler` use it again."""
+    source = inspect.getsource(find("vllm.utils.cpu_triton_utils:_expand_kernel_impl", COMPAT))
     assert "_ensure_int64(output)" in source
     assert "copy_" not in source
 
@@ -255,7 +303,6 @@ def runner(blocks: list[list[int]], pool_blocks: int) -> Any:
     block_table = SimpleNamespace(
         num_blocks_per_row=np.array([len(ids) for ids in blocks]),
         block_size=16,
-        blocks_per_kv_block=1,
         block_table=SimpleNamespace(np=table),
     )
     extra = {"headrace": {"tenant": "blue"}}

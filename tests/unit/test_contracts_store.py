@@ -101,10 +101,10 @@ def test_a_step_names_its_requests_and_their_blocks() -> None:
     )
 
 
-def test_every_step_ends_with_get_finished_before_errors_are_asked_for() -> None:
+def test_every_step_ends_with_the_transfers_results_before_errors_are_asked_for() -> None:
     mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
     source = inspect.getsource(find(f"{mixin}._get_kv_connector_output", CONNECTOR))
-    finished = source.index("get_finished(")
+    finished = source.index("get_transfer_results(")
     errors = source.index("get_block_ids_with_load_errors(")
     jobs = source.index("build_connector_worker_meta(")
     assert finished < errors < jobs, f"mend {CONNECTOR}"
@@ -171,10 +171,11 @@ def test_resets_reach_the_connectors_after_the_engines_own_cache() -> None:
 
 def test_identities_cover_the_loaders_and_adapters_that_there_are() -> None:
     loaders = "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER"
-    assert set(find(loaders, COMPAT)) == FILE_FORMATS | {"dummy", "tensorizer", "modelexpress"}
+    others = {"dummy", "tensorizer", "modelexpress", "ipc_cache"}
+    assert set(find(loaders, COMPAT)) == FILE_FORMATS | others
     request = find("vllm.lora.request:LoRARequest", ADAPTERS)
     assert set(request.__struct_fields__) == {
-        *("lora_name", "lora_int_id", "lora_path", "base_model_name", "tensorizer_config_dict"),
+        *("lora_name", "lora_int_id", "lora_path", "base_model_name"),
         *("load_inplace", "is_3d_lora_weight"),
     }
 

@@ -47,7 +47,7 @@ class Vllms:
         self.log.append("vLLM updates")
         return "outputs"
 
-    def _try_promote_blocked_waiting_request(self, request: Any) -> bool:
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
         return bool(request.ready)
 
     def load_model(self) -> None:
@@ -212,7 +212,7 @@ def test_extensions_hear_of_a_grammar_once_it_is_compiled(
 ) -> None:
     waiting = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     request = SimpleNamespace(ready=ready, status=waiting if waits else RequestStatus.WAITING)
-    assert ExtendedScheduler(log)._try_promote_blocked_waiting_request(request) == ready
+    assert ExtendedScheduler(log)._handle_blocked_waiting_request(request) == ready
     assert log == (["a leads the grammar", "b leads the grammar"] if waits and ready else [])
 
 

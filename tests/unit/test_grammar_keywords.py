@@ -99,7 +99,11 @@ def config() -> Any:
     outputs = SimpleNamespace(
         backend="auto", disable_any_whitespace=False, disable_additional_properties=False
     )
-    model = SimpleNamespace(get_vocab_size=lambda: VOCABULARY, skip_tokenizer_init=False)
+    model = SimpleNamespace(
+        get_vocab_size=lambda: VOCABULARY,
+        skip_tokenizer_init=False,
+        hf_config=SimpleNamespace(model_type="llama"),
+    )
     scheduler = SimpleNamespace(get_scheduler_cls=lambda: ExtensibleScheduler)
     return SimpleNamespace(
         structured_outputs_config=outputs,
@@ -181,6 +185,16 @@ def test_one_backend_takes_schemas_and_structural_tags_in_any_order(
     grammar.fill_bitmask(mask, 0)
     backend.compile_grammar(Kind.JSON, json.dumps({"allOf": [A, B]})).fill_bitmask(mask, 0)
     assert mask.shape == (1, VOCABULARY // 32)
+
+
+def test_a_grammar_may_be_in_larks_syntax_or_in_ebnf(
+    backend: CombinedBackend, tokenizer: Any
+) -> None:
+    for text in ('start: "yes" | "no"', 'root ::= "yes" | "no"'):
+        for answer, right in (("yes", True), ("maybe", False)):
+            grammar = backend.compile_grammar(Kind.GRAMMAR, text)
+            ids = tokenizer.encode(answer, add_special_tokens=False)
+            assert grammar.accept_tokens("r", [*ids, tokenizer.eos_token_id]) == right
 
 
 def engine_config() -> Any:

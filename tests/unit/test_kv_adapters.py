@@ -89,12 +89,11 @@ class TestContent:
         assert told() == told(max_loras=4, max_cpu_loras=8, max_lora_rank=64)
         assert told(target_modules=["q_proj"]) != told() != told(lora_dtype="float16")
 
-    @pytest.mark.parametrize("what", ["nowhere", "hub", "tensorizer", "in place"])
+    @pytest.mark.parametrize("what", ["nowhere", "hub", "in place"])
     def test_what_cannot_be_seen_is_not_known(self, what: str, folder: Path) -> None:
         asked = {
             "nowhere": adapter(folder / "nothing"),
             "hub": LoRARequest("sql", 1, "org/none-such"),
-            "tensorizer": adapter(folder, tensorizer_config_dict={"uri": "s3://x"}),
             "in place": adapter(folder, load_inplace=True),
         }[what]
         assert Engine().of(asked) is None

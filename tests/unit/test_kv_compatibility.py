@@ -61,6 +61,10 @@ def vllm_takes(there: KvKind, here: KvKind) -> bool:
         backend_name="FLASH_ATTN",
         block_len_per_layer=[block_len(here)] * 2,
         _is_region_replicated=lambda _: False,
+        _transfer_layer_region_indices=(),
+        _transfer_layer_names=(),
+        region_group_ids=[],
+        _is_hma_required=False,
         dst_num_blocks=defaultdict(lambda: 10),
     )
     meta = SimpleNamespace(
@@ -72,6 +76,11 @@ def vllm_takes(there: KvKind, here: KvKind) -> bool:
         block_lens=[block_len(there)] * 2,
         kv_caches_base_addr=[1, 2],
         num_blocks=10,
+        block_strides=[block_len(there)] * 2,
+        region_num_blocks=None,
+        region_group_ids=None,
+        region_names=None,
+        region_mem_types=None,
     )
     try:
         NixlBaseConnectorWorker._validate_remote_agent_handshake(worker, meta, there.ranks)

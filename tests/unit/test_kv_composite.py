@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
 from headrace_engine.connector.composite import HeadracePDConnector
 from headrace_engine.connector.connector import HeadraceConnector
+from headrace_engine.connector.stats import StoreStats
+from headrace_engine.pull_proof.stats import TransferStats
 
 
 class Child:
@@ -96,3 +99,9 @@ def test_asked_again_the_last_answer_counts() -> None:
 def test_the_engine_steps_on_while_any_child_is_busy() -> None:
     assert composite(Child((0, False)), Child((0, False), busy=True)).has_pending_push_work()
     assert not composite(Child((0, False))).has_pending_push_work()
+
+
+def test_the_statistics_of_both_are_read_from_what_an_engine_sends() -> None:
+    sent = {"HeadraceConnector": StoreStats().data, "NixlConnector": TransferStats().data}
+    read = HeadracePDConnector.build_kv_connector_stats(json.loads(json.dumps(sent)))
+    assert read is not None and read.aggregate(read).reduce().keys() == sent.keys()

@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kvstore.identity.prompt_hash import hash_prompt, root_hash
-from headrace_kvstore.identity.salts import (
-    distinct_from_adapters,
-    isolated_salt,
-    tenant_of,
-    tenant_salt,
-)
+from headrace_kvstore.identity.salts import tenant_of, tenant_salt
 
 names = st.text(st.characters(exclude_characters=":"), min_size=1)
 
@@ -32,21 +27,12 @@ def test_where_a_salt_names_no_tenant_it_is_its_own(salt: str) -> None:
     assert tenant_of(salt) == salt
 
 
-def test_in_an_engine_with_adapters_no_salt_is_an_adapters_name() -> None:
-    """vLLM hashes an adapter's name into the place of a salt, in the first block."""
+def test_no_salt_is_hashed_as_an_adapters_name() -> None:
     tokens, root = range(256), root_hash("seed")
-    of_adapter = hash_prompt(tokens, 128, root, lora="sql")
-    assert hash_prompt(tokens, 128, root, salt="sql")[0] == of_adapter[0]
-    salted = hash_prompt(tokens, 128, root, salt=distinct_from_adapters("sql"))
-    assert not set(salted) & set(of_adapter)
-
-
-def test_the_tag_changes_no_tenant() -> None:
-    assert distinct_from_adapters("") == ""
-    assert tenant_of(distinct_from_adapters("sql")) == "sql"
-    for salt in (tenant_salt("ann", "x"), isolated_salt("x", "exact")):
-        assert distinct_from_adapters(salt) == salt
-    assert len({distinct_from_adapters(salt) for salt in ("x", "salt:x", "salt:salt:x")}) == 3
+    of_adapter = hash_prompt(tokens, 128, root, lora=("sql", "/adapters/sql"))
+    for salt in ("sql", "/adapters/sql", "lora"):
+        assert not set(hash_prompt(tokens, 128, root, salt=salt)) & set(of_adapter)
+    assert not set(hash_prompt(tokens, 128, root, lora=("sql", "/other"))) & set(of_adapter)
 
 
 @pytest.mark.parametrize("name", ["", "a:b"])

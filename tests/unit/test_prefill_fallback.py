@@ -34,7 +34,9 @@ class Maker:
     async def __call__(self) -> FastAPI:
         self.made += 1
         app = FastAPI()
-        app.state.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+        app.state.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(policy="fcfs"), watermark_config=None
+        )
         app.state.args = SimpleNamespace(tool_server=None)
 
         @app.get("/v1/models")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,14 @@ from headrace_kvstore.identity.prompt_hash import hash_prompt, root_hash
 EDGES = [0, 1, 23, 24, 255, 256, 65_535, 65_536, 2**31 - 1, 2**32 - 1]
 
 
-def by_vllm(tokens: list[int], block: int, salt: str, lora: str) -> list[bytes]:
+def by_vllm(tokens: list[int], block: int, salt: str, lora: tuple[str, str] | None) -> list[bytes]:
+    adapter = lora and SimpleNamespace(lora_name=lora[0], lora_path=lora[1])
+    request: Any = SimpleNamespace(
+        mm_features=[], lora_request=adapter, cache_salt=salt, prompt_embeds=None
+    )
     parent, hashes = None, []
     for end in range(block, len(tokens) + 1, block):
-        extra = tuple(key for key in (lora, salt if end == block else "") if key) or None
+        extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, end - block, end, 0)
         parent = hash_block_tokens(sha256_cbor, parent, tokens[end - block : end], extra)
         hashes.append(bytes(parent))
     return hashes
@@ -27,9 +33,9 @@ def by_vllm(tokens: list[int], block: int, salt: str, lora: str) -> list[bytes]:
 
 @pytest.mark.parametrize("block", [1, 16, 23, 24, 128, 300])
 @pytest.mark.parametrize("salt", ["", "a", "tenant:é:" + "x" * 300])
-@pytest.mark.parametrize("lora", ["", "adapter"])
+@pytest.mark.parametrize("lora", [None, ("adapter", "/a/é")])
 def test_hashes_are_vllms(
-    block: int, salt: str, lora: str, monkeypatch: pytest.MonkeyPatch
+    block: int, salt: str, lora: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     kv_cache_utils.init_none_hash(sha256_cbor)
@@ -48,7 +54,7 @@ def test_the_seed_changes_all_hashes_as_it_does_in_vllm(monkeypatch: pytest.Monk
     assert kv_cache_utils.DEFAULT_NONE_HASH_SEED == DEFAULT_SEED
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     kv_cache_utils.init_none_hash(sha256_cbor)
-    expected = by_vllm(EDGES, 5, "", "")
+    expected = by_vllm(EDGES, 5, "", None)
     monkeypatch.delenv("PYTHONHASHSEED")
     kv_cache_utils.init_none_hash(sha256_cbor)
     assert PromptKeys(5, "7").hashes(EDGES) == expected != PromptKeys(5).hashes(EDGES)

@@ -38,10 +38,12 @@ def log_levels() -> Iterator[None]:
         ("vllm.entrypoints.openai.responses.api_router", "responses"),
         ("vllm.entrypoints.anthropic.api_router", "anthropic"),
         ("vllm.entrypoints.generate.generative_scoring.api_router", "openai"),
+        ("vllm.entrypoints.generate.structured_decisions.api_router", "openai"),
         ("vllm.entrypoints.serve.tokenize.api_router", "openai"),
         ("vllm.entrypoints.scale_out.render.api_router", "openai"),
         ("vllm.entrypoints.scale_out.derender.api_router", "openai"),
         ("vllm.entrypoints.scale_out.token_in_token_out.api_router", None),
+        ("vllm.entrypoints.scale_out.factories", None),
         ("vllm.entrypoints.serve.dev.sleep.api_router", None),
         ("vllm.entrypoints.serve.lora.api_router", None),
         ("vllm.entrypoints.serve.instrumentator.health", None),
@@ -114,8 +116,10 @@ VLLM_OFFERS = {
     "POST /v1/messages/render": "openai",
     "GET /v1/models": "openai",
     "POST /v1/responses": "responses",
+    "POST /v1/responses/render": "openai",
     "GET /v1/responses/{response_id}": "responses",
     "POST /v1/responses/{response_id}/cancel": "responses",
+    "POST /v1/systemone": "openai",
 }
 NO_BODY = ("GET /v1/models", "GET /v1/responses/{response_id}")
 NO_BODY += ("POST /v1/responses/{response_id}/cancel",)
@@ -132,6 +136,7 @@ def test_of_vllms_own_application_with_all_its_switches_only_these_are_public(
     app = application_without_engine()
     paths = {getattr(route, "path", "") for route in app.routes}
     assert {"/sleep", "/collective_rpc", "/pause", "/v1/load_lora_adapter"} <= paths
+    assert {"/kv_event_sources", "/inference/v1/generate"} <= paths
     offered = {f"{route.method} {route.path}": route for route in public_routes(app)}
     assert {name: route.api for name, route in offered.items()} == VLLM_OFFERS
     assert {name for name, route in offered.items() if not route.takes_json} == set(NO_BODY)
@@ -171,7 +176,7 @@ async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
     async def build_asgi_app() -> FastAPI:
         app = application_without_engine()
         scheduling = SimpleNamespace(policy="fcfs")
-        app.state.vllm_config = SimpleNamespace(scheduler_config=scheduling)
+        app.state.vllm_config = SimpleNamespace(scheduler_config=scheduling, watermark_config=None)
         return app
 
     replica = DecodeServer.__new__(DecodeServer)
@@ -186,3 +191,4 @@ async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
     paths = {getattr(route, "path", "") for route in app.routes}
     assert "/v1/models/{model:path}" in paths
     assert not paths & {"/scale_elastic_ep", "/inference/v1/generate", "/invocations"}
+    assert "/kv_event_sources" not in paths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from headrace_engine.connector.identity.weights import Unidentified
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY as TRANSFER
 from headrace_engine.kv_transfer.handoff import produce_params
 from headrace_engine.kv_transfer.ports import reserve_ports
+from headrace_engine.pull_events import UNPROVED
 from headrace_engine.pull_proof import prompt_digests
 from headrace_engine.pull_proof.identity import PARAMS_KEY, Claim, Unproved, believe
 from headrace_engine.pull_proof.records import Geometry
@@ -47,6 +47,7 @@ def scheduler(check: str = "off", groups: int = 1) -> ProvenScheduler:
             decode_context_parallel_size=1,
             pipeline_parallel_size=1,
         ),
+        num_prefill_lookahead_tokens=0,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
         lora_config=None,
         kv_transfer_config=SimpleNamespace(
@@ -55,9 +56,12 @@ def scheduler(check: str = "off", groups: int = 1) -> ProvenScheduler:
             get_from_extra_config=lambda name, default: extra.get(name, default),
         ),
     )
-    spec = SimpleNamespace(kv_cache_spec=SimpleNamespace())
+    spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(prefix_replay_tokens=0))
     cache: Any = SimpleNamespace(
-        transfer_groups=[spec] * groups, select_transfer_block_ids=lambda ids: ids
+        kv_cache_groups=[spec] * groups,
+        transfer_groups=[spec] * groups,
+        has_mamba_layers=False,
+        select_transfer_block_ids=lambda ids: ids,
     )
     made = ProvenScheduler(config, "engine", cache)
     made.places = {(0, 0): 4096}
@@ -193,10 +197,10 @@ def test_a_prompt_that_is_aborted_or_pulled_gives_its_row_back() -> None:
     assert len(producer.grants) == 0 and not producer.to_sum
 
 
-def test_models_that_cannot_compute_again_are_not_pulled() -> None:
+def test_the_bytes_of_models_with_several_kinds_of_attention_cannot_be_checked() -> None:
     params, _ = hand_out(scheduler())
     hybrid = scheduler(groups=2)
-    assert hybrid.get_num_new_matched_tokens(request("d", params, PROMPT), 0) == (0, False)
+    assert hybrid.get_num_new_matched_tokens(request("d", params, PROMPT), 0) == (200, True)
     with pytest.raises(ValueError, match="one kind of attention"):
         scheduler("all", groups=2)
 
@@ -333,26 +337,18 @@ def test_a_worker_pulls_only_with_a_claim() -> None:
             worker(missing).check_pull("d", meta(([5, 6],), [1, 2]))
 
 
-@pytest.mark.parametrize("sliding_windows", [False, True])
-@pytest.mark.parametrize("ours", [[], [[]], [[1, 2]]], ids=["none", "no blocks", "two blocks"])
-def test_a_failed_transfer_is_told_of_if_anybody_waits_for_it(
-    ours: list[list[int]], sliding_windows: bool
-) -> None:
-    """A request whose prompt is all cached runs already: to vLLM it is no transfer that ended."""
-    one = worker(None)
-    one._is_hma_required = sliding_windows
-    one._recving_metadata = {"d": SimpleNamespace(remote=None, local_block_ids=ours)}  # type: ignore[dict-item]
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_refused_pull_is_told_once_if_anybody_waits_for_it(waits: bool) -> None:
+    """vLLM keeps no metadata of a request whose prompt is all cached: it runs already."""
+    one, told = worker(None), []
+    one._recving_metadata = {"d": meta(([5, 6],), [1, 2])} if waits else {}
     one._agent = SimpleNamespace(outcomes=SimpleNamespace(failed={}))  # type: ignore[assignment]
-    one._failed_recv_reqs, one._invalid_block_ids = SimpleQueue(), SimpleQueue()  # type: ignore[assignment]
-    one.xfer_stats = SimpleNamespace(record_failed_transfer=lambda: None)  # type: ignore[assignment]
-    one._refuse("d", Unproved("unreachable", "the producer is gone"))
-    waits = ours == [[1, 2]]
-    assert one._failed_recv_reqs.empty() != waits
-    assert (not one._invalid_block_ids.empty() and one._invalid_block_ids.get()) == (
-        {1, 2} if waits else False
-    )
-    assert ("d" in one._recving_metadata) == waits
-    assert bool(one._agent.outcomes.failed) == waits
+    one._recv_failures, one._failed_remote_engines = set(), set()
+    one.xfer_stats = SimpleNamespace(data={UNPROVED: told}, record_failed_transfer=lambda: None)  # type: ignore[assignment]
+    for _ in range(2):
+        one._refuse("d", Unproved("unreachable", "the producer is gone"))
+    assert one._recv_failures == {"d"} and not one._agent.outcomes.failed
+    assert told == [["d", "engine", "unreachable", "the producer is gone"]] * waits
 
 
 def test_the_demand_for_fingerprints_travels_with_the_prefill() -> None:

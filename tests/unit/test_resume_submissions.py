@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from headrace_decode.apis.usage import USAGE, RequestUsage
 from headrace_decode.resume import output_replay
 from headrace_decode.resume.emitted import (
     EmittedChoice,
@@ -179,6 +182,28 @@ async def test_choices_that_had_ended_are_not_added_by_any_submission(kv: str) -
     await llm.stop()
 
 
+async def test_the_usage_of_a_request_knows_the_states_of_its_choices() -> None:
+    llm, usage = Frontend(Core(cached_tokens=3)), RequestUsage()
+    USAGE.set(usage)
+    assert await resume(llm, [], n=3) == dict.fromkeys(range(3), WHOLE[0])
+    assert await resume(llm, [], "one") == WHOLE
+    [(name, states)] = usage.samples.items()
+    assert name == "r" and [state.request_index for state in states] == [0, 1, 2]
+    await llm.stop()
+
+
+async def test_the_engines_client_does_not_keep_the_frontend() -> None:
+    core = Core()
+    llm = Frontend(core)
+    assert await resume(llm, said(5)) == WHOLE
+    await llm.stop()
+    core.fail = print  # the fake held it
+    found = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert found() is None and core.added
+
+
 @pytest.mark.parametrize("kv", ["comes", "never"])
 @pytest.mark.parametrize("wait_s", [0.0, 0.001, LATE_S, 2 * LATE_S])
 async def test_a_client_that_leaves_leaves_nothing_behind(kv: str, wait_s: float) -> None:
@@ -219,7 +244,6 @@ async def test_kv_of_a_request_that_the_engine_never_gets_is_released() -> None:
 
 async def test_choices_that_the_engine_has_are_aborted_when_another_cannot_be_added() -> None:
     core = Core(runs=False)
-    llm = Frontend(core)
     plain = core.add_request_async
 
     async def second_fails(request: Any) -> None:
@@ -228,6 +252,7 @@ async def test_choices_that_the_engine_has_are_aborted_when_another_cannot_be_ad
         await plain(request)
 
     core.add_request_async = second_fails  # type: ignore[method-assign]
+    llm = Frontend(core)
     with pytest.raises(EngineGenerateError):
         await resume(llm, said(2), n=2)
     assert len(core.added) == 1

@@ -155,13 +155,10 @@ def test_the_mark_stands_before_the_tenant_so_no_tenant_can_forge_it() -> None:
     assert salted == "technique:exact:tenant:ann:technique:exact:"
 
 
-def test_only_engines_with_adapters_tag_the_salts_of_clients() -> None:
+def test_a_salt_names_its_tenant_where_there_are_tenants() -> None:
     prompt = {"prompt_token_ids": [1], "cache_salt": "sql"}
     assert with_tenant(prompt, None) is prompt
-    assert with_tenant(prompt, None, adapters=True)["cache_salt"] == "salt:sql"
-    assert with_tenant(prompt, "ann", adapters=True)["cache_salt"] == "tenant:ann:sql"
-    for plain in ({"prompt_token_ids": [1]}, "text"):
-        assert with_tenant(plain, None, adapters=True) is plain
+    assert with_tenant(prompt, "ann")["cache_salt"] == "tenant:ann:sql"
 
 
 def test_the_decode_replica_refuses_what_the_gateway_did_not_see() -> None:

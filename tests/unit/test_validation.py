@@ -20,7 +20,7 @@ from headrace_engine.serving.validation import (
 from headrace_engine.vllm.openai_app import application_without_engine
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "x", "detail": 1}]}
 VALID: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"5": 1.5}}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "n": 2}),

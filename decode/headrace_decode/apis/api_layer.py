@@ -8,7 +8,12 @@ from typing import Any
 from headrace_decode.apis.middleware import ApiMiddleware
 from headrace_decode.apis.request_checks import EngineAbilities
 from headrace_engine.serving.validation import bound_validation
-from headrace_engine.vllm.openai_app import add_middleware, has_tool_server, uses_priorities
+from headrace_engine.vllm.openai_app import (
+    add_middleware,
+    has_tool_server,
+    has_watermark,
+    uses_priorities,
+)
 
 
 def add_api_layer(
@@ -26,5 +31,6 @@ def add_api_layer(
         why_no_tools=why_no_tools,
         tool_server=has_tool_server(app),
         priorities=uses_priorities(app),
+        watermarks=has_watermark(app),
     )
     add_middleware(app, ApiMiddleware, abilities=abilities, engine_died=engine_died)

@@ -27,10 +27,13 @@ GUIDED = {
     "guided_choice": "structured_outputs: {choice: [TEXT, ...]}",
     "guided_grammar": "structured_outputs: {grammar: TEXT}",
 }
-"""Fields of earlier versions of vLLM, and their replacements (vLLM 0.29 ignores the old fields)."""
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
-"""Types of the items of `input` that vLLM renders. It answers all others with 500."""
-TOOL_TYPES = ("function", "namespace")
+"""Fields of earlier versions of vLLM, and their replacements (vLLM 0.32 ignores the old fields)."""
+ITEM_TYPES = (
+    *("message", "function_call", "function_call_output", "reasoning"),
+    *("custom_tool_call", "custom_tool_call_output"),
+)
+"""Types of the items of `input` that vLLM renders."""
+TOOL_TYPES = ("function", "namespace", "custom")
 """Tool types of `/v1/responses` that are shown to the model. Others run on OpenAI's servers."""
 TEXT_TYPES = ("output_text", "input_text", "text")
 """Types of the parts of an assistant's message that vLLM renders."""
@@ -57,11 +60,13 @@ class EngineAbilities:
         why_no_tools: why tool calls cannot be parsed, in words; None if they can.
         tool_server: whether vLLM runs tools itself (`engine.tool_server`).
         priorities: whether the engine schedules by priority.
+        watermarks: whether the engine marks the texts that it writes.
     """
 
     why_no_tools: str | None = None
     tool_server: bool = False
     priorities: bool = False
+    watermarks: bool = False
 
 
 class RequestFields(msgspec.Struct):
@@ -70,10 +75,12 @@ class RequestFields(msgspec.Struct):
     request_id: Any = None
     stream: Any = None
     priority: Any = 0
+    watermarking: Any = None
     echo: Any = None
     max_tokens: Any = None
     prompt: msgspec.Raw = msgspec.Raw(b"null")
     input: msgspec.Raw = msgspec.Raw(b"null")
+    messages: msgspec.Raw = msgspec.Raw(b"null")
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: Any = None
     guided_json: msgspec.Raw = msgspec.Raw(b"null")
@@ -113,8 +120,24 @@ class _Item(msgspec.Struct):
         return msgspec.json.decode(raw)
 
 
+class _ToolChange(msgspec.Struct):
+    definition: _Item | None = None
+
+
+class _Block(msgspec.Struct):
+    """A part of a message that may add a tool to those of the request."""
+
+    type: Any = None
+    tool: _ToolChange | None = None
+
+
+class _Message(msgspec.Struct):
+    content: list[_Block] | str | None = None
+
+
 _decode_fields = msgspec.json.Decoder(RequestFields).decode
 _decode_items = msgspec.json.Decoder(list[_Item]).decode
+_decode_messages = msgspec.json.Decoder(list[_Message]).decode
 _decode_parts = msgspec.json.Decoder(list[_Part]).decode
 
 
@@ -163,35 +186,48 @@ def _priority(path: str, fields: RequestFields, abilities: EngineAbilities) -> I
         )
 
 
+def _watermarking(
+    path: str, fields: RequestFields, abilities: EngineAbilities
+) -> Iterator[Refusal]:
+    if fields.watermarking is True and not abilities.watermarks:
+        yield Refusal(
+            "watermarking has no effect: this app does not mark its texts. Leave it out, or set "
+            "decode.engine: {watermark_config: {...}}.",
+            "watermarking",
+        )
+
+
 def _tools(path: str, fields: RequestFields, abilities: EngineAbilities) -> Iterator[Refusal]:
     if path == COMPLETIONS or fields.tool_choice == "none":
         return
     choice = fields.tool_choice.get("type") if isinstance(fields.tool_choice, dict) else None
     if path == MESSAGES and choice == "none":
         return
-    tools = _list(fields.tools)
+    tools = {f"tools[{number}]": tool for number, tool in enumerate(_list(fields.tools))}
+    if path == MESSAGES:
+        tools |= _added_tools(fields.messages)
     if not tools:
         return
     if path == RESPONSES and not abilities.tool_server:
-        for number, tool in enumerate(tools):
+        for name, tool in tools.items():
             if tool.type not in TOOL_TYPES:
                 yield Refusal(
-                    f"tools[{number}] is of type {str(tool.type)[:100]!r}, which only OpenAI's own "
-                    "service runs. This app has tools of the type 'function'.",
+                    f"{name} is of type {str(tool.type)[:100]!r}, which only OpenAI's own "
+                    "service runs. This app has tools of the types 'function' and 'custom'.",
                     "tools",
                 )
-        if choice is not None and choice != "function":
+        if choice not in (None, "function", "custom"):
             yield Refusal(
                 f"tool_choice of type {str(choice)[:100]!r} is not supported. Use 'auto', "
                 "'required', 'none' or {type: function, name: NAME}.",
                 "tool_choice",
             )
-    for number, tool in enumerate(tools):
+    for name, tool in tools.items():
         if found := unenforced(tool.strict_schema):
             yield Refusal(
-                f"tools[{number}] is strict, and calls cannot be held to {named(found)} of its "
+                f"{name} is strict, and calls cannot be held to {named(found)} of its "
                 "schema. Leave that out, or send strict: false.",
-                "tools",
+                name.partition("[")[0],
             )
     if abilities.why_no_tools is not None:
         yield Refusal(
@@ -231,6 +267,24 @@ def _list(raw: msgspec.Raw) -> list[_Item]:
         return []
 
 
+def _added_tools(raw: msgspec.Raw) -> dict[str, _Item]:
+    """Return the tools that messages define, by their place; none for other values, which vLLM
+    reports."""
+    if b"tool_addition" not in bytes(raw):
+        return {}
+    try:
+        messages = _decode_messages(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return {
+        f"messages[{number}].content[{place}].tool.definition": block.tool.definition
+        for number, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for place, block in enumerate(message.content)
+        if block.tool is not None and block.tool.definition is not None
+    }
+
+
 def _parts(raw: msgspec.Raw) -> list[_Part] | None:
     try:
         return _decode_parts(raw)
@@ -239,5 +293,5 @@ def _parts(raw: msgspec.Raw) -> list[_Part] | None:
 
 
 _RULES: tuple[Callable[[str, RequestFields, EngineAbilities], Iterator[Refusal]], ...] = (
-    *(_request_id, _guided, _priority, _tools, _items),
+    *(_request_id, _guided, _priority, _watermarking, _tools, _items),
 )

@@ -1,6 +1,6 @@
 """One layer's pages in vLLM's CPU cache: reads, writes, and sums of the bytes of their keys.
 
-vLLM 0.29 lays a layer out as `[blocks, heads, tokens, 2 head_dim]`. Within a block and head, the
+vLLM 0.32 lays a layer out as `[blocks, heads, tokens, 2 head_dim]`. Within a block and head, the
 instruction sets `vec` and `vec16` keep K as `[head_dim, tokens]`, then V as `[tokens, head_dim]`.
 """
 

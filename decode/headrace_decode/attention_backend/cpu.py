@@ -60,7 +60,7 @@ class SparseBackend(CPUAttentionBackend):
     """
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [RUNTIME.page_tokens]
 
     @staticmethod

@@ -53,7 +53,7 @@ class SparseBackend(TritonAttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [RUNTIME.page_tokens]
 
     @classmethod

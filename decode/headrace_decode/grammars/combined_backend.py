@@ -19,6 +19,7 @@ from headrace_engine.vllm.structured_output import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
     backend_class,
+    needs_guidance,
 )
 
 logger = logging.getLogger("headrace.decode")
@@ -59,6 +60,10 @@ class CombinedBackend(StructuredOutputBackend):
         """
         asked = request_type, grammar_spec
         if request_type == StructuredOutputOptions.JSON and unenforced(json.loads(grammar_spec)):
+            return self._guidance.compile_grammar(*asked, stop_token_ids=stop_token_ids)
+        if request_type == StructuredOutputOptions.GRAMMAR and needs_guidance(
+            self.tokenizer, grammar_spec
+        ):
             return self._guidance.compile_grammar(*asked, stop_token_ids=stop_token_ids)
         try:
             return self._xgrammar.compile_grammar(*asked, stop_token_ids=stop_token_ids)

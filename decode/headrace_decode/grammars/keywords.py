@@ -2,7 +2,7 @@
 
 xgrammar may drop a part of a schema that it compiles, and reports it only on its standard error.
 Each rule here was found by compiling a schema with the keyword and having the grammar accept an
-instance that violates it (xgrammar of vLLM 0.29; `tests/unit/test_grammar_keywords.py` repeats
+instance that violates it (xgrammar of vLLM 0.32; `tests/unit/test_grammar_keywords.py` repeats
 that). vLLM's second backend, guidance, enforces most of them and refuses the others by name.
 
 Pure, in time linear in the schema.

@@ -40,6 +40,9 @@ KEPT_MODULES = (
 )
 """Routes that a replica serves but the gateway does not relay: health, metrics, documents."""
 
+ADDRESS_PATHS = frozenset({"/kv_event_sources"})
+"""Paths within `KEPT_MODULES` that name an engine's internal addresses, and are removed."""
+
 _METRICS = "/metrics"
 _PLAIN_SEGMENT = re.compile(r"[^{}]*|\{\w+\}")
 
@@ -72,7 +75,7 @@ def public_routes(app: FastAPI) -> list[Route]:
 
 
 def keep_public_routes(app: FastAPI) -> None:
-    """Remove every route that is neither public nor of `KEPT_MODULES`."""
+    """Remove every route that is neither public nor of `KEPT_MODULES`, and `ADDRESS_PATHS`."""
     public = {route.path for route in _public(app.routes)}
     app.router.routes[:] = [route for route in app.router.routes if _is_kept(route, public)]
 
@@ -94,6 +97,8 @@ def _is_kept(route: Any, public: set[str]) -> bool:
     module = _module(route)
     if isinstance(route, APIRoute) and api_of(module) is not None:
         return route.path in public
+    if getattr(route, "path", None) in ADDRESS_PATHS:
+        return False
     return any(module == kept or module.startswith(kept + ".") for kept in KEPT_MODULES)
 
 

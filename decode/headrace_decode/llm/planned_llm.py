@@ -65,7 +65,7 @@ from headrace_engine.extensions.scheduler import why_no_extensions
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.step_time import StepTime
-from headrace_engine.vllm.llm import cache_tokens, request_state, skip_grammar_parsing
+from headrace_engine.vllm.llm import SendRequest, cache_tokens, request_state, skip_grammar_parsing
 from headrace_kvstore.identity.salts import is_isolated, tenant_of
 
 logger = logging.getLogger("headrace.decode")
@@ -226,8 +226,7 @@ class PlannedLLM(ResumableLLM):
             VLLMValidationError: a field for techniques is invalid.
         """
         params = without_reserved(request.params)
-        has_adapters = self.vllm_config.lora_config is not None
-        prompt = with_tenant(request.prompt, TENANT.get(), has_adapters)
+        prompt = with_tenant(request.prompt, TENANT.get())
         try:
             lossy_mode = lossy_mode_of(params.extra_args, self._lossy_modes)
         except TechniqueError as error:
@@ -306,14 +305,13 @@ class PlannedLLM(ResumableLLM):
     async def _release_kv_of(self, request_id: str, kv_params: dict[str, Any]) -> None:
         await AsyncLLM.notify_kv_transfer_request_rejected(self, request_id, kv_params)
 
-    async def _add_request(
-        self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
-    ) -> None:
-        await super()._add_request(request, prompt, parent_req, index, queue)
-        if parent_req is not None and (usage := USAGE.get()) is not None:
-            state = request_state(self, request.request_id)
-            if state is not None:
-                usage.samples.setdefault(request.external_req_id, []).append(state)
+    async def _send_to_engine(self, request: Any, send: SendRequest) -> None:
+        """Send one choice of a request to the engine. Keep the state of each choice for the usage
+        if there are several."""
+        await super()._send_to_engine(request, send)
+        usage, state = USAGE.get(), request_state(self, request.request_id)
+        if usage is not None and state is not None and state.parent_req is not None:
+            usage.samples.setdefault(request.external_req_id, []).append(state)
 
     async def _call_workers(self, name: str, command: dict[str, Any]) -> dict[str, Any] | None:
         """Run an extension's command in all workers; return the answer of the one that drafts."""

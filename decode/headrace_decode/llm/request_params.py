@@ -20,9 +20,9 @@ from headrace_decode.techniques import (
     salt_with_technique,
 )
 from headrace_engine.connector.identity.engine_identity import lossy_codec
-from headrace_engine.kv_transfer.handoff import PARAMS_KEY
+from headrace_engine.kv_transfer.handoff import PARAMS_KEY, pull_params
 from headrace_engine.vllm.structured_output import set_chosen_backend
-from headrace_kvstore.identity.salts import distinct_from_adapters, tenant_salt
+from headrace_kvstore.identity.salts import tenant_salt
 
 RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", RESUME_TOKENS})
 """Arguments that no client may give: they are internal, or name memory of an engine or encoder."""
@@ -34,20 +34,18 @@ GRAMMAR_FIELDS = (
 """Fields of vLLM's `StructuredOutputsParams` that define a grammar."""
 
 
-def with_tenant(prompt: Any, tenant: str | None, adapters: bool = False) -> Any:
+def with_tenant(prompt: Any, tenant: str | None) -> Any:
     """Return the prompt with its tenant's cache salt, or unchanged if there are no tenants.
 
     Args:
         prompt: the prompt as vLLM renders it.
         tenant: the tenant; None without tenants.
-        adapters: whether the engine has adapters, whose names no salt may equal.
 
     Raises:
         TypeError: the prompt has no place for a salt, so all tenants would share its KV.
     """
     if tenant is None:
-        own = prompt.get("cache_salt") if adapters and isinstance(prompt, dict) else None
-        return {**prompt, "cache_salt": distinct_from_adapters(own)} if own else prompt
+        return prompt
     if not isinstance(prompt, dict):
         raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
     return {**prompt, "cache_salt": tenant_salt(tenant, prompt.get("cache_salt") or "")}
@@ -155,5 +153,5 @@ def with_drafting_facts(
 def with_transfer_params(params: SamplingParams, kv_params: dict[str, Any]) -> SamplingParams:
     """Return a copy of `params` with which the engine pulls KV."""
     pulling = copy.copy(params)
-    pulling.extra_args = {**(params.extra_args or {}), PARAMS_KEY: dict(kv_params)}
+    pulling.extra_args = {**(params.extra_args or {}), PARAMS_KEY: pull_params(kv_params)}
     return pulling

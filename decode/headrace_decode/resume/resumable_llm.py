@@ -31,6 +31,7 @@ from headrace_decode.resume.output_replay import (
 )
 from headrace_decode.resume.recorder import RECORDER, OutputRecorder
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY
+from headrace_engine.vllm.llm import SendRequest, intercept_requests, request_state
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
@@ -93,6 +94,7 @@ class ResumableLLM(AsyncLLM):
         self._drafter = vllm_drafter(vllm_config)
         self._redraws_seeded = not vllm_config.use_v2_model_runner
         super().__init__(vllm_config, *args, **kwargs)
+        intercept_requests(self, self._send_to_engine)
 
     async def recorded(
         self,
@@ -148,24 +150,25 @@ class ResumableLLM(AsyncLLM):
                 left = _record(recorder, earlier, left, cached_tokens)
                 yield earlier
 
-    async def _add_request(
-        self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
-    ) -> None:
-        """Add a request, as vLLM does.
+    async def _send_to_engine(self, request: Any, send: SendRequest) -> None:
+        """Send one choice of a request to the engine.
 
-        The earlier outputs of a resumed request are replayed before the engine gets it. The engine
-        does not get choices that have ended.
+        The earlier outputs of a resumed request are replayed first. The engine does not get choices
+        that have ended.
         """
         state = STATE.get()
-        if state is None:
-            await super()._add_request(request, prompt, parent_req, index, queue)
+        if state is None or request.abort_immediately:
+            await send(request)
             return
-        choices = 1 if parent_req is None else parent_req.n
+        added = request_state(self, request.request_id)
+        if added is None:
+            return  # it was aborted while an earlier choice was replayed
+        parent, index, queue = added.parent_req, added.request_index, added.queue
+        choices = 1 if parent is None else parent.n
         is_sent = False
         try:
             if index == 0:
                 await asyncio.to_thread(self._check, request, state.outputs, choices)
-            self.output_processor.add_request(request, prompt, parent_req, index, queue)
             state.choices.append(request)
             replayed, has_ended = await replay_outputs(
                 self.output_processor, queue, request.request_id, index, state.outputs
@@ -180,10 +183,10 @@ class ResumableLLM(AsyncLLM):
                 return  # else an engine output of this choice comes before earlier ones of others
             for each in state.choices:
                 is_sent = True
-                await self.engine_core.add_request_async(each)
+                await send(each)
         except BaseException as error:  # the client may have left; the engine may have some choices
             with suppress(Exception):
-                name = request.request_id if parent_req is None else parent_req.request_id
+                name = request.request_id if parent is None else parent.request_id
                 await self.abort(name, internal=True)
             if not is_sent:
                 await self._release_kv(request)

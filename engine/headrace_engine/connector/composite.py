@@ -15,7 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_engine.vllm.connectors import MultiConnector
+from headrace_engine.vllm.connectors import KVConnectorFactory, MultiConnector
+
+# MultiConnector finds the class of its children's statistics by name.
+KVConnectorFactory.register_connector(
+    "HeadraceConnector", "headrace_engine.store_connector", "HeadraceConnector"
+)
 
 
 class HeadracePDConnector(MultiConnector):

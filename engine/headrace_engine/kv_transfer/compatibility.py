@@ -6,7 +6,7 @@ rolling change of model, settings or version, that would happen to every pair of
 replica. So each replica announces its kind: gateways never plan such a pair, and a prefill replica
 refuses a prompt whose KV the caller could not pull.
 
-The rules of vLLM 0.29's pull connector (`TransferTopology`, `_validate_remote_agent_handshake`):
+The rules of vLLM 0.32's pull connector (`TransferTopology`, `_validate_remote_agent_handshake`):
 
     sizes                       one divides the other
     layouts                     equal

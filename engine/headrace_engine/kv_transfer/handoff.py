@@ -49,6 +49,18 @@ def produce_params(
     }
 
 
+def pull_params(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with which an engine pulls KV.
+
+    Without the number of tokens that the producer had cached: vLLM would report it as the puller's
+    own number of cached tokens.
+
+    Args:
+        kept: the producer's answer.
+    """
+    return {key: value for key, value in kept.items() if key != "remote_prefill_cached_tokens"}
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
     """A prompt to prefill for another engine."""

@@ -52,11 +52,8 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         settings, groups = settings_of(vllm_config), len(kv_cache_config.transfer_groups)
         if settings.check == "all" and groups != 1:
             raise ValueError("integrity.check: all needs a model with one kind of attention")
-        self._pulls = groups == 1
-        """Whether this engine pulls. For a model with several groups, vLLM 0.29 cannot recompute KV
-        that failed to arrive."""
         self.digests = PromptDigests(vllm_config)
-        self._pulls = self._pulls and self.digests.is_known
+        self._pulls = self.digests.is_known
         self.grants = Grants(
             geometry_of(vllm_config).rows,
             secrets.token_bytes(ID_BYTES),

@@ -20,7 +20,7 @@ from headrace_engine.pull_proof.proving_agent import ProvingAgent, Pull
 from headrace_engine.pull_proof.records import RecordTable
 from headrace_engine.pull_proof.stats import TransferStats
 from headrace_engine.pull_proof.step_work import ProvenPayload, ToSum, geometry_of, settings_of
-from headrace_engine.vllm.connectors import NixlPullConnectorWorker
+from headrace_engine.vllm.connectors import KVConnectorTransferResults, NixlPullConnectorWorker
 from headrace_kvstore.blocks.block_layout import LayoutError
 
 logger = logging.getLogger("headrace.engine")
@@ -86,18 +86,18 @@ class ProvenWorker(NixlPullConnectorWorker):
             self.claims.update(work.claims)
         super().start_load_kv(metadata)
 
-    def get_finished(self) -> tuple[set[str], set[str]]:
+    def get_transfer_results(self) -> KVConnectorTransferResults:
         for each in self._sum_next:
             self._sum(each)
         self._sum_next.clear()
         self._agent.new_step()
         self._give_up_hanging()
-        done_sending, done_recving = super().get_finished()
-        for request_id in done_sending:
+        results = super().get_transfer_results()
+        for request_id in results.finished_sending:
             self._erase(request_id)  # its blocks are freed when the scheduler hears of it
-        for request_id in done_recving:
+        for request_id in results.finished_recving:
             self.claims.pop(request_id, None)
-        return done_sending, done_recving
+        return results
 
     def _give_up_hanging(self) -> None:
         """Disconnect from producers whose bytes do not arrive.
@@ -138,13 +138,10 @@ class ProvenWorker(NixlPullConnectorWorker):
         return self._sums.start(blocks, block_seeds(claim.identity, positions))
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        reads = has_blocks(meta)
         try:
-            if reads:
+            if has_blocks(meta) and meta.remote.engine_id in self._remote_agents:
                 self.check_pull(req_id, meta)
-            super()._read_blocks_for_req(req_id, meta)
-            if not reads:
-                self._recving_metadata.pop(req_id, None)  # no transfer will end it
+            super()._read_blocks_for_req(req_id, meta)  # shakes hands first with a new producer
         except Unproved as why:
             self._refuse(req_id, why)
         except Exception as error:
@@ -172,12 +169,12 @@ class ProvenWorker(NixlPullConnectorWorker):
             if ratio == 1 and len(ours) > len(group):
                 raise Unproved("range", f"{len(group)} blocks offered where {len(ours)} are due")
 
-    def _read_blocks(self, *, read_spec: Any, request_id: str, **more: Any) -> None:
-        meta, claim = self._recving_metadata[request_id], self.claims.get(request_id)
-        rank = (0, read_spec.remote_rank)
+    def _read_blocks(self, *, read_spec: Any, request_id: str, **more: Any) -> bool:
+        claim, rank = self.claims.get(request_id), (0, read_spec.remote_rank)
         if not isinstance(claim, Claim) or not any(len(g) for g in read_spec.local_block_ids):
-            super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
-            return
+            posted: bool = super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
+            return posted
+        meta = self._recving_metadata[request_id]
         agent = self._remote_agents[meta.remote.engine_id][rank]
         blocks, positions = self._comparable(meta)
         engine = meta.remote.engine_id
@@ -185,7 +182,8 @@ class ProvenWorker(NixlPullConnectorWorker):
         cut = pieces(*ranks, kv_heads(self.vllm_config))
         pull = Pull(request_id, engine, agent, claim.places[rank], claim, blocks, positions, cut)
         with self._agent.pulling(pull):
-            super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
+            posted = super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
+        return posted
 
     def _comparable(self, meta: Any) -> tuple[list[int], range]:
         """Return blocks of this engine and their positions in the prompt; none where the two
@@ -213,25 +211,22 @@ class ProvenWorker(NixlPullConnectorWorker):
 
     def _refuse(self, req_id: str, why: Unproved) -> None:
         self._agent.outcomes.failed[req_id] = why
-        self._handle_failed_transfer(req_id, None)
+        self._handle_failed_transfer(req_id, None, self._recv_failures)
 
-    def _handle_failed_transfer(self, req_id: str, handle: Any) -> None:
-        """Extend vLLM's method to models with sliding windows and requests without a transfer."""
+    def _handle_failed_transfer(
+        self, req_id: str, handle: Any, failed_req_ids: set[str] | None = None, **more: Any
+    ) -> bool:
+        """Count a failed request once, however many transfers it had."""
         meta = self._recving_metadata.get(req_id)
-        if meta is not None and not has_blocks(meta):
-            # All its KV is here, and it runs already. Only the producer is not notified.
-            self._recving_metadata.pop(req_id, None)
-            self._agent.outcomes.failed.pop(req_id, None)
-            return
-        if meta is not None and self._is_hma_required:
-            self._invalid_block_ids.put({block for g in meta.local_block_ids for block in g})
-        if meta is not None and meta.remote is not None:
-            why = self._agent.outcomes.failed.pop(
-                req_id, Unproved("unreachable", "the handshake or the transfer failed")
-            )
+        why = self._agent.outcomes.failed.pop(
+            req_id, Unproved("unreachable", "the handshake or the transfer failed")
+        )
+        counted = req_id in self._recv_failures or req_id in (failed_req_ids or ())
+        if meta is not None and not counted:
             told = [req_id, meta.remote.engine_id, why.kind, str(why)]
             self.xfer_stats.data[UNPROVED].append(told)
-        super()._handle_failed_transfer(req_id, handle)
+        released: bool = super()._handle_failed_transfer(req_id, handle, failed_req_ids, **more)
+        return released
 
     def get_kv_connector_stats(self) -> Any:
         if hasattr(self, "_agent"):

@@ -8,6 +8,7 @@ used here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -29,6 +30,9 @@ from headrace_engine.rehearsal_cache import machine_facts, read_steps, steps_fil
 from headrace_engine.reporting.engine_events import EngineEvents
 from headrace_engine.vllm.engine import engine_events, start_engine, step_time_facts
 from headrace_engine.vllm.parsers import set_parsers
+from headrace_engine.vllm.recurrent_models import leave_out_store
+
+logger = logging.getLogger("headrace.engine")
 
 IN_PROCESS_KEY = "headrace_in_process"
 """`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
@@ -97,6 +101,9 @@ class MeteredVLLMEngine(VLLMEngine):
         args, frontend, config = super()._prepare_engine_config(callback_ctx)
         own = self.llm_config.get_engine_config()
         self.parsers = set_parsers(args, frontend, config, own.engine_kwargs | own.frontend_kwargs)
+        self.why_no_store = leave_out_store(config)
+        if self.why_no_store is not None:
+            logger.warning("this engine has no KV store: %s", self.why_no_store)
         return args, frontend, config
 
     async def shutdown(self) -> None:

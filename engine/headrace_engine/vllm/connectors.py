@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -24,7 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
 )
 
 __all__ = [
+    "KVConnectorFactory",
     "KVConnectorMetadata",
+    "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "MultiConnector",
     "NixlBaseConnector",

@@ -217,6 +217,7 @@ def leave_room(vllm_config: VllmConfig) -> None:
     many one prompt gets.
 
     vLLM computes running requests first, so a prompt of several steps would take all their tokens.
+    A request that is alone gets all of them in any case.
     """
     scheduler = vllm_config.scheduler_config
     step_tokens = scheduler.max_num_batched_tokens
@@ -297,7 +298,8 @@ def engine_facts(vllm_config: VllmConfig, meter: EngineMeter) -> EngineFacts:
 
 
 def prompt_step_tokens(vllm_config: VllmConfig) -> int:
-    """Return the maximum number of tokens of one prompt that the engine computes in one step."""
+    """Return the maximum number of tokens of one prompt that the engine computes in one step beside
+    other requests."""
     scheduler = vllm_config.scheduler_config
     step_tokens: int = scheduler.max_num_batched_tokens
     return min(scheduler.long_prefill_token_threshold or step_tokens, step_tokens)

@@ -30,7 +30,8 @@ FILE_FORMATS = frozenset(
     }
 )
 """Values of `load_format` whose weights are files of the model's folder, its commit on the hub, or
-its objects. `tensorizer` and `modelexpress` take them from elsewhere."""
+its objects. `tensorizer`, `modelexpress` and `ipc_cache` take them from
+elsewhere."""
 
 
 def vllm_version() -> str:
@@ -133,7 +134,7 @@ class BlockHasher:
         if self._fast:
             return hash_prompt(token_ids, self._block_tokens, self._root, salt)
         parent, hashes = self._root, []
-        extra: tuple[str, ...] | None = (salt,) if salt else None
+        extra: tuple[tuple[str, str], ...] | None = (("cache_salt", salt),) if salt else None
         for end in range(self._block_tokens, len(token_ids) + 1, self._block_tokens):
             block = tuple(token_ids[end - self._block_tokens : end])
             parent = self._hash((parent, block, extra))

@@ -5,13 +5,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import WeakMethod
 
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["RENDERER_REGISTRY", "HfRenderer"]
+
+SendRequest = Callable[[Any], Awaitable[None]]
+
+
+def intercept_requests(
+    llm: AsyncLLM, submit: Callable[[Any, SendRequest], Awaitable[None]]
+) -> None:
+    """Have a frontend pass each request for its engine to `submit`.
+
+    vLLM sends the choices of a request to the engine one after the other, in the order of their
+    indices. By then its output processor has all of them. A client's cancellation of the request
+    reaches `submit`.
+
+    Args:
+        submit: a method of `llm`. It gets the request of one choice (vLLM's `EngineCoreRequest`),
+            and the function that sends a request to the engine.
+    """
+    core: Any = llm.engine_core
+    send: SendRequest = core.add_request_async
+    # A task of the engine's client runs until the frontend is collected, so the client must not
+    # hold the frontend.
+    method = WeakMethod(submit)
+
+    async def add_request_async(request: Any) -> None:
+        found = method()
+        assert found is not None, "the caller holds the frontend"
+        await found(request, send)
+
+    core.add_request_async = add_request_async
 
 
 def skip_grammar_parsing(llm: AsyncLLM) -> None:

@@ -25,7 +25,7 @@ def application_without_engine() -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--enable-scale-out"])
     return build_app(args, supported_tasks=("generate",))
 
 
@@ -47,6 +47,11 @@ def has_tool_server(app: Any) -> bool:
 def uses_priorities(app: Any) -> bool:
     """Return whether the engine of an application schedules by priority."""
     return bool(app.state.vllm_config.scheduler_config.policy == "priority")
+
+
+def has_watermark(app: Any) -> bool:
+    """Return whether the engine of an application marks the texts that it writes."""
+    return app.state.vllm_config.watermark_config is not None
 
 
 def find_handler(state: Any, target: str) -> Any:

@@ -16,6 +16,7 @@ from vllm.tool_parsers import ToolParserManager
 from headrace_engine.serving.parsers import (
     DETAILS,
     REASONING_PARSER,
+    SCALE_OUT,
     TOOL_PARSER,
     Parsers,
     choose,
@@ -27,7 +28,8 @@ logger = logging.getLogger("headrace.engine")
 def set_parsers(
     engine_args: Any, frontend_args: Any, config: VllmConfig, given: Mapping[str, Any]
 ) -> Parsers:
-    """Set the parsers of an engine that has not started, and have usage tell cached tokens.
+    """Set the parsers of an engine that has not started, have usage tell cached tokens, and keep
+    the routes that render prompts.
 
     Args:
         engine_args, frontend_args: vLLM's; changed.
@@ -48,6 +50,8 @@ def set_parsers(
         frontend_args.chat_template = found.template
     if DETAILS not in given:
         frontend_args.enable_prompt_tokens_details = True
+    if SCALE_OUT not in given:
+        frontend_args.enable_scale_out = True
     if found.reasoning and not config.structured_outputs_config.reasoning_parser:
         _set_reasoning(engine_args, config, found.reasoning)
     logger.info(
@@ -95,7 +99,7 @@ def _set_reasoning(engine_args: Any, config: VllmConfig, parser: str) -> None:
 def _chat_template(model: ModelConfig, given: str | None) -> tuple[str | None, bool]:
     """Return the chat template that tools are rendered with, if there is one; and whether the
     tokenizer is Mistral's own, which has none."""
-    from vllm.entrypoints.chat_utils import load_chat_template
+    from vllm.renderers.chat_utils import load_chat_template
     from vllm.renderers.hf import resolve_chat_template
     from vllm.tokenizers import cached_tokenizer_from_config
     from vllm.utils.mistral import is_mistral_tokenizer

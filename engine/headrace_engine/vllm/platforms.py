@@ -1,4 +1,7 @@
-"""The kind of device that this process's engine computes on."""
+"""The kind of device that this process's engine computes on, and the start of a CPU worker.
+
+`tests/unit/test_contracts_cpu_worker.py` says when `let_scan_pass` can go.
+"""
 
 from __future__ import annotations
 
@@ -18,3 +21,17 @@ def runs_on_cuda() -> bool:
 def runs_on_cuda_or_rocm() -> bool:
     """Return whether this process's engine runs on a GPU that vLLM's Triton attention supports."""
     return bool(current_platform.is_cuda_alike())
+
+
+def let_scan_pass() -> None:
+    """Let a CPU worker start beside numba: entry point `headrace_cpu_worker` of
+    `vllm.general_plugins`.
+
+    vLLM 0.32 replaces Triton kernels in all loaded modules when such a worker starts
+    (`vllm.triton_utils.dispatcher`), and calls `vars()` on each of their objects. llvmlite, on
+    which numba stands, answers that for its library with a function and not a dict, and the worker
+    ends with "'_lib_fn_wrapper' object has no attribute 'get'".
+    """
+    from llvmlite.binding import ffi  # type: ignore[import-untyped]
+
+    ffi.lib._fntab["__dict__"] = {}

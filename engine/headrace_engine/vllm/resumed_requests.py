@@ -16,6 +16,8 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from headrace_engine.vllm.sampling import repeat_draws
+
 
 def begin_with_output(request: Any, tokens: list[int]) -> None:
     """Give a request that the scheduler does not have yet these output tokens."""
@@ -36,26 +38,21 @@ class GrammarWatch:
     def on_grammar_compiled(self, request: Any) -> None:
         """Prepare a request that waited for its grammar, before its first step."""
 
-    def _try_promote_blocked_waiting_request(self, request: Any) -> bool:
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
         waited = request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        promoted: bool = super()._try_promote_blocked_waiting_request(request)  # type: ignore[misc]
-        if promoted and waited:
+        is_ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        if is_ready and waited:
             self.on_grammar_compiled(request)
-        return promoted
+        return is_ready
 
 
 def advance_grammar(manager: Any, request: Any, tokens: list[int]) -> None:
-    """Advance a request's compiled grammar by its output tokens.
+    """Advance a request's compiled grammar by its output tokens, without those of its reasoning.
 
     Args:
-        manager: vLLM's `StructuredOutputManager`.
+        manager: vLLM's `StructuredOutputManager`. tokens: the last ones of the request.
     """
-    if not manager.should_advance(request, new_token_ids=tokens):
-        return
-    constrained = manager.trim_reasoning_for_advance(request, tokens)
-    wanted = request.structured_output_request
-    if constrained and wanted is not None and wanted.grammar is not None:
-        wanted.grammar.accept_tokens(request.request_id, constrained)
+    manager.accept_tokens(request, tokens)
 
 
 def add_to_runner(runner: Any, step: Any, tokens: Mapping[str, list[int]]) -> Any:
@@ -105,11 +102,7 @@ def _runner_state(runner: Any, new: Any, tokens: list[int]) -> CachedRequestStat
     if params.sampling_type == SamplingType.RANDOM_SEED:
         generator = torch.Generator(device=runner.device)
         generator.manual_seed(params.seed)
-        drawn = torch.empty(
-            runner.input_batch.vocab_size, dtype=torch.float32, device=runner.device
-        )
-        for _ in tokens:  # vLLM draws like this for each token
-            drawn.exponential_(generator=generator)
+        repeat_draws(runner, generator, len(tokens))
     state = CachedRequestState(
         req_id=new.req_id,
         prompt_token_ids=new.prompt_token_ids,

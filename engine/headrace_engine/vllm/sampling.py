@@ -1,14 +1,20 @@
-"""vLLM's sampling with drafts: the runner's state for a drafter, and the rejection sampler on CPUs.
+"""vLLM's sampling with drafts: the runner's state for a drafter, and rejection samplers.
 
-`CpuRejectionSampler` corrects two faults of vLLM 0.29.
+They correct three faults of vLLM 0.32.
 
-First, on CPUs vLLM spreads a request's temperature, top_k and top_p over its draft tokens with a
+First, an engine with a drafter verifies in every step, also in one without a draft: it copies the
+logits once more and computes log-probabilities of the whole vocabulary. And a request that names
+the tokens whose log-probabilities it wants (`logprob_token_ids`) does not get them. Here a step
+without drafts is sampled as in an engine without a drafter. A step with such a request is sampled
+in the same way, and drops the drafts of the others.
+
+Second, on CPUs vLLM spreads a request's temperature, top_k and top_p over its draft tokens with a
 function that writes into a copy of its output (`cpu_triton_utils._expand_kernel_impl` converts all
 arguments to int64, and back only the input). The logits are then divided by uninitialised memory:
 sampled answers follow another distribution, a greedy request in the batch may get a wrong token,
 and top_k may crash the engine. Here the three values are applied without that function.
 
-Second, one draft token in a batch costs every row time. All logits are copied once more in case a
+Third, one draft token in a batch costs every row time. All logits are copied once more in case a
 request wants log-probabilities, and random numbers are drawn for each row and each word of the
 vocabulary, most of them for rows without drafts. On a GPU that is hidden; on a CPU it is as much
 arithmetic as several steps. Here it is done only for rows with drafts, or if a request wants
@@ -92,14 +98,9 @@ class RunnerState:
     def block_table(self) -> BlockTable:
         """Return the blocks of the first KV cache group."""
         table = self._runner.input_batch.block_table[0]
-        # Attention kernels may divide the scheduler's blocks.
-        size = self._runner.kv_cache_config.num_blocks * table.blocks_per_kv_block
+        size = self._runner.kv_cache_config.num_blocks
         return BlockTable(
-            table.block_table.np,
-            table.num_blocks_per_row,
-            table.block_size,
-            size,
-            size - table.blocks_per_kv_block,
+            table.block_table.np, table.num_blocks_per_row, table.block_size, size, size - 1
         )
 
 
@@ -118,7 +119,7 @@ def drafter_of(worker: Any) -> Any:
 
 
 def prepare_for_drafter(worker: Any) -> None:
-    """Have a worker's runner draft near the maximum length, and sample correctly on CPUs.
+    """Have a worker's runner draft near the maximum length, and sample by our samplers.
 
     In a step in which one row has less than the maximum number of draft tokens left to the maximum
     length, vLLM does not draft, and has every row verify that many zeros. A drafter that respects
@@ -126,10 +127,18 @@ def prepare_for_drafter(worker: Any) -> None:
     """
     runner = worker.model_runner
     runner.effective_drafter_max_model_len = sys.maxsize
-    if current_platform.is_cpu():
-        runner.rejection_sampler = CpuRejectionSampler(
-            runner.sampler, worker.speculative_config, worker.device
-        )
+    sampler = CpuRejectionSampler if current_platform.is_cpu() else DraftedStepSampler
+    runner.rejection_sampler = sampler(runner.sampler, worker.speculative_config, worker.device)
+
+
+def repeat_draws(runner: Any, generator: torch.Generator, tokens: int) -> None:
+    """Draw from the generator of a request with a seed what the runner's sampler drew for its first
+    tokens. What a token draws depends on the device."""
+    draw = runner.sampler.topk_topp_sampler
+    shape = (1, runner.input_batch.vocab_size)
+    logits = torch.zeros(shape, dtype=torch.float32, device=runner.device)
+    for _ in range(tokens):
+        draw(logits, {0: generator}, None, None)
 
 
 def is_drafting_worker() -> bool:
@@ -137,17 +146,38 @@ def is_drafting_worker() -> bool:
     return bool(get_tp_group().is_first_rank)
 
 
-class CpuRejectionSampler(RejectionSampler):  # type: ignore[misc]
-    """A replacement for vLLM's sampler that uses vLLM's rules of acceptance and drawing."""
+class DraftedStepSampler(RejectionSampler):  # type: ignore[misc]
+    """vLLM's sampler for steps whose drafts are verified, and its plain sampler for other steps."""
 
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
     ) -> Any:
-        """Sample and verify a step's tokens, with the interface of vLLM's sampler.
+        """Sample a step's tokens, with the interface of vLLM's sampler.
 
         Args:
             logits: [draft tokens + rows, vocabulary].
         """
+        if metadata.max_spec_len and not sampling_metadata.logprob_token_ids:
+            return self.verify(metadata, draft_probs, logits, sampling_metadata)
+        if metadata.max_spec_len:
+            counts = torch.tensor(metadata.num_draft_tokens, device=logits.device)
+            logits = logits[metadata.bonus_logits_indices - counts]
+        return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+
+    def verify(
+        self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
+    ) -> Any:
+        """Sample and verify the tokens of a step with drafts; arguments as for `forward`."""
+        return super().forward(metadata, draft_probs, logits, sampling_metadata)
+
+
+class CpuRejectionSampler(DraftedStepSampler):
+    """A sampler for CPUs that uses vLLM's rules of acceptance and drawing."""
+
+    def verify(
+        self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
+    ) -> Any:
+        """Sample and verify the tokens of a step with drafts."""
         wanted = sampling_metadata.max_num_logprobs
         processed = self.is_processed_logprobs_mode
         bonus = self.sampler(

@@ -1,16 +1,41 @@
-"""Readers of the messages between vLLM's scheduler and its workers: requests, KV and outputs.
+"""vLLM's scheduler: its waiting requests, and the messages to and from its workers.
 
-`tests/unit/test_contracts_sparse.py` pins what is used here.
+`tests/unit/test_contracts_sparse.py` and `test_contracts_compression.py` pin what is used here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 __all__ = ["AsyncModelRunnerOutput", "Request", "RequestStatus"]
+
+_READY = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+
+
+def admissible(scheduler: Any) -> Iterator[Any]:
+    """Yield the requests that wait for nothing but to be admitted, in the scheduler's order.
+
+    Requests that wait for their grammar or for KV from elsewhere are left out. While the scheduler
+    is paused, it admits none.
+    """
+    if scheduler.pause_state == PauseState.UNPAUSED:
+        yield from (each for each in scheduler.waiting if each.status in _READY)
+
+
+def await_kv(scheduler: Any, request: Any) -> None:
+    """Have a waiting request, which was given blocks, wait until a connector has filled them.
+
+    The scheduler considers waiting requests that hold blocks before all others, also while it is
+    paused for new ones.
+    """
+    scheduler.waiting.remove_request(request)
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    scheduler._enqueue_waiting_request(request)
 
 
 def requests_moved(step: Any) -> set[str]:

@@ -37,10 +37,21 @@ def backend_class(name: str) -> Any:
 def grammar_tokenizer(model_config: Any) -> Any:
     """Return the tokenizer with which vLLM compiles grammars."""
     from vllm.tokenizers import cached_tokenizer_from_config
-    from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
 
-    return maybe_wrap_mistral_common_tokenizer(
-        cached_tokenizer_from_config(model_config=model_config)
+    return cached_tokenizer_from_config(model_config=model_config)
+
+
+def needs_guidance(tokenizer: Any, grammar: str) -> bool:
+    """Return whether xgrammar is not safe for a grammar, in any of its syntaxes.
+
+    xgrammar knows no special tokens of Mistral's own tokenizers, so that an expression in a grammar
+    of Lark may match one. vLLM leaves such grammars to guidance.
+    """
+    from vllm.utils.mistral import is_mistral_tokenizer
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+    return (
+        is_mistral_tokenizer(tokenizer) and tokenizer.is_tekken and grammar_is_likely_lark(grammar)
     )
 
 

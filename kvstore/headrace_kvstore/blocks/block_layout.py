@@ -13,7 +13,7 @@ order of address. A cache that has `count` of a layer's `parts`, from `first` on
 Ascending addresses put the axes in memory order, outermost first, which is the same for two caches
 of one layout, whatever their block counts. Layers are ordered by name, numbers in names as numbers.
 
-vLLM 0.29 views every cache as `[blocks, heads, tokens, content]`, with the layout in the strides
+vLLM 0.32 views every cache as `[blocks, heads, tokens, content]`, with the layout in the strides
 (`vllm.v1.kv_cache_layout`). Where the kernel's block is smaller than the scheduler's, axis 0 has a
 multiple of the scheduler's block count, and consecutive entries form one block. Pure: tensors
 are used through `data_ptr`, `shape`, `stride` and `element_size`; torch is not imported.

@@ -4,8 +4,9 @@ vLLM hashes a block as
 
     sha256(canonical CBOR of (hash of the block before it, token ids, extra keys))
 
-where the first block's parent is the hash of a seed, and the extra keys are null or strings: the
-LoRA adapter's name in every block, the cache salt in the first. Only the tokens change in length,
+where the first block's parent is the hash of a seed, and the extra keys are null or a list of
+tagged strings: ["lora", name, path] in every block of a request with an adapter, then
+["cache_salt", salt] in the first. Only the tokens change in length,
 so they are encoded for the whole prompt at once, and the bytes around them are the same for all
 blocks. `tests/unit/test_prompt_hash.py` compares with vLLM.
 
@@ -41,7 +42,7 @@ def hash_prompt(
     block_tokens: int,
     root: bytes,
     salt: str = "",
-    lora: str = "",
+    lora: tuple[str, str] | None = None,
 ) -> list[bytes]:
     """Return the hashes of a prompt's full blocks, 32 bytes each.
 
@@ -49,7 +50,7 @@ def hash_prompt(
         tokens: token ids, [tokens].
         root: `root_hash` of the engines' seed.
         salt: the request's cache salt, if any.
-        lora: name of its LoRA adapter, if any.
+        lora: name and path of its LoRA adapter, if any.
 
     Raises:
         ValueError: a token id is no number of 32 bits, or `root` is not 32 bytes long.
@@ -65,14 +66,14 @@ def hash_prompt(
     _encode(ids, block_tokens, encoded, ends)
     data = encoded.tobytes()
     head = _head(_ARRAY, 3) + _head(_BYTES, DIGEST_BYTES)
-    tail = _extra((lora,) if lora else ())
-    last = _extra(tuple(key for key in (lora, salt) if key))  # of the first block
+    keys = [("lora", *lora)] if lora else []
+    tail, last = _extra(keys), _extra([*keys, ("cache_salt", salt)] if salt else keys)
     array, parent, start = _head(_ARRAY, block_tokens), root, 0
     hashes: list[bytes] = []
     for end in ends.tolist():
         parent = sha256(head + parent + array + data[start:end] + last).digest()
         hashes.append(parent)
-        start, last = end, tail
+        start, last = end, tail  # the salt is in the first block only
     return hashes
 
 
@@ -128,8 +129,9 @@ def _text(text: str) -> bytes:
     return _head(_TEXT, len(data)) + data
 
 
-def _extra(keys: tuple[str, ...]) -> bytes:
-    return _head(_ARRAY, len(keys)) + b"".join(map(_text, keys)) if keys else _NULL
+def _extra(keys: Sequence[tuple[str, ...]]) -> bytes:
+    each = [_head(_ARRAY, len(key)) + b"".join(map(_text, key)) for key in keys]
+    return _head(_ARRAY, len(keys)) + b"".join(each) if keys else _NULL
 
 
 @jit()

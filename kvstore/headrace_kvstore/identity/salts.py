@@ -6,11 +6,7 @@ that the client itself sends only divides its tenant further:
 
     tenant:NAME:SALT            NAME holds no colon, so no two pairs make the same salt
 
-Without keys, the salts that clients send take the place of tenants. An engine with LoRA adapters
-tags these salts, since vLLM hashes an adapter's name in the salt's place: a salt that equals a name
-would share the first block of the adapter's prompts.
-
-    salt:SALT
+Without keys, the salts that clients send take the place of tenants.
 
 KV that must be isolated from other KV of the same tokens gets a mark in front of all this:
 
@@ -28,7 +24,6 @@ EXACT = "exact"
 """Mark of a request that wants only exact KV, in an app whose store also gives lossy KV."""
 
 _PREFIX = "tenant:"
-_CLIENT = "salt:"
 _ISOLATED = "technique:"
 
 
@@ -43,17 +38,12 @@ def tenant_salt(tenant: str, own: str = "") -> str:
     return f"{_PREFIX}{tenant}:{own}"
 
 
-def distinct_from_adapters(salt: str) -> str:
-    """Return a request's salt for an engine with adapters: it equals no adapter's name."""
-    return salt if not salt or salt.startswith((_PREFIX, _ISOLATED)) else _CLIENT + salt
-
-
 def tenant_of(salt: str) -> str:
-    """Return the tenant in a salt; the salt itself, without its mark and tag, if it names none."""
+    """Return the tenant in a salt; the salt itself, without its mark, if it names none."""
     if is_isolated(salt):
         salt = salt[len(_ISOLATED) :].partition(":")[2]
     if not salt.startswith(_PREFIX):
-        return salt.removeprefix(_CLIENT)
+        return salt
     tenant, colon, _ = salt[len(_PREFIX) :].partition(":")
     return tenant if tenant and colon else salt
 

@@ -2,7 +2,7 @@
 
 A subscriber can follow both alike.
 
-The structs are field for field those of `vllm.distributed.kv_events` (0.29), so that both encode to
+The structs are field for field those of `vllm.distributed.kv_events` (0.32), so that both encode to
 the same msgpack; vLLM itself is not imported. Frames are those of vLLM's `ZmqEventPublisher`:
 
     PUB    ("", sequence number: 8 bytes big-endian, batch)

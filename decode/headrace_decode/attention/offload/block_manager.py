@@ -63,6 +63,7 @@ class OffloadBlockManager(FullAttentionManager):  # type: ignore[misc]
         num_local_computed_tokens: int,
         num_tokens_main_model: int,
         apply_admission_cap: bool = False,
+        prefill_end: int = 0,
     ) -> int:
         """Return the number of blocks to allocate like vLLM.
 
@@ -71,6 +72,7 @@ class OffloadBlockManager(FullAttentionManager):  # type: ignore[misc]
         needed: int = super().get_num_blocks_to_allocate(
             *(request_id, num_tokens, new_computed_blocks, total_computed_tokens),
             *(num_local_computed_tokens, num_tokens_main_model, apply_admission_cap),
+            prefill_end,
         )
         planned = self.ledger.planned(request_id)
         if planned is None:

@@ -32,6 +32,7 @@ from headrace_decode.attention.page_counts import selected_page_count
 from headrace_decode.attention.settings import SparseSettings
 from headrace_decode.techniques import SPARSE, keep_ratio_in
 from headrace_engine.extensions.extension import SchedulerPart, metadata_of
+from headrace_engine.vllm.scheduling import admissible
 from headrace_kvstore.identity.salts import is_isolated, isolated_salt
 
 OFFLOAD, TIMING = "offload", "timing"
@@ -132,8 +133,8 @@ class OffloadSchedulerPart(SchedulerPart):
         """Decide how to serve each sparse request that may be admitted now. Offload running
         requests if that admits others and pays; return these, as `OffloadMetadata.copy_first`."""
         manager, running = self.manager, self._scheduler.running
-        most: int = self._scheduler.max_num_running_reqs
-        waiting = list(itertools.islice(self._scheduler.waiting, most))
+        most: int = self._scheduler.max_num_active_reqs
+        waiting = list(itertools.islice(admissible(self._scheduler), most))
         room = min(max(most - len(running), 0), MAX_CONSIDERED)
         if not (waiting and room):
             return {}
@@ -226,8 +227,6 @@ class OffloadSchedulerPart(SchedulerPart):
         return int(request.num_computed_tokens) - dropped
 
     def _footprint(self, max_tokens: int, keep_ratio: float | None) -> Footprint:
-        config = self._scheduler.vllm_config
-        steps = config.max_in_flight_tokens // config.scheduler_config.max_num_batched_tokens
         page_tokens = self.settings.page_tokens
         return footprint(
             max_tokens,
@@ -236,15 +235,16 @@ class OffloadSchedulerPart(SchedulerPart):
             else selected_page_count(max_tokens, page_tokens, keep_ratio),
             page_tokens,
             self.manager.block_size,
-            steps * self.step_tokens,
+            self._scheduler.vllm_config.max_in_flight_tokens,
         )
 
     @property
     def step_tokens(self) -> int:
-        """Maximum tokens of one prompt in a step."""
-        config = self._scheduler.vllm_config.scheduler_config
-        limit, batch = config.long_prefill_token_threshold, config.max_num_batched_tokens
-        return int(min(limit, batch) if limit > 0 else batch)
+        """Maximum tokens of one prompt in a step: all of them, if no other request is there.
+
+        vLLM's `long_prefill_token_threshold` bounds a prompt only beside other requests.
+        """
+        return int(self._scheduler.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def after_schedule(self, step: Any, metadata: dict[str, Any]) -> None:
         """Tell the worker which requests are offloaded from this step on."""

@@ -30,9 +30,7 @@ from headrace_decode.compression.engine.stored_context_loader import StoredConte
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
 from headrace_engine.connector.connector import HeadraceConnector
 from headrace_engine.vllm.private_blocks import stop_naming
-from headrace_engine.vllm.scheduling import RequestStatus
-
-BEGINS = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
+from headrace_engine.vllm.scheduling import admissible, await_kv
 
 
 class _Begin(NamedTuple):
@@ -177,17 +175,18 @@ class IncrementalScheduler:
 
     def _use_cached(self) -> None:
         scheduler, pool = self._scheduler, self._manager.block_pool
-        room = max(0, scheduler.max_num_running_reqs - len(scheduler.running))
+        room = max(0, scheduler.max_num_active_reqs - len(scheduler.running))
         if not ((self._context_cache or self._stored_loader) and room):
             return
         free, usable = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
-        for request in itertools.islice(scheduler.waiting, min(room, MAX_CONSIDERED)):
+        considered = min(room, MAX_CONSIDERED)
+        for request in list(itertools.islice(admissible(scheduler), considered)):
             name = request.request_id
             window = self._manager.windows.get(name)
             free -= self._offload.min_blocks(request, usable) if window is None else window
             if free < 0:
                 return  # an earlier request may need the free blocks that this one would begin with
-            if window is None or request.num_computed_tokens or request.status not in BEGINS:
+            if window is None or request.num_computed_tokens:
                 continue
             begin, stream = self._longest_start(request), self._incremental[name]
             if begin is None:
@@ -203,7 +202,8 @@ class IncrementalScheduler:
                 self._cached[name] = begin.where.number
             else:
                 description_blocks = self._layout.description_blocks_of(begin.held)
-                self._stored_loader.start_load(request, begin.where, description_blocks)
+                self._stored_loader.start_load(name, begin.where, description_blocks)
+                await_kv(scheduler, request)
             self._start_at(request, begin.blocks)
 
     def _longest_start(self, request: Any) -> _Begin | None:

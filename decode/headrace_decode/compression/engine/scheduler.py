@@ -34,7 +34,7 @@ from headrace_decode.compression.engine.settings import CompressionSettings
 from headrace_decode.compression.scores import PART_TOKENS
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
 from headrace_engine.extensions.extension import SchedulerPart, metadata_of
-from headrace_engine.vllm.scheduling import Request, RequestStatus
+from headrace_engine.vllm.scheduling import Request, RequestStatus, admissible
 
 REREAD = "reread"
 """Key of the metadata of a step that reads as many rows again as `RereadRateController` allows: the
@@ -59,10 +59,11 @@ class CompressionSchedulerPart(SchedulerPart):
         if settings.calibration is not None:
             self.incremental = IncrementalScheduler(scheduler, offload, settings)
         self._reread_rate = RereadRateController(1 + scheduler.num_spec_tokens)
-        # vLLM reads a step's maximum tokens of a prompt from here in each step. `before_schedule`
-        # changes this copy.
+        # vLLM reads a step's maximum tokens of a prompt from here at the beginning of each step.
+        # `_limit_prompts` changes this copy.
         scheduler.scheduler_config = copy.copy(scheduler.scheduler_config)
         self._chunk: int = scheduler.scheduler_config.long_prefill_token_threshold
+        self._is_adaptive: bool = scheduler.adaptive_long_prefill_threshold
         self._metadata = CompressionMetadata()
         self._job: CompressionJob | None = None
         self._is_reading = self._is_paced = False
@@ -116,12 +117,11 @@ class CompressionSchedulerPart(SchedulerPart):
         self._is_reading = job is not None and job.reader in self._scheduler.requests
         self._is_paced = self._is_reading and not self._others_wait()
         if self._is_paced:
-            rows = self._reread_rate.rows
-            self._scheduler.scheduler_config.long_prefill_token_threshold = rows
+            self._limit_prompts(self._reread_rate.rows, is_adaptive=False)
 
     def after_schedule(self, step: Any, metadata: dict[str, Any]) -> None:
         """Tell the worker the step's work on compressed requests."""
-        self._scheduler.scheduler_config.long_prefill_token_threshold = self._chunk
+        self._limit_prompts(self._chunk, self._is_adaptive)
         mine, job = self._metadata, self._job
         if self.incremental is not None:
             self.incremental.after_schedule(mine, step)
@@ -147,10 +147,22 @@ class CompressionSchedulerPart(SchedulerPart):
             began_s = max(began_s, self._offload.returned_s)
             self._reread_rate.record_step(self._offload.clock() - began_s, alone_s)
 
+    def _limit_prompts(self, tokens: int, is_adaptive: bool) -> None:
+        """Set the maximum number of tokens of one prompt in a step.
+
+        vLLM does not limit a request that is alone. A request that reads a context again is never
+        alone: the request of the context runs too.
+
+        Args:
+            is_adaptive: whether vLLM raises the limit if the step has tokens for all requests.
+        """
+        self._scheduler.scheduler_config.long_prefill_token_threshold = tokens
+        self._scheduler.adaptive_long_prefill_threshold = is_adaptive
+
     def _others_wait(self) -> bool:
         """Return whether another request waits, usually for memory, or has its prompt computed."""
         readers = {job.reader for job in self.jobs.values()}
-        running, waiting = self._scheduler.running, self._scheduler.waiting
+        running, waiting = self._scheduler.running, admissible(self._scheduler)
         prompts = (each for each in running if each.num_computed_tokens < each.num_prompt_tokens)
         return any(each.request_id not in readers for each in itertools.chain(waiting, prompts))
 

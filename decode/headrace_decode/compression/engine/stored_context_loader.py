@@ -20,7 +20,6 @@ from headrace_decode.compression.engine.stored_context import (
     block_names,
     find_stored,
 )
-from headrace_engine.vllm.scheduling import RequestStatus
 
 
 class StoredContextLoader:
@@ -57,21 +56,21 @@ class StoredContextLoader:
             self._found[name] = find_stored(self._store, hashes, self._about, least, most)
         return self._found.get(name)
 
-    def start_load(self, request: Any, found: StoredContext, description_blocks: int) -> None:
-        """Begin to load retained KV for a waiting request.
+    def start_load(self, name: str, found: StoredContext, description_blocks: int) -> None:
+        """Give a waiting request blocks, and begin to load retained KV into them. The caller has
+        the request wait for it.
 
         Args:
             found: where the KV is. description_blocks: number of its blocks that describe the
                 others.
         """
         assert self._store is not None
-        name, tokens = request.request_id, found.blocks * self._manager.block_size
+        tokens = found.blocks * self._manager.block_size
         self._manager.assign_empty_slots(name, len(found.names), found.blocks)
         slots = self._manager.slots(name)
         self._store.load(name, slots, found.names)
         self._loading[name] = Retention(tokens, slots, description_blocks=description_blocks)
         self._found[name] = None
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def on_loads_finished(self, output: Any) -> set[str]:
         """Record loads that have ended; return the requests whose load has failed.

@@ -1,6 +1,6 @@
 """View of a paged KV cache whose blocks have one KV head each, so that each head has its own table.
 
-vLLM 0.29 keeps a layer's KV as `[blocks, kv_heads, page_tokens, 2 head_dim]`, K before V, with the
+vLLM 0.32 keeps a layer's KV as `[blocks, kv_heads, page_tokens, 2 head_dim]`, K before V, with the
 tokens (HND) or the heads (NHD) outside in memory. The same memory is read as
 
     [places, page_tokens, 1, head_dim]        head h of block b is place  b * heads_apart + h

@@ -92,7 +92,7 @@ class AdapterIdentities:
         Args:
             adapter: vLLM's LoRARequest.
         """
-        if adapter.tensorizer_config_dict or adapter.load_inplace:
+        if adapter.load_inplace:
             return None
         key = adapter.lora_name, adapter.lora_int_id, adapter.lora_path
         with self._lock:

@@ -58,9 +58,11 @@ UNRELATED = frozenset(
         *("served_model_name", "hf_token", "allowed_local_media_path", "allowed_media_domains"),
         *("enforce_eager", "disable_cascade_attn", "spec_target_max_model_len"),
         *("max_logprobs", "logprobs_mode", "logits_processors", "use_fp64_gumbel"),
-        *("return_sampling_mask", "enable_return_routed_experts", "enable_trace_replay"),
+        *("return_sampling_mask", "enable_trace_replay"),
         *("enable_prompt_embeds", "io_processor_plugin", "pooler_config", "renderer_num_workers"),
         *("enable_sleep_mode", "sleep_mode_backend", "enable_cumem_allocator"),
+        *("sleep_preserve_parameter_names", "sleep_mode_offload_cudagraph"),
+        "enable_nccl_comm_suspend",
         "allow_deprecated_quantization",
     }
 )

@@ -40,7 +40,7 @@ def hash_seed(config: HeadraceConfig) -> Finding:
 def parallel(config: HeadraceConfig, kv_heads: int | None) -> Finding:
     """Check that the roles' tensor and pipeline parallel sizes allow decode to pull from prefill.
 
-    The rules are those of vLLM's NixlConnector (0.29): one tensor parallel size divides the other;
+    The rules are those of vLLM's NixlConnector (0.32): one tensor parallel size divides the other;
     more ranks in prefill than in decode only while each rank has KV heads of its own; KV is pulled
     from the first pipeline stage only.
 

@@ -12,7 +12,7 @@ from headrace.config import HeadraceConfig
 from headrace_kvstore.protocol.address import host_port
 
 # The versions in requirements/*.lock, with which Headrace is tested.
-TESTED = {"ray": "2.60.0", "vllm": "0.29.0", "nixl": "1.3.2"}
+TESTED = {"ray": "2.60.0", "vllm": "0.32.0", "nixl": "1.3.2"}
 ENGINE_OVERHEAD_BYTES = 2 * 2**30  # libraries, weights of a small model and buffers, per engine
 MIN_OPEN_FILES = 4096
 

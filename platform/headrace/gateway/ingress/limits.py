@@ -32,8 +32,12 @@ MAX_ITEMS = {
     "tools": 16_384,
     "prompt": 1_024,
     "tokens": 65_536,
+    "images": 64,
+    "audio": 64,
+    "videos": 64,
 }
-"""Maximum length of lists in a request's body, by field."""
+"""Maximum length of lists in a request's body, by field. vLLM fetches all media of a structured
+decision before it checks the model's limit of them."""
 
 MAX_MESSAGE_PARTS = 32_768
 """Maximum number of entries of all lists within a conversation. vLLM takes 21 microseconds for each
@@ -68,6 +72,10 @@ class _Bulky(msgspec.Struct):
     query: msgspec.Raw = msgspec.Raw(b"")
     items: msgspec.Raw = msgspec.Raw(b"")
     tokens: msgspec.Raw = msgspec.Raw(b"")
+    state: msgspec.Raw = msgspec.Raw(b"")
+    images: msgspec.Raw = msgspec.Raw(b"")
+    audio: msgspec.Raw = msgspec.Raw(b"")
+    videos: msgspec.Raw = msgspec.Raw(b"")
     generate_response: msgspec.Raw = msgspec.Raw(b"")
 
 

@@ -40,7 +40,10 @@ class PromptKeys:
         self.block_tokens, self._root = block_tokens, root_hash(seed)
 
     def hashes(
-        self, tokens: Sequence[int] | NDArray[np.integer], salt: str = "", lora: str = ""
+        self,
+        tokens: Sequence[int] | NDArray[np.integer],
+        salt: str = "",
+        lora: tuple[str, str] | None = None,
     ) -> list[bytes]:
         """Return a prompt's block hashes, equal to vLLM's.
 
@@ -50,7 +53,10 @@ class PromptKeys:
         return hash_prompt(tokens, self.block_tokens, self._root, salt, lora)
 
     def keys(
-        self, tokens: Sequence[int] | NDArray[np.integer], salt: str = "", lora: str = ""
+        self,
+        tokens: Sequence[int] | NDArray[np.integer],
+        salt: str = "",
+        lora: tuple[str, str] | None = None,
     ) -> NDArray[np.uint64]:
         """Return the keys of a prompt's full blocks, [blocks] u64."""
         return keys_of(self.hashes(tokens, salt, lora))

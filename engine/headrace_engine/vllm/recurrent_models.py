@@ -1,0 +1,55 @@
+"""Models with layers that keep a state in place of KV (Mamba, GDN): they are served without the
+store.
+
+The store names a block by its tokens and finds in it the KV of just these. A state is that of a
+whole prefix, and lies in cache groups of its own, which vLLM's hybrid cache manager keeps. An
+engine of such a model starts with that manager and without the store. Prefill and decode are
+apart as for other models: NIXL's connector moves states, too.
+
+`tests/unit/test_contracts_recurrent.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+
+STORE = "HeadraceConnector"
+"""`kv_connector` of the store, alone or among `connectors`."""
+
+
+def leave_out_store(config: VllmConfig) -> str | None:
+    """Take the store out of the configuration of an engine that has not started, if its model has
+    such layers.
+
+    Args:
+        config: changed.
+
+    Returns:
+        Why there is no store; None if there was none or it stays.
+    """
+    model, transfer = config.model_config, config.kv_transfer_config
+    if transfer is None or not (model.is_hybrid or model.is_attention_free):
+        return None
+    children = _children(transfer)
+    kept = [child for child in children if child["kv_connector"] != STORE]
+    if len(kept) == len(children):
+        return None
+    config.kv_transfer_config = None
+    if len(kept) == 1:
+        config.kv_transfer_config = KVTransferConfig(**kept[0], engine_id=transfer.engine_id)
+    elif kept:
+        config.kv_transfer_config = transfer
+        transfer.kv_connector_extra_config["connectors"] = kept
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    return (
+        f"{model.architecture} has layers that keep a state in place of KV, and the store keeps KV "
+        "of tokens only; the engine's own prefix cache and remote prefill work"
+    )
+
+
+def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
+    """Return the settings of each connector of an engine."""
+    children = transfer.kv_connector_extra_config.get("connectors")
+    return list(children) if children else [{"kv_connector": transfer.kv_connector}]

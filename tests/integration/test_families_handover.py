@@ -1,0 +1,75 @@
+"""Models with several kinds of layers, prefilled by one engine and decoded by one of another
+process, over NIXL; and computed by the decode engine if a pull fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_engine.kv_transfer.handoff import produce_params
+from tests.support.cross_layer_models import FusingEngines
+from tests.support.families import write_family
+from tests.support.prompts import noise
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ANSWER, STEP_TOKENS = 12, 512
+CLOSE = 0.1
+"""Nats. vLLM computes GDN on CPUs in bfloat16 only, and steps of other lengths in another order."""
+PROMPTS = [[5 + token % 500 for token in noise(n, n)] for n in (31, 33, 128, 129, 300, 700)]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[FusingEngines, FusingEngines]]:
+    """For a prefill engine and for a decode engine."""
+    both = FusingEngines(hands_over=True), FusingEngines(hands_over=True)
+    try:
+        yield both
+    finally:
+        for each in both:
+            each.end()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "granite", "qwen3_next"])
+def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
+    processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
+) -> None:
+    model = write_family(tmp_path, family)
+    exact = family != "qwen3_next"
+    options = {"max_num_batched_tokens": STEP_TOKENS, "dtype": "float32" if exact else "bfloat16"}
+
+    def start(engines: FusingEngines) -> None:
+        engines.do("open", model=str(model), hands_over=True, **options)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(start, processes))
+    prefill, decode = processes
+    plain = decode.do("answers", prompts=PROMPTS, max_tokens=ANSWER)
+
+    def pulled(order: list[int]) -> list[dict[str, Any]]:
+        """The answers with the KV of the prompts in this order."""
+        assert decode.do("forget")
+        keep = [produce_params()] * len(PROMPTS)
+        kept = prefill.do("answers", prompts=PROMPTS, max_tokens=1, transfers=keep)
+        transfers = [kept[i]["transfer"] for i in order]
+        found: list[dict[str, Any]] = decode.do(
+            "answers", prompts=PROMPTS, max_tokens=ANSWER, transfers=transfers
+        )
+        return found
+
+    right = list(range(len(PROMPTS)))
+    for answer, truth, prompt in zip(pulled(right), plain, PROMPTS, strict=True):
+        assert answer["cached"] >= len(prompt) - 1, "the decode engine computed a part of it"
+        assert answer["logprobs"][0] == pytest.approx(truth["logprobs"][0], abs=CLOSE)
+        assert not exact or answer["tokens"] == truth["tokens"]
+    assert decode.do("transfers") == {"proved": len(PROMPTS)}
+
+    wrong = [*right[1:], right[0]]
+    for answer, truth in zip(pulled(wrong), plain, strict=True):
+        assert answer["cached"] == 0
+        assert not exact or answer["tokens"] == truth["tokens"]
+    assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)
