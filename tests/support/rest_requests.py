@@ -38,6 +38,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "chat rendered": ("/v1/chat/completions/render", CALL),
     "completion rendered": ("/v1/completions/render", {"model": NAME, "prompt": ["a", "b"]}),
     "message rendered": ("/v1/messages/render", CALL),
+    "response rendered": ("/v1/responses/render", INPUT),
     "chat derendered": (
         "/v1/chat/completions/derender",
         {"model": NAME, "generate_response": GENERATED, "chat_request": CALL},
@@ -62,6 +63,10 @@ REFUSALS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a stream with a wrong field": ("/v1/responses", {**INPUT, "stream": True, "top_p": 7}),
     "a prompt that is too long": ("/v1/responses", {**INPUT, "input": "word " * 4000}),
     "nothing to score": ("/generative_scoring", {"model": NAME, "query": "Is it?"}),
+    "a decision, which this model does not take": (
+        "/v1/systemone",
+        {"model": NAME, "state": "It rains.", "questions": {"wet": {"type": "noul"}}},
+    ),
 }
 STORY: dict[str, Any] = {**CALL, "messages": [{"role": "user", "content": "Tell me a story."}]}
 SHAPE = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

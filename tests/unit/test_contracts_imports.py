@@ -1,4 +1,4 @@
-"""Every name that our code imports from vLLM is there, also where the import is inside a function."""
+"""Every name that our code imports from vLLM is there, also if a function imports it."""
 
 from __future__ import annotations
 

@@ -108,11 +108,11 @@ def eager() -> Iterator[None]:
     import torch
     from vllm.platforms import current_platform
 
-    from headrace_engine.vllm.module_scan import let_pass
+    from headrace_engine.vllm.platforms import let_scan_pass
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM's own sampler is right on other platforms")
-    let_pass()
+    let_scan_pass()
     current_platform.register_triton_kernel_overrides()
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -28,6 +28,7 @@ from headrace_engine.meter import EngineMeter
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
 from headrace_engine.rehearsal_cache import machine_facts, read_steps, steps_file, write_steps
 from headrace_engine.reporting.engine_events import EngineEvents
+from headrace_engine.reporting.start_errors import causes_told
 from headrace_engine.vllm.engine import engine_events, start_engine, step_time_facts
 from headrace_engine.vllm.parsers import set_parsers
 from headrace_engine.vllm.recurrent_models import leave_out_store
@@ -122,13 +123,14 @@ class MeteredVLLMEngine(VLLMEngine):
         self.vllm_config = vllm_engine_config
         self.events = engine_events(vllm_engine_config)
         try:
-            self.llm = start_engine(
-                self.make_llm,
-                vllm_engine_config,
-                self.meter,
-                in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
-                log_requests=vllm_engine_args.enable_log_requests,
-            )
+            with causes_told():
+                self.llm = start_engine(
+                    self.make_llm,
+                    vllm_engine_config,
+                    self.meter,
+                    in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
+                    log_requests=vllm_engine_args.enable_log_requests,
+                )
         except BaseException:
             if self.events is not None:
                 self.events.close()
