@@ -362,6 +362,7 @@ class DecodeServer(PDDecodeServer):
             **self._stall.snapshot(),
             **self._load(),
             **self.engine.meter.snapshot(),
+            "left_out": self.engine.left_out,
             "router": self._planner.snapshot(),
             "speculation": await self._speculation(),
             "blending": self.engine.llm.blending_counts(),

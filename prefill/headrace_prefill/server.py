@@ -260,6 +260,7 @@ class PrefillServer(PDPrefillServer):
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
             **self.engine.meter.snapshot(),
+            "left_out": self.engine.left_out,
             "waiting_for_admission": self._admission.waiting,
         }
 

@@ -126,6 +126,14 @@ def test_a_replica_that_is_down_is_marked_in_the_table() -> None:
     assert "decode/deadbeef   down " in shown(data)
 
 
+def test_what_engines_run_without_is_told_once_with_the_reason() -> None:
+    why = {"left_out": {"store": "the model has recurrent layers"}}
+    data = changed(replicas=[PREFILL | why, DECODE | why])
+    told = "no store at prefill/abcdefgh, decode/zyxwvuts: the model has recurrent layers"
+    assert told in " ".join(shown(data).split())
+    assert "no store" not in shown()
+
+
 def test_replicas_and_tiers_fit_80_columns_with_whole_names() -> None:
     lines = shown().splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)

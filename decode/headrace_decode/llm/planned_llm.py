@@ -127,10 +127,10 @@ class PlannedLLM(ResumableLLM):
         """The planner of KV blending; None if this engine does not blend."""
         return None if self.planning is None else self.planning.blending
 
-    async def withdraw_unsupported_techniques(self) -> None:
-        """Withdraw the techniques that the started engine does not support."""
+    async def withdraw_unsupported_techniques(self) -> dict[str, str]:
+        """Withdraw the techniques that the started engine does not support; return the reasons."""
         if not self._lossy_modes and self.blending is None:
-            return
+            return {}
         try:
             why = await unsupported(self)
         except Exception as error:
@@ -147,6 +147,7 @@ class PlannedLLM(ResumableLLM):
             withdrawn.append(BLENDING)
         for name in withdrawn:
             logger.info("requests are served as if they had not asked for %s: %s", name, why[name])
+        return {name: why[name] for name in withdrawn}
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any

@@ -37,4 +37,4 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
     async def start(self) -> None:
         """Start the engine, and withdraw the techniques that it does not support."""
         await super().start()
-        await self.llm.withdraw_unsupported_techniques()
+        self.left_out |= await self.llm.withdraw_unsupported_techniques()

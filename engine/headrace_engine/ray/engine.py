@@ -57,6 +57,8 @@ class MeteredVLLMEngine(VLLMEngine):
         super().__init__(llm_config)
         self.meter = EngineMeter()
         self.events: EngineEvents | None = None
+        self.left_out: dict[str, str] = {}
+        """The parts of Headrace that this engine runs without, and why."""
         self.make_llm: Callable[..., AsyncLLM] = AsyncLLM
 
     @staticmethod
@@ -102,9 +104,9 @@ class MeteredVLLMEngine(VLLMEngine):
         args, frontend, config = super()._prepare_engine_config(callback_ctx)
         own = self.llm_config.get_engine_config()
         self.parsers = set_parsers(args, frontend, config, own.engine_kwargs | own.frontend_kwargs)
-        self.why_no_store = leave_out_store(config)
-        if self.why_no_store is not None:
-            logger.warning("this engine has no KV store: %s", self.why_no_store)
+        if (why := leave_out_store(config)) is not None:
+            self.left_out["store"] = why
+            logger.warning("this engine has no KV store: %s", why)
         return args, frontend, config
 
     async def shutdown(self) -> None:

@@ -27,7 +27,7 @@ class ReplicaInfo:
         routes: the routes that clients may use.
         in_flight: number of requests on its port, from all gateways.
         token: secret that its port demands of a gateway.
-        stands_in: whether it is a prefill replica, which answers if no decode replica is ready.
+        is_fallback: whether it is a prefill replica, which answers if no decode replica is ready.
         techniques: the techniques that make its KV approximate; empty if the KV is exact.
     """
 

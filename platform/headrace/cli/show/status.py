@@ -135,6 +135,7 @@ def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
     yield Text()
     yield replica_table(replicas, router.get("unhealthy") or {})
     yield Text()
+    yield from map(Text, left_out(replicas))
     if data.get("store"):
         yield from store_parts(data["store"])
         yield Text()
@@ -163,6 +164,15 @@ def details(data: dict[str, Any]) -> Iterator[Part]:
         if fits := (replica.get("router") or {}).get("fits"):
             yield Text()
             yield fit_table(short_name(replica), fits)
+
+
+def left_out(replicas: list[dict[str, Any]]) -> list[str]:
+    """Describe what engines run without, and why."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for replica in replicas:
+        for part in (replica.get("left_out") or {}).items():
+            found.setdefault(part, []).append(short_name(replica))
+    return [f"no {part} at {', '.join(names)}: {why}" for (part, why), names in found.items()]
 
 
 def placement(router: dict[str, Any]) -> str:

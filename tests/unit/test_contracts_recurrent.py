@@ -1,0 +1,80 @@
+"""The store is left out of the configuration of a model with recurrent layers, and of no other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from headrace_engine.vllm.recurrent_models import leave_out_store
+from tests.support.contracts import assert_fields, find
+
+MEND = "engine/headrace_engine/vllm/recurrent_models.py"
+STORE = {
+    "kv_connector": "HeadraceConnector",
+    "kv_connector_module_path": "headrace_engine.store_connector",
+    "kv_role": "kv_both",
+}
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_connector_module_path": "headrace_engine.pull_proof.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def config(*children: dict[str, Any], hybrid: bool = True) -> Any:
+    """An engine's configuration with these connectors."""
+    transfer = KVTransferConfig(**children[0], engine_id="e")
+    if len(children) > 1:
+        extra = {"connectors": [*children]}
+        transfer = KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            engine_id="e",
+            kv_connector_extra_config=extra,
+        )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            is_hybrid=hybrid, is_attention_free=False, architecture="GraniteMoeHybridForCausalLM"
+        ),
+        kv_transfer_config=transfer,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+
+
+def test_nixl_stays_alone_with_the_engines_id() -> None:
+    made = config(NIXL, STORE)
+    why = leave_out_store(made)
+    assert why is not None and "GraniteMoeHybridForCausalLM has layers that keep a state" in why
+    kept = made.kv_transfer_config
+    assert (kept.kv_connector, kept.engine_id) == ("NixlConnector", "e")
+    assert kept.kv_load_failure_policy == "recompute"
+    assert made.scheduler_config.disable_hybrid_kv_cache_manager is False
+
+
+def test_the_store_alone_leaves_nothing() -> None:
+    made = config(STORE)
+    assert leave_out_store(made) is not None and made.kv_transfer_config is None
+
+
+def test_several_others_stay_together() -> None:
+    made = config(NIXL, STORE, OTHER)
+    assert leave_out_store(made) is not None
+    assert made.kv_transfer_config.kv_connector_extra_config["connectors"] == [NIXL, OTHER]
+
+
+@pytest.mark.parametrize("made", [config(NIXL, STORE, hybrid=False), config(NIXL), config(OTHER)])
+def test_other_engines_are_not_changed(made: Any) -> None:
+    before = made.kv_transfer_config
+    assert leave_out_store(made) is None and made.kv_transfer_config is before
+    assert made.scheduler_config.disable_hybrid_kv_cache_manager
+
+
+def test_vllm_says_which_models_have_a_state_and_lets_the_manager_be_chosen() -> None:
+    for name in ("is_hybrid", "is_attention_free", "architecture"):
+        assert isinstance(find(f"vllm.config:ModelConfig.{name}", MEND), property), f"mend {MEND}"
+    assert_fields("vllm.config:SchedulerConfig", MEND, "disable_hybrid_kv_cache_manager")
