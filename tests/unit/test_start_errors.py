@@ -30,11 +30,11 @@ def process(body: str) -> None:
 
 
 def test_the_first_cause_is_told_in_place_of_vllms_hint() -> None:
-    with pytest.raises(EngineStartError, match="not start: ValueError: block_size is 7") as told:
-        with causes_told():
-            process("raise ValueError('block_size is 7')")
-            process("raise RuntimeError('a worker has ended')")
-            raise RuntimeError("Engine core initialization failed. See root cause above.")
+    cause = "not start: ValueError: block_size is 7"
+    with pytest.raises(EngineStartError, match=cause) as told, causes_told():
+        process("raise ValueError('block_size is 7')")
+        process("raise RuntimeError('a worker has ended')")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
     assert isinstance(told.value.__cause__, RuntimeError)
     assert start_errors.ENVIRONMENT not in os.environ
 
