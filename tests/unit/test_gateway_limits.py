@@ -413,7 +413,8 @@ async def test_bulk_where_no_request_has_any_is_400_before_it_is_parsed(other: A
 
 
 @pytest.mark.parametrize(
-    "bulky", ["messages", "prompt", "input", "tools", "documents", "instructions"]
+    "bulky",
+    ["messages", "prompt", "input", "tools", "documents", "instructions", "state", "images"],
 )
 async def test_prompts_and_tools_may_have_bulk(bulky: str) -> None:
     async with gateway_over(answer) as bench:
