@@ -6,11 +6,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
 from headrace_engine.connector.composite import HeadracePDConnector
 from headrace_engine.connector.connector import HeadraceConnector
 from headrace_engine.connector.stats import StoreStats
 from headrace_engine.pull_proof.stats import TransferStats
+from headrace_engine.vllm.engine import connector_stats
 
 
 class Child:
@@ -105,3 +107,12 @@ def test_the_statistics_of_both_are_read_from_what_an_engine_sends() -> None:
     sent = {"HeadraceConnector": StoreStats().data, "NixlConnector": TransferStats().data}
     read = HeadracePDConnector.build_kv_connector_stats(json.loads(json.dumps(sent)))
     assert read is not None and read.aggregate(read).reduce().keys() == sent.keys()
+
+
+def test_an_engine_sends_the_statistics_of_each_as_a_mapping_by_its_name() -> None:
+    """As `headrace_engine.vllm.engine.connector_stats` reads them."""
+    store, nixl = StoreStats(), TransferStats()
+    sent = MultiKVConnectorStats({"HeadraceConnector": store, "NixlConnector": nixl}).to_dict()
+    assert connector_stats(sent) == [store.data, nixl.data]
+    assert connector_stats(nixl.to_dict()) == [nixl.data]
+    assert connector_stats({}) == []

@@ -188,7 +188,7 @@ def test_what_reused_kv_took_of_a_step_is_no_part_of_it(
         elapsed_ms=520.0,
         is_dummy=False,
     )
-    told = {"StoredBlendingConnector": {"data": {"recompute_s": 0.5}}}
+    told = {"StoredBlendingConnector": {"recompute_s": 0.5}}
     given = details if with_details else None
     logger.record(scheduler_stats(), iteration_stats(10, 1, first_tokens=1))
     now += 0.52
@@ -280,7 +280,7 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
         "loads": [["dram", 4096, 0.5], ["nvme", 1024, 0.25]],
         "digests": ["ab" * 16],
     }
-    nested = {"NixlPullConnector": {"data": nixl}, "HeadraceConnector": {"data": store}}
+    nested = {"NixlPullConnector": nixl, "HeadraceConnector": store}
     logger.record(scheduler_stats(kv_connector_stats=nested), None)
     logger.record(scheduler_stats(kv_connector_stats=store), None)
     assert meter.transfer_bytes_total == 100

@@ -160,10 +160,8 @@ def _finished(stats: IterationStats | None) -> Finished:
 
 def connector_stats(stats: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one connector's statistics, or those of each connector within a MultiConnector."""
-    # A MultiConnector's statistics are objects by the name of the connector. On the way between two
-    # processes an object becomes a mapping of its one field.
-    parts = [value.get("data") if isinstance(value, dict) else None for value in stats.values()]
-    nested = [part for part in parts if isinstance(part, dict)]
+    # A MultiConnector's are mappings by the name of the connector; no connector's own has mappings.
+    nested = [part for part in stats.values() if isinstance(part, dict)]
     return nested or ([stats] if stats else [])
 
 
