@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace_decode.apis import errors, media, messages, request_checks, responses, usage
+from headrace_decode.apis.forced_tools import with_strict_tools
 from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
 from headrace_decode.apis.usage import USAGE, RequestUsage
 from headrace_decode.http.internal_port import TENANT
@@ -74,6 +75,8 @@ class ApiMiddleware:
             if refusal is not None:
                 await _refuse(send, path, refusal)
                 return
+            if (held := with_strict_tools(path, fields, body)) is not body:
+                scope, receive = _with_body(scope, held, receive)
             scope = _named(scope, path, fields)
         await self._rest_before_pass(body)
         counted = RequestUsage()
