@@ -137,7 +137,7 @@ def test_salts_of_other_tenants_are_not_found_by_trying(app: App) -> None:
 
     with app.policy("local"):
         assert computed(secret) == len(prompt)
-        for salt in ("", "the secret of", secret.upper(), secret + "\0", f"tenant:{secret}"):
+        for salt in ("", "the secret of", secret.upper(), f"tenant:{secret}"):
             assert computed(salt) == len(prompt), salt
         assert computed(secret) == 1
 

@@ -246,7 +246,7 @@ def _too_long() -> Iterator[Bad]:
     yield _completion("long-tokens", prompt=[100] * (MAX_MODEL_LEN + 1))
     yield _completion("long-full", prompt=[100] * MAX_MODEL_LEN)
     yield _completion("long-second-prompt", prompt=["Hello", words])
-    yield _completion("long-with-answer", prompt=[100] * 100, max_tokens=MAX_MODEL_LEN)
+    yield _completion("salt-with-nul", prompt="Hello", cache_salt="a\0")
     yield _completion("long-million", prompt="a b " * 500_000)
     yield _chat("long-chat", messages=[{"role": "user", "content": words}])
     turns = [{"role": "user", "content": "word " * 100}] * 100

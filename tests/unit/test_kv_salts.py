@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kvstore.identity.prompt_hash import hash_prompt, root_hash
-from headrace_kvstore.identity.salts import tenant_of, tenant_salt
+from headrace_kvstore.identity.salts import split_salt, tenant_of, tenant_salt
 
 names = st.text(st.characters(exclude_characters=":"), min_size=1)
 
@@ -20,11 +20,13 @@ def test_no_two_tenants_make_the_same_salt(one: str, own: str, other: str, other
 @given(names, st.text())
 def test_a_salt_tells_its_tenant(tenant: str, own: str) -> None:
     assert tenant_of(tenant_salt(tenant, own)) == tenant
+    assert split_salt(tenant_salt(tenant, own)) == (tenant, own)
 
 
 @pytest.mark.parametrize("salt", ["", "x", "tenant:", "tenant:x", "tenant::x"])
 def test_where_a_salt_names_no_tenant_it_is_its_own(salt: str) -> None:
     assert tenant_of(salt) == salt
+    assert split_salt(salt) == (None, salt)
 
 
 def test_no_salt_is_hashed_as_an_adapters_name() -> None:

@@ -15,6 +15,9 @@ from typing import Any
 
 import httpx
 
+from headrace_decode.http.internal_port import TENANT
+from headrace_kvstore.identity.salts import split_salt
+
 logger = logging.getLogger("headrace.decode")
 
 SAVE_PATIENCE_S = 10.0
@@ -47,8 +50,10 @@ async def warm_prompts(
     """
     transport = httpx.ASGITransport(app=app)
     common: dict[str, Any] = {"model": model_id, "max_tokens": 1, "return_token_ids": True}
-    if salt:
-        common["cache_salt"] = salt
+    tenant, own = split_salt(salt)
+    TENANT.set(tenant)  # of this task; vLLM checks the client's own salt only
+    if own:
+        common["cache_salt"] = own
     done: list[dict[str, Any]] = []
     async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
         for body in bodies:

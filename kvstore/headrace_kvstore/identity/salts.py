@@ -42,10 +42,15 @@ def tenant_of(salt: str) -> str:
     """Return the tenant in a salt; the salt itself, without its mark, if it names none."""
     if is_isolated(salt):
         salt = salt[len(_ISOLATED) :].partition(":")[2]
-    if not salt.startswith(_PREFIX):
-        return salt
-    tenant, colon, _ = salt[len(_PREFIX) :].partition(":")
-    return tenant if tenant and colon else salt
+    tenant, own = split_salt(salt)
+    return own if tenant is None else tenant
+
+
+def split_salt(salt: str) -> tuple[str | None, str]:
+    """Return the tenant in an unmarked salt, None if it names none, and the client's own salt."""
+    tenant, colon, own = salt.removeprefix(_PREFIX).partition(":")
+    named = salt.startswith(_PREFIX) and tenant and colon
+    return (tenant, own) if named else (None, salt)
 
 
 def isolated_salt(salt: str, mark: str) -> str:
