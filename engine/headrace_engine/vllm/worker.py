@@ -1,4 +1,5 @@
-"""vLLM's worker of this platform: its class, its connectors, and the rows of its batch.
+"""vLLM's worker of this platform: its class, its connectors, the rows of its batch, and seeded
+requests on CPUs.
 
 `tests/unit/test_contracts_sparse.py`, `test_contracts_sparse_device.py` and
 `test_contracts_blending.py` pin what is used here.
@@ -6,11 +7,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingType
 
 from headrace_engine.vllm.scheduling import requests_gone
 
@@ -82,3 +86,74 @@ class FollowedRows(Generic[Row]):
     def rows(self) -> list[Row]:
         """Return the batch of the step in progress."""
         return self._rows
+
+
+class SeededPrompts:
+    """Withholds the generators of seeded requests from steps that compute a part of a prompt.
+
+    vLLM's first model runner samples a token in such a step, drops it, and rewinds the request's
+    generator. Those of CPUs cannot be rewound, and the engine would end.
+
+    Args:
+        runner: the model runner of a CPU worker.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._withheld: dict[str, Any] = {}
+        self._params: dict[str, Any] = {}
+
+    def prepare(self, step: Any) -> Any:
+        """Return a scheduler's step as the runner may compute it."""
+        for name in step.finished_req_ids:
+            self._withheld.pop(name, None)
+            self._params.pop(name, None)
+        cached = step.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            state = self._runner.requests[name]
+            if state.generator is None and name not in self._withheld:
+                continue
+            if computed + step.num_scheduled_tokens[name] < state.num_tokens:
+                self._withhold(name, state)
+            elif name in self._withheld:
+                self._give_back(name, state)
+        if not any(self._is_partly_computed(new, step) for new in step.scheduled_new_reqs):
+            return step
+        step = copy.copy(step)
+        step.scheduled_new_reqs = [self._begun(new, step) for new in step.scheduled_new_reqs]
+        return step
+
+    def _is_partly_computed(self, new: Any, step: Any) -> bool:
+        params, end = new.sampling_params, new.num_computed_tokens
+        return (
+            params is not None
+            and params.sampling_type == SamplingType.RANDOM_SEED
+            and end + step.num_scheduled_tokens[new.req_id] < len(new.prompt_token_ids or ())
+        )
+
+    def _begun(self, new: Any, step: Any) -> Any:
+        """Return a new request that draws without a seed if the step computes a part of it."""
+        if not self._is_partly_computed(new, step):
+            return new
+        generator = torch.Generator(device="cpu")
+        generator.manual_seed(new.sampling_params.seed)
+        self._withheld[new.req_id], self._params[new.req_id] = generator, new.sampling_params
+        begun = copy.copy(new)
+        begun.sampling_params = new.sampling_params.clone()
+        begun.sampling_params.seed = None
+        vars(begun.sampling_params).pop("sampling_type", None)  # kept from the first look at it
+        return begun
+
+    def _withhold(self, name: str, state: Any) -> None:
+        if state.generator is not None:
+            self._withheld[name], state.generator = state.generator, None
+        batch = self._runner.input_batch
+        if (row := batch.req_id_to_index.get(name)) is not None:
+            batch.generators.pop(row, None)
+
+    def _give_back(self, name: str, state: Any) -> None:
+        state.generator = self._withheld.pop(name)
+        state.sampling_params = self._params.pop(name, state.sampling_params)
+        batch = self._runner.input_batch
+        if (row := batch.req_id_to_index.get(name)) is not None:
+            batch.generators[row] = state.generator
