@@ -1,4 +1,4 @@
-"""What another version of vLLM would break, by our file: `make contracts VLLM=0.33.0`.
+"""Tells what another version of vLLM would break, by our file: `make contracts VLLM=0.33.0`.
 
     python -m scripts.contracts 0.33.0 [--report docs/vllm-0.33.md]
 
@@ -55,7 +55,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of pytest gave."""
+    """Results of one run of pytest."""
 
     passed: int
     broken: list[Broken]
@@ -120,7 +120,7 @@ class Environment:
         return done.returncode == 0
 
     def _replace_vllm(self, installer: Installer) -> None:
-        """Put vLLM's build for GPUs, without what it needs, where the CPU build was."""
+        """Replace the CPU build of vLLM by the one for GPUs, without its dependencies."""
         vllm = f"vllm=={self._version}"
         if (why := installer.obstacle(vllm)) is not None:
             print(f"error: there is no vLLM {self._version}: {' '.join(why.split())[:300]}")
