@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,8 @@ def config(*children: dict[str, Any], hybrid: bool = True) -> Any:
     )
 
 
-def test_nixl_stays_alone_with_the_engines_id() -> None:
+def test_nixl_stays_alone_with_the_engines_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
     made = config(NIXL, STORE)
     why = leave_out_store(made)
     assert why is not None and "GraniteMoeHybridForCausalLM has layers that keep a state" in why
@@ -54,6 +56,9 @@ def test_nixl_stays_alone_with_the_engines_id() -> None:
     assert (kept.kv_connector, kept.engine_id) == ("NixlConnector", "e")
     assert kept.kv_load_failure_policy == "recompute"
     assert made.scheduler_config.disable_hybrid_kv_cache_manager is False
+    assert os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] == "DS", (
+        "the only one that NIXL's connector takes"
+    )
 
 
 def test_the_store_alone_leaves_nothing() -> None:
@@ -61,7 +66,8 @@ def test_the_store_alone_leaves_nothing() -> None:
     assert leave_out_store(made) is not None and made.kv_transfer_config is None
 
 
-def test_several_others_stay_together() -> None:
+def test_several_others_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
     made = config(NIXL, STORE, OTHER)
     assert leave_out_store(made) is not None
     assert made.kv_transfer_config.kv_connector_extra_config["connectors"] == [NIXL, OTHER]

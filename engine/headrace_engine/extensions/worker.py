@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace_engine.extensions.extension import WorkerPart, installed_extensions, overridden
-from headrace_engine.vllm.platforms import runs_on_cpu
-from headrace_engine.vllm.worker import PlatformWorker, SeededPrompts
+from headrace_engine.vllm.worker import PlatformWorker
 
 Hooks = Sequence[Callable[..., Any]]
 
@@ -20,7 +19,6 @@ class WorkerWithExtensions:
     """
 
     parts: Sequence[WorkerPart] = ()
-    _seeded: SeededPrompts | None = None
     _begin_step: Hooks = ()
     _transform_step: Hooks = ()
     _end_step: Hooks = ()
@@ -34,8 +32,6 @@ class WorkerWithExtensions:
         for each in overridden(self.parts, WorkerPart.before_load):
             each()
         super().load_model(**kwargs)  # type: ignore[misc]
-        if runs_on_cpu():
-            self._seeded = SeededPrompts(self.model_runner)  # type: ignore[attr-defined]
         for each in overridden(self.parts[::-1], WorkerPart.after_load):
             each()
 
@@ -75,8 +71,6 @@ class WorkerWithExtensions:
                 each(scheduler_output)
             for each in self._transform_step:
                 scheduler_output = each(scheduler_output)
-            if self._seeded is not None:
-                scheduler_output = self._seeded.prepare(scheduler_output)
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         finally:
             for each in self._end_step:

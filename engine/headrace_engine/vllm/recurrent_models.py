@@ -11,6 +11,7 @@ apart as for other models: NIXL's connector moves states, too.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -43,6 +44,9 @@ def leave_out_store(config: VllmConfig) -> str | None:
         config.kv_transfer_config = transfer
         transfer.kv_connector_extra_config["connectors"] = kept
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    if any(child["kv_connector"] == "NixlConnector" for child in kept):
+        # vLLM chooses it by itself only for connectors that it knows by name.
+        os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
     return (
         f"{model.architecture} has layers that keep a state in place of KV, and the store keeps KV "
         "of tokens only; the engine's own prefix cache and remote prefill work"

@@ -18,13 +18,6 @@ from vllm.sampling_params import SamplingType
 
 from headrace_engine.vllm.scheduling import requests_gone
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
-
-__all__ = ["PlatformWorker"]
-
 Row = TypeVar("Row")
 MakeRow = Callable[[str, Any, int], Row]
 """(request id, sampling parameters or None, tokens of the prompt) -> the row."""
@@ -157,3 +150,23 @@ class SeededPrompts:
         batch = self._runner.input_batch
         if (row := batch.req_id_to_index.get(name)) is not None:
             batch.generators[row] = state.generator
+
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    class PlatformWorker(CPUWorker):
+        """vLLM's worker for CPUs, for seeded requests of any length."""
+
+        _seeded: SeededPrompts | None = None
+
+        def execute_model(self, scheduler_output: Any) -> Any:
+            """Run a step like vLLM."""
+            if self._seeded is None:
+                self._seeded = SeededPrompts(self.model_runner)
+            return super().execute_model(self._seeded.prepare(scheduler_output))
+
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+__all__ = ["PlatformWorker"]

@@ -100,6 +100,7 @@ class BlockStored(KVEvent):
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    session_id: str | None = None
 
 
 class BlockRemoved(KVEvent):
