@@ -80,7 +80,11 @@ class MeteredVLLMEngine(VLLMEngine):
         source = self.llm_config.model_loading_config.model_source
         if isinstance(source, str) and os.path.isdir(source):
             self.llm_config.get_or_create_callback().ctx.run_init_node = False
-        await super().start()
+        with causes_told():
+            await super().start()
+            await self._rehearse()
+
+    async def _rehearse(self) -> None:
         model = self.vllm_config.model_config
         prompts = rehearsal_prompts(model.max_model_len, model.get_vocab_size())
         most_rows = self.vllm_config.scheduler_config.max_num_seqs
@@ -125,14 +129,13 @@ class MeteredVLLMEngine(VLLMEngine):
         self.vllm_config = vllm_engine_config
         self.events = engine_events(vllm_engine_config)
         try:
-            with causes_told():
-                self.llm = start_engine(
-                    self.make_llm,
-                    vllm_engine_config,
-                    self.meter,
-                    in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
-                    log_requests=vllm_engine_args.enable_log_requests,
-                )
+            self.llm = start_engine(
+                self.make_llm,
+                vllm_engine_config,
+                self.meter,
+                in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
+                log_requests=vllm_engine_args.enable_log_requests,
+            )
         except BaseException:
             if self.events is not None:
                 self.events.close()
