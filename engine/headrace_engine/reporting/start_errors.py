@@ -2,9 +2,10 @@
 
 An engine starts in processes of its own. Such a process logs what went wrong and ends; the replica
 gets vLLM's "Engine core initialization failed. See root cause above.", or an `EngineDeadError` from
-the first steps, and above is a log of another process. So each of these processes also writes its first logged exception to a file of the
-replica's, by the entry point `headrace_start_errors` of `vllm.general_plugins`. The first one to
-write is the cause: a worker logs before the engine that waits for it.
+the first steps, and above is a log of another process. So each of these processes also writes its
+first logged exception to a file of the replica's, by the entry point `headrace_start_errors` of
+`vllm.general_plugins`. The first one to write is the cause: a worker logs before the engine that
+waits for it.
 """
 
 from __future__ import annotations
