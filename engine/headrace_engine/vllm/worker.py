@@ -167,6 +167,6 @@ if current_platform.is_cpu():
             return super().execute_model(self._seeded.prepare(scheduler_output))
 
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[no-redef]
 
 __all__ = ["PlatformWorker"]
