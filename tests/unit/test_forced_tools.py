@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace_decode.apis.forced_tools import with_strict_tools
-from headrace_decode.apis.request_checks import CHAT, COMPLETIONS, MESSAGES, RESPONSES, fields_of
+from headrace_decode.apis.request_checks import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    RequestFields,
+    fields_of,
+)
 
 NAMED = {"type": "function", "name": "tell"}
 FORCED = [
@@ -59,6 +67,22 @@ def test_where_no_call_is_forced_the_body_is_the_same(path: str, choice: Any) ->
     body = json.dumps({"tools": [tool(path)], "tool_choice": choice}).encode()
     fields = fields_of(body)
     assert fields is not None and with_strict_tools(path, fields, body) is body
+
+
+def test_other_fields_keep_their_bytes_however_strange() -> None:
+    strange = b'"x": 1.50e2, "y": ' + b"9" * 400
+    body = b'{"tool_choice": "required", "tools": [{"type": "function", "function": {}}], %b}'
+    fields = fields_of(body % strange)
+    assert fields is not None
+    after = with_strict_tools(CHAT, fields, body % strange)
+    assert all(part in after for part in (b"1.50e2", b"9" * 400, b'"strict":true'))
+
+
+def test_depth_is_left_to_vllm() -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    body = b'{"tool_choice": "required", "tools": [{"type": "function", "x": %b}]}' % deep
+    fields = RequestFields(tool_choice="required", tools=msgspec.Raw(b"[{}]"))
+    assert with_strict_tools(CHAT, fields, body) is body
 
 
 @pytest.mark.parametrize("tools", [None, "x", [], ["x", {}, {"type": "function"}], {"a": 1}])

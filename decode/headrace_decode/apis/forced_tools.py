@@ -13,16 +13,25 @@ import msgspec
 
 from headrace_decode.apis.request_checks import CHAT, MESSAGES, RESPONSES, RequestFields
 
+_Fields = dict[str, msgspec.Raw]
+_decode = msgspec.json.Decoder(_Fields).decode
+_decode_tools = msgspec.json.Decoder(list[_Fields]).decode
+_STRICT = msgspec.Raw(b"true")
+
 
 def with_strict_tools(path: str, fields: RequestFields, body: bytes) -> bytes:
-    """Return the body with the tools that its model must call made strict, or the body itself."""
+    """Return the body with the tools that its model must call made strict, or the body itself. All
+    other fields keep their bytes; vLLM reports what is malformed."""
     if path not in (CHAT, RESPONSES, MESSAGES) or not _forces(path, fields.tool_choice):
         return body
-    document = msgspec.json.decode(body)
-    changed = [tool for tool in _functions(path, document.get("tools")) if _is_silent(tool)]
-    for tool in changed:
-        tool["strict"] = True
-    return msgspec.json.encode(document) if changed else body
+    try:
+        document, tools = _decode(body), _decode_tools(fields.tools)
+        changed = [_made_strict(path, tool) for tool in tools]
+    except (msgspec.DecodeError, RecursionError):
+        return body
+    if not any(changed):
+        return body
+    return msgspec.json.encode({**document, "tools": tools})
 
 
 def _forces(path: str, choice: Any) -> bool:
@@ -30,14 +39,16 @@ def _forces(path: str, choice: Any) -> bool:
     return kind in (("any", "tool") if path == MESSAGES else ("required", "function"))
 
 
-def _functions(path: str, tools: Any) -> list[Any]:
-    """Return what may have the field, for each function among the tools."""
-    known = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    if path == MESSAGES:
-        return known
-    functions = [tool for tool in known if tool.get("type") == "function"]
-    return [tool.get("function") for tool in functions] if path == CHAT else functions
-
-
-def _is_silent(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("strict") is None
+def _made_strict(path: str, tool: _Fields) -> bool:
+    """Make a tool strict if it is a function that says nothing about it; return whether it was."""
+    if path != MESSAGES and bytes(tool.get("type", b"")) != b'"function"':
+        return False
+    if path == CHAT:
+        function = _decode(tool.get("function", b"null"))
+        changed = _made_strict(MESSAGES, function)
+        tool["function"] = msgspec.Raw(msgspec.json.encode(function))
+        return changed
+    if bytes(tool.get("strict", b"null")) != b"null":
+        return False
+    tool["strict"] = _STRICT
+    return True

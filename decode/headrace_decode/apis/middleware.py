@@ -67,7 +67,6 @@ class ApiMiddleware:
             return
         if tenant is not None:
             body = await _with_scoped_media(body, tenant)
-        scope, receive = _with_body(scope, body, receive)
         await self._rest_before_pass(body)
         fields = request_checks.fields_of(body)
         if fields is not None:
@@ -75,9 +74,9 @@ class ApiMiddleware:
             if refusal is not None:
                 await _refuse(send, path, refusal)
                 return
-            if (held := with_strict_tools(path, fields, body)) is not body:
-                scope, receive = _with_body(scope, held, receive)
+            body = with_strict_tools(path, fields, body)
             scope = _named(scope, path, fields)
+        scope, receive = _with_body(scope, body, receive)
         await self._rest_before_pass(body)
         counted = RequestUsage()
         before = USAGE.set(counted)

@@ -45,7 +45,7 @@ def leave_out_store(config: VllmConfig) -> str | None:
         transfer.kv_connector_extra_config["connectors"] = kept
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
     if any(child["kv_connector"] == "NixlConnector" for child in kept):
-        # vLLM chooses it by itself only for connectors that it knows by name.
+        # vLLM chooses this layout for its own connectors, which it finds by their names.
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
     return (
         f"{model.architecture} has layers that keep a state in place of KV, and the store keeps KV "
