@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "contracts"
 OVERRIDES = ROOT / "requirements" / "cpu-overrides.txt"
 EXTRAS = ("cpu", "object", "otlp", "dev")
-USES_VLLM = re.compile(r"^\s*(from|import) vllm|test_contracts", re.MULTILINE)
+USES_VLLM = re.compile(r"^\s*(from|import) vllm", re.MULTILINE)
 APP_TESTS = ("tests/e2e/test_exactness.py",)
 OUR_FILE = re.compile(
     r"\b(?:platform|prefill|decode|kvstore|engine)/headrace\w*/[\w/]+\.py|tests/[\w/]+\.py"
