@@ -30,7 +30,8 @@ def test_an_engine_logs_as_its_replica_was_told_to(capfd: pytest.CaptureFixture[
     logs.set_up("decode", "INFO", True)
     logging.getLogger("headrace").handlers = []  # a new process has the environment alone
     logs.take_up()
-    extra = {"request_id": "r", "_nanoseconds": 1}  # Ray adds such a one to each record
+    # Ray and vLLM add one each to all records of their processes.
+    extra = {"request_id": "r", "_nanoseconds": 1, "vllm_process_name": "EngineCore"}
     logging.getLogger("headrace.sparse").info("%d MiB", 3, extra=extra)
     logging.getLogger("headrace.sparse").debug("not asked for")
     [line] = capfd.readouterr().err.splitlines()

@@ -18,7 +18,11 @@ from typing import Any, TextIO
 ENVIRONMENT = "HEADRACE_LOGS"
 """Name of the variable that holds the arguments of `set_up`, as JSON."""
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+_STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {
+    "message",
+    "asctime",
+    "vllm_process_name",  # vLLM adds it to each record of a process that has imported it
+}
 
 
 class JsonFormatter(logging.Formatter):

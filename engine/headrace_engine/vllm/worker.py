@@ -162,6 +162,8 @@ if current_platform.is_cpu():
 
         def execute_model(self, scheduler_output: Any) -> Any:
             """Run a step like vLLM."""
+            if self.use_v2_model_runner:  # which draws by seed and position, without generators
+                return super().execute_model(scheduler_output)
             if self._seeded is None:
                 self._seeded = SeededPrompts(self.model_runner)
             return super().execute_model(self._seeded.prepare(scheduler_output))
