@@ -45,7 +45,6 @@ class Engine:
             enforce_eager=True,
             max_model_len=8192,
             enable_prefix_caching=True,
-            disable_hybrid_kv_cache_manager=True,
             kv_transfer_config=transfer,
         )
         self._engine = self._llm.llm_engine

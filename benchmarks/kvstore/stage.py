@@ -91,7 +91,7 @@ class Stage:
         self.arena.lookup(self.row, self.hashes)
         parents = [b"", *self.hashes[:-1]]
         depths = list(range(len(self.hashes)))
-        save = BlockSave(self.blocks.tolist(), self.hashes, parents, depths)
+        save = BlockSave([self.blocks.tolist()], self.hashes, parents, depths)
         self.worker.begin(StoreWork(saves={0: save}))
         self.worker.end()
         while not self.worker.finished_jobs():
@@ -105,7 +105,7 @@ class Stage:
         """
         self.arena.lookup(self.row, self.hashes)
         self.arena.lease(self.row, self.hashes, LEASE_S)
-        self.worker.begin(StoreWork(load=BlockLoad(self.blocks.tolist(), self.hashes)))
+        self.worker.begin(StoreWork(load=BlockLoad([self.blocks.tolist()], self.hashes)))
         for name in self.cache.layer_names:
             self.worker.wait(name)
         self.worker.end()

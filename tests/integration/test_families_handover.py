@@ -3,6 +3,7 @@ process, over NIXL; and computed by the decode engine if a pull fails."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from headrace_engine.kv_transfer.handoff import produce_params
-from tests.support.cross_layer_models import FusingEngines
+from tests.support.cross_layer_models import BLOCK, FusingEngines
 from tests.support.families import write_family
+from tests.support.machine import until
 from tests.support.prompts import noise
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -72,4 +74,38 @@ def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
     for answer, truth in zip(pulled(wrong), plain, strict=True):
         assert answer["cached"] == 0
         assert not exact or answer["tokens"] == truth["tokens"]
+    assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_a_prompt_whose_pull_fails_is_loaded_from_the_store(
+    processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
+) -> None:
+    model, (prefill, decode) = write_family(tmp_path, family), processes
+    options = {"max_num_batched_tokens": STEP_TOKENS}
+    decode.do("open", model=str(model), **options)
+    plain = decode.do("answers", prompts=PROMPTS, max_tokens=ANSWER)
+    name = f"headrace-test-{uuid.uuid4().hex[:12]}"
+    store = {"name": name, "folder": str(tmp_path), "dram_bytes": 64 << 20, "node": False}
+    for engines in processes:
+        engines.do("open", model=str(model), store=store, hands_over=True, **options)
+
+    def pulled(order: list[int]) -> list[dict[str, Any]]:
+        until(lambda: decode.do("forget"))
+        keep = [produce_params()] * len(PROMPTS)
+        kept = prefill.do("answers", prompts=PROMPTS, max_tokens=1, transfers=keep)
+        transfers = [kept[i]["transfer"] for i in order]
+        found: list[dict[str, Any]] = decode.do(
+            "answers", prompts=PROMPTS, max_tokens=ANSWER, transfers=transfers
+        )
+        return found
+
+    right = list(range(len(PROMPTS)))
+    for answer, truth, prompt in zip(pulled(right), plain, PROMPTS, strict=True):
+        assert answer["cached"] >= len(prompt) - 1
+        assert answer["tokens"] == truth["tokens"]
+    assert decode.do("transfers") == {"proved": len(PROMPTS)}
+    for answer, truth, prompt in zip(pulled([*right[1:], right[0]]), plain, PROMPTS, strict=True):
+        assert answer["cached"] == (len(prompt) - 1) // BLOCK * BLOCK
+        assert answer["tokens"] == truth["tokens"]
     assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)

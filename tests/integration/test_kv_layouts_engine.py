@@ -102,8 +102,8 @@ def assert_found(answers: list[Any], cold: list[Any], layout: Layout) -> None:
         assert answer["logprobs"] == pytest.approx(truth["logprobs"], abs=LOGPROB_TOLERANCE)
 
 
-def assert_kept(machine: Machine, model: Path, layout: Layout) -> None:
-    """One engine saves, another one loads from DRAM, then from the disk."""
+def assert_kept(machine: Machine, model: Path, layout: Layout) -> list[Any]:
+    """One engine saves, another one loads from DRAM, then from the disk. Returns the answers."""
     before = machine.on_disk()
     machine.open(model, layout)
     cold = machine.ask(layout)
@@ -124,6 +124,7 @@ def assert_kept(machine: Machine, model: Path, layout: Layout) -> None:
 
     until(from_disk)
     assert_found(answers, cold, layout)
+    return cold
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -134,17 +135,9 @@ def test_what_one_engine_saved_another_loads_from_dram_and_from_disk(
     assert_kept(machine, layout.write(machine.folder / name), layout)
 
 
-@pytest.fixture(scope="module")
-def windows(machine: Machine) -> Path:
-    return WINDOWS.write(machine.folder / "windows")
-
-
-def test_windows_of_attention_are_kept_as_one_cache_group(machine: Machine, windows: Path) -> None:
-    """vLLM makes one group of all layers where a connector keeps no more."""
-    assert_kept(machine, windows, WINDOWS)
-
-
-def test_two_cache_groups_are_refused_at_the_start(machine: Machine, windows: Path) -> None:
-    told = "HeadraceConnector does not support HMA .* set `--disable-hybrid-kv-cache-manager`"
-    with pytest.raises(RuntimeError, match=told):
-        machine.open(windows, WINDOWS, disable_hybrid_kv_cache_manager=False)
+def test_windows_of_attention_are_kept_with_one_cache_group_and_with_two(machine: Machine) -> None:
+    """By default vLLM makes two groups, whose engines share blocks with those of one."""
+    model = WINDOWS.write(machine.folder / "windows")
+    cold = assert_kept(machine, model, WINDOWS)
+    machine.open(model, WINDOWS, disable_hybrid_kv_cache_manager=True)
+    assert_found(machine.ask(WINDOWS), cold, WINDOWS)

@@ -21,7 +21,7 @@ from headrace_lab.models.decoder import Decoder
 from tests.support import run
 from tests.support.forked import Forked
 from tests.support.program import IN_ONE_PROCESS, engine_environment
-from tests.support.stored import checked_nixl_connector, side_channel, store_connector
+from tests.support.stored import beside, checked_nixl_connector, side_channel, store_connector
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 6, 4, 2, 32, 128, 512
 BLOCK = 32
@@ -153,12 +153,18 @@ class Engines:
         """
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
         self.close()
         if store is not None:
             options["kv_transfer_config"] = KVTransferConfig(**store_connector(store))
         if hands_over:
-            options["kv_transfer_config"] = KVTransferConfig(**checked_nixl_connector())
+            transfer = checked_nixl_connector()
+            if store is not None:
+                # MultiConnector takes statistics for mappings, as they are between two processes.
+                KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
+                transfer = beside(transfer, store_connector(store))
+            options["kv_transfer_config"] = KVTransferConfig(**transfer)
         self._llm = LLM(
             model,
             dtype=options.pop("dtype", "float32"),

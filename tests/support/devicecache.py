@@ -12,7 +12,11 @@ from headrace_kvstore.blocks.sharding import WHOLE_LAYER, Shard
 
 
 def check_against_host(
-    caches: dict[str, torch.Tensor], blocks: int, device: str, held: Shard = WHOLE_LAYER
+    caches: dict[str, torch.Tensor],
+    blocks: int,
+    device: str,
+    held: Shard = WHOLE_LAYER,
+    groups: dict[str, int] | None = None,
 ) -> None:
     """Save from and load to `device`, some blocks at a time, and compare with the same on the host.
 
@@ -20,12 +24,13 @@ def check_against_host(
         caches: on the CPU, strided as on the device.
         blocks: the scheduler's block count.
         held: which parts of each stored layer they hold.
+        groups: number of each layer's cache group, 0 or 1; None if there is one group.
     """
     for tensor in caches.values():
         _bytes(tensor).copy_(torch.randint(0, 255, _bytes(tensor).shape, dtype=torch.uint8))
     theirs = _moved(caches, device)
-    host_layout = BlockLayout.of_tensors(caches, blocks, held)
-    layout = BlockLayout.of_tensors(theirs, blocks, held)
+    host_layout = BlockLayout.of_tensors(caches, blocks, held, groups)
+    layout = BlockLayout.of_tensors(theirs, blocks, held, groups)
     host = EngineCache(host_layout)
     cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
     cache.warm()
@@ -37,7 +42,9 @@ def check_against_host(
         host_layout.layers[0].axes,
     )
 
-    ids = np.array([3, 0, 4, 1, 5])
+    ids, order = np.array([3, 0, 4, 1, 5]), np.array([1, 5, 0, 3, 4])
+    if groups is not None:  # both without block 2
+        ids, order = np.stack([ids, order], 1), np.stack([order, ids], 1)
     seeds = np.arange(len(ids) * parts, dtype=np.uint64).reshape(len(ids), parts)
     wanted, payloads = _payloads(host_layout, len(ids))
     sums = host.save(ids, payloads, seeds)
@@ -49,10 +56,11 @@ def check_against_host(
 
     # As whole numbers: random bytes hold NaNs, which equal nothing.
     before = {name: tensor.clone().view(torch.int16) for name, tensor in theirs.items()}
-    order = np.array([1, 5, 0, 3, 4])  # each payload into another block than it came from
+    # Each payload goes into another block than it came from.
     under_way = [
-        cache.start(layer, order, addresses, seeds[:, columns])
-        for layer, columns in enumerate(mine)
+        cache.start(layer, rows, addresses, seeds[:, columns])
+        for (layer, columns), group in zip(enumerate(mine), layout.groups, strict=True)
+        for rows in [order if groups is None else order[:, group]]
     ]
     for columns, there in zip(mine, under_way, strict=True):
         assert (there() == sums[:, columns]).all()

@@ -76,7 +76,6 @@ class Engine:
             max_num_batched_tokens=512,
             max_num_seqs=4,
             num_gpu_blocks_override=BLOCKS,
-            disable_hybrid_kv_cache_manager=True,
             scheduler_cls=EXTENSIBLE_SCHEDULERS[True],
             kv_transfer_config=KVTransferConfig(**composite),
             **speculation,

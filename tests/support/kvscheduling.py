@@ -110,7 +110,7 @@ class Engine:
 
     def admit(self, local: int = 0) -> int:
         external = self.scheduler.matched(self.request, local)
-        self.scheduler.allocated(self.request, self.blocks, external)
+        self.scheduler.allocated(self.request, [self.blocks], external)
         self.request.num_computed_tokens = local + external
         return external
 
@@ -156,4 +156,4 @@ class Engine:
 
 def saved(work: StoreWork) -> list[int]:
     """The blocks that a step saves."""
-    return [block for save in work.saves.values() for block in save.blocks]
+    return [block for save in work.saves.values() for group in save.blocks for block in group]

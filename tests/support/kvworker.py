@@ -45,7 +45,7 @@ class PlainCache(EngineCache):
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         sums = np.zeros((len(blocks), LAYERS), np.uint64)
-        for i, (block, payload) in enumerate(zip(blocks, payloads, strict=True)):
+        for i, ([block], payload) in enumerate(zip(blocks, payloads, strict=True)):
             for layer in range(LAYERS):
                 here = self.data[layer, block].ctypes.data
                 ctypes.memmove(int(payload) + layer * LAYER_BYTES, here, LAYER_BYTES)
@@ -81,7 +81,7 @@ class Node:
 def save(worker: WorkerConnector, blocks: list[int], job: int = 1, tenant: str = "") -> None:
     names = [HASHES[b] for b in blocks]
     parents = [HASHES[b - 1] if b else b"" for b in blocks]
-    worker.begin(StoreWork(saves={job: BlockSave(blocks, names, parents, blocks, tenant)}))
+    worker.begin(StoreWork(saves={job: BlockSave([blocks], names, parents, blocks, tenant)}))
     worker.end()
     limit = time.monotonic() + 5
     while job not in worker.finished_jobs():

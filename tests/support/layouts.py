@@ -135,4 +135,5 @@ WINDOWS = Layout(
     cross_layer_models.LAYERS,
     GQA_BYTES,
 )
-"""Every second layer sees the last `WINDOW` tokens alone: two cache groups, if vLLM makes them."""
+"""Every second layer sees the last `WINDOW` tokens alone: two cache groups, unless vLLM is told to
+make one."""

@@ -8,7 +8,7 @@ hold its heads of it, as vLLM shares them out.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import SimpleNamespace
@@ -97,6 +97,7 @@ class RankedEngine:
     Args:
         store: settings of the connector.
         seed: of what its caches hold at first.
+        groups: number of cache groups; layers take turns. `fill` and `content` are for one.
     """
 
     def __init__(
@@ -106,15 +107,21 @@ class RankedEngine:
         store: dict[str, Any],
         seed: int,
         layout: KVCacheLayout = KVCacheLayout.LBHNC,
+        groups: int = 1,
     ) -> None:
-        self._model, self._ranks = model, ranks
+        self._model, self._ranks, self._groups = model, ranks, groups
+        self._failed: set[str] = set()
         self._job, spec = 0, model.spec(ranks)
         names = [model.name(layer) for layer in model.own]
-        layer_stride, block_stride, *_ = compute_layout_strides(spec, BLOCKS, len(names), layout)
-        size = BLOCKS * len(names) * spec.page_size_bytes
-        memory = KVCacheTensor(size, names, layer_stride, block_stride)
-        group = KVCacheGroupSpec(names, spec)
-        cache_config = KVCacheConfig(BLOCKS, [memory], [group], kv_cache_layout=layout.name)
+        own = [names[group::groups] for group in range(groups)]
+        layer_stride, block_stride, *_ = compute_layout_strides(spec, BLOCKS, len(own[0]), layout)
+        size = BLOCKS * len(own[0]) * spec.page_size_bytes
+        cache_config = KVCacheConfig(
+            BLOCKS,
+            [KVCacheTensor(size, each, layer_stride, block_stride) for each in own],
+            [KVCacheGroupSpec(each, spec) for each in own],
+            kv_cache_layout=layout.name,
+        )
 
         def connector(role: KVConnectorRole, rank: int) -> HeadraceConnector:
             config: Any = model.config(ranks, rank, {"dram_bytes": DRAM_BYTES, **store})
@@ -123,26 +130,47 @@ class RankedEngine:
 
         self.scheduler = connector(KVConnectorRole.SCHEDULER, 0)
         self.workers = [connector(KVConnectorRole.WORKER, rank) for rank in range(ranks)]
-        self._caches = []
+        self.caches: list[list[torch.Tensor]] = []
         for worker in self.workers:
             caches = allocate_kv_cache(cache_config, torch.device("cpu"), layout, None)
-            self._caches.append([caches[name] for name in names])
+            self.caches.append([caches[name] for name in names])
             lent = {model.name(a): caches[model.name(b)] for a, b in model.borrowed}
             worker.register_kv_caches(caches | lent)
-        self.fill(model.kv(seed))
+        if groups == 1:
+            self.fill(model.kv(seed))
 
     def fill(self, kv: np.ndarray) -> None:
         """Have the caches hold this KV."""
-        for rank, caches in enumerate(self._caches):
+        for rank, caches in enumerate(self.caches):
             for layer, cache in enumerate(caches):
                 mine = torch.from_numpy(kv[layer][:, self._heads(rank)])
                 cache.view(torch.int16)[:] = mine
+
+    def place(self, kv: np.ndarray, blocks: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
+        """Have the caches hold some blocks of this KV, where `ids` says for each group."""
+        for layer, rank, cache, id_, block in self._placed(blocks, ids):
+            cache[id_] = torch.from_numpy(kv[layer, block, self._heads(rank)])
+
+    def placed(self, blocks: Sequence[int], ids: Sequence[Sequence[int]]) -> np.ndarray:
+        """The KV that the caches hold in these places; 0 where an id is negative."""
+        shape = len(self._model.own), BLOCKS, self._model.heads, TOKENS, self._model.content
+        kv = np.zeros(shape, np.int16)
+        for layer, rank, cache, id_, block in self._placed(blocks, ids):
+            kv[layer, block, self._heads(rank)] = cache[id_].numpy()
+        return kv
+
+    def _placed(self, blocks: Sequence[int], ids: Sequence[Sequence[int]]) -> Iterator[Any]:
+        for rank, caches in enumerate(self.caches):
+            for layer, cache in enumerate(caches):
+                for id_, block in zip(ids[layer % self._groups], blocks, strict=True):
+                    if id_ >= 0:
+                        yield layer, rank, cache.view(torch.int16), id_, block
 
     def content(self) -> np.ndarray:
         """The KV that the caches hold. Ranks that hold the same heads hold the same KV."""
         shape = len(self._model.own), BLOCKS, self._model.heads, TOKENS, self._model.content
         kv, known = np.zeros(shape, np.int16), np.zeros(self._model.heads, np.bool_)
-        for rank, caches in enumerate(self._caches):
+        for rank, caches in enumerate(self.caches):
             heads = self._heads(rank)
             mine = np.stack([cache.view(torch.int16).numpy() for cache in caches])
             assert not known[heads].any() or (kv[:, :, heads] == mine).all()
@@ -157,11 +185,22 @@ class RankedEngine:
         first = rank // (ranks // heads)
         return slice(first, first + 1)
 
-    def save(self, blocks: Sequence[int], ranks: Sequence[int] | None = None) -> None:
-        """Save blocks; `ranks` says which workers do, in which order."""
+    def save(
+        self,
+        blocks: Sequence[int],
+        ranks: Sequence[int] | None = None,
+        ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Save blocks; `ranks` says which workers do, in which order; `ids`, where each group has
+        them."""
         self._job += 1
         parents = [HASHES[block - 1] if block else b"" for block in blocks]
-        save = BlockSave(list(blocks), [HASHES[block] for block in blocks], parents, list(blocks))
+        save = BlockSave(
+            [list(each) for each in ids or [blocks]],
+            [HASHES[block] for block in blocks],
+            parents,
+            list(blocks),
+        )
         for rank in range(self._ranks) if ranks is None else ranks:
             self._step(rank, StoreWork(saves={self._job: save}))
             deadline = time.monotonic() + 20
@@ -171,29 +210,35 @@ class RankedEngine:
 
     def load(self, blocks: Sequence[int], places: dict[bytes, Any] | None = None) -> set[int]:
         """Load blocks; which of them any worker could not load."""
-        load = BlockLoad(list(blocks), [HASHES[block] for block in blocks], places or {})
+        load = BlockLoad([list(blocks)], [HASHES[block] for block in blocks], places or {})
         failed: list[set[int]] = []
         for rank, worker in enumerate(self.workers):
             self._step(rank, StoreWork(load=load))
             failed.append(worker.get_block_ids_with_load_errors())
         return reduce(set.union, failed)
 
-    def load_ahead(self, blocks: Sequence[int]) -> set[int]:
-        """As `load`, ahead of the step that needs them."""
-        load = BlockLoad(list(blocks), [HASHES[block] for block in blocks])
-        failed: set[int] = set()
+    def load_ahead(
+        self,
+        blocks: Sequence[int],
+        ids: Sequence[Sequence[int]] = (),
+        places: dict[bytes, Any] | None = None,
+    ) -> set[int | str]:
+        """As `load`, ahead of the step that needs them; or which request failed."""
+        into = [list(each) for each in ids or [blocks]]
+        load = BlockLoad(into, [HASHES[block] for block in blocks], places or {})
+        failed: set[int | str] = set()
         for rank, worker in enumerate(self.workers):
             received = self._step(rank, StoreWork(ahead={"waits": load}))
             deadline = time.monotonic() + 20
-            while received is None:
+            while not received:
                 assert time.monotonic() < deadline, "the load did not end"
                 time.sleep(0.001)
                 received = self._step(rank, StoreWork())
             assert received == {"waits"}
-            failed |= worker.get_block_ids_with_load_errors()
+            failed |= worker.get_block_ids_with_load_errors() | self._failed
         return failed
 
-    def _step(self, rank: int, work: StoreWork) -> set[str] | None:
+    def _step(self, rank: int, work: StoreWork) -> set[str]:
         """Returns the requests whose load ahead has ended."""
         worker = self.workers[rank]
         worker.bind_connector_metadata(StepMetadata(work))
@@ -201,9 +246,10 @@ class RankedEngine:
         layers = [*self._model.own, *(layer for layer, _ in self._model.borrowed)]
         for layer in sorted(layers):
             worker.wait_for_layer_load(self._model.name(layer))
-        _, received = worker.get_finished(set())
+        results = worker.get_transfer_results(set())
+        self._failed = results.failed_recving
         worker.clear_connector_metadata()
-        return received
+        return results.finished_recving
 
     def close(self) -> None:
         for connector in (*self.workers, self.scheduler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -30,8 +32,23 @@ from headrace_engine.store_connector import HeadraceConnector
 from tests.support.tiny import tiny_llama
 
 BLOCKS, BLOCK, PAGE, LAYERS = 40, 128, 32, 2
-SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
-NAMES = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+SIZES: dict[str, Any] = {
+    **{"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64},
+    "dtype": torch.float32,
+}
+SPEC = FullAttentionSpec(**SIZES)
+
+
+def layer_name(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def sliding(window: int) -> SlidingWindowSpec:
+    """A layer that sees the last `window` tokens alone; otherwise as SPEC."""
+    return SlidingWindowSpec(**SIZES, sliding_window=window)
+
+
+NAMES = [layer_name(n) for n in range(LAYERS)]
 STEP = SimpleNamespace(attn_metadata="a step", cudagraph_runtime_mode=CUDAGraphMode.NONE)
 
 
@@ -42,6 +59,9 @@ class Scheduled:
         folder: of the arena.
         blocks: of the cache. scheduler: its class. spec: of a layer. step_tokens: of a step.
         told: `additional_config`. asynchronous: steps are scheduled before their predecessors end.
+        groups: specs of cache groups, as vLLM makes them: layers take turns, and those of different
+            groups lie in the same memory. Without it there is one group with `spec`.
+        layers: of a group.
         more: arguments of the engine.
     """
 
@@ -54,6 +74,8 @@ class Scheduled:
         step_tokens: int = 4096,
         told: dict[str, Any] | None = None,
         asynchronous: bool = False,
+        groups: Sequence[Any] = (),
+        layers: int = LAYERS,
         **more: Any,
     ) -> None:
         init_none_hash(sha256_cbor)
@@ -66,7 +88,7 @@ class Scheduled:
             num_gpu_blocks_override=blocks,
             additional_config=told or {},
             async_scheduling=False,
-            disable_hybrid_kv_cache_manager=True,
+            disable_hybrid_kv_cache_manager=not groups,
             prefix_caching_hash_algo="sha256_cbor",
             kv_transfer_config=KVTransferConfig(
                 kv_connector="HeadraceConnector",
@@ -86,19 +108,28 @@ class Scheduled:
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.block_size = BLOCK
+        specs = groups or [spec]
+        self.names = [layer_name(n) for n in range(layers * len(specs))]
+        self.groups = [self.names[n :: len(specs)] for n in range(len(specs))]
         size = blocks * spec.page_size_bytes
         cache = KVCacheConfig(
             blocks,
-            [KVCacheTensor(size, [name], size, spec.page_size_bytes) for name in NAMES],
-            [KVCacheGroupSpec(NAMES, spec)],
+            [
+                KVCacheTensor(size, [name], size, spec.page_size_bytes)
+                for names in self.groups
+                for name in names
+            ],
+            [KVCacheGroupSpec(*each) for each in zip(self.groups, specs, strict=True)],
         )
         register_all_kvcache_specs(config)
         manager = StructuredOutputManager(config)
         self.scheduler: Any = scheduler(config, cache, manager, block_size=BLOCK)
         self.connector: Any = self.scheduler.connector
         self.worker: Any = HeadraceConnector(config, KVConnectorRole.WORKER, cache)
-        pages = torch.randn(LAYERS, blocks * BLOCK // PAGE, 2, PAGE, 128)
-        self.caches = dict(zip(NAMES, pages, strict=True))
+        pages = torch.randn(layers, blocks * BLOCK // PAGE, 2, PAGE, 128)
+        self.caches = {
+            name: page for names in self.groups for name, page in zip(names, pages, strict=True)
+        }
         self.worker.register_kv_caches(self.caches)
         self.steps: list[dict[str, int]] = []
 
@@ -110,15 +141,9 @@ class Scheduled:
         worker = self.worker
         worker.bind_connector_metadata(output.kv_connector_metadata)
         worker.start_load_kv(STEP)
-        for name in NAMES:
+        for name in self.names:
             worker.wait_for_layer_load(name)
-        _, received = worker.get_finished(set())
-        told = KVConnectorOutput(
-            finished_recving=received,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
+        told = self.connector_output()
         names = list(output.num_scheduled_tokens)
         done = [self.scheduler.requests[n].num_computed_tokens for n in names]
         wanted = [self.scheduler.requests[n].num_tokens for n in names]
@@ -126,6 +151,18 @@ class Scheduled:
         places = {name: number for number, name in enumerate(names)}
         result = ModelRunnerOutput(names, places, sampled, kv_connector_output=told)
         self.scheduler.update_from_output(output, result)
+
+    def connector_output(self) -> KVConnectorOutput:
+        """End a step of the worker's side."""
+        worker, results = self.worker, self.worker.get_transfer_results(set())
+        output = KVConnectorOutput(
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return output
 
     def begins(self, output: Any) -> None:
         """What a worker does with a step's output before anything else."""

@@ -213,18 +213,13 @@ class Engine:
             if hands_over:
                 # MultiConnector takes statistics for mappings, as they are between two processes.
                 KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
-                connector = connector_of(
-                    "HeadracePDConnector",
-                    "headrace_engine.connector.composite",
-                    {"connectors": [checked_nixl_connector(), connector]},
-                )
+                connector = beside(checked_nixl_connector(), connector)
             transfer = KVTransferConfig(**connector)
         usual = {"dtype": "float32", "enforce_eager": True, "max_model_len": 8192}
         self._llm = LLM(
             model,
             **(usual | more),
             enable_prefix_caching=prefix_caching,
-            disable_hybrid_kv_cache_manager=True,
             disable_log_stats=False,
             tensor_parallel_size=ranks,
             distributed_executor_backend="mp" if ranks > 1 else None,
@@ -351,6 +346,12 @@ def checked_nixl_connector() -> dict[str, Any]:
     """A transfer configuration with NIXL, and a fingerprint of all KV."""
     checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
     return connector_of("NixlConnector", "headrace_engine.pull_proof.connector", checks)
+
+
+def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """A transfer configuration with several connectors."""
+    settings = {"connectors": list(connectors)}
+    return connector_of("HeadracePDConnector", "headrace_engine.connector.composite", settings)
 
 
 def connector_of(name: str, module: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Ernie4_5Config, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    Ernie4_5Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from tests.support.program import say
@@ -55,6 +61,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "yarn": lambda: LlamaConfig(**SIZES, rope_parameters=YARN, architectures=[LLAMA]),
     "longrope": lambda: LlamaConfig(**SIZES, rope_parameters=LONGROPE, architectures=[LLAMA]),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES,
+        sliding_window=BLOCK,
+        layer_types=["sliding_attention", "full_attention"],
+        architectures=["Gemma3ForCausalLM"],
+    ),
     "mixtral": lambda: MixtralConfig(
         **SIZES,
         num_local_experts=4,
@@ -121,7 +133,6 @@ def tried(name: str, folder: Path) -> dict[str, Any]:
         max_num_batched_tokens=512,
         max_num_seqs=4,
         num_gpu_blocks_override=BLOCKS,
-        disable_hybrid_kv_cache_manager=True,
         worker_cls=EXTENSIBLE_WORKER,
         scheduler_cls=EXTENSIBLE_SCHEDULERS[True],
         additional_config={

@@ -199,3 +199,12 @@ def test_who_pulls_reused_kv_is_told_and_keeps_all_of_it_private(engine: Schedul
 def test_who_computes_its_own_prompt_tells_nobody(engine: Scheduled) -> None:
     connector, asked = reusing(engine, [[5, 9, 300]], set())
     assert connector.request_finished(asked, []) == (False, None)
+
+
+def test_an_engine_of_several_cache_groups_blends_nothing() -> None:
+    connector, asked = Reusing(), SimpleNamespace(request_id="r", num_tokens=PROMPT)
+    connector.find = lambda *_: {"runs": [[0, 0, 300]]}  # type: ignore[method-assign]
+    found = []
+    for connector._has_one_group in (True, False):
+        found.append(connector.get_num_new_matched_tokens(asked, 0))
+    assert found == [(PROMPT - 1, True), (0, False)]

@@ -11,6 +11,8 @@ from headrace_engine.vllm.kv_cache import FILE_FORMATS
 from tests.support.contracts import assert_fields, assert_takes, find
 
 SCHEDULER = "engine/headrace_engine/connector/scheduler_connector.py"
+SAVER = "engine/headrace_engine/connector/request_saver.py"
+HOLDS = "engine/headrace_engine/connector/step_holds.py"
 SAVES = "engine/headrace_engine/connector/save_queue.py"
 CONNECTOR = "engine/headrace_engine/connector/connector.py"
 DIVISION = "engine/headrace_engine/connector/supported_engines.py"
@@ -30,6 +32,8 @@ def test_the_connectors_calls_are_vllms() -> None:
         ("update_state_after_alloc", "request", "blocks", "num_external_tokens"),
         ("build_connector_meta", "scheduler_output"),
         ("request_finished", "request", "block_ids"),
+        ("has_pending_block_frees",),
+        ("get_transfer_results", "finished_req_ids"),
         ("update_connector_output", "connector_output"),
         ("has_pending_push_work",),
         ("register_kv_caches", "kv_caches"),
@@ -58,8 +62,55 @@ def test_blocks_can_be_held() -> None:
     assert_takes(f"{pool}.free_blocks", SAVES, "ordered_blocks")
     assert_takes(f"{pool}.get_num_free_blocks", SAVES)
     assert "self.blocks" in inspect.getsource(find(pool, SAVES))
+    assert_fields("vllm.v1.core.kv_cache_utils:KVCacheBlock", SAVES, "ref_cnt")
     reset = inspect.getsource(find(f"{pool}.reset_prefix_cache", SAVES))
     assert "num_used_blocks != 1" in reset, "a reset needs all blocks free but one"
+
+
+def test_several_cache_groups_are_handed_over() -> None:
+    base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    finished = f"{base}:SupportsHMA.request_finished_all_groups"
+    assert_takes(finished, CONNECTOR, "self", "request", "block_ids")
+    assert_fields(f"{base}:KVConnectorTransferResults", CONNECTOR, "failed_recving")
+    pool = find("vllm.v1.core.block_pool:BlockPool", SCHEDULER)
+    source = inspect.getsource(pool.__init__)
+    first = "self.null_block = self.free_block_queue.popleft()"
+    assert first in source, f"the null block has another id than 0: mend {SCHEDULER}"
+    for name in ("RSWASpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"):
+        find(f"vllm.v1.kv_cache_interface:{name}", COMPAT)
+
+
+def test_blocks_leave_a_window_when_a_step_is_scheduled_and_when_a_request_ends() -> None:
+    """By the tokens of steps whose output has come; those that a step fills are still there."""
+    allocate = "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots"
+    source = inspect.getsource(find(allocate, HOLDS))
+    assert "max(0, total_computed_tokens - request.num_in_flight_tokens)" in source, HOLDS
+    ended = inspect.getsource(find(f"{VLLM_SCHEDULER}._connector_finished", HOLDS))
+    removed = ended.index("remove_skipped_blocks(")
+    assert removed < ended.index("request_finished_all_groups("), HOLDS
+
+
+def test_a_request_waits_for_blocks_that_a_connector_will_free() -> None:
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}.schedule", CONNECTOR))
+    waits = source.index("self.connector.has_pending_block_frees()")
+    assert waits < source.index("self._preempt_request("), f"mend {CONNECTOR}"
+
+
+def test_a_request_whose_load_failed_is_computed_from_its_start() -> None:
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}._handle_failed_recving", CONNECTOR))
+    assert "request.num_computed_tokens = 0" in source, f"mend {CONNECTOR}"
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}._handle_invalid_blocks", CONNECTOR))
+    assert "len(self.kv_cache_config.kv_cache_groups) > 1" in source, (
+        f"vLLM recovers single blocks of several groups: mend {CONNECTOR}"
+    )
+
+
+def test_connectors_hear_of_a_steps_output_when_its_tokens_are_counted() -> None:
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}.update_from_output", SAVER))
+    told = source.index("self._update_from_kv_xfer_finished(")
+    assert source.index("num_in_flight_tokens -=") < told, f"mend {SAVER}"
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}._update_from_kv_xfer_finished", SAVER))
+    assert "self.connector.update_connector_output(" in source, f"mend {SAVER}"
 
 
 def test_a_request_tells_what_is_confirmed() -> None:
@@ -98,6 +149,7 @@ def test_a_step_names_its_requests_and_their_blocks() -> None:
         "scheduled_cached_reqs",
         "num_scheduled_tokens",
         "total_num_scheduled_tokens",
+        "preempted_req_ids",
     )
 
 
@@ -159,6 +211,7 @@ def test_the_namespace_can_be_told() -> None:
         "num_blocks",
         "kv_cache_groups",
         "kv_cache_layout",
+        "hash_block_size",
     )
 
 

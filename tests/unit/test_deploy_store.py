@@ -44,6 +44,7 @@ def test_an_engine_with_nixl_gets_the_store_beside_it() -> None:
     assert transfer["kv_load_failure_policy"] == store["kv_load_failure_policy"] == "recompute"
     found = store_settings(Transfer(transfer))
     assert found == StoreSettings(name="kv", dram_bytes=2**30)
+    assert changed.keys() == {"dtype", "kv_transfer_config"}
 
 
 def test_all_engines_of_an_app_share_one_name_that_no_other_app_has() -> None:

@@ -83,10 +83,10 @@ def test_a_request_that_would_hold_up_another_one_is_loaded_ahead_of_its_step() 
     engine.others("other")
     assert engine.scheduler.matched(req, 0) == 4 * B
     assert engine.scheduler.loads_ahead(req)
-    engine.scheduler.allocated(req, engine.blocks, 4 * B)
+    engine.scheduler.allocated(req, [engine.blocks], 4 * B)
     work = engine.idle()
     assert work.load == BlockLoad()
-    assert work.ahead == {"r": BlockLoad(engine.blocks[:4], req.block_hashes[:4])}
+    assert work.ahead == {"r": BlockLoad([engine.blocks[:4]], req.block_hashes[:4])}
 
 
 def test_an_engine_that_computes_nothing_else_loads_under_the_step() -> None:
@@ -115,7 +115,7 @@ def test_where_vllm_recovers_no_load_under_a_step_all_are_made_ahead() -> None:
     engine = Busy(Store(set(req.block_hashes)), req, costs=price(), under_steps=False)
     assert engine.admit() == 4 * B
     work = engine.idle()
-    assert work.load == BlockLoad() and work.ahead["r"].blocks == engine.blocks[:4]
+    assert work.load == BlockLoad() and work.ahead["r"].blocks == [engine.blocks[:4]]
     assert engine.scheduler.matched(req, 0) == 0, "what did not come is computed"
     engine.step(4 * B, new=True)
     engine.request.num_computed_tokens = 0
@@ -140,7 +140,7 @@ def test_a_load_ahead_of_a_slow_tier_keeps_its_limit() -> None:
     engine.others("other")
     tiers.ready = True
     assert engine.scheduler.matched(req, 0) == 4 * B and engine.scheduler.loads_ahead(req)
-    engine.scheduler.allocated(req, engine.blocks, 4 * B)
+    engine.scheduler.allocated(req, [engine.blocks], 4 * B)
     load = engine.idle().ahead["r"]
     assert set(load.places) == set(req.block_hashes[:4])
     assert load.limits_s == [pytest.approx(costs.compute_s(0, 4 * B))]
@@ -208,7 +208,7 @@ def test_a_slow_copy_does_not_lengthen_a_decode_step(node: Node) -> None:
     worker, cache, device = slow(node)
     save(worker, [0, 1])
     decode(worker, cache, device, StoreWork(shape=PROMPT))
-    ahead = {"r": BlockLoad([0, 1], HASHES[:2])}
+    ahead = {"r": BlockLoad([[0, 1]], HASHES[:2])}
     decode(worker, cache, device, StoreWork(ahead=ahead, shape=PROMPT))
     assert cache.other.asked.wait(20), "the copy is under way"
     for _ in range(3):
@@ -228,7 +228,8 @@ def test_a_steps_own_load_waits_for_no_load_ahead(node: Node) -> None:
     worker, cache, device = slow(node)
     save(worker, [0, 1, 2])
     cache.data[:, 2] = 0
-    work = StoreWork(load=BlockLoad([2], HASHES[2:3]), ahead={"r": BlockLoad([0, 1], HASHES[:2])})
+    ahead = {"r": BlockLoad([[0, 1]], HASHES[:2])}
+    work = StoreWork(load=BlockLoad([[2]], HASHES[2:3]), ahead=ahead)
     decode(worker, cache, device, work)
     assert cache.data[:, 2].any() and worker.loaded_ahead() == set()
     assert cache.other.fenced == 1, "blocks may still be in use by steps that were queued before"
@@ -239,7 +240,7 @@ def test_blocks_that_do_not_come_ahead_are_told_with_their_request(node: Node) -
     worker, cache, device = slow(node)
     save(worker, [0])
     cache.other.comes.set()
-    decode(worker, cache, device, StoreWork(ahead={"r": BlockLoad([0, 1], HASHES[:2])}))
+    decode(worker, cache, device, StoreWork(ahead={"r": BlockLoad([[0, 1]], HASHES[:2])}))
     ended(worker)
     decode(worker, cache, device, StoreWork())
     assert (worker.loaded_ahead(), worker.failed_blocks()) == ({"r"}, {1})
@@ -253,13 +254,13 @@ def test_a_load_ahead_that_fails_ends(node: Node, monkeypatch: pytest.MonkeyPatc
         raise MemoryError("no")
 
     monkeypatch.setattr(cache.other, "load", broken)
-    decode(worker, cache, device, StoreWork(ahead={"r": BlockLoad([0], HASHES[:1])}))
+    decode(worker, cache, device, StoreWork(ahead={"r": BlockLoad([[0]], HASHES[:1])}))
     ended(worker)
     decode(worker, cache, device, StoreWork())
     assert (worker.loaded_ahead(), worker.failed_blocks()) == ({"r"}, {0})
     assert cache.other.drained, "nothing arrives later in blocks that are computed"
     monkeypatch.setattr(worker, "_sources", broken)
-    decode(worker, cache, device, StoreWork(ahead={"s": BlockLoad([0], HASHES[:1])}))
+    decode(worker, cache, device, StoreWork(ahead={"s": BlockLoad([[0]], HASHES[:1])}))
     ended(worker)
     decode(worker, cache, device, StoreWork())
     assert (worker.loaded_ahead(), worker.failed_blocks()) == ({"s"}, {0})
@@ -302,7 +303,7 @@ def test_a_full_graph_begins_when_all_its_kv_is_there(node: Node) -> None:
     truth = cache.data[:, :2].copy()
     cache.data[:] = 0
     worker.open()
-    worker.begin(StoreWork(load=BlockLoad([0, 1], HASHES[:2])), by_layers=False)
+    worker.begin(StoreWork(load=BlockLoad([[0, 1]], HASHES[:2])), by_layers=False)
     assert (cache.data[:, :2] == truth).all()
     worker.end()
     assert worker.failed_blocks() == set()

@@ -6,13 +6,16 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
 from headrace_engine.connector.composite import HeadracePDConnector
 from headrace_engine.connector.connector import HeadraceConnector
 from headrace_engine.connector.stats import StoreStats
 from headrace_engine.pull_proof.stats import TransferStats
+from headrace_engine.vllm.connectors import KVConnectorFactory
 from headrace_engine.vllm.engine import connector_stats
+from tests.support.stored import beside, checked_nixl_connector, connector_of, store_connector
 
 
 class Child:
@@ -73,6 +76,16 @@ def test_who_offers_the_whole_prompt_is_taken_at_once_and_the_store_is_not_asked
     assert made.get_num_new_matched_tokens(REQUEST, computed) == (offer, True)
     assert made._requests_to_connector["r"] == int(store_first)
     assert not store.asked
+
+
+def test_our_connectors_take_several_cache_groups() -> None:
+    """Else vLLM ends the engine, whatever its model."""
+    module = "headrace_prefill.blending.engine.stored_connector"
+    blending = connector_of("StoredBlendingConnector", module, {})
+    made = beside(checked_nixl_connector(), store_connector({}), blending)
+    config = KVTransferConfig(**made)
+    assert KVConnectorFactory.supports_hma_config(config)
+    assert HeadracePDConnector.all_children_support_hma(config)
 
 
 def test_the_store_may_wait() -> None:

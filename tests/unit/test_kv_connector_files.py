@@ -64,7 +64,7 @@ class Engine:
         self, blocks: list[int], places: dict[bytes, Location], limit_s: float = math.inf
     ) -> set[int]:
         names = [HASHES[block] for block in blocks]
-        self.worker.begin(StoreWork(load=BlockLoad(blocks, names, places, [limit_s])))
+        self.worker.begin(StoreWork(load=BlockLoad([blocks], names, places, [limit_s])))
         for name in NAMES:
             self.worker.wait(name)
         self.worker.end()
@@ -80,7 +80,7 @@ def engines(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
     """One that saved its blocks to DRAM, and one on an empty arena."""
     first, second = Engine(tmp_path, "first", 1), Engine(tmp_path, "second", 2)
     blocks = list(range(BLOCKS))
-    save = BlockSave(blocks, HASHES, [b"", *HASHES[:-1]], blocks)
+    save = BlockSave([blocks], HASHES, [b"", *HASHES[:-1]], blocks)
     first.worker.begin(StoreWork(saves={0: save}))
     first.worker.end()
     while not first.worker.finished_jobs():
@@ -223,15 +223,15 @@ def test_a_load_ahead_waits_for_reads_of_the_one_before_it_that_was_given_up(
         assert worker.loaded_ahead() == set(names)
         return worker.failed_blocks()
 
-    late = BlockLoad([0, 1], HASHES[:2], places, [0.05])
-    assert loads({"late": late, "next": BlockLoad([2], HASHES[2:3], places, [math.inf])}) == {
+    late = BlockLoad([[0, 1]], HASHES[:2], places, [0.05])
+    assert loads({"late": late, "next": BlockLoad([[2]], HASHES[2:3], places, [math.inf])}) == {
         0,
         1,
         2,
     }
     assert worker.bad_in_files() == [], "the file is right, its bytes did not come in time"
     file_io.bytes_per_s = None
-    until(lambda: loads({"again": BlockLoad([2], HASHES[2:3], places, [math.inf])}) == set())
+    until(lambda: loads({"again": BlockLoad([[2]], HASHES[2:3], places, [math.inf])}) == set())
     assert second.content(2) == first.content(2)
 
 
@@ -243,8 +243,8 @@ def test_a_load_ahead_from_dram_waits_for_no_disk(
     file_io, worker = SlowMover(), first.worker
     slow(first, file_io, ahead=True)
     file_io.bytes_per_s = LAYER_BYTES / 0.3
-    disk = BlockLoad([1], HASHES[1:2], places, [20.0])
-    worker.begin(StoreWork(ahead={"disk": disk, "dram": BlockLoad([0], HASHES[:1])}))
+    disk = BlockLoad([[1]], HASHES[1:2], places, [20.0])
+    worker.begin(StoreWork(ahead={"disk": disk, "dram": BlockLoad([[0]], HASHES[:1])}))
     worker.dram_thread_ahead.submit(lambda: None).result(20)
     worker.end()
     assert worker.loaded_ahead() == {"dram"} and worker.failed_blocks() == set()
@@ -303,7 +303,7 @@ def test_a_load_ends_with_the_lease_of_its_places(
     monkeypatch.setattr(FileLoader, "source", limited)
     now_s = time.monotonic()
     for until_s in ([now_s + 7, now_s + 20], [now_s - 1], []):
-        work = StoreWork(load=BlockLoad([0], HASHES[:1], places, [math.inf], until_s))
+        work = StoreWork(load=BlockLoad([[0]], HASHES[:1], places, [math.inf], until_s))
         second.worker.begin(work)
         second.worker.end()
     assert limits == [pytest.approx(7, abs=2), 0.0, StoreSettings().lease_s]

@@ -150,7 +150,7 @@ def test_a_workers_load_takes_what_the_bus_takes(device: FakeDevice, node: Node)
     save(worker, [0, 1])
     cache.compute.launch(5.0)  # the step before this one is no part of the load
     worker.open()
-    worker.begin(StoreWork(load=BlockLoad([0, 1], HASHES[:2])))
+    worker.begin(StoreWork(load=BlockLoad([[0, 1]], HASHES[:2])))
     for name in NAMES:
         worker.wait(name)
     worker.end()
@@ -165,7 +165,7 @@ def test_what_a_worker_waits_for_kv_is_no_part_of_its_step(
     save(worker, [0])
     monkeypatch.setattr(LayerPipeline, "wait", lambda *_: device.passes(0.75))
     worker.open()
-    worker.begin(StoreWork(load=BlockLoad([0], HASHES[:1]), shape=PROMPT))
+    worker.begin(StoreWork(load=BlockLoad([[0]], HASHES[:1]), shape=PROMPT))
     for name in NAMES:
         worker.wait(name)
         cache.compute.launch(0.5)

@@ -52,14 +52,7 @@ class Computing(Scheduled):
         for name in NAMES:
             worker.wait_for_layer_load(name)
         sampled = self.sampled(output)
-        _, received = worker.get_finished(set())
-        told = KVConnectorOutput(
-            finished_recving=received,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
-        return output, told, sampled
+        return output, self.connector_output(), sampled
 
     def sampled(self, output: Any) -> dict[str, list[int]]:
         """Compute a step as vLLM's first runner does: by the scheduler's tables and counts."""

@@ -159,6 +159,21 @@ def test_layers_go_by_the_numbers_in_their_names() -> None:
     assert sorted(["b1", "1", "b", "a2"], key=natural_order) == ["1", "a2", "b", "b1"]
 
 
+def test_layers_of_other_groups_have_other_blocks_and_may_lie_in_the_same_memory() -> None:
+    memory = torch.zeros(2, NB, 16)
+    caches = {"l0": memory[0], "l1": memory[0], "l2": memory[1], "l3": memory[1]}
+    groups = {"l0": 0, "l1": 1, "l2": 0, "l3": 1}
+    with pytest.raises(LayoutError, match="l0 and l1 share bytes"):
+        BlockLayout.of_tensors(caches, NB)
+    layout = BlockLayout.of_tensors(caches, NB, groups=groups)
+    found = layout.engine_addresses([[1, 2], [3, 0]])
+    for layer, columns in enumerate((0, 1, 0, 1)):
+        ids = np.array([[1, 2], [3, 0]])[:, columns]
+        assert (found[:, layer] == layout.engine_addresses(ids)[:, layer]).all()
+    with pytest.raises(LayoutError, match="l0 and l2 share bytes"):
+        BlockLayout.of_tensors(caches | {"l2": memory[0]}, NB, groups=groups)
+
+
 @pytest.mark.parametrize("ids", [[-1], [0, NB]])
 def test_ids_outside_the_cache_are_refused(ids: list[int]) -> None:
     layout = BlockLayout.of_tensors({"layer": torch.zeros(NB, 16)}, NB)

@@ -120,3 +120,17 @@ def test_the_device_cache_has_some_parts_of_each_layer(
 
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", ROWS_AT_ONCE)  # the interpreter counts turns
     check_against_host(allocate(FEW, layout), NB, "cpu", held)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BHLNC])
+def test_the_device_cache_has_layers_of_two_groups(
+    layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace_kvstore.device import checksum_kernels as kernels
+    from tests.support.devicecache import check_against_host
+
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", ROWS_AT_ONCE)  # the interpreter counts turns
+    caches = allocate(FEW, layout)
+    groups = {name: number % 2 for number, name in enumerate(caches)}
+    check_against_host(caches, NB, "cpu", groups=groups)

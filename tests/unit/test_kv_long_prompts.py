@@ -39,12 +39,12 @@ class Long(Engine):
                 self.copy(work)
 
     def copy(self, work: StoreWork) -> None:
-        assert all(len(save.blocks) <= JOB_BLOCKS for save in work.saves.values())
+        assert all(len(save.hashes) <= JOB_BLOCKS for save in work.saves.values())
         self.copied += saved(work)
         self.scheduler.saved(work.saves)
 
     def ends(self) -> None:
-        self.scheduler.finished(self.request, self.blocks)
+        self.scheduler.finished(self.request, [self.blocks])
         self.pool.free_blocks(self.blocks)
 
     def drains(self) -> None:
@@ -71,7 +71,7 @@ def test_all_of_a_long_prompt_is_saved(blocks: int, step: int, cache: int, copie
     engine.prefill(step, copies)
     held = engine.scheduler.save_queue.copied_blocks
     assert held <= cache / 4, "no more is copied at once"
-    begun = [block for save in engine.scheduler.save_queue.jobs.values() for block in save.blocks]
+    begun = saved(StoreWork(saves=engine.scheduler.save_queue.jobs))
     engine.ends()
     engine.scheduler.saved(list(engine.scheduler.save_queue.jobs))
     engine.drains()
@@ -131,7 +131,7 @@ def test_requests_that_end_together_are_all_saved() -> None:
         twin.block_hashes = [b"%d %d" % (n, i) for i in range(100)]
         engine.scheduler.added(twin)
         engine.scheduler._requests[twin.request_id].scheduled = 100 * B
-        engine.scheduler.finished(twin, range(1000 + 100 * n, 1100 + 100 * n))
+        engine.scheduler.finished(twin, [range(1000 + 100 * n, 1100 + 100 * n)])
     engine.ends()
     engine.scheduler.saved(list(engine.scheduler.save_queue.jobs))
     engine.drains()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from headrace_engine.connector.messages import LoadSample, StepSample, WorkerReport, slowest
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.blocks.sharding import heads_are_contiguous
 from headrace_kvstore.blocks.slot_record import WRITING
 from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import BlockShape, WriteRequest
+from tests.support.machine import until
 from tests.support.ranks import DRAM_BYTES, HASHES, Model, RankedEngine
 
 GQA = Model(heads=4)
@@ -206,30 +210,36 @@ def test_blocks_stay_until_the_last_rank_has_read_them(engine: Make, arena: Aren
     assert (arena.table["hits"][slots] == 1).all(), "one use, whatever the ranks"
 
 
+@contextmanager
+def in_files(arena: Arena, folder: Path, blocks: list[int]) -> Iterator[dict[bytes, Any]]:
+    """Places of blocks of the arena in files."""
+    names = [HASHES[block] for block in blocks]
+    [space] = arena.namespaces()
+    slots = arena.lookup(0, names)
+    shape = BlockShape(space.digest, space.layers, space.block_bytes // space.layers)
+    rows = zip(names, arena.addresses(slots).tolist(), arena.sums(slots), strict=True)
+    file_io = FileIo()
+    tier = NvmeTier.open(folder / "files", 8 << 20, 1 << 20, file_io)
+    try:
+        written = tier.write(shape, [WriteRequest(*row) for row in rows])
+        assert all(future.result(20) for future in written)
+        yield {name: tier.locate(space.digest, name) for name in names}
+    finally:
+        tier.close()
+        file_io.close()
+
+
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_files_hold_whole_blocks_and_each_rank_reads_its_parts(
     engine: Make, arena: Arena, tmp_path: Path, writers: int, readers: int
 ) -> None:
     first, second = engine(GQA, writers, seed=1), engine(GQA, readers, seed=2)
     first.save(SAVED)
-    names = [HASHES[block] for block in SAVED]
-    [space] = arena.namespaces()
-    slots = arena.lookup(0, names)
-    shape = BlockShape(space.digest, space.layers, space.block_bytes // space.layers)
-    rows = zip(names, arena.addresses(slots).tolist(), arena.sums(slots), strict=True)
-    file_io = FileIo()
-    tier = NvmeTier.open(tmp_path / "files", 8 << 20, 1 << 20, file_io)
-    try:
-        written = tier.write(shape, [WriteRequest(*row) for row in rows])
-        assert all(future.result(20) for future in written)
-        places = {name: tier.locate(space.digest, name) for name in names}
+    with in_files(arena, tmp_path, SAVED) as places:
         arena.clear()
         assert second.load(SAVED) == set(SAVED)
         assert second.load(SAVED, places) == set()
         assert (second.content()[:, SAVED] == GQA.kv(1)[:, SAVED]).all()
-    finally:
-        tier.close()
-        file_io.close()
 
 
 def test_a_slot_that_is_never_finished_keeps_its_state(engine: Make, arena: Arena) -> None:
@@ -239,3 +249,77 @@ def test_a_slot_that_is_never_finished_keeps_its_state(engine: Make, arena: Aren
     first.save(SAVED, [0])  # again, by the same rank: there is nothing for it to do
     worker = first.workers[0]._worker
     assert worker is not None and worker.counts["save_not_needed"] == len(SAVED)
+
+
+IDS = [[1, 2], [4, 3]]
+"""Blocks 0 and 1 of the store, in two cache groups."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "writers", "readers"),
+    [
+        pytest.param(layout, *ranks, id=f"{layout.name} {ranks[0]}-{ranks[1]}")
+        for layout in KVCacheLayout
+        for ranks in ((1, 1), (2, 2), (1, 2), (4, 1))
+        if heads_are_contiguous(layout.name) or ranks[0] == ranks[1]
+    ],
+)
+def test_layers_of_two_cache_groups_lie_in_blocks_of_their_own(
+    engine: Make, layout: KVCacheLayout, writers: int, readers: int
+) -> None:
+    truth, options = GQA.kv(1), {"layout": layout, "groups": 2}
+    first, second = engine(GQA, writers, **options), engine(GQA, readers, **options)
+    first.place(truth, [0, 1], IDS)
+    first.save([0, 1], ids=IDS)
+    into = [[5, -1], [2, 1]]  # outside of the first group's window the second block is not loaded
+    assert second.load_ahead([0, 1], into) == set()
+    found = second.placed([0, 1], into)
+    assert (found[:, 0] == truth[:, 0]).all()
+    assert (found[1::2, 1] == truth[1::2, 1]).all() and not found[::2, 1].any()
+    rest = second.placed([2, 3], [[0, 4], [0, 4]])
+    assert not rest.any(), "nothing else is touched"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_of_one_group_reads_what_one_of_two_has_saved(engine: Make, ranks: int) -> None:
+    truth = GQA.kv(1)
+    first, second = engine(GQA, ranks, groups=2), engine(GQA, ranks, seed=2)
+    first.place(truth, [0, 1], IDS)
+    first.save([0, 1], ids=IDS)
+    assert second.load([0, 1]) == set()
+    assert (second.content()[:, [0, 1]] == truth[:, [0, 1]]).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_several_groups_the_request_fails_and_no_block(
+    engine: Make, arena: Arena, ranks: int
+) -> None:
+    made = engine(GQA, ranks, groups=2)
+    made.place(GQA.kv(1), [0, 1], IDS)
+    made.save([0, 1], ids=IDS)
+    [slot] = arena.lookup(0, HASHES[1:2])
+    arena.view(int(slot))[: arena.namespaces()[0].block_bytes] ^= 1
+    assert made.load_ahead([0, 1], IDS) == {"waits"}
+    until(lambda: arena.lookup(0, HASHES[1:2])[0] < 0)
+    assert made.load_ahead([0, 1], IDS) == {"waits"}, "a block that is missing"
+    assert made.load_ahead([0], [IDS[0][:1], IDS[1][:1]]) == set()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_layers_outside_of_a_window_are_not_read_from_files(
+    engine: Make, arena: Arena, tmp_path: Path, damaged: bool
+) -> None:
+    made, truth = engine(GQA, 1, groups=2), GQA.kv(1)
+    made.place(truth, [0, 1], IDS)
+    made.save([0, 1], ids=IDS)
+    if damaged:
+        [slot] = arena.lookup(0, HASHES[:1])
+        arena.view(int(slot))[arena.namespaces()[0].block_bytes - 1] ^= 1
+    into = [[-1, 5], [2, 1]]
+    with in_files(arena, tmp_path, [0, 1]) as places:
+        arena.clear()
+        assert made.load_ahead([0, 1], into, places) == ({"waits"} if damaged else set())
+    if not damaged:
+        found = made.placed([0, 1], into)
+        assert (found[1::2] == truth[1::2])[:, :2].all() and (found[::2, 1] == truth[::2, 1]).all()
+        assert not found[::2, 0].any()

@@ -61,7 +61,7 @@ def test_an_admitted_request_loads_what_it_was_offered() -> None:
     engine = Engine(store, request(6 * B))
     assert engine.admit(local=B) == 3 * B
     work = engine.step(2 * B, new=True)
-    assert work.load == BlockLoad([11, 12, 13], hashes(4)[1:])
+    assert work.load == BlockLoad([[11, 12, 13]], hashes(4)[1:])
     assert store.leased == hashes(4)[1:]
     assert engine.step(1).load == BlockLoad()
 
@@ -74,7 +74,7 @@ def test_blocks_that_no_tier_supplies_are_misses_once_a_request() -> None:
     assert store.misses == 0  # vLLM may ask any number of times
     engine.admit()
     assert store.misses == 4
-    engine.scheduler.allocated(engine.request, engine.blocks, 0)  # after an asynchronous load
+    engine.scheduler.allocated(engine.request, [engine.blocks], 0)  # after an asynchronous load
     assert store.misses == 4
     engine = Engine(Store(), request(3 * B + 1))
     assert engine.admit() == 0
@@ -85,8 +85,8 @@ def test_vllm_may_take_less_than_was_offered() -> None:
     store = Store(held=set(hashes(4)))
     engine = Engine(store, request(6 * B))
     assert engine.scheduler.matched(engine.request, 0) == 4 * B
-    engine.scheduler.allocated(engine.request, engine.blocks, 2 * B)
-    assert engine.step(4 * B, new=True).load.blocks == [10, 11]
+    engine.scheduler.allocated(engine.request, [engine.blocks], 2 * B)
+    assert engine.step(4 * B, new=True).load.blocks == [[10, 11]]
 
 
 def test_who_skips_the_prefix_cache_skips_the_store() -> None:
@@ -101,7 +101,7 @@ def test_full_blocks_are_saved_once_their_step_has_come_back() -> None:
     engine.comes_back(4 * B + 3)
     [save] = engine.step(1).saves.values()
     assert save == BlockSave(
-        blocks=[10, 11, 12, 13],
+        blocks=[[10, 11, 12, 13]],
         hashes=hashes(4),
         parents=[b"", *hashes(3)],
         depths=[0, 1, 2, 3],
@@ -132,7 +132,7 @@ def test_the_last_blocks_are_saved_when_the_request_ends() -> None:
     engine.admit()
     engine.step(2 * B, new=True)
     engine.comes_back(2 * B)
-    engine.scheduler.finished(engine.request, engine.blocks)
+    engine.scheduler.finished(engine.request, [engine.blocks])
     assert engine.scheduler.busy
     assert saved(engine.idle()) == [10, 11]
 
@@ -141,7 +141,7 @@ def test_a_request_that_ends_before_its_first_step_is_back_saves_nothing() -> No
     engine = Engine(Store(), request(2 * B))
     engine.admit()
     engine.step(2 * B, new=True)
-    engine.scheduler.finished(engine.request, engine.blocks)
+    engine.scheduler.finished(engine.request, [engine.blocks])
     assert engine.idle().saves == {} and not engine.scheduler.busy
 
 
@@ -186,7 +186,7 @@ def test_what_the_store_holds_is_not_copied() -> None:
     engine.step(4 * B, new=True)
     engine.comes_back(4 * B)
     [save] = engine.step(1).saves.values()
-    assert (save.blocks, save.parents) == ([10, 12, 13], [b"", b"101", b"102"])
+    assert (save.blocks, save.parents) == ([[10, 12, 13]], [b"", b"101", b"102"])
 
 
 def test_what_is_being_copied_is_not_copied_twice() -> None:
@@ -198,7 +198,7 @@ def test_what_is_being_copied_is_not_copied_twice() -> None:
     twin = request(3 * B, request_id="twin", num_computed_tokens=3 * B)
     engine.scheduler.added(twin)
     engine.scheduler._requests["twin"].scheduled = 3 * B
-    engine.scheduler.finished(twin, [20, 21, 22])
+    engine.scheduler.finished(twin, [[20, 21, 22]])
     assert engine.idle().saves == {}
     engine.scheduler.saved([job])
     assert not engine.scheduler.busy
@@ -243,7 +243,7 @@ def test_places_are_asked_for_again_before_their_lease_ends(clock: Clock) -> Non
     asked_s = clock.now_s
     assert engine.scheduler.matched(engine.request, 0) == 4 * B
     clock.now_s += 5.0
-    engine.scheduler.allocated(engine.request, engine.blocks, 4 * B)
+    engine.scheduler.allocated(engine.request, [engine.blocks], 4 * B)
     assert engine.idle().load.until_s == [asked_s + tiers.lease_s]
 
 
@@ -333,7 +333,7 @@ def test_a_request_that_ends_while_tiers_are_asked_leaves_nothing() -> None:
     tiers = Tiers()
     engine = Engine(Store(), request(4 * B), slow=tiers)
     engine.scheduler.matched(engine.request, 0)
-    engine.scheduler.finished(engine.request, engine.blocks)
+    engine.scheduler.finished(engine.request, [engine.blocks])
     assert not (engine.scheduler._asked or engine.scheduler._taken or engine.scheduler._offered)
 
 
@@ -425,7 +425,7 @@ def test_blocks_are_saved_and_loaded_under_names_that_are_no_prompts() -> None:
     assert engine.pool.held == [7, 8, 9] and scheduler.busy
     [save] = engine.idle().saves.values()
     assert save == BlockSave(
-        [7, 9, 8], names, [b"", b"a", b"b"], [0, 1, 2], "technique:x:", 2.0 * B
+        [[7, 9, 8]], names, [b"", b"a", b"b"], [0, 1, 2], "technique:x:", 2.0 * B
     )
     scheduler.save([17, 19, 18], names, "", 6 * B)
     store.held.update(names)
@@ -434,7 +434,9 @@ def test_blocks_are_saved_and_loaded_under_names_that_are_no_prompts() -> None:
     scheduler.save([17, 19, 18], names, "", 6 * B)
     assert not scheduler.busy, "they are there"
     scheduler.load("r", [5, 6], names[:2])
-    assert engine.idle().ahead == {"r": BlockLoad([5, 6], names[:2])} and store.leased == names[:2]
+    assert (
+        engine.idle().ahead == {"r": BlockLoad([[5, 6]], names[:2])} and store.leased == names[:2]
+    )
 
 
 def test_not_too_many_of_them_are_saved_at_once() -> None:

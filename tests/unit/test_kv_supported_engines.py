@@ -8,23 +8,30 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from headrace_engine.connector.supported_engines import engine_sharding, only_cache_group
+from headrace_engine.connector.supported_engines import engine_sharding, stored_groups
 from headrace_kvstore.blocks.sharding import HeadSharding
 from headrace_kvstore.codec import CODECS, Raw
 
 SIZE: dict[str, Any] = dict(block_size=16, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
 FULL = FullAttentionSpec(**SIZE)
 SLIDING = SlidingWindowSpec(**SIZE, sliding_window=128)
+CHUNKED = ChunkedLocalAttentionSpec(**SIZE, attention_chunk_size=128)
+RSWA = RSWASpec(**SIZE, rswa_window=128)
+WIDE = SlidingWindowSpec(**SIZE | {"head_size": 128}, sliding_window=128)
+LONG = SlidingWindowSpec(**SIZE | {"block_size": 32}, sliding_window=128)
+OTHER_HEADS = SlidingWindowSpec(**SIZE | {"num_kv_heads": 2, "head_size": 128}, sliding_window=128)
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 INDEXER = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8)
 MAMBA = MambaSpec(block_size=16, shapes=((4, 16),), dtypes=(torch.float32,))
@@ -56,32 +63,70 @@ def spec(heads: int) -> FullAttentionSpec:
 
 
 def test_one_kind_of_attention_is_kept() -> None:
-    assert only_cache_group(groups(FULL)).kv_cache_spec is FULL
-    assert only_cache_group(groups(MLA)).layer_names == ["layers.0"]
+    for spec in (FULL, MLA):
+        found = stored_groups(groups(spec), Raw())
+        assert found.spec is spec and found.of_layer == {"layers.0": 0}
+        assert found.recovers_blocks and not found.frees_early
     alike = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": FULL})
-    assert only_cache_group(groups(alike)).kv_cache_spec is alike
+    assert stored_groups(groups(alike), Raw()).spec is FULL
+    assert stored_groups(groups(FULL), CODECS["fp8"]()).count == 1
+
+
+@pytest.mark.parametrize("specs", [(FULL, SLIDING), (SLIDING, FULL, SLIDING), (CHUNKED, FULL)])
+def test_windows_beside_full_attention_are_kept(specs: tuple[KVCacheSpec, ...]) -> None:
+    found = stored_groups(groups(*specs), Raw())
+    assert found.of_layer == {f"layers.{n}": n for n in range(len(specs))}
+    assert (found.count, found.frees_early, found.recovers_blocks) == (len(specs), True, False)
+
+
+def test_several_groups_of_full_attention_keep_their_blocks() -> None:
+    found = stored_groups(groups(FULL, FULL), Raw())
+    assert not found.frees_early and not found.recovers_blocks
+
+
+@pytest.mark.parametrize("spec", [SLIDING, CHUNKED, RSWA])
+def test_a_window_in_all_layers_is_one(spec: KVCacheSpec) -> None:
+    found = stored_groups(groups(spec), Raw())
+    assert found.frees_early and not found.recovers_blocks
 
 
 @pytest.mark.parametrize(
     ("specs", "kinds"),
     [
-        ((FULL, SLIDING), ["full_attention", "sliding_window", "2 cache groups"]),
-        ((FULL, MAMBA), ["full_attention", "mamba"]),
+        ((FULL, MAMBA), ["full_attention", "mamba", "2 cache groups"]),
+        ((FULL, MLA), ["full_attention", "mla_attention"]),
+        ((FULL, WIDE), ["sliding_window (32768 bytes a block of 16 tokens"]),
+        ((FULL, LONG), ["sliding_window (32768 bytes a block of 32 tokens"]),
+        ((FULL, OTHER_HEADS), ["full_attention", "sliding_window"]),
         (
             (UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": MLA, "b": INDEXER}),),
             ["mla_attention (18432 bytes", "mla_attention (2112 bytes", "1 cache groups"],
         ),
         ((), ["0 cache groups of no kind"]),
     ],
-    ids=["sliding window", "Mamba", "MLA with an indexer", "no attention"],
+    ids=["Mamba", "MLA", "sizes", "block sizes", "heads", "MLA with an indexer", "no attention"],
 )
 def test_others_are_refused_by_name_with_what_to_set(
     specs: tuple[KVCacheSpec, ...], kinds: list[str]
 ) -> None:
     with pytest.raises(ValueError) as refused:
-        only_cache_group(groups(*specs))
+        stored_groups(groups(*specs), Raw())
     for part in (*kinds, "disable_hybrid_kv_cache_manager: true", "store.enabled: false"):
         assert part in str(refused.value)
+
+
+def test_several_groups_are_stored_exactly() -> None:
+    with pytest.raises(ValueError, match=r"codec: fp8 .* 2 cache groups; give raw, or set disable"):
+        stored_groups(groups(FULL, SLIDING), CODECS["fp8"]())
+
+
+def test_blocks_need_a_hash_each() -> None:
+    found = groups(FULL, SLIDING)
+    found.hash_block_size = 16
+    assert stored_groups(found, Raw()).count == 2
+    found.hash_block_size = 8
+    with pytest.raises(ValueError, match=r"hashes 8 tokens at a time; leave out prefix_match_unit"):
+        stored_groups(found, Raw())
 
 
 def test_where_heads_lie_apart_a_part_is_a_head() -> None:

@@ -21,7 +21,7 @@ from tests.support.kvworker import HASHES, LAYER_BYTES, LAYERS, NAMES, Node, sav
 
 
 def load(worker: WorkerConnector, blocks: list[int]) -> set[int]:
-    worker.begin(StoreWork(load=BlockLoad(blocks, [HASHES[b] for b in blocks])))
+    worker.begin(StoreWork(load=BlockLoad([blocks], [HASHES[b] for b in blocks])))
     for name in NAMES:
         worker.wait(name)
     worker.end()
@@ -167,7 +167,7 @@ def test_what_another_writer_stored_first_is_not_copied_twice(node: Node) -> Non
 def test_layers_that_are_not_ours_are_not_waited_for(node: Node) -> None:
     worker, _, _ = node.engine(1)
     save(worker, [0])
-    worker.begin(StoreWork(load=BlockLoad([0], HASHES[:1])))
+    worker.begin(StoreWork(load=BlockLoad([[0]], HASHES[:1])))
     worker.wait("draft.layers.0.attn")
     worker.end()
     assert worker.failed_blocks() == set()
@@ -292,10 +292,10 @@ def test_a_worker_moves_only_when_nothing_uses_the_old_arena(
         return plain(*given)
 
     monkeypatch.setattr(cache, "save", slow)
-    worker.begin(StoreWork(saves={1: BlockSave([0], HASHES[:1], [b""], [0])}))
+    worker.begin(StoreWork(saves={1: BlockSave([[0]], HASHES[:1], [b""], [0])}))
     worker.end()
     assert copies.wait(20) and not worker.prepare_to_move()
-    worker.begin(StoreWork(saves={2: BlockSave([1], HASHES[1:2], [b""], [0])}))
+    worker.begin(StoreWork(saves={2: BlockSave([[1]], HASHES[1:2], [b""], [0])}))
     worker.end()
     assert worker.finished_jobs() == [2], "an engine that always saves would never move"
     go.set()

@@ -185,7 +185,7 @@ def test_the_store_neither_supplies_nor_keeps_blocks_under_a_mark() -> None:
     asks = Engine(Store(), request(4 * B, cache_salt=salt), slow=tiers, record_prompt=told.append)
     asks.scheduler.added(asks.request)
     assert asks.scheduler.matched(asks.request, 0) == 0
-    asks.scheduler.finished(asks.request, [1, 2, 3, 4])
+    asks.scheduler.finished(asks.request, [[1, 2, 3, 4]])
     assert (tiers.asked, told[1:], asks.pool.held) == ([], [], [])
 
 

@@ -19,7 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -62,7 +64,7 @@ LEARNER_END_S = 1.0
 """Maximum wait, once, for a thread that reports prompts to the replaced arena's policy."""
 
 
-class HeadraceConnector(KVConnectorBase_V1):
+class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     """The node's KV store as a connector; settings as `StoreSettings`.
 
     KV in a slow tier is computed if that is faster, by the engine's step times.
@@ -72,7 +74,7 @@ class HeadraceConnector(KVConnectorBase_V1):
 
     Raises:
         SettingsError: a setting is unknown or impossible.
-        ValueError: this engine's cache cannot be stored (several cache groups, pipeline stages).
+        ValueError: this engine's cache cannot be stored (layers of other kinds, pipeline stages).
     """
 
     may_wait = True
@@ -91,8 +93,6 @@ class HeadraceConnector(KVConnectorBase_V1):
         self._opened = opened = EngineArena.of(vllm_config, role, kv_cache_config)
         self._settings, self.arena = opened.settings, opened.arena
         self._num_blocks = kv_cache_config.num_blocks
-        [group] = kv_cache_config.kv_cache_groups
-        self._keeping = tuple(group.layer_names)
         self._reporter = Reporter()
         self._scheduler: SchedulerConnector | None = None
         self._price: LoadPrice | None = None
@@ -110,7 +110,8 @@ class HeadraceConnector(KVConnectorBase_V1):
             if self._names.epoch:
                 self._tell_epoch()
             self._scheduler = self._make_scheduler(
-                vllm_config.cache_config.block_size, recovers_failed_loads(vllm_config)
+                vllm_config.cache_config.block_size,
+                opened.groups.recovers_blocks and recovers_failed_loads(vllm_config),
             )
 
     def _make_scheduler(self, block_tokens: int, under_steps: bool) -> SchedulerConnector:
@@ -135,6 +136,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             record_prompt=self._prompted,
             ended=self._give_up if opened.parts.writers > 1 else None,
             under_steps=under_steps,
+            frees_early=opened.groups.frees_early,
             names=self._names,
         )
 
@@ -153,7 +155,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         return tokens, bool(tokens) and self.scheduler.loads_ahead(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._follow_arena()
@@ -162,10 +164,16 @@ class HeadraceConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler.finished(request, block_ids)
         return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler.confirm()
         meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, WorkerReport):
             return
@@ -226,6 +234,9 @@ class HeadraceConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
 
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.frees_blocks
+
     def _counts(self) -> dict[str, int]:
         """Return the scheduler side's counts."""
         unanswered = 0 if self._node is None else self._node.unanswered
@@ -249,10 +260,10 @@ class HeadraceConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # vLLM also names layers that read another layer's cache: that is stored once.
-        kv_caches = {name: kv_caches[name] for name in self._keeping}
-        opened, held = self._opened, self._opened.held
-        coded = opened.shape is not None
-        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, WHOLE_LAYER if coded else held)
+        opened, held, groups = self._opened, self._opened.held, self._opened.groups
+        kv_caches = {name: kv_caches[name] for name in groups.of_layer}
+        shard = held if opened.shape is None else WHOLE_LAYER
+        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, shard, groups.of_layer)
         if layout.block_bytes != opened.engine_block_bytes:
             raise ValueError(
                 f"the engine's blocks have {layout.block_bytes} bytes, not the "
@@ -279,6 +290,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             *(self.arena, opened.row, cache, opened.seeds, self._settings, files),
             writes=opened.writes,
             writer=opened.writer,
+            recovers_blocks=groups.recovers_blocks,
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -309,6 +321,12 @@ class HeadraceConnector(KVConnectorBase_V1):
             return None, None
         self._worker.end()
         return None, self._worker.loaded_ahead() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving = self._worker.failed_requests()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks() if self._worker is not None else set()

@@ -12,11 +12,11 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from headrace_engine.connector.cache_groups import CacheGroups
 from headrace_engine.connector.caches.quantized_cache import layer_shape, stored_layer_bytes
 from headrace_engine.connector.identity.engine_identity import device_identity, engine_namespace
 from headrace_engine.connector.identity.weights import Unidentified
-from headrace_engine.connector.supported_engines import engine_sharding, only_cache_group
-from headrace_engine.vllm.kv_cache import iter_layer_specs
+from headrace_engine.connector.supported_engines import engine_sharding, stored_groups
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.writer_group import Writer, writer_group_id
 from headrace_kvstore.blocks.checksum import block_seed, layer_seeds
@@ -40,7 +40,7 @@ class EngineArena:
         row: of the engine's blocks. digest: of their namespace. about: the namespace, in a line for
             people; empty if the engine's KV cannot be identified. Then it is neither loaded nor
             saved.
-        layers: number of layers in a block. parts: how each layer is cut.
+        groups: the cache groups of the layers in a block. parts: how each layer is cut.
         rank: of the worker whose side this is; 0 for the scheduler's.
         group: identifies the engine's workers when they fill blocks together.
         part_bytes: of a stored part. engine_block_bytes: of a block in one worker's cache.
@@ -51,7 +51,7 @@ class EngineArena:
     settings: StoreSettings
     row: int
     digest: bytes
-    layers: int
+    groups: CacheGroups
     parts: HeadSharding
     rank: int
     about: str
@@ -74,10 +74,10 @@ class EngineArena:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         settings = StoreSettings.parse(transfer.kv_connector_extra_config)
-        group = only_cache_group(kv_cache_config)
-        [spec, *_] = iter_layer_specs(group.kv_cache_spec)
-        layers, cache_layout = len(group.layer_names), kv_cache_config.kv_cache_layout
         codec, shape = CODECS[settings.codec](), None
+        groups = stored_groups(kv_cache_config, codec)
+        spec, layers = groups.spec, len(groups.of_layer)
+        cache_layout = kv_cache_config.kv_cache_layout
         parts = engine_sharding(vllm_config, cache_layout, spec, codec)
         part_bytes = spec.page_size_bytes // parts.shard(0).count
         if codec.lossy:
@@ -86,7 +86,7 @@ class EngineArena:
         pieces = layers * parts.parts
         arena = _open(settings, pieces * part_bytes, pieces)
         space, digest = None, UNIDENTIFIED_DIGEST
-        names = cache_layout, parts.parts, group.layer_names, codec
+        names = cache_layout, parts.parts, list(groups.of_layer), codec
         try:
             space = engine_namespace(vllm_config, *names)
         except Unidentified as error:
@@ -100,7 +100,7 @@ class EngineArena:
         if role == KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank % parts.ranks
         return EngineArena(
-            *(arena, settings, row, digest, layers, parts, rank),
+            *(arena, settings, row, digest, groups, parts, rank),
             about="" if space is None else space.describe(),
             group=writer_group_id(str(transfer.engine_id)),
             part_bytes=part_bytes,
@@ -108,6 +108,11 @@ class EngineArena:
             codec=codec,
             shape=shape,
         )
+
+    @property
+    def layers(self) -> int:
+        """Number of layers in a block."""
+        return len(self.groups.of_layer)
 
     @property
     def pieces(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,17 +13,35 @@ class RequestState:
     """A request from its admission to its end.
 
     Attributes:
-        blocks: ids of its blocks in the engine's cache, in order.
+        blocks: ids of its blocks in the engine's cache, a list for each cache group, in order.
         scheduled: tokens scheduled since it was (re)admitted.
         saved: number of leading blocks that `_save` has handled.
         ahead: whether it had a load ahead since it was last in a step.
+        hold_end: number of leading blocks that `_hold` has handled.
     """
 
     request: Any
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
     scheduled: int = 0
     saved: int = 0
     ahead: bool = False
+    hold_end: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of its blocks in each group."""
+        return min(map(len, self.blocks), default=0)
+
+    def admit(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Begin again with these blocks."""
+        self.blocks = [list(group) for group in blocks]
+        self.scheduled = self.saved = self.hold_end = 0
+        self.ahead = False
+
+    def extend(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Add blocks at the end."""
+        for group, more in zip(self.blocks, blocks, strict=True):
+            group.extend(more)
 
 
 class BlockOffer(NamedTuple):

@@ -6,7 +6,8 @@ So they outlive their request, which ends, is preempted or is aborted as it woul
 Two bounds keep room for requests. At most a quarter of the pool is being copied. The other blocks
 that an ended request has left wait, and are released, newest first, if the pool gets short of free
 blocks. Copies keep up: a GPU computes 10,000 tokens/s of an 8B model, 1.3 GB/s of KV, and its bus
-takes 20 GB/s. Unsaved blocks of a running request are held by the request and are not queued.
+takes 20 GB/s. Unsaved blocks of a running request are held by the request and are not queued, if
+vLLM keeps them until the request ends. If not, they are queued as soon as they may be saved.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Protocol
 
 from headrace_engine.connector.store_work import BlockSave
@@ -26,8 +28,8 @@ COPYING_FRACTION = 1 / 4
 FREE_FRACTION = 1 / 16
 """Fraction of the engine's blocks that waiting blocks leave free."""
 JOB_BLOCKS = 256
-"""Maximum number of blocks of one copy: it reserves their slots under one hold of the arena's lock,
-and they are released together."""
+"""Maximum number of stored blocks of one copy: it reserves their slots under one hold of the
+arena's lock, and they are released together."""
 
 
 class Index(Protocol):
@@ -43,7 +45,7 @@ class SaveQueue:
 
     Args:
         index: the store.
-        counts: gets "save_busy": number of blocks that were released unsaved.
+        counts: gets "save_busy": number of stored blocks that were released unsaved.
         ended: called with the blocks of each copy that all workers have ended; must not wait.
     """
 
@@ -83,8 +85,16 @@ class SaveQueue:
         return bool(self.jobs or self._waiting)
 
     @property
+    def frees_blocks(self) -> bool:
+        """Whether blocks will be free once their copies have ended."""
+        saves = chain(self.jobs.values(), self._waiting)
+        pool = self._pool.blocks if self.busy else ()
+        return any(pool[block].ref_cnt == 1 for save in saves for block in chain(*save.blocks))
+
+    @property
     def room(self) -> int:
-        """Number of further blocks that may be copied now; 0 before there is a pool."""
+        """Number of further blocks of the engine that may be copied now; 0 before there is a
+        pool."""
         return max(0, self._limit - self.copied_blocks - self._waiting_blocks)
 
     @property
@@ -96,18 +106,18 @@ class SaveQueue:
         absent = zip(self._index.lacking(names), names, strict=True)
         return [lacks and name not in self._names for lacks, name in absent]
 
-    def count(self, names: Iterable[bytes]) -> int:
-        """Return how many of these blocks are held."""
-        return sum(name in self._names for name in names)
+    def held(self, names: Iterable[bytes]) -> list[int]:
+        """Return the positions of those of these blocks that are held."""
+        return [place for place, name in enumerate(names) if name in self._names]
 
     def add(self, save: BlockSave) -> None:
         """Hold blocks until they are copied, in the order in which they arrive. Needs a pool."""
-        pieces = min(JOB_BLOCKS, self._limit)
-        for first in range(0, len(save.blocks), pieces):
+        pieces = max(1, min(JOB_BLOCKS, self._limit // len(save.blocks)))
+        for first in range(0, len(save.hashes), pieces):
             piece = _cut(save, slice(first, first + pieces))
             self._hold(piece)
             self._waiting.append(piece)
-            self._waiting_blocks += len(piece.blocks)
+            self._waiting_blocks += piece.engine_blocks
 
     def add_at_once(self, save: BlockSave) -> bool:
         """Copy blocks with the next step.
@@ -118,7 +128,7 @@ class SaveQueue:
         """
         busy = self.copied_blocks + self._waiting_blocks
         most = max(self._limit, JOB_BLOCKS)
-        if self._pool is None or (busy and busy + len(save.blocks) > most):
+        if self._pool is None or (busy and busy + save.engine_blocks > most):
             return False
         self._hold(save)
         self._begin(save)
@@ -129,10 +139,10 @@ class SaveQueue:
         job."""
         while self._waiting:
             save = self._waiting[0]
-            if self.copied_blocks and self.copied_blocks + len(save.blocks) > self._limit:
+            if self.copied_blocks and self.copied_blocks + save.engine_blocks > self._limit:
                 break
             self._waiting.popleft()
-            self._waiting_blocks -= len(save.blocks)
+            self._waiting_blocks -= save.engine_blocks
             self._begin(save)
         begun, self._begun = self._begun, {}
         return begun
@@ -149,16 +159,16 @@ class SaveQueue:
         short = least - freed - self._pool.get_num_free_blocks()
         while self._waiting and short > 0:
             save = self._waiting.pop()
-            self._waiting_blocks -= len(save.blocks)
+            self._waiting_blocks -= save.engine_blocks
             self._let_go(save)
-            short -= len(save.blocks)
+            short -= save.engine_blocks
             if not self._counts["save_busy"]:
                 logger.warning(
-                    "%d blocks are not saved: their request ended while %d others were being "
-                    "copied, and the engine needs its cache",
-                    *(len(save.blocks), self.copied_blocks),
+                    "%d blocks are not saved: %d others are being copied, and the engine needs "
+                    "its cache",
+                    *(len(save.hashes), self.copied_blocks),
                 )
-            self._counts["save_busy"] += len(save.blocks)
+            self._counts["save_busy"] += len(save.hashes)
 
     def end(self, jobs: Iterable[int]) -> None:
         """Release the blocks of these jobs, whose copies have ended, well or not."""
@@ -166,31 +176,39 @@ class SaveQueue:
             save = self.jobs.pop(job, None)
             if save is None:
                 continue
-            self.copied_blocks -= len(save.blocks)
+            self.copied_blocks -= save.engine_blocks
             if self._ended is not None:
                 self._ended(save.hashes)
             self._let_go(save)
 
     def _begin(self, save: BlockSave) -> None:
         self.jobs[self._next_job] = self._begun[self._next_job] = save
-        self.copied_blocks += len(save.blocks)
+        self.copied_blocks += save.engine_blocks
         self._next_job += 1
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Hold blocks of the engine until `release`. Needs a pool."""
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Release blocks, in the order in which the pool may evict them."""
+        self._pool.free_blocks(self._pool.blocks[block] for block in blocks)
+
     def _hold(self, save: BlockSave) -> None:
-        self._pool.touch([self._pool.blocks[block] for block in save.blocks])
+        self.hold(chain(*save.blocks))
         self._names.update(save.hashes)
 
     def _let_go(self, save: BlockSave) -> None:
         """Free the end of the prefix first, because the pool evicts in that order."""
         self._names -= Counter(save.hashes)
-        self._pool.free_blocks(self._pool.blocks[block] for block in reversed(save.blocks))
+        self.release(block for group in save.blocks for block in reversed(group))
 
 
 def _cut(save: BlockSave, part: slice) -> BlockSave:
     each_s = save.compute_s
     return replace(
         save,
-        blocks=save.blocks[part],
+        blocks=[group[part] for group in save.blocks],
         hashes=save.hashes[part],
         parents=save.parents[part],
         depths=save.depths[part],

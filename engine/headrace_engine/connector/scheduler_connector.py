@@ -17,7 +17,7 @@ one until it was in a step, even if blocks did not arrive.
 
 The engine's block pool holds the blocks that are being copied, and those that an ended request has
 left to copy (`save_queue`). Nothing else waits for a copy: requests finish, are preempted or
-aborted as they would without a store.
+aborted as they would without a store. `request_saver` chooses the blocks.
 
 Some blocks are neither loaded nor saved: those of a request whose salt is marked
 (`headrace_kvstore.identity.salts`) or whose adapter is not known by its content
@@ -41,6 +41,7 @@ from headrace_engine.connector.arena_index import ArenaIndex
 from headrace_engine.connector.identity.adapters import BlockNames
 from headrace_engine.connector.load_price import LoadPrice, TierRun
 from headrace_engine.connector.node_tiers import NodeTiers
+from headrace_engine.connector.request_saver import RequestSaver
 from headrace_engine.connector.request_state import (
     BlockOffer,
     RequestState,
@@ -51,6 +52,9 @@ from headrace_engine.connector.save_queue import SaveQueue
 from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork, step_shape
 from headrace_kvstore.identity.private_blocks import shared_blocks
 from headrace_kvstore.identity.salts import is_isolated
+
+NO_BLOCK = -1
+"""Block id in a load where vLLM has its null block, whose id is 0."""
 
 
 class SchedulerConnector:
@@ -71,6 +75,7 @@ class SchedulerConnector:
         ended: called with the blocks of each save that all workers have ended; must not wait.
         names: names blocks in the store.
         under_steps: whether a load may be made under the step that needs it.
+        frees_early: whether vLLM frees blocks of a request that still runs.
         clock: seconds, as `time.monotonic`.
 
     Attributes:
@@ -93,10 +98,11 @@ class SchedulerConnector:
         ended: Callable[[Sequence[bytes]], None] | None = None,
         names: BlockNames | None = None,
         under_steps: bool = True,
+        frees_early: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index, self._under_steps, self._clock = index, under_steps, clock
-        self._names, self._is_clean = names or BlockNames(), True
+        self._names = names or BlockNames()
         self._slow, self._most_slow, self._price = slow, most_slow, price
         self._left_tokens = max(1, window_tokens)
         self.counts: Counter[str] = Counter()
@@ -104,8 +110,11 @@ class SchedulerConnector:
         self._taken: dict[str, TierBlocks] = {}
         self._block_tokens = block_tokens
         self._costs, self._prompted = costs, record_prompt
-        self._loads, self._saves = load, save
+        self._loads = load
         self.save_queue = SaveQueue(index, self.counts, ended)
+        self._saver = RequestSaver(
+            self.save_queue, self._names, block_tokens, costs, save, frees_early
+        )
         self._requests: dict[str, RequestState] = {}
         self._offered: dict[str, BlockOffer] = {}
         self._running: frozenset[str] = frozenset()
@@ -125,13 +134,17 @@ class SchedulerConnector:
         self._names.renew()
         for each in (self._asked, self._taken, self._offered):
             each.clear()
-        self._is_clean = self.save_queue.is_pool_free
-        return self._is_clean
+        return self._saver.reset()
 
     @property
     def busy(self) -> bool:
         """Whether blocks are held, so that the engine must run steps until they are released."""
         return self.save_queue.busy
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether a request that needs blocks should wait (`RequestSaver.frees_blocks`)."""
+        return self._saver.frees_blocks
 
     def matched(self, request: Any, computed_tokens: int) -> int | None:
         """Return how many tokens the store holds after those in the engine's own cache.
@@ -245,9 +258,15 @@ class SchedulerConnector:
         until_s = question.asked_s + self._slow.lease_s if places else math.inf
         return TierBlocks(places, limit_s, until_s)
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
         """Queue the load of the blocks found in the store, and count those that are not there: the
-        engine admits the request."""
+        engine admits the request.
+
+        Args:
+            block_ids: of all of the request's blocks, a list for each cache group.
+        """
         start, ahead, names, missing = self._offered.pop(request.request_id, BlockOffer())
         if missing:
             self._index.record_misses(missing)
@@ -261,7 +280,10 @@ class SchedulerConnector:
         if ahead:
             load = self._work.ahead[request.request_id] = BlockLoad()
             self._requests[request.request_id].ahead = True
-        load.blocks.extend(block_ids[start:end])
+        if not load.blocks:
+            load.blocks.extend([] for _ in block_ids)
+        for blocks, ids in zip(load.blocks, block_ids, strict=True):
+            blocks.extend(block or NO_BLOCK for block in ids[start:end])
         load.hashes.extend(hashes)
         load.places.update((h, taken.places[h]) for h in hashes if h in taken.places)
         if taken.places:
@@ -289,12 +311,7 @@ class SchedulerConnector:
         """
         self._follow(output)
         self.save_queue.yield_room()
-        for request_id in output.num_scheduled_tokens:
-            if request_id in self._requests:
-                self._save(self._requests[request_id], self.save_queue.room)
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            if request_id in self._requests:
-                self._requests[request_id].scheduled += tokens
+        self._saver.schedule(output.num_scheduled_tokens, self._requests)
         self._running = frozenset(output.num_scheduled_tokens)
         work, self._work = replace(self._work, saves=self.save_queue.step()), StoreWork()
         if self._price is not None or self._costs is not None:
@@ -303,84 +320,49 @@ class SchedulerConnector:
                 work = replace(work, shape=shape)
         return work
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
-        """Handle the end of a request, well or not; its blocks are about to be freed."""
+    def confirm(self) -> None:
+        """Handle the output of a step."""
+        self._saver.confirm(self._requests)
+
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """Handle the end of a request, well or not; its blocks are about to be freed.
+
+        Args:
+            block_ids: as `allocated`.
+        """
         self._offered.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         self._taken.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
         if known is not None:
-            known.blocks = list(block_ids)
-            self._save(known, len(known.blocks))
-            # An engine whose cache is full needs blocks before its next step.
-            kept = self.save_queue.count(self._names.of_request(request, 0, None) or ())
-            self.save_queue.yield_room(freed=len(known.blocks) - kept)
+            self._saver.finish(known, block_ids)
 
     def saved(self, jobs: Iterable[int]) -> None:
         """Release the blocks of these jobs, whose copies have ended, well or not."""
         self.save_queue.end(jobs)
-
-    @property
-    def _may_save(self) -> bool:
-        """Whether blocks may be saved at all."""
-        return self._saves and self._is_clean
 
     def _follow(self, output: Any) -> None:
         """Keep the requests' block ids."""
         for new in output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
-                known.blocks, known.scheduled, known.saved = list(new.block_ids[0]), 0, 0
-                known.ahead = False
+                self._restart(known, new.block_ids)
+        for request_id in getattr(output, "preempted_req_ids", None) or ():
+            self._saver.restart(request_id)
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             known = self._requests.get(request_id)
             if known is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                known.blocks, known.scheduled, known.saved = [], 0, 0
-                known.ahead = False
-            if blocks is not None:
-                known.blocks.extend(blocks[0])
+                self._restart(known, blocks or [[] for _ in known.blocks])
+            elif blocks is not None:
+                known.extend(blocks)
 
-    def _savable(self, known: RequestState) -> int:
-        """Return how many of a request's leading blocks are full, confirmed and not private."""
-        request, in_flight = known.request, known.request.num_in_flight_tokens
-        if not self._may_save or not self.save_queue.has_pool or known.scheduled <= in_flight:
-            return 0
-        confirmed = max(0, request.num_computed_tokens - in_flight) // self._block_tokens
-        return min(confirmed, shared_blocks(request.block_hashes), len(known.blocks))
-
-    def _save(self, known: RequestState, most: int) -> None:
-        """Queue the copies of a request's blocks that may be saved and that the store lacks.
-
-        Args:
-            most: maximum number of blocks.
-        """
-        request = known.request
-        end = min(known.saved + most, self._savable(known))
-        if end <= known.saved:
-            return
-        before = max(0, known.saved - 1)
-        hashes = self._names.of_request(request, before, end)
-        if hashes is None:
-            return
-        first, known.saved = known.saved, end
-        names = hashes[first - before :]
-        places = [first + i for i, lacks in enumerate(self.save_queue.lacking(names)) if lacks]
-        if not places:
-            return
-        size = self._block_tokens
-        self.save_queue.add(
-            BlockSave(
-                blocks=[known.blocks[i] for i in places],
-                hashes=[names[i - first] for i in places],
-                parents=[hashes[i - 1 - before] if i else b"" for i in places],
-                depths=places,
-                tenant=request.cache_salt or "",
-                compute_s=[self._compute_s(i * size, (i + 1) * size) for i in places],
-            )
-        )
+    def _restart(self, known: RequestState, blocks: Sequence[Sequence[int]]) -> None:
+        """Begin again with a request, which the engine has (re)admitted."""
+        known.admit(blocks)
+        self._saver.restart(known.request.request_id)
 
     def lacking(self, names: Sequence[bytes]) -> list[bool]:
         """Return for each block whether DRAM lacks it; True for all if loading is off."""
@@ -391,7 +373,7 @@ class SchedulerConnector:
         loads."""
         own = self._names.own(names)
         self._index.lease(own)
-        self._work.ahead[request_id] = BlockLoad(list(blocks), own)
+        self._work.ahead[request_id] = BlockLoad([list(blocks)], own)
 
     def save(self, blocks: Sequence[int], names: Sequence[bytes], salt: str, tokens: int) -> None:
         """Copy blocks to DRAM as soon as the next step is computed, unless they are there or too
@@ -402,16 +384,13 @@ class SchedulerConnector:
             tokens: number of prompt tokens that would have to be computed without them.
         """
         names = self._names.own(names)
-        if not self._may_save or not any(self._index.lacking(names)):
+        if not self._saver.may_save or not any(self._index.lacking(names)):
             return
-        each_s = self._compute_s(0, tokens) / len(names)
+        each_s = self._saver.compute_s(0, tokens) / len(names)
         parents = [b"", *names[:-1]]
-        save = BlockSave([*blocks], [*names], parents, [*range(len(names))], salt, each_s)
+        save = BlockSave([[*blocks]], [*names], parents, [*range(len(names))], salt, each_s)
         if not self.save_queue.add_at_once(save):
             self.counts["save_busy"] += len(names)
-
-    def _compute_s(self, first: int, end: int) -> float:
-        return (self._costs and self._costs.compute_s(first, end)) or 0.0
 
 
 def _is_apart(request: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from headrace_engine.step_time import pairs_of
 
 
@@ -13,17 +15,25 @@ class BlockLoad:
     """Blocks to copy from the store into the engine's cache, by block id and block hash.
 
     Attributes:
+        blocks: block ids, a list for each cache group; negative where vLLM gave a group no block,
+            because the position lies outside of its window.
+        hashes: their block hashes.
         places: where slower tiers hold those that may not be in DRAM, by hash.
         limits_s: maximum duration of the load, for each request that loads from slower tiers.
         until_s: end of the lease of the places, for each of these requests, by this machine's
             `time.monotonic`.
     """
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     places: dict[bytes, Any] = field(default_factory=dict)
     limits_s: list[float] = field(default_factory=list)
     until_s: list[float] = field(default_factory=list)
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        """The block ids, int64 [n, cache groups]."""
+        return np.array(self.blocks, np.int64).T
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class BlockSave:
     eviction policy.
 
     Attributes:
-        blocks: block ids in the engine's cache.
+        blocks: block ids in the engine's cache, a list for each cache group.
         hashes: their block hashes.
         parents: the hash of the block before each; empty for a root.
         depths: number of blocks before each.
@@ -40,12 +50,22 @@ class BlockSave:
         compute_s: predicted seconds to compute each; 0 before anything was measured.
     """
 
-    blocks: list[int]
+    blocks: list[list[int]]
     hashes: list[bytes]
     parents: list[bytes]
     depths: list[int]
     tenant: str = ""
     compute_s: list[float] | float = 0.0
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        """The block ids, int64 [n, cache groups]."""
+        return np.array(self.blocks, np.int64).T
+
+    @property
+    def engine_blocks(self) -> int:
+        """Number of the engine's blocks, of all groups."""
+        return len(self.hashes) * len(self.blocks)
 
 
 class StepShape(NamedTuple):

@@ -8,39 +8,70 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace_engine.connector.cache_groups import CacheGroups
 from headrace_engine.connector.identity.engine_identity import speculative_heads
-from headrace_engine.vllm.kv_cache import MLAAttentionSpec, get_kv_cache_spec_kind, iter_layer_specs
+from headrace_engine.vllm.kv_cache import (
+    MLAAttentionSpec,
+    get_kv_cache_spec_kind,
+    iter_layer_specs,
+    keeps_all_blocks,
+)
 from headrace_kvstore.blocks.sharding import HeadSharding, heads_are_contiguous
 from headrace_kvstore.blocks.slot_record import MAX_WRITERS
 from headrace_kvstore.codec import Codec
 
 OTHER_SPLITS = ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
+SEVERAL = frozenset({"full_attention", "sliding_window", "chunked_local_attention"})
+"""Kinds of cache groups that an engine may have beside each other."""
 
 
-def only_cache_group(kv_cache_config: Any) -> Any:
-    """Return the engine's one KV cache group, of layers that are all of one size.
+def stored_groups(kv_cache_config: Any, codec: Codec) -> CacheGroups:
+    """Return the engine's KV cache groups, whose layers are all of one size.
 
     Args:
         kv_cache_config: vLLM's KVCacheConfig.
+        codec: of the stored blocks.
 
     Raises:
-        ValueError: there are several groups, or unlike layers; the text names their kinds and the
-            setting to change.
+        ValueError: other layers, or other groups than of attention over tokens; the text names
+            their kinds and the setting to change.
     """
     groups = kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    if len(groups) == 1 and len({spec.page_size_bytes for spec in specs}) == 1:
-        return groups[0]
-    kinds = [
-        f"{get_kv_cache_spec_kind(spec).value} ({spec.page_size_bytes} bytes a block and layer)"
-        for spec in specs
+    kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
+    sizes = {(spec.page_size_bytes, spec.block_size, spec.num_heads) for spec in specs}
+    if len(sizes) == 1 and (len(groups) == 1 or set(kinds) <= SEVERAL):
+        _check_settings(kv_cache_config, specs[0].block_size, codec)
+        return CacheGroups(
+            {name: number for number, group in enumerate(groups) for name in group.layer_names},
+            specs[0],
+            frees_early=not all(map(keeps_all_blocks, specs)),
+        )
+    about = [
+        f"{kind} ({spec.page_size_bytes} bytes a block of {spec.block_size} tokens and layer)"
+        for kind, spec in zip(kinds, specs, strict=True)
     ]
     raise ValueError(
-        "the KV store keeps models whose layers all have the same kind and size of KV; this one "
-        f"has {len(groups)} cache groups of {', '.join(dict.fromkeys(kinds)) or 'no kind'}; set "
+        "the KV store keeps models whose layers all have the same size of KV, and are attention "
+        f"over tokens; this one has {len(groups)} cache groups of "
+        f"{', '.join(dict.fromkeys(about)) or 'no kind'}; set "
         "disable_hybrid_kv_cache_manager: true where all of them are attention over tokens, else "
         "run this model without the store (store.enabled: false, or no HeadraceConnector)"
     )
+
+
+def _check_settings(kv_cache_config: Any, block_tokens: int, codec: Codec) -> None:
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups > 1 and codec.lossy:
+        raise ValueError(
+            f"codec: {codec.name} is not for models with {groups} cache groups; give raw, or set "
+            "disable_hybrid_kv_cache_manager: true"
+        )
+    if kv_cache_config.hash_block_size not in (None, block_tokens):
+        raise ValueError(
+            f"the KV store names blocks of {block_tokens} tokens by their hash, and vLLM hashes "
+            f"{kv_cache_config.hash_block_size} tokens at a time; leave out prefix_match_unit"
+        )
 
 
 def engine_sharding(

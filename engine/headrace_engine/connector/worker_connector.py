@@ -5,9 +5,10 @@ the step that needs them, or ahead of it in a thread of their own. During a load
 other requests continue, and the step that needs the load runs when it is complete. A step that a
 CUDA graph computes as a whole cannot wait for single layers, so it waits for its load before it
 begins. Each (block, layer) is compared with its checksum. A block that fails, is late or is missing
-is reported to vLLM, which computes it. Saves run in a thread of their own, after the step that
-found them. The worker's side measures the durations of steps and loads for `load_price`, by the
-clocks of the device that does the work (`device.clock`).
+is reported to vLLM, which computes it, or its whole request if vLLM recovers no single blocks.
+Saves run in a thread of their own, after the step that found them. The worker's side measures the
+durations of steps and loads for `load_price`, by the clocks of the device that does the work
+(`device.clock`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class WorkerConnector:
         files: makes a reader of files into a cache, for blocks that are not in DRAM.
         writes: whether this worker saves; if not, another one saves the same bytes.
         writer: this worker among those that save, if there are several.
+        recovers_blocks: whether vLLM computes single blocks that failed to load; else loads are
+            made ahead only, and the request of a load that failed in part is computed as a whole.
 
     Attributes:
         counts: blocks by outcome, since the start.
@@ -82,9 +85,11 @@ class WorkerConnector:
         files: Callable[[EngineCache], FileLoader] | None = None,
         writes: bool = True,
         writer: Writer | None = None,
+        recovers_blocks: bool = True,
     ) -> None:
         self.arena, self._row, self._cache, self._seeds = arena, row, cache, seeds
         self._writes, self._writer = writes, writer
+        self._recovers_blocks = recovers_blocks
         columns = [cache.columns(layer) for layer in range(len(cache.layer_names))]
         self._columns = np.r_[tuple(columns)].astype(np.int64)
         cache.register(arena.data_address, arena.data_bytes)
@@ -103,6 +108,7 @@ class WorkerConnector:
         self._pipeline: LayerPipeline | None = None
         self._source: ActiveLoad | None = None
         self._failed: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._bad_in_files: list[BadBlock] = []
         self._saves: dict[int, BlockSave] = {}
         self._tasks: list[Future[None]] = []
@@ -135,7 +141,7 @@ class WorkerConnector:
             by_layers: whether `wait` will be called for each layer that the step needs.
         """
         self._work, self._saves = work, work.saves
-        if work.load.blocks:
+        if work.load.hashes:
             began = self._cache.fence()
             self._source = source = self._find(work.load, self._cache, self.file_loader)
             self._pipeline = self._pipelined(source, self._cache, self._loader, began)
@@ -159,11 +165,15 @@ class WorkerConnector:
         if self._pipeline is not None and self._source is not None:
             ended = self._finish(self._pipeline, self._source, self._cache, self.file_loader)
             self._pipeline = self._source = None
-            self._account(ended)
+            self._failed.update(self._account(ended))
         with self._lock:
             came, self._came = self._came, []
         for request_id, ended in came:
-            self._account(ended)
+            failed = self._account(ended)
+            if self._recovers_blocks:
+                self._failed.update(failed)
+            elif failed:
+                self._failed_requests.add(request_id)
             self._finished.add(request_id)
         self._work = StoreWork()
         saves, self._saves = self._saves, {}
@@ -178,6 +188,12 @@ class WorkerConnector:
     def failed_blocks(self) -> set[int]:
         """Return the ids of blocks whose load failed since the last call."""
         failed, self._failed = self._failed, set()
+        return failed
+
+    def failed_requests(self) -> set[str]:
+        """Return the requests of which a block failed to load since the last call, and that vLLM
+        computes as a whole."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def loaded_ahead(self) -> set[str]:
@@ -250,7 +266,7 @@ class WorkerConnector:
             pipeline = self._pipelined(source, self._cache_ahead, InlineExecutor(), None)
             ended = self._finish(pipeline, source, self._cache_ahead, self.file_loader_ahead)
         except Exception:
-            logger.exception("a load ahead failed; %d blocks are computed", len(load.blocks))
+            logger.exception("a load ahead failed; %d blocks are computed", len(load.hashes))
         finally:
             with self._lock:
                 self._came.append((request_id, ended))
@@ -269,14 +285,13 @@ class WorkerConnector:
         try:
             return self._sources(load, cache, files)
         except Exception:
-            logger.exception("a load cannot begin; %d blocks are computed", len(load.blocks))
+            logger.exception("a load cannot begin; %d blocks are computed", len(load.hashes))
             return ActiveLoad.of_nothing(load)
 
     def _sources(self, load: BlockLoad, cache: EngineCache, files: FileLoader | None) -> ActiveLoad:
         """Return a load's sources: DRAM for blocks that are there, else the file of a block's
         place."""
-        blocks = np.array(load.blocks, np.int64)
-        seeds = self._seeds(load.hashes)
+        blocks, seeds = load.block_ids, self._seeds(load.hashes)
         slots = self.arena.lookup(self._row, load.hashes)
         here = np.flatnonzero(slots >= 0)
         arena = ArenaSource(self.arena, cache, slots[here], blocks[here], seeds[here])
@@ -319,8 +334,8 @@ class WorkerConnector:
                     files.settle(source.files)
         return EndedLoad(source, pipeline.seconds, failed)
 
-    def _account(self, ended: EndedLoad) -> None:
-        """Record which blocks were loaded, and which must be computed."""
+    def _account(self, ended: EndedLoad) -> list[int]:
+        """Record which blocks were loaded; return the ids of those that must be computed."""
         source, seconds = ended.source, ended.seconds
         bad = np.ones(len(source.blocks), np.bool_)
         lost = Counter({"error" if ended.failed else "gone": len(bad)})
@@ -355,10 +370,11 @@ class WorkerConnector:
             self._loads.append((medium, loaded, seconds))
             if source.files is None and not bad.any():
                 self._samples.append(LoadSample(medium, loaded, seconds))
-        self._failed.update(source.blocks[bad].tolist())
         if bad.any():
             logger.warning("%d of %d KV blocks are computed anew: %s", bad.sum(), len(bad), +lost)
         self._tasks.append(self._saver.submit(self._after_load, source.slots, corrupt))
+        failed: list[int] = source.blocks[bad].ravel().tolist()
+        return failed
 
     def _after_load(self, slots: np.ndarray, corrupt: dict[bytes, int]) -> None:
         """Release the leases of a load. Drop blocks whose bytes were wrong, if they are still in
@@ -388,8 +404,8 @@ class WorkerConnector:
         try:
             self._copy_out(save)
         except Exception:
-            logger.exception("saving %d KV blocks failed", len(save.blocks))
-            self.counts["save_failed"] += len(save.blocks)
+            logger.exception("saving %d KV blocks failed", len(save.hashes))
+            self.counts["save_failed"] += len(save.hashes)
         with self._lock:
             self._done.append(job)
 
@@ -409,7 +425,7 @@ class WorkerConnector:
         if not len(slots):
             return
         try:
-            blocks = np.array(save.blocks, np.int64)[given]
+            blocks = save.block_ids[given]
             hashes = [h for h, g in zip(save.hashes, given, strict=True) if g]
             payloads = self.arena.addresses(slots).astype(np.uint64)
             sums = self._cache.save(blocks, payloads, self._seeds(hashes)[:, self._columns])

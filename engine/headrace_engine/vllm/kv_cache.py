@@ -17,7 +17,13 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config.utils import normalize_value
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_cache_spec_kind, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    get_kv_cache_spec_kind,
+    iter_layer_specs,
+)
 
 from headrace_kvstore.identity.prompt_hash import hash_prompt
 
@@ -55,6 +61,12 @@ def copy_batch(dst: Any, src: Any, sizes: Any) -> None:
     from vllm._custom_ops import swap_blocks_batch
 
     swap_blocks_batch(src, dst, sizes)
+
+
+def keeps_all_blocks(spec: Any) -> bool:
+    """Whether vLLM keeps all of a running request's blocks of such layers: none of them leaves an
+    attention window."""
+    return isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec)
 
 
 def runs_layer_hooks(forward_context: Any) -> bool:

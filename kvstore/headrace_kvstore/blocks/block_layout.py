@@ -12,6 +12,7 @@ order of address. A cache that has `count` of a layer's `parts`, from `first` on
 
 Ascending addresses put the axes in memory order, outermost first, which is the same for two caches
 of one layout, whatever their block counts. Layers are ordered by name, numbers in names as numbers.
+The layers of different cache groups have different block ids, and may lie in the same memory.
 
 vLLM 0.32 views every cache as `[blocks, heads, tokens, content]`, with the layout in the strides
 (`vllm.v1.kv_cache_layout`). Where the kernel's block is smaller than the scheduler's, axis 0 has a
@@ -141,23 +142,26 @@ def natural_order(name: str) -> list[tuple[int, str | int]]:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All layers of one engine that share a block table, in payload order.
+    """All layers of one engine, in payload order.
 
-    `shard` says which parts of each stored layer this engine's cache has.
+    `shard` says which parts of each stored layer this engine's cache has. `groups` has the number
+    of each layer's cache group; without it all layers are in one.
 
     Raises:
         LayoutError: no layers; layers that differ in block count, bytes or order of axes; or
-            layers that share bytes (a cache registered under two names, or overlaid groups of a
-            hybrid model).
+            layers of one group that share bytes (a cache registered under two names).
     """
 
     names: tuple[str, ...]
     layers: tuple[LayerLayout, ...]
     shard: Shard = WHOLE_LAYER
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.names) != len(self.layers):
             raise LayoutError(f"{len(self.names)} names for {len(self.layers)} layers")
+        if not self.groups:
+            object.__setattr__(self, "groups", (0,) * len(self.layers))
         first = self.layers[0]
         for name, layer in zip(self.names, self.layers, strict=True):
             for what, mine, theirs in (
@@ -169,13 +173,19 @@ class BlockLayout:
                 if mine != theirs:
                     raise LayoutError(
                         f"{name} has {mine} {what}, {self.names[0]} has {theirs}: one payload "
-                        "holds equal layers only (hybrid models need a layout for each group)"
+                        "holds equal layers only"
                     )
-        self._refuse_shared_bytes()
+        groups = np.array(self.groups)
+        for group in np.unique(groups):
+            self._refuse_shared_bytes(np.flatnonzero(groups == group))
 
     @classmethod
     def of_tensors(
-        cls, caches: Mapping[str, Any], blocks: int, shard: Shard = WHOLE_LAYER
+        cls,
+        caches: Mapping[str, Any],
+        blocks: int,
+        shard: Shard = WHOLE_LAYER,
+        groups: Mapping[str, int] | None = None,
     ) -> BlockLayout:
         """Return the layout of the caches that vLLM's `register_kv_caches` hands over.
 
@@ -183,6 +193,7 @@ class BlockLayout:
             caches: tensor by layer name; they must stay alive as long as addresses are used.
             blocks: the scheduler's block count (`KVCacheConfig.num_blocks`).
             shard: which parts of each layer they hold.
+            groups: number of each layer's cache group; None if there is one.
 
         Raises:
             LayoutError: as `layer_layout` (naming the layer) and `BlockLayout`.
@@ -196,7 +207,8 @@ class BlockLayout:
                 layers.append(layer_layout(*memory, cache.element_size(), blocks, shard.count))
             except LayoutError as error:
                 raise LayoutError(f"{name}: {error}") from error
-        return cls(tuple(names), tuple(layers), shard)
+        numbers = () if groups is None else tuple(groups[name] for name in names)
+        return cls(tuple(names), tuple(layers), shard, numbers)
 
     @property
     def blocks(self) -> int:
@@ -231,13 +243,19 @@ class BlockLayout:
     def engine_addresses(self, block_ids: ArrayLike) -> NDArray[np.uint64]:
         """Return addresses in the engine's caches, shape [blocks asked for, layers, pieces].
 
+        Args:
+            block_ids: [n], the same for all layers, or [n, groups].
+
         Raises:
             IndexError: an id outside the cache.
         """
-        ids = np.asarray(block_ids, np.int64).reshape(-1)
+        ids = np.asarray(block_ids, np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= self.blocks):
             raise IndexError(f"block ids {ids.min()} to {ids.max()}, of {self.blocks} blocks")
-        steps = ids.astype(np.uint64)[:, None, None] * self._block_strides[None, :, None]
+        ids = ids.reshape(len(ids), -1) if ids.size else ids.reshape(0, 1)
+        if ids.shape[1] > 1:
+            ids = ids[:, self.groups]
+        steps = ids.astype(np.uint64)[:, :, None] * self._block_strides[None, :, None]
         return self._bases[None] + steps
 
     def payload_addresses(self, payloads: ArrayLike) -> NDArray[np.uint64]:
@@ -261,11 +279,13 @@ class BlockLayout:
         layers = np.arange(len(self.layers)) * self.shard.parts + self.shard.first
         return np.add.outer(layers * self.part_bytes, pieces).astype(np.uint64)
 
-    def _refuse_shared_bytes(self) -> None:
-        """Refuse layers that share bytes. Layers with overlapping ranges must lie inside each
-        other's blocks: with one stride for all, within which no piece reaches into another."""
-        first, size = self._bases.ravel().astype(np.int64), self.piece_bytes
-        steps = np.repeat(self._block_strides.astype(np.int64), len(self.layers[0].offsets))
+    def _refuse_shared_bytes(self, layers: NDArray[np.int64]) -> None:
+        """Refuse layers of one group that share bytes. Layers with overlapping ranges must lie
+        inside each other's blocks: with one stride for all, within which no piece reaches into
+        another."""
+        pieces, size = len(self.layers[0].offsets), self.piece_bytes
+        first = self._bases[layers].ravel().astype(np.int64)
+        steps = np.repeat(self._block_strides[layers].astype(np.int64), pieces)
         ends = first + (self.blocks - 1) * steps + size
         order = np.argsort(first, kind="stable")
         apart = np.maximum.accumulate(ends[order])[:-1] <= first[order][1:]
@@ -273,8 +293,8 @@ class BlockLayout:
             places = np.sort((first[run] - first[run[0]]) % max(1, steps[run[0]]))
             gaps = np.diff(places, append=places[0] + steps[run[0]])
             if len(run) > 1 and ((steps[run] != steps[run[0]]).any() or gaps.min() < size):
-                names = sorted({self.names[i // len(self.layers[0].offsets)] for i in run})
+                names = sorted({self.names[layers[i // pieces]] for i in run})
                 raise LayoutError(
                     f"{' and '.join(names[:2])} share bytes, or lie in each other with unequal "
-                    "block strides: one cache under two names, or overlaid groups of a hybrid model"
+                    "block strides: one cache under two names, or layers of two cache groups"
                 )

@@ -104,6 +104,4 @@ def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:
             "connectors": [{**transfer, **recompute}, {**stored, **recompute}]
         },
     }
-    # vLLM would switch this manager off itself, with a warning: the store keeps one kind of block.
-    engine.setdefault("disable_hybrid_kv_cache_manager", True)
     return True

@@ -62,7 +62,7 @@ class DeviceCache(EngineCache):
         staging_bytes: int = STAGING_BYTES,
         saves: bool = True,
     ) -> None:
-        self.layout, self.layer_names = layout, layout.names
+        self.layout, self.layer_names, self.groups = layout, layout.names, layout.groups
         self.held, self.part_bytes = held or layout.shard, layout.part_bytes
         self._made_of = caches, codec, shape, held
         first = caches[layout.names[0]]

@@ -26,6 +26,7 @@ class EngineCache:
 
     Attributes:
         layer_names: in payload order.
+        groups: number of each layer's cache group; empty if there is one.
         held: the parts of a payload's layers that the cache has.
         part_bytes: size of a stored part.
         step_clock: clock of the engine's computation.
@@ -33,6 +34,7 @@ class EngineCache:
     """
 
     layer_names: Sequence[str]
+    groups: Sequence[int] = ()
     held: Shard
     part_bytes: int
     step_clock: Clock = HostClock()
@@ -41,7 +43,7 @@ class EngineCache:
     def __init__(self, layout: BlockLayout, threads: int = 1) -> None:
         prepare()
         self.layout, self._threads = layout, threads
-        self.layer_names = layout.names
+        self.layer_names, self.groups = layout.names, layout.groups
         self.held, self.part_bytes = layout.shard, layout.part_bytes
 
     @property
@@ -92,7 +94,7 @@ class EngineCache:
         """Copy one layer of n blocks in.
 
         Args:
-            blocks: int64 [n], ids in the engine's cache.
+            blocks: int64 [n], the layer's ids in the engine's cache.
             payloads: uint64 [n], addresses of the blocks' payloads.
             seeds: uint64 [n, parts of the layer that this cache has].
 
@@ -105,8 +107,16 @@ class EngineCache:
         return copy_sum(engine, stored, layout.piece_bytes, seeds, threads=self._threads)
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Copy n blocks out, all layers; arguments as `load`, seeds and checksums [n, parts of all
-        layers that this cache has]."""
+        """Copy n blocks out, all layers.
+
+        Args:
+            blocks: int64 [n, cache groups], or [n] if there is one.
+            payloads: as `load`.
+            seeds: uint64 [n, parts of all layers that this cache has].
+
+        Returns:
+            uint64, checksums of what was written, in the shape of the seeds.
+        """
         layout, pieces = self.layout, (*seeds.shape, -1)
         engine = layout.engine_addresses(blocks).reshape(pieces)
         stored = layout.payload_addresses(payloads).reshape(pieces)

@@ -17,6 +17,7 @@ class ActiveLoad:
     """One step's load: which of its blocks comes from which source. The other blocks are missing.
 
     Attributes:
+        blocks: int64 [n, cache groups], ids in the engine's cache, as in `BlockLoad`.
         slots: slots of the blocks in the arena, leased by the scheduler's side.
         parts: sources, with the positions of their blocks.
         files: the one of them that reads files.
@@ -31,7 +32,7 @@ class ActiveLoad:
     @staticmethod
     def of_nothing(load: BlockLoad) -> ActiveLoad:
         """Return a load none of whose blocks has a source."""
-        return ActiveLoad(load.hashes, np.array(load.blocks, np.int64), np.zeros(0, np.int64), [])
+        return ActiveLoad(load.hashes, load.block_ids, np.zeros(0, np.int64), [])
 
 
 class EndedLoad(NamedTuple):

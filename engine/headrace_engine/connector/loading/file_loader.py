@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace_engine.connector.caches.engine_cache import EngineCache
+from headrace_engine.connector.loading.block_ids import ALL, BlockIds
 from headrace_engine.connector.loading.read_paths import BounceBufferPath, GdsPath, ReadPath, tried
 from headrace_kvstore.nvme.file_io import FileIo
 from headrace_kvstore.nvme.segment import Location, Read
@@ -149,7 +150,7 @@ class FileLayerSource:
         way: no other load uses it during this one.
         cache: the engine's.
         places: where the blocks lie.
-        blocks: int64 [n], their ids in the engine's cache.
+        blocks: int64 [n, cache groups], their ids in the engine's cache, as `BlockIds` takes them.
         seeds: u64 [n, parts of all layers].
         depth: maximum number of layers in flight.
         limit_s: seconds from the first layer's request on; if a layer is later, all blocks are bad.
@@ -180,8 +181,9 @@ class FileLayerSource:
         self.late, self.layers_read = False, 0
         self._corrupt = np.zeros(len(blocks), np.bool_)
         self._unreadable = np.zeros(len(blocks), np.bool_)
-        self._blocks, self._seeds = blocks, seeds
+        self._blocks, self._seeds = BlockIds(blocks, cache.groups), seeds
         self._parts = np.arange(cache.held.count, dtype=np.uint64) * np.uint64(cache.part_bytes)
+        self._numbers = np.arange(len(blocks))
         self._room = way.room(len(blocks), depth)
         self._expected = np.array([place.sums for place in places], np.uint64)
         self._reads: dict[int, Read] = {}
@@ -197,12 +199,21 @@ class FileLayerSource:
             return
         if math.isnan(self._began_s):
             self._began_s = time.monotonic()
-        room = np.add.outer(self._room[layer % len(self._room)], self._parts)
+        rows, ids = self._blocks.of_layer(layer)
+        if not len(ids):
+            return
+        room = np.add.outer(self._room[layer % len(self._room)][: len(ids)], self._parts)
         first = self._cache.columns(layer).start
-        self._reads[layer] = self.way.reader.read(self._places, room, first_layer=first)
+        every = self._places
+        places = every if rows is ALL else [every[i] for i in self._numbers[rows]]
+        self._reads[layer] = self.way.reader.read(places, room, first_layer=first)
 
     def end(self, layer: int) -> None:
         if self.late:
+            return
+        rows, ids = self._blocks.of_layer(layer)
+        if not len(ids):
+            self.layers_read += 1
             return
         left_s = None
         if self._limit_s != math.inf:
@@ -217,12 +228,12 @@ class FileLayerSource:
         finally:
             self.read_s = time.monotonic() - self._began_s
         del self._reads[layer]
-        mine = self._cache.columns(layer)
-        room = self._room[layer % len(self._room)]
-        sums = self.way.put(layer, room, self._blocks, self._seeds[:, mine])
-        self._unreadable[[i for i, why in read.bad.items() if why == "unreadable"]] = True
-        self._corrupt |= arrived & (sums != self._expected[:, mine]).any(axis=1)
-        self.bad |= ~arrived | self._corrupt
+        mine, numbers = self._cache.columns(layer), self._numbers[rows]
+        room = self._room[layer % len(self._room)][: len(ids)]
+        sums = self.way.put(layer, room, ids, self._seeds[rows, mine])
+        self._unreadable[[numbers[i] for i, why in read.bad.items() if why == "unreadable"]] = True
+        self._corrupt[rows] |= arrived & (sums != self._expected[rows, mine]).any(axis=1)
+        self.bad[rows] |= ~arrived | self._corrupt[rows]
         self.layers_read += 1
 
     @property

@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -95,8 +96,9 @@ class RecomputePlan:
     last: int | None = None
 
 
-class BlendingConnector(KVConnectorBase_V1):
-    """The connector's scheduler side and worker side."""
+class BlendingConnector(KVConnectorBase_V1, SupportsHMA):
+    """The connector's scheduler side and worker side. It serves no request of an engine with
+    several KV cache groups."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -108,6 +110,7 @@ class BlendingConnector(KVConnectorBase_V1):
             raise ValueError('kv_transfer_config.kv_load_failure_policy: give "recompute"')
         self._step_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._block_tokens = vllm_config.cache_config.block_size
+        self._has_one_group = len(kv_cache_config.kv_cache_groups) == 1
         self._found: dict[str, Any] = {}
         self._served: set[str] = set()
         self._loading: dict[str, tuple[Any, int, frozenset[int]]] = {}
@@ -154,7 +157,7 @@ class BlendingConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         name, rest = request.request_id, request.num_tokens - 1 - num_computed_tokens
         self._found.pop(name, None)
-        if name in self._served or rest <= 0:
+        if name in self._served or rest <= 0 or not self._has_one_group:
             return 0, False
         found = self.find(request, num_computed_tokens)
         if found is None:
@@ -190,6 +193,11 @@ class BlendingConnector(KVConnectorBase_V1):
 
     def request_finished(
         self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         name, transfer = request.request_id, request.kv_transfer_params or {}
         blended = name in self._blended
