@@ -163,7 +163,7 @@ def test_only_replicas_of_the_same_machine_load_from_its_store(clock: Clock) -> 
     for name, shares in (("x", True), ("y", False)):
         r.prefill_done("?", PrefillReport(0.5, 0.0, 0.4, 0, 100, name, shares))
     stored = [AvailableRun("dram", 96)]
-    p = r.plan(PlanRequest("a", range(100), stored_decode=stored))
+    p = r.plan(PlanRequest("a", range(100), stored=stored))
     assert (p.replica, p.loaded_tokens) == ("x", 96)
 
 

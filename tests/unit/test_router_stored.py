@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
+from headrace.router import Geometry, Plan, PlanRequest, Router, RouterSettings
 from headrace.router.placement.cluster_view import ClusterView
 from headrace.router.placement.place import place
 from headrace.router.placement.request import PlacementRequest
@@ -108,7 +108,7 @@ def measured(router: Router, medium: str, bytes_per_s: float) -> None:
 def plan(
     router: Router, *stored: AvailableRun, tokens: int = 20 * BLOCK + 1, name: str = "a"
 ) -> Plan:
-    made = router.plan(PlanRequest(name, range(tokens), stored_decode=stored))
+    made = router.plan(PlanRequest(name, range(tokens), stored=stored))
     router.finished(name)
     return made
 
@@ -157,21 +157,3 @@ def test_the_wait_for_a_peer_is_part_of_the_price(router: Router) -> None:
 def test_the_last_token_is_computed_whatever_the_store_holds(router: Router) -> None:
     made = plan(router, AvailableRun("nvme", 4 * BLOCK), tokens=4 * BLOCK)
     assert made.loaded_tokens == 3 * BLOCK
-
-
-def test_a_pull_at_the_prefill_engine_is_no_queue_of_others(router: Router) -> None:
-    router.settings = RouterSettings(policy="remote")
-    for name in "abcdef":
-        request = PlanRequest(
-            name,
-            range(ord(name) * 1000, ord(name) * 1000 + 20 * BLOCK + 1),
-            stored_prefill=(AvailableRun("object", 20 * BLOCK, 0.2),),
-        )
-        made = router.plan(request)
-        assert (made.kind, made.loaded_from) == ("remote", {"object": 20 * BLOCK})
-        assert made.predicted["remote.pull"] == 0.2
-        assert made.timeout_s > 0.2
-        router.prefill_done(name, PrefillReport(0.25, 0.2, 0.03, 0, 1))
-        router.first_token(name, 0.3, 0)
-        router.finished(name)
-    assert router.targets[""].others.seconds() < 0.02

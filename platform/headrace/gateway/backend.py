@@ -23,7 +23,6 @@ class ReplicaInfo:
         url: `http://ip:port` of the replica's own OpenAI server, without a trailing slash.
         running: number of requests in its engine's batch.
         waiting: number of requests in its engine's queue.
-        kv_usage: share of its KV blocks in use, 0 to 1.
         routes: the routes that clients may use.
         in_flight: number of requests on its port, from all gateways.
         token: secret that its port demands of a gateway.
@@ -35,7 +34,6 @@ class ReplicaInfo:
     url: str
     running: int = 0
     waiting: int = 0
-    kv_usage: float = 0.0
     routes: tuple[Route, ...] = ()
     in_flight: int = 0
     token: str = ""

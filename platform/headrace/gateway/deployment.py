@@ -348,13 +348,6 @@ class GatewayServer:
         """Return this gateway's id, and the engine time that it has given each tenant."""
         return serve.get_replica_context().replica_id.unique_id, self._app.charged_s
 
-    async def headrace_gateway(self) -> dict[str, Any]:
-        """Return this gateway's id, and the port on which it listens."""
-        return {
-            "replica_id": serve.get_replica_context().replica_id.unique_id,
-            "port": self._listener.port if self._listener else None,
-        }
-
     async def __del__(self) -> None:
         """Finish the requests on the gateway's own port, then close; see `drain_timeouts`."""
         listener = getattr(self, "_listener", None)

@@ -135,7 +135,7 @@ class ReplicaPlanner:
                 stored = (AvailableRun(DRAM, len(token_ids) - computed),)
             elif local_only is None:
                 stored = await self.available_runs(token_ids, salt)
-            plan = self.router.plan(replace(request, stored_decode=stored), stale)
+            plan = self.router.plan(replace(request, stored=stored), stale)
         if came is not None:
             self.router.record_received(came)
         if given is not None and stale is not None:

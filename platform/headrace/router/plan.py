@@ -28,10 +28,8 @@ class PlanRequest:
     salt: str = ""
     #: Why this request must stay on the decode engine (e.g. prompt logprobs), or None.
     local_only: str | None = None
-    #: Leading runs of tokens whose KV the store can supply: to the decode engine and the prefill
-    #: engines on its machine, and to prefill engines elsewhere.
-    stored_decode: Sequence[AvailableRun] = ()
-    stored_prefill: Sequence[AvailableRun] = ()
+    #: Leading runs of tokens whose KV the store can supply to the decode engine.
+    stored: Sequence[AvailableRun] = ()
 
 
 class Run(NamedTuple):
@@ -211,8 +209,6 @@ class RouterSettings:
     placement: str = COST
     #: Longest engine step that running streams should see; None sets no target.
     itl_target_s: float | None = None
-    #: Longest predicted time to first token that a plan may have without a refusal.
-    ttft_target_s: float | None = None
     #: Age of an engine's measurements from which a new one may cost twice the best choice's time.
     remeasure_s: float = 60.0
     #: Maximum prompt tokens of one step: longer prompts take several steps.
@@ -232,10 +228,8 @@ class RouterSettings:
     def __post_init__(self) -> None:
         if self.policy not in ("cost", "local", "remote"):
             raise ValueError(f"router.policy must be cost, local or remote, not {self.policy!r}")
-        for name in ("itl_target_s", "ttft_target_s"):
-            target = getattr(self, name)
-            if target is not None and not target > 0:
-                raise ValueError(f"router.{name} must be above 0, not {target}")
+        if self.itl_target_s is not None and not self.itl_target_s > 0:
+            raise ValueError(f"router.itl_target_s must be above 0, not {self.itl_target_s}")
         for name in ("remeasure_s", "timeout_floor_s", "timeout_cold_s", "retry_s", "retry_max_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"router.{name} must be above 0, not {getattr(self, name)}")

@@ -183,7 +183,7 @@ class Router:
             len(request.token_ids),
             now,
             np.array(held, np.int32),
-            available_runs=(request.stored_decode, request.stored_prefill),
+            available_runs=(request.stored, ()),
             affinity=int.from_bytes(prefix, "little"),
             local_only=request.local_only,
             may_explore=now >= self._explore_at_s,
@@ -282,8 +282,7 @@ class Router:
         if active is None or active.plan.prefill is None:
             return
         active.call_s = report.call_s
-        expected_s = active.own_queue_s + active.plan.predicted["remote.pull"]
-        if active.target.others.observe(report.queue_s - expected_s):
+        if active.target.others.observe(report.queue_s - active.own_queue_s):
             active.target.others_at_s = now
         active.remove_lost(
             *(active.target.index, report.cached_tokens),
