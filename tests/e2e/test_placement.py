@@ -210,15 +210,18 @@ def test_gateways_admit_by_what_replicas_told_and_tell_each_other(
 
 @contextlib.contextmanager
 def slowed(pid: int) -> Iterator[None]:
-    """A process gets a fifth of the time."""
+    """A process gets a fifth of the time, also where this thread is scheduled late."""
     done = threading.Event()
 
     def hold() -> None:
+        ran_s = 0.02
         while not done.is_set():
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.08)
+            time.sleep(4 * ran_s)
             os.kill(pid, signal.SIGCONT)
+            began_s = time.monotonic()
             done.wait(0.02)
+            ran_s = time.monotonic() - began_s
 
     holder = threading.Thread(target=hold)
     holder.start()

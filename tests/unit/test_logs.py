@@ -8,6 +8,7 @@ import logging
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,17 +22,26 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(logs.ENVIRONMENT, "")
     root = logging.getLogger("headrace")
     kept = list(root.handlers), root.level, root.propagate
+    factory = logging.getLogRecordFactory()
     yield
+    logging.setLogRecordFactory(factory)
     root.handlers, root.propagate = kept[0], kept[2]
     root.setLevel(kept[1])
 
 
+def as_vllms_process(*args: Any, **more: Any) -> logging.LogRecord:
+    """A record as a process that has imported vLLM makes it."""
+    record = logging.LogRecord(*args, **more)
+    record.vllm_process_name = "EngineCore"
+    return record
+
+
 def test_an_engine_logs_as_its_replica_was_told_to(capfd: pytest.CaptureFixture[str]) -> None:
+    logging.setLogRecordFactory(as_vllms_process)
     logs.set_up("decode", "INFO", True)
     logging.getLogger("headrace").handlers = []  # a new process has the environment alone
     logs.take_up()
-    # Ray and vLLM add one each to all records of their processes.
-    extra = {"request_id": "r", "_nanoseconds": 1, "vllm_process_name": "EngineCore"}
+    extra = {"request_id": "r", "_nanoseconds": 1}  # Ray adds such a one to each record
     logging.getLogger("headrace.sparse").info("%d MiB", 3, extra=extra)
     logging.getLogger("headrace.sparse").debug("not asked for")
     [line] = capfd.readouterr().err.splitlines()
