@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from headrace_engine.kv_groups import BlockUse
 from headrace_engine.step_time import StepTime
 
 BACKLOG_SAMPLES = 256
@@ -106,12 +107,16 @@ class EngineMeter:
     store_digests: list[bytes] = field(default_factory=list)
     """Namespaces of this engine's blocks in the store, one for each worker; empty until the engine
     has reported them."""
+    block_use: BlockUse = field(default_factory=BlockUse)
+    """Blocks that a request takes in the engine's KV cache."""
     kv_epoch: str = ""
     """Epoch since the last reset of the engine's caches, in hex; empty before any reset."""
     on_step: list[Callable[[Step], None]] = field(default_factory=list)
     """Called with each step. The next two are called with each finished transfer and load."""
     on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
     on_load: list[Callable[[StoreLoad], None]] = field(default_factory=list)
+    on_cache_groups: list[Callable[[BlockUse, bool], None]] = field(default_factory=list)
+    """Called with the arguments of `set_cache_groups`, after the engine's start."""
     on_unproved: list[Callable[[Unproven], None]] = field(default_factory=list)
     """Called with each pull whose KV is not used, before the request's first token."""
     _loads: deque[StoreLoad] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
@@ -120,20 +125,36 @@ class EngineMeter:
         """Set the scheduler's load: sequences running and waiting, share of KV blocks used."""
         self.running, self.waiting, self.kv_usage = running, waiting, kv_usage
 
-    def progress(self, step_tokens: int, kv_tokens: int) -> Progress:
+    def set_cache_groups(self, use: BlockUse, has_states: bool) -> None:
+        """Set what depends on the engine's KV cache groups.
+
+        Args:
+            use: blocks that a request takes.
+            has_states: whether hits end only at blocks of which some layers have a state.
+        """
+        self.block_use = use
+        for watcher in self.on_cache_groups:
+            watcher(use, has_states)
+
+    def progress(self, step_tokens: int, blocks: int, block_tokens: int) -> Progress:
         """Return how far the engine is.
 
         Args:
-            step_tokens: maximum number of tokens that it computes in a step. kv_tokens: tokens that
-                its KV cache holds.
+            step_tokens: maximum number of tokens that it computes in a step. blocks: number of
+                blocks of its KV cache. block_tokens: tokens of a block.
         """
         longest_s = None
         if self.step_time.samples:
-            held = self.kv_usage * kv_tokens
+            held = self.held_tokens(blocks, block_tokens)
             longest_s = self.step_time.seconds(
                 step_tokens, self.running, 0, held, step_tokens * (held + step_tokens)
             )
         return Progress(self.steps_total, self.running, longest_s)
+
+    def held_tokens(self, blocks: int, block_tokens: int) -> float:
+        """Return the tokens of KV that requests hold, in a cache of these blocks."""
+        used = self.kv_usage * blocks
+        return self.block_use.held_tokens(used, self.running, block_tokens)
 
     def step(self, step: Step) -> None:
         """Book one engine step."""

@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headrace_engine.kv_groups import BlockUse
 from headrace_engine.step_time import StepTime
 
 MIN_REQUESTS = 32
@@ -223,6 +224,19 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {"requests": requests, "rate": load.rate} | advice.to_dict()
 
 
+def kv_tokens(engines: Mapping[str, Any], tokens: float) -> float:
+    """Return the tokens of requests of this length that fit into an engine's KV cache.
+
+    Args:
+        engines: `engines` of `Router.snapshot`.
+    """
+    capacity, use = engines["decode_blocks"] * engines["block_tokens"], engines.get("block_use")
+    if use is None:
+        return float(capacity)
+    positions = max(tokens, 1.0) / engines["block_tokens"]
+    return float(capacity * (positions / BlockUse(**use).blocks(positions)))
+
+
 def load_of(routers: Sequence[Mapping[str, Any]]) -> TrafficLoad | None:
     """Return the traffic of decode replicas from their routers' documents (`Router.snapshot` with
     `outcomes`), or None while too little is known."""
@@ -249,6 +263,6 @@ def load_of(routers: Sequence[Mapping[str, Any]]) -> TrafficLoad | None:
         mean("remote_s_square"),
         mean("move_s"),
         StepTime.from_dict(router["step_times"]["decode"]),
-        max(1, int(engines["decode_blocks"] * engines["block_tokens"] / tokens)),
+        max(1, int(kv_tokens(engines, tokens) / tokens)),
         router["fits"]["shared_cores"]["lost_share"] if same_machine else 0.0,
     )

@@ -115,7 +115,7 @@ def test_drafts_never_ask_for_more_kv_blocks_than_are_free(
     block = 16
     num_tokens = np.array([n for n, _ in rows])
     blocks = -(-num_tokens // block) + np.array([spare for _, spare in rows])
-    room = kv_headroom(num_tokens, blocks, block, free, draft_tokens)
+    room = kv_headroom(num_tokens, [blocks], [block], free, draft_tokens)
     take = np.full(len(rows), draft_tokens) if room is None else np.minimum(room, draft_tokens)
     needed = np.maximum(-(-(num_tokens + take) // block) - blocks, 0)
     assert int(needed.sum()) <= free

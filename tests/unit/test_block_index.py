@@ -230,3 +230,73 @@ def test_counts_are_told() -> None:
     told = index.stats()
     assert told.pop("bytes") == index.bytes > 0
     assert told == {"holders": 2, "blocks": 20, "entries": 30, "sets": 1, "dropped": 0}
+
+
+# Windows
+
+
+def windowed(*needed: int) -> BlockIndex:
+    """Holder 0 has windows, holder 1 none; both have all of A."""
+    index = BlockIndex(2**20)
+    index.open(needed)
+    index.open()
+    for holder in range(2):
+        index.stored(holder, None, A)
+    return index
+
+
+def test_a_hit_ends_where_the_window_before_it_is_there() -> None:
+    index = windowed(3)
+    assert index.match(A).tolist() == [0, 20]
+    index.stored(0, int(A[4]), A[5:12], window=1)
+    assert index.match(A).tolist() == [12, 20]
+    assert index.match(B).tolist() == [12, 12]
+    assert [int(index.match(A[:n])[0]) for n in range(6, 13)] == [0, 0, 8, 9, 10, 11, 12]
+    index.removed(0, A[10:11], window=1)
+    assert index.match(A).tolist() == [10, 20]
+    index.removed(0, A[8:9])
+    assert index.match(A).tolist() == [8, 20]
+
+
+def test_a_window_that_reaches_the_first_block_needs_no_more() -> None:
+    index = windowed(3)
+    index.stored(0, None, A[:2], window=1)
+    assert index.match(A).tolist() == [2, 20]
+
+
+def test_all_windows_of_a_holder_must_be_there() -> None:
+    index = windowed(2, 0)
+    index.stored(0, None, A, window=1)
+    assert index.match(A).tolist() == [0, 20]
+    index.stored(0, int(A[6]), A[7:8], window=2)
+    assert index.match(A).tolist() == [8, 20]
+    index.removed(0, A[6:7], window=1)
+    assert index.match(A).tolist() == [0, 20]
+    index.stored(0, int(A[2]), A[3:4], window=2)
+    assert index.match(A).tolist() == [4, 20]
+    assert index.has_states(0) and not index.has_states(1)
+
+
+def test_the_windows_of_a_holder_go_with_it() -> None:
+    index = windowed(3)
+    index.stored(0, None, A, window=1)
+    index.cleared(0)
+    index.stored(0, None, A)
+    assert index.match(A).tolist() == [0, 20]
+    index.expire(0)
+    assert index.open() == 0
+    index.stored(0, None, A)
+    assert index.match(A).tolist() == [20, 20]
+    with pytest.raises(KeyError, match="holder 0 has no window 1"):
+        index.stored(0, None, A, window=1)
+
+
+def test_a_window_counts_as_a_holder() -> None:
+    index = BlockIndex(2**20, max_holders=3)
+    index.open([4])
+    with pytest.raises(OverflowError):
+        index.open([4])
+    index.open()
+    index.expire(0)
+    for _ in range(10):
+        index.expire(index.open([4]))

@@ -76,7 +76,10 @@ def test_the_batch_tells_rows_and_blocks() -> None:
         assert f"self.{name} = " in table, f"BlockTable has no {name}: mend {COMPAT}"
     appended = inspect.getsource(find("vllm.v1.worker.block_table:BlockTable.append_row", COMPAT))
     assert "= block_ids\n" in appended, f"rows no longer have the scheduler's blocks: mend {COMPAT}"
-    find("vllm.v1.worker.block_table:MultiGroupBlockTable.__getitem__", COMPAT)
+    groups = inspect.getsource(
+        find("vllm.v1.worker.block_table:MultiGroupBlockTable.__init__", COMPAT)
+    )
+    assert "self.block_tables = [" in groups, f"groups no longer have a table each: mend {COMPAT}"
 
 
 def test_a_schedule_by_batch_size_keeps_joining_requests_from_being_padded() -> None:
@@ -311,7 +314,7 @@ def runner(blocks: list[list[int]], pool_blocks: int) -> Any:
         input_batch=SimpleNamespace(
             req_ids=[f"r{row}" for row in range(len(blocks))],
             num_computed_tokens_cpu=np.full(len(blocks), 4),
-            block_table=[block_table],
+            block_table=SimpleNamespace(block_tables=[block_table]),
         ),
         requests={"r0": SimpleNamespace(num_prompt_tokens=20, sampling_params=params)},
         kv_cache_config=SimpleNamespace(num_blocks=pool_blocks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed import kv_events
 
+from headrace_engine.kv_groups import HitGroups, Window
 from headrace_engine.reporting.engine_events import (
     GPU,
     EngineEvents,
@@ -76,6 +78,58 @@ def test_blocks_come_and_go_and_only_changes_are_told() -> None:
     assert blocks.apply(batch(removed(1), stored(0))) == []
 
 
+def test_a_block_is_held_until_its_last_copy_is_removed() -> None:
+    blocks = HeldBlocks()
+    blocks.apply(batch(stored(0), stored(0), stored(0)))
+    assert blocks.apply(batch(removed(0), removed(0))) == []
+    assert blocks.apply(batch(removed(0))) == [Change(False, GPU, b"", key_of(HASHES[0]))]
+    assert blocks.apply(batch(removed(0))) == [] and len(blocks) == 0
+
+
+TWO = HitGroups(frozenset({1}), (Window(2, frozenset({0, 2})),))
+"""Full attention as group 1, beside two groups with one window."""
+
+
+def test_a_window_is_told_when_all_its_groups_have_a_block() -> None:
+    blocks, key = HeldBlocks(TWO), key_of(HASHES[0])
+    assert blocks.apply(batch(stored(0, group_idx=0))) == []
+    assert blocks.apply(batch(stored(0, group_idx=1))) == [Change(True, GPU, b"", key, b"")]
+    window = Change(True, GPU, b"", key, b"", 1)
+    assert blocks.apply(batch(stored(0, group_idx=2))) == [window]
+    assert blocks.contents() == [window._replace(group=0), window]
+    assert blocks.apply(batch(removed(0, group_idx=0))) == [Change(False, GPU, b"", key, group=1)]
+    assert blocks.apply(batch(stored(0, group_idx=0))) == [window]
+    assert blocks.apply(batch(removed(0, group_idx=1))) == [
+        Change(False, GPU, b"", key, group=1),
+        Change(False, GPU, b"", key),
+    ]
+    assert blocks.apply(batch(removed(0, group_idx=2))) == [] and len(blocks) == 0
+
+
+def test_a_run_of_a_window_is_told_after_that_of_all_tokens() -> None:
+    blocks = HeldBlocks(TWO)
+    told = blocks.apply(batch(*(stored(0, 1, 2, group_idx=group) for group in (0, 2, 1))))
+    assert told is not None
+    assert [(change.group, change.hash) for change in told] == [
+        (group, key_of(HASHES[n])) for group in (0, 1) for n in range(3)
+    ]
+
+
+def test_parents_are_those_of_full_attention() -> None:
+    """vLLM's event of a window leaves out the blocks that have left it."""
+    blocks = HeldBlocks(TWO)
+    blocks.apply(batch(stored(2, group_idx=0, token_ids=list(range(48))), stored(2, group_idx=2)))
+    told = blocks.apply(batch(stored(0, 1, 2, group_idx=1)))
+    assert told is not None
+    assert told[-1] == Change(True, GPU, b"", key_of(HASHES[2]), key_of(HASHES[1]), 1)
+
+
+def test_without_full_attention_a_run_with_gaps_is_left_out() -> None:
+    blocks = HeldBlocks(HitGroups(frozenset({0})))
+    assert blocks.apply(batch(stored(2, 3, token_ids=list(range(64))))) == []
+    assert blocks.apply(batch(stored(2, 3, token_ids=list(range(70_000)), block_size=35_000)))
+
+
 def test_hashes_and_their_numbers_name_the_same_block() -> None:
     blocks = HeldBlocks()
     number = int.from_bytes(HASHES[3], "big") & (2**64 - 1)
@@ -123,7 +177,7 @@ events_lists = st.lists(
 
 @given(st.lists(events_lists, max_size=10))
 def test_whoever_applies_the_changes_holds_the_same(history: list[Any]) -> None:
-    blocks, model, follower = HeldBlocks(), set[int](), set[bytes]()
+    blocks, model, follower = HeldBlocks(), Counter[int](), set[bytes]()
     for events in history:
         made: list[Any] = []
         for kind, numbers in events:
@@ -131,10 +185,10 @@ def test_whoever_applies_the_changes_holds_the_same(history: list[Any]) -> None:
                 model.clear()
                 made.append(kv_events.AllBlocksCleared())
             elif kind == "stored":
-                model |= numbers
+                model.update(numbers)
                 made.append(stored(*numbers))
             else:
-                model -= numbers
+                model.subtract(n for n in numbers if model[n])
                 made.append(removed(*numbers))
         changes = blocks.apply(batch(*made))
         if changes is None:
@@ -142,7 +196,7 @@ def test_whoever_applies_the_changes_holds_the_same(history: list[Any]) -> None:
         for change in changes or ():
             assert (change.hash in follower) is not change.stored
             (follower.add if change.stored else follower.discard)(change.hash)
-        assert held(blocks) == keys(*model) == follower
+        assert held(blocks) == keys(*+model) == follower
 
 
 # Following

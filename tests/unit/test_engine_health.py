@@ -109,14 +109,14 @@ async def test_an_old_question_says_nothing_of_the_time_in_between() -> None:
 
 def test_the_bound_follows_the_fit_of_the_engine_s_own_steps() -> None:
     meter = EngineMeter()
-    assert hung_s(meter.progress(2048, 10_000)) == UNFITTED_HUNG_S
+    assert hung_s(meter.progress(2048, 625, 16)) == UNFITTED_HUNG_S
     for _ in range(20):
         meter.step(Step(2048, 0, 0, 0.0, 2048 * 1024.0, 8.0))
     meter.load(1, 0, 0.1)
-    slow = hung_s(meter.progress(2048, 10_000))
+    slow = hung_s(meter.progress(2048, 625, 16))
     assert slow > MAX_STEPS * 8.0
     meter.load(1, 0, 0.9)
-    assert hung_s(meter.progress(2048, 10_000)) > slow, "more KV is attended to"
+    assert hung_s(meter.progress(2048, 625, 16)) > slow, "more KV is attended to"
 
 
 @pytest.mark.parametrize(("longest_s", "bound_s"), [(0.0, MIN_HUNG_S), (1e4, MAX_STEPS * 1e4)])

@@ -93,6 +93,10 @@ async def test_a_gateway_with_another_token_follows_nothing_and_blames_nobody(
         {"events": "tcp://h:1", "replay": "tcp://h:2", "epoch": "e", "token": "short"},
         {"events": 1, "replay": "tcp://h:2", "epoch": "e", "token": TOKEN},
         {"events": "x" * 300, "replay": "tcp://h:2", "epoch": "e", "token": TOKEN},
+        *(
+            {"events": "a", "replay": "b", "epoch": "e", "token": TOKEN, "windows": windows}
+            for windows in (3, [-1], [True], ["8"], [2**40], [1] * 5)
+        ),
     ],
 )
 def test_what_is_no_line_is_none(told: Any) -> None:

@@ -151,3 +151,15 @@ def test_it_is_the_longest_common_beginning_with_any_plan_and_leaves_nothing_beh
         expected.withdraw(plan)
     assert expected.stats()["blocks"] == 0 and expected._index.blocks == 0
     assert len(expected._times) <= 64 + 1
+
+
+def test_where_layers_keep_states_a_plan_counts_for_the_whole_of_its_prompt_only() -> None:
+    index = BlockIndex(2**20)
+    for windows in ((0,), (4,), ()):
+        index.open(windows)
+    expected = PendingBlocks(index)
+    expected.add("a", [0, 1, 2], A, 10.0)
+    assert expected.match(A).tolist() == [20, 20, 20]
+    assert expected.match(B).tolist() == [0, 12, 12]
+    longer = np.concatenate([A, np.arange(900, 905, dtype=np.uint64)])
+    assert expected.match(longer).tolist() == [20, 20, 20]

@@ -103,3 +103,12 @@ def test_a_report_of_fewer_blocks_drops_the_missing_ones() -> None:
 def test_an_index_needs_room() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         PrefixIndex(0)
+
+
+def test_only_the_ends_of_prompts_are_hits_of_an_engine_with_states() -> None:
+    index = PrefixIndex(10)
+    index.ends_only = True
+    chain = keys(list(range(12)))
+    index.insert(chain[:2])
+    index.insert(chain[:5])
+    assert [index.match(chain[:n]) for n in range(7)] == [0, 0, 2, 2, 2, 5, 5]

@@ -13,6 +13,7 @@ from headrace.router.blocks.kv_events import SourceSchema
 from headrace.router.cluster import BOOKING_TIMEOUT_S, Cluster, Prompt
 from headrace.router.placement.request import NoDecodeReplicaError
 from headrace.router.plan import RouterSettings
+from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.reporting.report import Report
 from headrace_engine.step_time import StepTime
@@ -338,3 +339,41 @@ def test_when_all_have_gone_replicas_of_other_blocks_may_come() -> None:
     made.remove_replica("d1")
     made.report(report("d2", block_tokens=32), 0.0)
     assert made.healthy_decodes() == 1
+
+
+# KV cache groups
+
+
+def test_a_request_counts_with_the_blocks_of_all_cache_groups() -> None:
+    use = BlockUse(kept=1, windowed=5, window_blocks=30, prompt_blocks=90)
+    one = cluster()
+    one.report(report("d1", free_blocks=200, block_use=use), 0.0)
+    plan = one.plan(PROMPT, 0.0)
+    assert not plan.broken and row(one, "d1")["free_blocks"] == 200 - 41 - 30
+    one.withdraw(plan, 0.0)
+    assert row(one, "d1")["free_blocks"] == 200
+    one.report(report("d1", seq=1, free_blocks=41 + 90 - 1, block_use=use), 0.0)
+    assert one.plan(PROMPT, 0.0).broken
+    one.report(report("d1", seq=2, free_blocks=41 + 90 - 1), 1.0)
+    assert not one.plan(PROMPT, 1.0).broken, "one group takes 41 blocks"
+
+
+def test_of_a_pulled_prompt_only_the_windows_need_room() -> None:
+    use = BlockUse(kept=1, windowed=5, window_blocks=30, prompt_blocks=90)
+    both = cluster("p1")
+    both.report(report("d1", free_blocks=41 + 30, block_use=use), 0.0)
+    plan = both.plan(PROMPT, 0.0)
+    assert plan.replica == "p1" and not plan.broken
+
+
+def test_a_hit_of_an_engine_with_windows_leaves_the_last_token_to_compute() -> None:
+    """The window before the end of the prompt is there, that of one block less is not."""
+    one = cluster()
+    one.events.add_source("d1", "e", SourceSchema(ownership="", windows=(4,)), 0.0)
+    one.report(report("d1"), 0.0)
+    hold(one, "d1", KEYS)
+    one.index.stored(one.events.holder("d1"), int(KEYS[35]), KEYS[36:], window=1)
+    plan = one.plan(PROMPT, 0.0)
+    assert plan.cached_decode_tokens == 40 * BLOCK
+    one.withdraw(plan, 0.0)
+    assert one.plan(Prompt(KEYS, 40 * BLOCK), 0.0).cached_decode_tokens == 0

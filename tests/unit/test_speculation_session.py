@@ -243,10 +243,18 @@ def test_a_draft_fits_the_kv_blocks_that_there_are() -> None:
 
 def test_a_row_may_fill_its_own_block_when_no_other_is_free() -> None:
     num_tokens, blocks = np.array([15, 16, 3]), np.array([1, 1, 1])
-    assert kv_headroom(num_tokens, blocks, 16, 2, 8) is None
-    room = kv_headroom(num_tokens, blocks, 16, 1, 8)
+    assert kv_headroom(num_tokens, [blocks], [16], 2, 8) is None
+    room = kv_headroom(num_tokens, [blocks], [16], 1, 8)
     assert room is not None
     assert room.tolist() == [1, 0, 13]
+
+
+def test_a_draft_takes_blocks_of_each_cache_group() -> None:
+    num_tokens, blocks = np.array([15, 16, 3]), np.array([1, 1, 1])
+    groups = [blocks, blocks, np.array([1, 2, 1])]
+    assert kv_headroom(num_tokens, groups, [16, 16, 16], 5, 8) is None
+    room = kv_headroom(num_tokens, groups, [16, 16, 16], 4, 8)
+    assert room is not None and room.tolist() == [1, 0, 13]
 
 
 def test_an_invalid_token_ends_a_draft() -> None:

@@ -62,6 +62,7 @@ from headrace_decode.techniques import (
     recompute_ratio,
 )
 from headrace_engine.extensions.scheduler import why_no_extensions
+from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.step_time import StepTime
@@ -363,4 +364,5 @@ class PlannedLLM(ResumableLLM):
         )
 
     def _why_local(self, request: EngineRequest) -> str | None:
-        return why_local(request, cache_tokens(self.vllm_config), self._compresses_prompts)
+        use = BlockUse() if self.planning is None else self.planning.meter.block_use
+        return why_local(request, cache_tokens(self.vllm_config, use), self._compresses_prompts)

@@ -24,8 +24,9 @@ from headrace_engine.kv_transfer.handoff import PARAMS_KEY, pull_params
 from headrace_engine.vllm.structured_output import set_chosen_backend
 from headrace_kvstore.identity.salts import tenant_salt
 
-RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", RESUME_TOKENS})
-"""Arguments that no client may give: they are internal, or name memory of an engine or encoder."""
+RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", RESUME_TOKENS, "kv_cache_report_mode"})
+"""Arguments that no client may give: they are internal, name memory of an engine or encoder, or
+have vLLM report blocks as stored that it already holds."""
 
 GRAMMAR_FIELDS = (
     *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),

@@ -19,7 +19,7 @@ class RunnerView:
 
     def __init__(self, runner: Any, draft_tokens: int) -> None:
         self._state, self._draft_tokens = RunnerState(runner), draft_tokens
-        self._block_counter: BlockCounter | None = None
+        self._block_counters: list[BlockCounter] = []
 
     def rows(
         self,
@@ -62,13 +62,18 @@ class RunnerView:
 
         Shared blocks count once, and blocks of requests outside the batch do not count.
         """
-        table = self._state.block_table()
-        counts = table.counts[: len(num_tokens)]
-        free = table.usable_blocks - int(counts.sum())
-        headroom = kv_headroom(num_tokens, counts, table.block_tokens, free, self._draft_tokens)
+        tables = self._state.block_tables()
+        counts = [table.counts[: len(num_tokens)] for table in tables]
+        sizes = [table.block_tokens for table in tables]
+        usable = tables[0].usable_blocks
+        free = usable - sum(int(each.sum()) for each in counts)
+        headroom = kv_headroom(num_tokens, counts, sizes, free, self._draft_tokens)
         if headroom is None:
             return None
-        if self._block_counter is None:
-            self._block_counter = BlockCounter(table.table_size)
-        free = table.usable_blocks - self._block_counter.update(request_ids, table.blocks, counts)
-        return kv_headroom(num_tokens, counts, table.block_tokens, free, self._draft_tokens)
+        if not self._block_counters:
+            self._block_counters = [BlockCounter(table.table_size) for table in tables]
+        held = [
+            counter.update(request_ids, table.blocks, each)
+            for counter, table, each in zip(self._block_counters, tables, counts, strict=True)
+        ]
+        return kv_headroom(num_tokens, counts, sizes, usable - sum(held), self._draft_tokens)

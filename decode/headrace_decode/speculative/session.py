@@ -314,8 +314,8 @@ class SpeculationSession:
 
 def kv_headroom(
     num_tokens: NDArray[np.integer],
-    blocks: NDArray[np.integer],
-    block_tokens: int,
+    blocks: Sequence[NDArray[np.integer]],
+    block_tokens: Sequence[int],
     free_blocks: int,
     draft_tokens: int,
 ) -> NDArray[np.integer] | None:
@@ -327,15 +327,18 @@ def kv_headroom(
     Args:
         num_tokens: int [n], length of each row, with the token sampled last (its KV is computed in
             the next step).
-        blocks: int [n], number of KV blocks of each row.
-        block_tokens: tokens of a block.
+        blocks: of each KV cache group: int [n], number of blocks of each row.
+        block_tokens: tokens of a block of each group.
         free_blocks: number of free blocks.
         draft_tokens: maximum number of draft tokens of a row.
     """
-    needed = -(-(num_tokens + draft_tokens) // block_tokens) - blocks
-    if int(np.maximum(needed, 0).sum()) <= free_blocks:
+    groups = list(zip(blocks, block_tokens, strict=True))
+    longest = num_tokens + draft_tokens
+    needed = [np.maximum(-(-longest // size) - each, 0).sum() for each, size in groups]
+    if int(sum(needed)) <= free_blocks:
         return None
-    return np.maximum(blocks * block_tokens - num_tokens, 0)
+    room = np.min([each * size for each, size in groups], axis=0) - num_tokens
+    return np.maximum(room, 0)
 
 
 @jit

@@ -23,13 +23,20 @@ from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_engine.kv_groups import STATE, hit_groups
 from headrace_engine.kv_transfer.ports import ReservedPorts, reserve_ports
 from headrace_engine.meter import EngineMeter
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
 from headrace_engine.rehearsal_cache import machine_facts, read_steps, steps_file, write_steps
 from headrace_engine.reporting.engine_events import EngineEvents
 from headrace_engine.reporting.start_errors import causes_told
-from headrace_engine.vllm.engine import engine_events, start_engine, step_time_facts
+from headrace_engine.vllm.engine import (
+    cache_block_use,
+    cache_groups,
+    engine_events,
+    start_engine,
+    step_time_facts,
+)
 from headrace_engine.vllm.parsers import set_parsers
 from headrace_engine.vllm.recurrent_models import leave_out_store
 
@@ -82,7 +89,22 @@ class MeteredVLLMEngine(VLLMEngine):
             self.llm_config.get_or_create_callback().ctx.run_init_node = False
         with causes_told():
             await super().start()
+            await self._read_cache_groups()
             await self._rehearse()
+
+    async def _read_cache_groups(self) -> None:
+        """Learn the engine's KV cache groups, and follow its KV events."""
+        found = await cache_groups(self.llm)
+        has_states = any(group["kind"] == STATE for group in found)
+        self.meter.set_cache_groups(cache_block_use(self.vllm_config, found), has_states)
+        if self.events is None:
+            return
+        try:
+            self.events.start(hit_groups(found, self.vllm_config.cache_config.block_size))
+        except ValueError as error:
+            logger.info("gateways are not told which KV blocks this engine holds: %s", error)
+            events, self.events = self.events, None
+            await asyncio.to_thread(events.close)
 
     async def _rehearse(self) -> None:
         model = self.vllm_config.model_config
@@ -140,6 +162,4 @@ class MeteredVLLMEngine(VLLMEngine):
             if self.events is not None:
                 self.events.close()
             raise
-        if self.events is not None:
-            self.events.start()
         return self.llm

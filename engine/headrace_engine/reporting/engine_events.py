@@ -6,7 +6,13 @@ the follower has vLLM replay batches; vLLM keeps the last `REPLAYED_STEPS`. If v
 a missing batch, the follower removes all blocks and continues with the batches that are left.
 
 A block's key is the low 64 bits of its hash, 8 bytes big-endian. Only blocks of the engine's own
-memory are followed. Of a model with several KV cache groups, only the first group is followed.
+memory are followed.
+
+An engine with several KV cache groups has a block of each for the same tokens. It can use a prefix
+if the groups that keep all tokens have all its blocks, and if the others have its last ones
+(`kv_groups.HitGroups`). Therefore two facts are reported about a block: it is held, that is, all
+groups of the former kind have it; and, as a group from 1 on, all groups with the same window have
+it, too.
 """
 
 from __future__ import annotations
@@ -17,13 +23,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from headrace_engine.kv_groups import HitGroups
 from headrace_kvstore.protocol.batch_sequence import BatchAction, BatchSequence
 from headrace_kvstore.protocol.events import END_SEQ, LOCAL, Change
 from headrace_kvstore.protocol.wakeup import WakeupSignal
@@ -49,6 +56,8 @@ class BlockStored(msgspec.Struct, gc=False, tag=True):
 
     block_hashes: Hashes
     parent_block_hash: bytes | int | None = None
+    token_ids: msgspec.Raw = msgspec.Raw(b"\x90")
+    block_size: int = 0
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
@@ -91,13 +100,26 @@ def key_of(block_hash: bytes | int) -> bytes:
 class HeldBlocks:
     """The blocks that one engine holds. One thread writes, any thread may read.
 
-    vLLM may hold a block twice, and reports it as removed when one of the two copies is. The block
-    is removed here then. So blocks may be missing here, but none stays too long.
+    vLLM may hold a block several times, and reports each copy as stored and as removed. The block
+    is held until the last copy is removed. If events were lost, blocks may be missing here, but
+    none stays too long.
+
+    Args:
+        groups: what the engine must hold to use a prefix.
+        most_blocks: maximum number of blocks of all groups; with more, all are removed.
     """
 
-    def __init__(self, most_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, groups: HitGroups = HitGroups(), most_blocks: int = MAX_BLOCKS) -> None:
         self._parents: dict[bytes, bytes] = {}
         """By key of a held block: the key of the block before it; empty for a prompt's first."""
+        self._masks: dict[bytes, int] = {}
+        """By key: the groups that have the block, as bits. Empty for an engine with one group,
+        which has the blocks in `_parents`."""
+        self._copies: dict[tuple[int, bytes], int] = {}
+        """By group and key: copies of a block beyond the first."""
+        self._kept = _mask(groups.kept)
+        self._windows = [_mask(window.groups) for window in groups.windows]
+        self._groups = self._kept | sum(self._windows)
         self._most, self._lock = most_blocks, threading.Lock()
 
     def __len__(self) -> int:
@@ -106,12 +128,12 @@ class HeldBlocks:
     def clear(self) -> None:
         """Remove all blocks."""
         with self._lock:
-            self._parents.clear()
+            self._clear()
 
     def contents(self) -> list[Change]:
         """Return all held blocks, as changes. Each follows its parent if that is possible."""
         with self._lock:
-            parents = dict(self._parents)
+            parents, masks = dict(self._parents), dict(self._masks)
         following: dict[bytes, list[bytes]] = {}
         for key, parent in parents.items():
             following.setdefault(parent if parent in parents else b"", []).append(key)
@@ -122,7 +144,13 @@ class HeldBlocks:
             left.extend(following.pop(key, ()))
         circles = (key for rest in following.values() for key in rest)  # of keys that collide
         found.extend(Change(True, GPU, b"", key, parents[key]) for key in circles)
-        return found
+        windows = [
+            each._replace(group=number)
+            for number, wanted in enumerate(self._windows, 1)
+            for each in found
+            if masks[each.hash] & wanted == wanted
+        ]
+        return found + windows
 
     def apply(self, payload: bytes) -> list[Change] | None:
         """Apply one of vLLM's batches.
@@ -139,22 +167,95 @@ class HeldBlocks:
         with self._lock:
             for event, before, keys in events:
                 if isinstance(event, AllBlocksCleared):
-                    self._parents.clear()
+                    self._clear()
                     cleared = True
+                elif not self._groups >> (event.group_idx or 0) & 1:
+                    continue
                 elif isinstance(event, BlockRemoved):
-                    gone = [key for key in keys if self._parents.pop(key, None) is not None]
-                    changes.extend(Change(False, GPU, b"", key) for key in gone)
+                    changes.extend(self._removed(event.group_idx or 0, keys))
                 else:
-                    for key in keys:
-                        if key not in self._parents:
-                            self._parents[key] = before
-                            changes.append(Change(True, GPU, b"", key, before))
-                        before = key
-            if len(self._parents) > self._most:
+                    group = event.group_idx or 0
+                    if not (self._kept >> group & 1 and _has_gaps(event)):
+                        changes.extend(self._stored(group, keys, before))
+            if max(len(self._parents), len(self._masks)) > self._most:
                 logger.error("%d KV blocks are held by vLLM's events; removed", len(self._parents))
-                self._parents.clear()
+                self._clear()
                 cleared = True
         return None if cleared else changes
+
+    def _clear(self) -> None:
+        for each in (self._parents, self._masks, self._copies):
+            each.clear()
+
+    def _stored(self, group: int, keys: list[bytes], before: bytes) -> list[Change]:
+        """Add blocks of a group, each the parent of the next if the group keeps all tokens."""
+        bit, held = 1 << group, list[Change]()
+        windows: list[list[Change]] = [[] for _ in self._windows]
+        for key in keys:
+            parent, before = before, key
+            if self._has(bit, key):
+                self._copies[group, key] = self._copies.get((group, key), 0) + 1
+                continue
+            mask = bit
+            if self._groups != bit:
+                mask = self._masks[key] = self._masks.get(key, 0) | bit
+            if bit & self._kept and mask & self._kept == self._kept:
+                self._parents[key] = parent
+                held.append(Change(True, GPU, b"", key, parent))
+                changed = self._windows
+            elif key in self._parents:
+                changed = [wanted if wanted & bit else 0 for wanted in self._windows]
+            else:
+                continue
+            for number, wanted in enumerate(changed):
+                if wanted and mask & wanted == wanted:
+                    one = Change(True, GPU, b"", key, self._parents[key], number + 1)
+                    windows[number].append(one)
+        return sum(windows, held)
+
+    def _removed(self, group: int, keys: list[bytes]) -> list[Change]:
+        """Remove a copy of blocks of a group."""
+        bit, gone = 1 << group, list[Change]()
+        for key in keys:
+            if not self._has(bit, key):
+                continue
+            more = self._copies.pop((group, key), 0)
+            if more:
+                if more > 1:
+                    self._copies[group, key] = more - 1
+                continue
+            mask = bit
+            if self._groups != bit:
+                mask = self._masks.pop(key)
+                if mask != bit:
+                    self._masks[key] = mask ^ bit
+            if key not in self._parents:
+                continue
+            for number, wanted in enumerate(self._windows, 1):
+                if mask & wanted == wanted and bit & (wanted | self._kept):
+                    gone.append(Change(False, GPU, b"", key, group=number))
+            if bit & self._kept:
+                del self._parents[key]
+                gone.append(Change(False, GPU, b"", key))
+        return gone
+
+    def _has(self, bit: int, key: bytes) -> bool:
+        """Return whether a group has a block."""
+        if self._groups == bit:
+            return key in self._parents
+        return bool(self._masks.get(key, 0) & bit)
+
+
+def _mask(groups: Iterable[int]) -> int:
+    return sum(1 << group for group in groups)
+
+
+def _has_gaps(event: BlockStored) -> bool:
+    """Return whether vLLM has left out blocks between those of an event."""
+    data = bytes(event.token_ids)
+    wide = {0xDC: 2, 0xDD: 4}.get(data[0], 0)
+    count = int.from_bytes(data[1 : 1 + wide], "big") if wide else data[0] & 0x0F
+    return bool(count and event.block_size) and count != event.block_size * len(event.block_hashes)
 
 
 def _keys(event: BlockStored | BlockRemoved | AllBlocksCleared) -> tuple[bytes, list[bytes]]:
@@ -164,7 +265,6 @@ def _keys(event: BlockStored | BlockRemoved | AllBlocksCleared) -> tuple[bytes, 
         isinstance(event, AllBlocksCleared)
         or event.medium not in (None, GPU)
         or event.locality not in (None, LOCAL)
-        or event.group_idx
     ):
         return b"", []
     parent = event.parent_block_hash if isinstance(event, BlockStored) else None
@@ -178,7 +278,7 @@ class EngineEvents:
     Attributes:
         events, replay: endpoints for vLLM's publisher, in a folder that only this user may enter.
             It lasts until `close`.
-        held: the blocks that the engine holds.
+        held: the blocks that the engine holds. groups: what it must hold to use a prefix.
     """
 
     def __init__(self) -> None:
@@ -189,16 +289,21 @@ class EngineEvents:
         beside = os.environ.get("VLLM_RPC_BASE_PATH")  # vLLM's own sockets
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-events-", dir=beside))
         self.events, self.replay = (f"ipc://{self._folder / name}" for name in ("events", "replay"))
-        self.held = HeldBlocks()
+        self.held, self.groups = HeldBlocks(), HitGroups()
         self._numbers = BatchSequence()
         self._subscriber: tuple[Callable[[list[Change]], None], Callable[[], None]] | None = None
         self._stop, self._wake = threading.Event(), WakeupSignal()
         self._thread: threading.Thread | None = None
         self.batches = self.replays = self.lost = 0
 
-    def start(self) -> None:
-        """Follow the engine, which publishes already. Its earlier batches are replayed."""
+    def start(self, groups: HitGroups = HitGroups()) -> None:
+        """Follow the engine, which publishes already. Its earlier batches are replayed.
+
+        Args:
+            groups: what the engine must hold to use a prefix.
+        """
         if self._thread is None:
+            self.groups, self.held = groups, HeldBlocks(groups)
             self._thread = threading.Thread(target=self._run, name="engine-events", daemon=True)
             self._thread.start()
 

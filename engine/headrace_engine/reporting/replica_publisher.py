@@ -11,7 +11,7 @@ does all sending; no caller waits.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -37,6 +37,7 @@ class ReplicaPublisher:
         contents: returns all blocks that the engine holds now; called on the publisher's thread.
         on_first_subscriber: called on the publisher's thread when a gateway begins to listen and
             none did.
+        windows: `kv_groups.Window.blocks` of each group of the changes, from group 1 on.
 
     Raises:
         zmq.ZMQError: this machine has no such address.
@@ -48,9 +49,10 @@ class ReplicaPublisher:
         host: str,
         contents: Callable[[], Iterable[Change]] = tuple,
         on_first_subscriber: Callable[[], None] = lambda: None,
+        windows: Sequence[int] = (),
     ) -> None:
         self.epoch = secrets.token_hex(8)
-        self._token = token
+        self._token, self._windows = token, list(windows)
         self._numbers = count()
         anywhere = f"tcp://{host_port(host, '*')}"
         self._publisher = EventPublisher(
@@ -62,13 +64,15 @@ class ReplicaPublisher:
             name="headrace-events",
         )
 
-    def info(self) -> dict[str, str | None]:
-        """Return the endpoints, epoch and token that a gateway needs to follow the replica."""
+    def info(self) -> dict[str, Any]:
+        """Return the endpoints, epoch, token and windows that a gateway needs to follow the
+        replica."""
         return {
             "events": self._publisher.endpoint,
             "replay": self._publisher.replay_endpoint,
             "epoch": self.epoch,
             "token": self._token,
+            "windows": self._windows,
         }
 
     @property

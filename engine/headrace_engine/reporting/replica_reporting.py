@@ -43,7 +43,11 @@ class ReplicaReporting:
         self._draining = False
         self._loop = asyncio.get_running_loop()
         contents = tuple if events is None else events.held.contents
-        self._publisher = ReplicaPublisher(token, host, contents, self._on_first_subscriber)
+        windows = () if events is None else events.groups.windows
+        self._publisher = ReplicaPublisher(
+            *(token, host, contents, self._on_first_subscriber),
+            windows=[window.blocks for window in windows],
+        )
         if events is not None:
             events.subscribe(self._publisher.publish, self._publisher.resync)
         self._reporter = Reporter(self._publisher, engine, facts, self._own_facts)

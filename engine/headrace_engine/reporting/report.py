@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 import msgspec
 from msgspec import Meta
 
+from headrace_engine.kv_groups import BlockUse
+
 MAX_BYTES = 256 * 1024
 """Maximum size of a report."""
 MAX_HEARD = 256
@@ -79,6 +81,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         queued_tokens: prompt tokens ahead of a new request. queued_pairs: pairs of these and the
             tokens that they attend to (`headrace_engine.step_time.pairs_of`).
         free_blocks: KV blocks that no request uses; -1 if that is not known.
+        block_use: blocks that a request takes in the KV cache.
         steps: the engine's step times; None before they are known.
         draining: the replica takes no new requests.
         heard: ids of the plans that arrived in the last `HEARD_S` seconds.
@@ -107,6 +110,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_tokens: Count = 0
     queued_pairs: Amount = 0.0
     free_blocks: Annotated[int, Meta(ge=-1, le=2**40)] = -1
+    block_use: BlockUse = BlockUse()
     steps: Steps | None = None
     draining: bool = False
     heard: Annotated[tuple[Name, ...], Meta(max_length=MAX_HEARD)] = ()

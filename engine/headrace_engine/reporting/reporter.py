@@ -62,6 +62,7 @@ class EngineFacts:
             "running": 0 if idle else self._rows,
             "context": 0 if idle else self._context,
             "free_blocks": min(max(free, 0), self._blocks),
+            "block_use": meter.block_use,
             "steps": meter.step_time.to_dict(),
             "computed_s": None if computed_at is None else time.monotonic() - computed_at,
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from headrace_engine.kv_groups import BlockUse, block_use
 from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
@@ -85,7 +86,7 @@ class MeterStatLogger(StatLoggerBase):
         # The seconds of other work in the step are not counted for its tokens.
         recompute_s = sum(data.get("recompute_s", 0.0) for data in told)
         cache = self._vllm_config.cache_config
-        held = stats.kv_cache_usage * (cache.num_gpu_blocks or 0) * cache.block_size
+        held = meter.held_tokens(cache.num_gpu_blocks or 0, cache.block_size)
         idle = not (stats.num_running_reqs + waiting)
         if details is not None:
             between_s = self._between_records(idle) if self._overlaps else None
@@ -283,6 +284,24 @@ async def cache_layout(llm: Any, vllm_config: Any) -> str:
         return ""
 
 
+async def cache_groups(llm: Any) -> list[dict[str, Any]]:
+    """Return what vLLM tells of each KV cache group of a started engine: `group_idx`, `kind`,
+    `block_size` and `sliding_window`. `headrace_engine.kv_groups` reads it.
+
+    Args:
+        llm: `AsyncLLM`.
+    """
+    found: list[dict[str, Any]] = await llm.engine_core.call_utility_async(
+        "get_kv_cache_group_metadata"
+    )
+    return found
+
+
+def cache_block_use(vllm_config: VllmConfig, groups: Sequence[Mapping[str, Any]]) -> BlockUse:
+    """Return the blocks that a request of a started engine takes."""
+    return block_use(groups, vllm_config.cache_config.block_size, vllm_config.max_in_flight_tokens)
+
+
 def engine_facts(vllm_config: VllmConfig, meter: EngineMeter) -> EngineFacts:
     """Return a started engine's part of its replica's reports."""
     cache = vllm_config.cache_config
@@ -345,8 +364,10 @@ def engine_progress(vllm_config: VllmConfig, meter: EngineMeter, llm: AsyncLLM) 
     if not unfinished:
         meter.load(0, 0, meter.kv_usage)
     cache = vllm_config.cache_config
-    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    progress = meter.progress(vllm_config.scheduler_config.max_num_batched_tokens, kv_tokens)
+    progress = meter.progress(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        *(cache.num_gpu_blocks or 0, cache.block_size),
+    )
     if unfinished and not progress.running:  # they may also wait for their KV
         return progress._replace(running=unfinished, longest_step_s=None)
     return progress

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 from weakref import WeakMethod
@@ -12,6 +13,8 @@ from weakref import WeakMethod
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.v1.engine.async_llm import AsyncLLM
+
+from headrace_engine.kv_groups import BlockUse
 
 __all__ = ["RENDERER_REGISTRY", "HfRenderer"]
 
@@ -55,7 +58,15 @@ def request_state(llm: AsyncLLM, request_id: str) -> Any | None:
     return llm.output_processor.request_states.get(request_id)
 
 
-def cache_tokens(config: Any) -> float:
-    """Return the number of tokens that fit into an engine's KV cache; infinity if unknown."""
+def cache_tokens(config: Any, use: BlockUse) -> float:
+    """Return the number of one request's tokens that fit into an engine's KV cache; infinity if
+    unknown.
+
+    Args:
+        use: blocks that a request takes.
+    """
     cache = config.cache_config
-    return cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else float("inf")
+    if not cache.num_gpu_blocks:
+        return math.inf
+    positions = use.positions(cache.num_gpu_blocks)
+    return positions if math.isinf(positions) else int(positions) * int(cache.block_size)

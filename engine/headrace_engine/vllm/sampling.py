@@ -57,14 +57,15 @@ class ScheduledStep(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """The KV blocks of the batch's rows.
+    """The KV blocks of the batch's rows in one KV cache group.
 
     Attributes:
-        blocks: int [rows or more, any], block numbers of each row; no row has block 0.
+        blocks: int [rows or more, any], block numbers of each row; block 0 stands for blocks that
+            have left a window.
         counts: int [rows or more], number of blocks of each row.
         block_tokens: tokens of a block.
         table_size: all block numbers are below this.
-        usable_blocks: number of blocks that rows may have.
+        usable_blocks: number of blocks that rows may have in all groups together.
     """
 
     blocks: NDArray[np.integer]
@@ -95,13 +96,16 @@ class RunnerState:
         request = self._runner.requests[request_id]
         return request.num_prompt_tokens, request.sampling_params
 
-    def block_table(self) -> BlockTable:
-        """Return the blocks of the first KV cache group."""
-        table = self._runner.input_batch.block_table[0]
+    def block_tables(self) -> list[BlockTable]:
+        """Return the blocks of each KV cache group."""
         size = self._runner.kv_cache_config.num_blocks
-        return BlockTable(
-            table.block_table.np, table.num_blocks_per_row, table.block_size, size, size - 1
-        )
+        return [
+            BlockTable(
+                *(table.block_table.np, table.num_blocks_per_row),
+                *(table.block_size, size, size - 1),
+            )
+            for table in self._runner.input_batch.block_table.block_tables
+        ]
 
 
 def scheduled_step(scheduler_output: Any) -> ScheduledStep:

@@ -132,6 +132,7 @@ class Change(NamedTuple):
         hash: 32 bytes, zero-padded, or an engine's key.
         parent: hash of the block before it in its prompt; empty for a prompt's first block; None if
             it is not known.
+        group: 0, or the number of a window of an engine's KV cache groups, from 1 on.
     """
 
     stored: bool
@@ -139,6 +140,7 @@ class Change(NamedTuple):
     digest: bytes
     hash: bytes
     parent: bytes | None = None
+    group: int = 0
 
 
 def batches(changes: Iterable[Change]) -> Iterator[list[KVEvent]]:
@@ -154,7 +156,7 @@ def _runs(changes: list[Change]) -> Iterator[list[Change]]:
     run = changes[:1]
     for one, following in pairwise(changes):
         follows = not following.stored or following.parent in (None, one.hash)
-        if not follows or one[:3] != following[:3]:
+        if not follows or one[:3] != following[:3] or one.group != following.group:
             yield run
             run = []
         run.append(following)
@@ -165,6 +167,8 @@ def _event(run: list[Change]) -> KVEvent:
     first = run[0]
     hashes: list[bytes | int] = [plain_hash(change.hash) for change in run]
     where: dict[str, Any] = {"locality": LOCAL, "ownership": first.digest.hex()}
+    if first.group:
+        where["group_idx"] = first.group
     if not first.stored:
         return BlockRemoved(hashes, first.medium, **where)
     parent = plain_hash(first.parent) if first.parent else None

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.disaggregation import kv_tokens
 from headrace_engine.step_time import StepTime
 
 REQUESTS = "headrace.requests"
@@ -33,8 +34,9 @@ def encode_metrics(router: Mapping[str, Any]) -> dict[str, float]:
     metrics |= {f"{_STEPS}state.{n}": float(one) for n, one in enumerate(steps["state"])}
     metrics |= {f"{_STEPS}size.{n}": float(one) for n, one in enumerate(steps["padded_sizes"])}
     metrics |= {f"{_STEPS}{name}": float(steps[name]) for name in ("square", "samples")}
-    tokens = router["engines"]["decode_blocks"] * router["engines"]["block_tokens"]
-    return {**metrics, "headrace.kv_tokens": float(tokens), "headrace.lost_share": float(lost)}
+    length = traffic["prompt_tokens"] + traffic["answer_tokens"] / 2
+    tokens = kv_tokens(router["engines"], length)
+    return {**metrics, "headrace.kv_tokens": tokens, "headrace.lost_share": float(lost)}
 
 
 def decode_metrics(metrics: Mapping[str, float]) -> dict[str, Any] | None:

@@ -89,6 +89,7 @@ class ReplicaPlanner:
         self._request_count, self._demand, self._demand_until_s = 0, dict[str, float](), 0.0
         self._born_s = time.monotonic()
         self._unreadable_logged = False
+        meter.on_cache_groups.append(router.set_cache_groups)
         meter.alone_s = router.step_alone_s
         meter.on_step.append(self._on_step)
         meter.on_transfer.append(self._on_transfer)
@@ -342,6 +343,7 @@ def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
 
 def engine_geometry(vllm_config: Any) -> Geometry:
     """Read block size, KV bytes per token and block counts from a started engine's configuration.
+    The blocks of a request are known later (`EngineMeter.on_cache_groups`).
 
     The prefill engine is taken to hold as many blocks as this one; its answers correct the index.
     """

@@ -172,6 +172,7 @@ class Cluster:
         engine["context"] = report.context + report.coming_context
         engine["prompts"] = report.prompts + sum(each.tokens > 0 for each in ahead)
         engine["free_blocks"] = report.free_blocks
+        view.set_block_use(row, report.block_use)
         view.set_queue(
             row,
             report.queued_tokens + sum(each.tokens for each in ahead),
@@ -179,7 +180,7 @@ class Cluster:
             now_s,
         )
         for each in ahead:
-            self._count_decode(row, each, 1)
+            self._count_decode(name, each, 1)
         self.replica_health.on_report(name, now_s, draining=report.draining)
         self._update_health(name)
 
@@ -254,7 +255,8 @@ class Cluster:
         if not self.healthy_decodes():
             raise NoDecodeReplicaError("no decode replica may be asked")
         view = self._known_view
-        keys = prompt.keys
+        # The engine computes the last token, so a hit never has the block that ends with it.
+        keys = prompt.keys[: max(0, prompt.tokens - 1) // view.block_tokens]
         held = np.maximum(self.index.match(keys), self._pending.match(keys))
         request = PlacementRequest(
             # A random name: unique among gateways, and not chosen by a client.
@@ -263,7 +265,7 @@ class Cluster:
             now_s,
             held,
             available_runs=self._available_runs(view, prompt),
-            affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
+            affinity=int(prompt.keys[0]) if len(prompt.keys) else self._rng.getrandbits(63),
             local_only=prompt.local_only,
             itl_target_s=targets.itl_s,
             ttft_target_s=targets.ttft_s,
@@ -410,7 +412,7 @@ class Cluster:
         row = self._known_view.row(name)
         self._known_view.reserve(row, booked.tokens, booked.pairs, now_s)
         self._known_view.engines[row]["prompts"] += booked.tokens > 0
-        self._count_decode(row, booked, 1)
+        self._count_decode(name, booked, 1)
 
     def _release(self, name: str, plan: str, now_s: float) -> None:
         booked = self._bookings.get(name, {}).pop(plan, None)
@@ -418,14 +420,15 @@ class Cluster:
             row = self._known_view.row(name)
             self._known_view.reserve(row, -booked.tokens, -booked.pairs, now_s)
             self._known_view.engines[row]["prompts"] -= booked.tokens > 0
-            self._count_decode(row, booked, -1)
+            self._count_decode(name, booked, -1)
 
-    def _count_decode(self, row: int, booked: _Booking, sign: int) -> None:
+    def _count_decode(self, name: str, booked: _Booking, sign: int) -> None:
         """Add a request to the ones that an engine decodes (sign 1), or remove it (-1)."""
         if not booked.decodes:
             return
-        view, engine = self._known_view, self._known_view.engines[row]
-        blocks = -(-booked.context // view.block_tokens)
+        view, use = self._known_view, self._reports[name].block_use
+        engine = view.engines[view.row(name)]
+        blocks = use.blocks(-(-booked.context // view.block_tokens))
         engine["running"] += sign
         engine["context"] += sign * booked.context
         if engine["free_blocks"] >= 0:  # they are known

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from headrace.placement_policies import COST
+from headrace_engine.kv_groups import BlockUse
 from headrace_kvstore.lookup.availability import MEDIA, AvailableRun
 
 Kind = Literal["local", "remote"]
@@ -188,6 +189,8 @@ class Geometry:
     #: Capacity of each engine's KV cache, in blocks.
     decode_blocks: int
     prefill_blocks: int
+    #: Blocks that a request takes in each cache.
+    block_use: BlockUse = field(default_factory=BlockUse)
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "kv_bytes_per_token", "decode_blocks", "prefill_blocks"):

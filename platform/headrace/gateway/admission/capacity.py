@@ -121,7 +121,9 @@ def _streams(
 ) -> int:
     """Return the number of streams that decode engines can take, by KV blocks and ITL target."""
     engines = view.engines
-    blocks = max(1.0, math.ceil(prompt_tokens / view.block_tokens))
+    positions = max(1.0, math.ceil(prompt_tokens / view.block_tokens))
+    windows = np.minimum(engines["windowed"] * positions, engines["window_blocks"])
+    blocks = np.maximum(1.0, engines["kept"] * positions + windows)
     free = engines["free_blocks"]
     fitting = np.where(free < 0, 1e6, free // blocks)
     if itl_s < math.inf:

@@ -9,6 +9,7 @@ from typing import Any
 from headrace_kvstore.protocol.membership import MIN_SECRET_CHARACTERS
 
 _MAX_ENDPOINT_CHARS = 256
+_MAX_WINDOWS, _MAX_WINDOW_BLOCKS = 4, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class EndpointInfo:
         events, replay: endpoints of its sockets.
         epoch: id of the replica's start; it changes with each start.
         token: secret that proves membership in the app.
+        windows: of the engine's KV cache groups (`SourceSchema.windows`).
     """
 
     events: str
     replay: str
     epoch: str
     token: str
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, answer: Any) -> EndpointInfo | None:
@@ -38,5 +41,10 @@ class EndpointInfo:
         parts = [answer.get(name) for name in ("events", "replay", "epoch", "token")]
         if not all(isinstance(part, str) and len(part) <= _MAX_ENDPOINT_CHARS for part in parts):
             return None
-        info = cls(*parts)  # type: ignore[arg-type]
+        windows = answer.get("windows", [])
+        if not isinstance(windows, list) or len(windows) > _MAX_WINDOWS:
+            return None
+        if not all(type(each) is int and 0 <= each <= _MAX_WINDOW_BLOCKS for each in windows):
+            return None
+        info = cls(*parts, tuple(windows))  # type: ignore[arg-type]
         return info if len(info.token) >= MIN_SECRET_CHARACTERS else None

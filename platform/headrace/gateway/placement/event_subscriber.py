@@ -45,8 +45,8 @@ from headrace_kvstore.protocol.membership import Membership
 
 logger = logging.getLogger("headrace.gateway")
 
-ENGINE = SourceSchema(ownership="")
-"""Schema of a replica's events: one engine's cache, which belongs to no store's namespace."""
+ENGINE_OWNERSHIP = ""
+"""`ownership` in a replica's events: an engine's cache belongs to no store's namespace."""
 SLICE_S = 0.004
 """Longest work in one turn of the loop; a message that is being read at its end is finished."""
 SLICE_MESSAGES = 8
@@ -235,7 +235,8 @@ class EventSubscriber:
 
     def _join(self, source: _Subscription) -> None:
         try:
-            self._processor.add_source(source.name, source.info.epoch, ENGINE, self._clock())
+            schema = SourceSchema(ownership=ENGINE_OWNERSHIP, windows=source.info.windows)
+            self._processor.add_source(source.name, source.info.epoch, schema, self._clock())
             source.joined = True
         except OverflowError as error:
             self._count_error(source, "refused", str(error))

@@ -11,6 +11,9 @@ A *holder* is a place that can hold blocks: the HBM of an engine, the DRAM of a 
 use a block if it has it and all blocks before it. Blocks after a hole are kept, and count as soon
 as the hole is filled.
 
+Some layers of an engine may need only the last blocks of a prefix (`windows`). Their blocks are
+indexed apart, as those of a further holder, and shorten the prefix that the engine can use.
+
 Memory is bounded. Without room for another block, the index leaves out this block and the blocks
 after it in the same run, so a prefix keeps its beginning. Without room for another set of holders,
 the index leaves out the newest holder of a block. If a holder leaves a block and the remaining set
@@ -27,12 +30,13 @@ and their siblings. Engines evict from the end, where no blocks follow.
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.blocks import hash_table, prefix_tree
+from headrace.router.blocks import hash_table, prefix_tree, windows
 from headrace.router.blocks.holder_sets import (
     BLOCKS,
     DRAINED,
@@ -63,12 +67,18 @@ Keys = NDArray[np.uint64]
 _NONE = np.zeros(1, np.uint64)
 
 
+class _Windows(NamedTuple):
+    needed: tuple[int, ...]
+    slots: list[int]
+    has_states: bool
+
+
 class BlockIndex:
     """Blocks by holder.
 
     Args:
         capacity_bytes: maximum memory of the index.
-        max_holders: maximum number of open holders, at most 32,768.
+        max_holders: maximum number of open holders and windows, at most 32,768.
 
     Raises:
         ValueError: a limit is out of range.
@@ -102,6 +112,8 @@ class BlockIndex:
         self._slots: list[int] = []
         """Slot of each holder; -1: the holder is not open."""
         self._slot_of = np.zeros(0, np.int64)
+        self._windows: dict[int, _Windows] = {}
+        """Windows of the holders that have some."""
         self._free_holders: list[int] = []
         self._free_slots: list[int] = []
         self._next_slot = 0
@@ -114,21 +126,31 @@ class BlockIndex:
 
     # Holders
 
-    def open(self) -> int:
+    def open(self, needed: Sequence[int] = ()) -> int:
         """Return a new, empty holder: a small number, perhaps one that was used before.
+
+        Args:
+            needed: number of blocks that each of its windows needs before the end of a prefix; 0:
+                the last one, of which the holder may have no state.
 
         Raises:
             OverflowError: `max_holders` are open.
         """
-        if len(self._slots) - len(self._free_holders) == self.max_holders:
+        slots = len(self._slots) - len(self._free_holders)
+        slots += sum(len(each.slots) for each in self._windows.values())
+        if slots + 1 + len(needed) > self.max_holders:
             raise OverflowError(f"there are {self.max_holders} holders already")
         slot = self._take_slot()
+        slots_of = [self._take_slot() for _ in needed]
+        windows = _Windows(tuple(max(1, each) for each in needed), slots_of, 0 in needed)
         if self._free_holders:
             holder = self._free_holders.pop()
             self._slots[holder] = slot
         else:
             holder = len(self._slots)
             self._slots.append(slot)
+        if needed:
+            self._windows[holder] = windows
         self._slot_of = np.array(self._slots, np.int64)
         return holder
 
@@ -139,6 +161,8 @@ class BlockIndex:
             KeyError: no such holder.
         """
         self.dead.append(self._slot(holder))
+        if holder in self._windows:
+            self.dead += self._windows.pop(holder).slots
         self._slots[holder] = -1
         self._free_holders.append(holder)
         self._slot_of = np.array(self._slots, np.int64)
@@ -152,6 +176,10 @@ class BlockIndex:
         self.dead.append(self._slot(holder))
         self._slots[holder] = -1  # the holder does not count while a slot is searched for
         self._slots[holder] = self._take_slot()
+        if holder in self._windows:
+            slots = self._windows[holder].slots
+            self.dead += slots
+            slots[:] = [self._take_slot() for _ in slots]
         self._slot_of = np.array(self._slots, np.int64)
 
     @property
@@ -161,17 +189,18 @@ class BlockIndex:
 
     # Events
 
-    def stored(self, holder: int, parent: int | None, keys: Keys) -> None:
+    def stored(self, holder: int, parent: int | None, keys: Keys, window: int = 0) -> None:
         """Add a run of blocks to a holder, each block the parent of the next.
 
         Args:
             parent: key of the block before the run; None: the run begins a prompt.
             keys: [blocks] u64.
+            window: 0, or the number of the holder's window that has the blocks, from 1 on.
 
         Raises:
-            KeyError: no such holder.
+            KeyError: no such holder or window.
         """
-        slot, start = self._slot(holder), 0
+        slot, start = self._slot(holder, window), 0
         first, before = parent is None, np.uint64(parent or 0)
         self._work(len(keys))
         while True:
@@ -180,13 +209,13 @@ class BlockIndex:
                 return
             self._grow()
 
-    def removed(self, holder: int, keys: Keys) -> None:
-        """Remove these blocks from a holder.
+    def removed(self, holder: int, keys: Keys, window: int = 0) -> None:
+        """Remove these blocks from a holder, or from one of its windows.
 
         Raises:
-            KeyError: no such holder.
+            KeyError: no such holder or window.
         """
-        slot = self._slot(holder)
+        slot = self._slot(holder, window)
         self._work(len(keys))
         prefix_tree.remove(self.tables, slot, keys)
 
@@ -215,14 +244,20 @@ class BlockIndex:
         found = self._reach[self._slot_of]
         if self._free_holders:
             found[self._slot_of < 0] = 0
+        if self._windows:
+            self._shorten(keys, found)
         return found
 
     def usable(self, holder: int, key: int) -> bool:
-        """Return whether a holder has a block and all blocks before it.
+        """Return whether a holder has a block and all blocks before it, whatever its windows have.
 
         False if the block's place in a prefix is unknown.
         """
         return bool(prefix_tree.is_usable(self.tables, self._slot(holder), np.uint64(key)))
+
+    def has_states(self, holder: int) -> bool:
+        """Return whether a holder's hits end only at blocks of which it has a state."""
+        return holder in self._windows and self._windows[holder].has_states
 
     @property
     def blocks(self) -> int:
@@ -265,10 +300,26 @@ class BlockIndex:
 
     # Inside
 
-    def _slot(self, holder: int) -> int:
+    def _slot(self, holder: int, window: int = 0) -> int:
         if not 0 <= holder < len(self._slots) or self._slots[holder] < 0:
             raise KeyError(f"there is no holder {holder}")
-        return self._slots[holder]
+        if not window:
+            return self._slots[holder]
+        slots = self._windows[holder].slots if holder in self._windows else []
+        if not 1 <= window <= len(slots):
+            raise KeyError(f"holder {holder} has no window {window}")
+        return slots[window - 1]
+
+    def _shorten(self, keys: Keys, found: NDArray[np.int32]) -> None:
+        """Shorten the prefixes of holders with windows."""
+        holders = [holder for holder in self._windows if found[holder]]
+        each = [self._windows[holder] for holder in holders]
+        starts = np.cumsum([0, *(len(one.slots) for one in each)])
+        slots = np.array([slot for one in each for slot in one.slots], np.int64)
+        needed = np.array([blocks for one in each for blocks in one.needed], np.int64)
+        ends = found[holders].astype(np.int64)
+        windows.shorten(self.tables, keys, ends, starts, slots, needed)
+        found[holders] = ends
 
     def _take_slot(self) -> int:
         """Return a slot that no block has."""
@@ -334,6 +385,10 @@ def warm() -> None:
     index.match(np.arange(64, dtype=np.uint64))
     index.removed(holder, np.arange(64, dtype=np.uint64))
     index.usable(holder, 64)
+    index.expire(holder)
+    holder = index.open([1])
+    index.stored(holder, None, np.arange(64, dtype=np.uint64))
+    index.match(np.arange(64, dtype=np.uint64))
     index.expire(holder)
     while index.maintain():
         pass

@@ -123,10 +123,14 @@ class SourceSchema:
     Args:
         block_tokens: block size of the engine; 0: any.
         ownership: value of the events' field `ownership`.
+        windows: number of blocks that each window of its KV cache groups needs before the end of a
+            prefix (`headrace_engine.kv_groups.Window.blocks`). Events name windows by their group,
+            from 1 on.
     """
 
     block_tokens: int = 0
     ownership: str | None = None
+    windows: tuple[int, ...] = ()
 
 
 class ReplayRequest(NamedTuple):
@@ -220,7 +224,7 @@ class KvEventProcessor:
             self.remove_source(source)
         if len(self._sources) >= self._max_sources:
             raise OverflowError(f"there are {self._max_sources} sources already")
-        holder = self._index.open()
+        holder = self._index.open(schema.windows)
         self._sources[source] = _Source(epoch, schema, holder, now_s)
         return holder
 
@@ -410,9 +414,10 @@ class KvEventProcessor:
         if isinstance(event, AllBlocksCleared):
             self._clear(known)
             return
+        group = event.group_idx or 0
         if (
             event.medium not in (None, GPU)
-            or event.group_idx
+            or group > len(schema.windows)
             or event.ownership != schema.ownership
             or event.locality not in (None, LOCAL)
         ):
@@ -421,10 +426,11 @@ class KvEventProcessor:
         keys = keys_of(event.block_hashes)
         self.counts["blocks"] += len(keys)
         if isinstance(event, BlockRemoved):
-            self._index.removed(known.holder, keys)
+            self._index.removed(known.holder, keys, group)
             return
         if event.block_size not in (0, schema.block_tokens) and schema.block_tokens:
             self.counts["not_followed"] += 1
             return
         parent = event.parent_block_hash
-        self._index.stored(known.holder, None if parent is None else key_of(parent), keys)
+        before = None if parent is None else key_of(parent)
+        self._index.stored(known.holder, before, keys, group)

@@ -7,6 +7,9 @@ prompt counts for each of these holders, in addition to the blocks that they hol
 
     coming(prompt, holder) = longest common prefix of the prompt and of a plan for that holder
 
+An engine with recurrent layers keeps a state at the end of a prompt, and at few blocks before it.
+There, a plan counts only for prompts that begin with all of its blocks.
+
 A plan stops counting when it is withdrawn, when all its holders can use its last block, or at its
 deadline. The number of plans and of their blocks is bounded: beyond that, a new plan displaces the
 plan with the earliest deadline.
@@ -35,11 +38,18 @@ MAX_HOLDERS = 8
 
 
 @jit()
-def _spread(reach: NDArray[np.int32], holders: NDArray[np.int32], found: NDArray[np.int32]) -> None:
+def _spread(
+    reach: NDArray[np.int32],
+    holders: NDArray[np.int32],
+    least: NDArray[np.int32],
+    found: NDArray[np.int32],
+) -> None:
     for number in range(reach.size):
         if reach[number] > 0:
             for i in range(holders.shape[1]):
                 holder = holders[number, i]
+                if reach[number] < least[number, i]:
+                    continue
                 if 0 <= holder < found.size and found[holder] < reach[number]:
                     found[holder] = reach[number]
 
@@ -72,6 +82,8 @@ class PendingBlocks:
         self._free: list[int] = []
         """Free holder numbers of the index of plans."""
         self._holders = np.full((max_plans, MAX_HOLDERS), -1, np.int32)
+        self._least = np.zeros((max_plans, MAX_HOLDERS), np.int32)
+        """Leading blocks that a prompt shares with each plan at least, to count on each holder."""
         self._times: list[tuple[float, int, _PendingPlan]] = []
         self._blocks = self._added = 0
         self.arrived = self.overdue = self.displaced = 0
@@ -104,6 +116,9 @@ class PendingBlocks:
         number = self._free.pop() if self._free else self._index.open()
         one = self._plans[plan] = _PendingPlan(plan, number, tuple(holders), keys, until_s)
         self._holders[number, : len(holders)] = holders
+        self._least[number, : len(holders)] = [
+            len(keys) if self._held.has_states(holder) else 0 for holder in holders
+        ]
         self._added += 1
         heapq.heappush(self._times, (until_s, self._added, one))
         self._blocks += len(keys)
@@ -160,7 +175,7 @@ class PendingBlocks:
         found = np.zeros(self._held.holders, np.int32)
         if not self._plans:
             return found
-        _spread(self._index.match(keys), self._holders, found)
+        _spread(self._index.match(keys), self._holders, self._least, found)
         return found
 
     def stats(self) -> dict[str, Any]:

@@ -82,16 +82,24 @@ class PrefillTargets(dict[str, PrefillTarget]):
         self, settings: RouterSettings, blocks: int, now_s: float, *, allow_any: bool
     ) -> None:
         super().__init__()
-        self._settings, self._blocks = settings, blocks
+        self._settings, self._blocks, self._ends_only = settings, blocks, False
         if allow_any:
             self[ANY] = self.new(ANY, now_s)
+
+    def set_index(self, blocks: int, ends_only: bool) -> None:
+        """Set the attributes of each replica's index."""
+        self._blocks, self._ends_only = blocks, ends_only
+        for target in self.values():
+            target.index.capacity_blocks, target.index.ends_only = blocks, ends_only
 
     def new(self, replica: str, now_s: float) -> PrefillTarget:
         settings = self._settings
         breaker = PrefillBreaker(settings.retry_s, settings.retry_max_s)
         # A replica that was never measured counts as just stale: it may cost twice the best price.
         stale_s = now_s - settings.remeasure_s
-        return PrefillTarget(replica, breaker, PrefixIndex(self._blocks), now_s, stale_s)
+        index = PrefixIndex(self._blocks)
+        index.ends_only = self._ends_only
+        return PrefillTarget(replica, breaker, index, now_s, stale_s)
 
     def set_members(self, replicas: Collection[str], now_s: float) -> None:
         """Set the known replicas. Requests under way at a removed replica continue."""

@@ -58,31 +58,40 @@ class PrefixIndex:
 
     A chain is touched from its tail to its head, so a block is never more recent than the block
     before it, and tails are evicted first, as in vLLM's own block pool.
+
+    Attributes:
+        capacity_blocks: maximum number of blocks.
+        ends_only: whether only the ends of chains are hits, as in an engine with recurrent layers.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
         if capacity_blocks < 1:
             raise ValueError(f"capacity must be at least 1 block, not {capacity_blocks}")
-        self.capacity_blocks = capacity_blocks
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self.capacity_blocks, self.ends_only = capacity_blocks, False
+        self._blocks: OrderedDict[bytes, bool] = OrderedDict()
+        """By key: whether a chain ended there."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks are held, without a change of the LRU order."""
-        blocks = self._blocks
-        for n, key in enumerate(hashes):
-            if key not in blocks:
-                return n
-        return len(hashes)
+        """Return how many leading blocks are a hit, without a change of the LRU order."""
+        blocks, hit = self._blocks, 0
+        for n, key in enumerate(hashes, 1):
+            ends = blocks.get(key)
+            if ends is None:
+                break
+            if ends or not self.ends_only:
+                hit = n
+        return hit
 
     def insert(self, hashes: Sequence[bytes]) -> None:
         """Add or touch a chain that the engine got or used: its blocks are now the most recent."""
-        blocks = self._blocks
+        blocks, ends = self._blocks, True
         for key in reversed(hashes):
-            blocks[key] = None
+            blocks[key] = ends or blocks.get(key, False)
             blocks.move_to_end(key)
+            ends = False
         while len(blocks) > self.capacity_blocks:
             blocks.popitem(last=False)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.router.decode_replica.active_request import (
@@ -43,6 +44,7 @@ from headrace.router.plan import (
     PrefillReport,
     RouterSettings,
 )
+from headrace_engine.kv_groups import BlockUse
 from headrace_engine.reporting.prompt_backlog import ReceivedPlans
 from headrace_engine.step_time import StepTime, pairs_of
 
@@ -95,6 +97,18 @@ class Router:
         self._explore_at_s = now
         # Compile now what the disk cache lacks, and not while a request waits.
         place(self._own.view, PlacementRequest("", 1))
+
+    def set_cache_groups(self, use: BlockUse, has_states: bool) -> None:
+        """Set what depends on the KV cache groups of the engines.
+
+        Args:
+            use: blocks that a request takes.
+            has_states: whether hits end only at blocks of which an engine has a state.
+        """
+        self.geometry = geometry = replace(self.geometry, block_use=use)
+        index, blocks = self.decode_index, max(1, geometry.decode_blocks // use.cached)
+        index.capacity_blocks, index.ends_only = blocks, has_states
+        self.targets.set_index(max(1, geometry.prefill_blocks // use.cached), has_states)
 
     # ---- deciding -------------------------------------------------------------------------
 
@@ -434,6 +448,7 @@ class Router:
             "load": self.decode_load.to_dict(),
             "engines": {
                 **asdict(self.geometry),
+                "block_use": msgspec.structs.asdict(self.geometry.block_use),
                 "step_tokens": self.settings.max_step_tokens,
             },
             "step_times": {

@@ -28,6 +28,10 @@ ENGINE = np.dtype(
         ("running", "i8"),  # requests that decode, or will before one more does
         ("context", "i8"),  # tokens of all these requests
         ("free_blocks", "i8"),  # KV headroom; -1 if unknown
+        ("kept", "i8"),  # this and the next three: `BlockUse` of its cache
+        ("windowed", "i8"),
+        ("window_blocks", "i8"),
+        ("prompt_blocks", "i8"),
         ("call_s", "f8"),
         ("call_error_s", "f8"),
         ("handoff_s", "f8"),

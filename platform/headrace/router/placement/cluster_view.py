@@ -18,6 +18,7 @@ from headrace.router.placement.arrays import ENGINE
 from headrace.router.placement.pair_search import ELSEWHERE, WITHIN
 from headrace.router.placement.pricing import queue_s
 from headrace.router.plan import RouterSettings
+from headrace_engine.kv_groups import BlockUse
 from headrace_engine.step_time import KNOTS, StepTime
 from headrace_kvstore.lookup.availability import MEDIA
 
@@ -183,6 +184,7 @@ class ClusterView:
         engine["step_tokens"], engine["free_blocks"], engine[role] = step_tokens, -1, True
         engine["cold"], engine["reported_s"] = role == "prefill", -math.inf
         engine["measured_s"] = math.inf
+        self.set_block_use(row, BlockUse())
         engine["call_s"], engine["call_error_s"] = _CALL_S, _CALL_ERROR_S
         engine["handoff_s"], engine["handoff_error_s"] = _HANDOFF_S, _HANDOFF_ERROR_S
         self.set_steps(row, StepTime())
@@ -205,6 +207,11 @@ class ClusterView:
         self._padded[row, : len(sizes)] = sizes
         engine["context_s"], engine["pair_s"] = prices.context_s, prices.pair_s
         engine["weight"], engine["step_error"] = prices.weight, fit.relative_error
+
+    def set_block_use(self, row: int, use: BlockUse) -> None:
+        """Set the blocks that a request takes on an engine."""
+        for name in BlockUse.__struct_fields__:
+            self._engines[row][name] = getattr(use, name)
 
     def set_queue(
         self, row: int, tokens: int, pairs: float, now_s: float, *, is_report: bool = True

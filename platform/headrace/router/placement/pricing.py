@@ -276,6 +276,18 @@ def kv_bytes(ask: Any, cached: int) -> Any:
 
 
 @jit()
+def needed_blocks(ask: Any, engine: Any, cached: int, most: int) -> Any:
+    """Return the blocks that a prompt takes beyond its cached tokens (`BlockUse.blocks`).
+
+    Args:
+        most: maximum number of blocks in groups that keep a window.
+    """
+    all_blocks, held = -(-ask.prompt_tokens // ask.block_tokens), cached // ask.block_tokens
+    need = engine.kept * (all_blocks - held)
+    return need + min(engine.windowed * all_blocks, most) - min(engine.windowed * held, most)
+
+
+@jit()
 def arrival_parts(engine: Any, found: Any) -> Any:
     """Return (call, pull, compute, load) of A_p.
 
@@ -366,10 +378,12 @@ def price_engines(ask: Any, engines: Any, curves: Any, padded: Any, held: Any, s
             cost.local_ttft_s = cost.queue_s + pull + compute + load
             cost.local_s = cost.local_ttft_s + stall + behind
             broken = 0
-            need = -(-ask.prompt_tokens // ask.block_tokens) - cached // ask.block_tokens
-            if 0 <= engine.free_blocks < need:
+            if 0 <= engine.free_blocks < needed_blocks(ask, engine, cached, engine.prompt_blocks):
                 broken = NO_ROOM
             cost.broken_local = cost.broken_remote = broken
+            if broken and engine.windowed:  # of a pulled prompt, only the windows are kept
+                need = needed_blocks(ask, engine, cached, engine.window_blocks)
+                cost.broken_remote = NO_ROOM if engine.free_blocks < need else 0
             if rows and ask.itl_s < np.inf:
                 if last > ask.itl_s:
                     cost.broken_remote |= SLOW_STEP
