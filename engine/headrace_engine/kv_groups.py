@@ -129,7 +129,7 @@ def hit_groups(metadata: Sequence[Mapping[str, Any]], block_tokens: int) -> HitG
         else:
             raise ValueError(f"it has a KV cache group of the kind {kind}")
     if not kept:
-        return HitGroups(frozenset().union(*windows.values()))
+        return HitGroups(frozenset(number for of in windows.values() for number in of))
     made = tuple(Window(blocks, frozenset(of)) for blocks, of in sorted(windows.items()))
     return HitGroups(frozenset(kept), made)
 

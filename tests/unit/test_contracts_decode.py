@@ -118,8 +118,11 @@ def test_transfer_parameters_are_taken_out_and_put_in() -> None:
 
     from headrace_decode.llm.request_params import with_transfer_params, without_reserved
 
+    told = inspect.getsource(find("vllm.v1.request:Request.__init__", "request_params.py"))
+    assert '"kv_cache_report_mode"' in told, "vLLM has another name for it"
     names_memory = {PARAMS_KEY: {"do_remote_prefill": True}, "ec_transfer_params": {"a": 1}}
-    sent = SamplingParams(extra_args={**names_memory, "mine": 1})
+    again = {"kv_cache_report_mode": "full"}
+    sent = SamplingParams(extra_args={**names_memory, **again, "mine": 1})
     clean = without_reserved(sent)
     assert clean.extra_args == {"mine": 1}
     assert sent.extra_args is not None and PARAMS_KEY in sent.extra_args, "the caller's is kept"

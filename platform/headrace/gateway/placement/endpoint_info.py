@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace_kvstore.protocol.membership import MIN_SECRET_CHARACTERS
@@ -46,5 +46,6 @@ class EndpointInfo:
             return None
         if not all(type(each) is int and 0 <= each <= _MAX_WINDOW_BLOCKS for each in windows):
             return None
-        info = cls(*parts, tuple(windows))  # type: ignore[arg-type]
+        info = cls(*parts)  # type: ignore[arg-type]
+        info = replace(info, windows=tuple(windows))
         return info if len(info.token) >= MIN_SECRET_CHARACTERS else None

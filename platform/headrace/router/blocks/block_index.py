@@ -141,8 +141,8 @@ class BlockIndex:
         if slots + 1 + len(needed) > self.max_holders:
             raise OverflowError(f"there are {self.max_holders} holders already")
         slot = self._take_slot()
-        slots_of = [self._take_slot() for _ in needed]
-        windows = _Windows(tuple(max(1, each) for each in needed), slots_of, 0 in needed)
+        of_windows = [self._take_slot() for _ in needed]
+        least = tuple(max(1, each) for each in needed)
         if self._free_holders:
             holder = self._free_holders.pop()
             self._slots[holder] = slot
@@ -150,7 +150,7 @@ class BlockIndex:
             holder = len(self._slots)
             self._slots.append(slot)
         if needed:
-            self._windows[holder] = windows
+            self._windows[holder] = _Windows(least, of_windows, 0 in needed)
         self._slot_of = np.array(self._slots, np.int64)
         return holder
 
