@@ -47,6 +47,9 @@ from headrace_decode.warmup.prefill_calibration import (
 )
 from headrace_decode.warmup.prompt_warmup import warm_prompts
 from headrace_decode.wiring import DecodeWiring, Listener
+from headrace_engine.adapters.added import AddedAdapters
+from headrace_engine.adapters.replica import ReplicaAdapters
+from headrace_engine.adapters.settings import AdapterRef
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.kv_transfer.handoff import PrefillRequest, PrefillResult
 from headrace_engine.kv_transfer.kv_kind import kv_kind
@@ -109,6 +112,7 @@ class DecodeServer(PDDecodeServer):
         self._reporting: ReplicaReporting | None = None
         self._token = secrets.token_urlsafe(32)
         self._kind: KvKind | None = None
+        self._adapters: ReplicaAdapters | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
         without_responses_store()
@@ -122,6 +126,16 @@ class DecodeServer(PDDecodeServer):
         self.engine: PlannedVLLMEngine
         layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
         self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
+        if wiring.adapters is not None:
+            self._adapters = adapters = ReplicaAdapters(
+                wiring.adapters,
+                self.engine.llm,
+                AddedAdapters(app_name, read_cluster_value, write_cluster_value),
+                serve.get_replica_context().replica_id.unique_id,
+            )
+            await adapters.start()
+            self.engine.llm.adapters = adapters.registry
+            self._start("read the added LoRA adapters", adapters.poll)
         if store is not None:
             self._start("join the KV store", partial(join_store, store))
         self._corpora = CorpusLoader(self.engine.llm.tokenize, self.engine.llm.corpus)
@@ -170,6 +184,8 @@ class DecodeServer(PDDecodeServer):
         """Build vLLM's application with only the public routes and the `apis` layer."""
         app = await LLMServer.__serve_build_asgi_app__(self)
         keep_public_routes(app)
+        if self._adapters is not None:
+            self._adapters.attach(app)
         engine, died = self.engine, lambda: bool(self.engine.llm.errored)
         add_api_layer(app, engine.parsers.why_no_tools, died)
         if self._wiring.listen is None:
@@ -189,7 +205,11 @@ class DecodeServer(PDDecodeServer):
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
             blending=self._blending_planner(vllm_config),
+            adapter_ref=self._adapter_ref,
         )
+
+    def _adapter_ref(self, number: int) -> AdapterRef | None:
+        return None if self._adapters is None else self._adapters.registry.ref_of(number)
 
     def _blending_planner(self, vllm_config: Any) -> BlendingPlanner | None:
         if self._wiring.make_blending_planner is None:
@@ -215,7 +235,8 @@ class DecodeServer(PDDecodeServer):
     def _with_keys(self, port: InFlight) -> BlockKeysRoute:
         """Return the port's application with a route that returns a prompt's block hashes."""
         planner, config = self._planner, self.engine.llm.vllm_config
-        return keys_route(port, self._app, config, planner.available_runs, planner.machine)
+        find = None if self._adapters is None else self._adapters.registry.find
+        return keys_route(port, self._app, config, planner.available_runs, planner.machine, find)
 
     @property
     def _kv(self) -> str:
@@ -233,11 +254,17 @@ class DecodeServer(PDDecodeServer):
             host=get_node_ip_address(),
             events=self.engine.events,
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
-            facts=self._planner.report_fields,
+            facts=self._report_fields,
             kv=lambda: self._kv,
         )
         self._planner.on_change.append(reporting.changed)
+        if self._adapters is not None:
+            self._adapters.registry.on_change.append(reporting.changed)
         return reporting
+
+    def _report_fields(self) -> dict[str, Any]:
+        adapters = {} if self._adapters is None else self._adapters.registry.report_fields()
+        return {**self._planner.report_fields(), **adapters}
 
     def _watch_members(self) -> None:
         """Keep the planner informed about which prefill replicas run."""
@@ -306,6 +333,8 @@ class DecodeServer(PDDecodeServer):
             task.cancel()
         if reporting is not None:
             await reporting.close()
+        if (adapters := getattr(self, "_adapters", None)) is not None:
+            adapters.close()
         await super().__del__()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -363,6 +392,7 @@ class DecodeServer(PDDecodeServer):
             **self._load(),
             **self.engine.meter.snapshot(),
             "left_out": self.engine.left_out,
+            "adapters": None if self._adapters is None else self._adapters.registry.snapshot(),
             "router": self._planner.snapshot(),
             "speculation": await self._speculation(),
             "blending": self.engine.llm.blending_counts(),
@@ -419,6 +449,15 @@ class DecodeServer(PDDecodeServer):
         replica_id = serve.get_replica_context().replica_id.unique_id
         answer = await self._corpora.command(command, replica_id)
         return None if answer is None else {"replica_id": replica_id, **answer}
+
+    async def headrace_adapters(
+        self, sources: dict[str, str], name: str | None
+    ) -> dict[str, Any] | None:
+        """Set the adapters that administrators have added, and load one of them.
+
+        Return the answer of `ReplicaAdapters.change`; None without adapters.
+        """
+        return None if self._adapters is None else await self._adapters.change(sources, name)
 
     async def headrace_set_policy(self, policy: str) -> None:
         """Let plans follow the `cost`, or force them `local` or `remote`, until changed again."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from headrace_decode.planning.blending_planner import BlendingPlanner
 from headrace_decode.planning.orchestrator import Planner
 from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
+from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.meter import EngineMeter
 from headrace_kvstore.lookup.availability import AvailableRun
 
@@ -65,6 +66,8 @@ class DecodeWiring:
     setup: Callable[[str], None] | None = None
     system_prompts: tuple[str, ...] = ()
     """System prompts whose KV is made and pinned when the replica starts."""
+    adapters: AdapterSettings | None = None
+    """The app's LoRA adapters; None if it has none, or if Ray loads them."""
     tenants: Tenants = ALL_ALIKE
     """Drafting policies of the tenants."""
     drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None

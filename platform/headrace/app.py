@@ -21,6 +21,7 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 from headrace.config import AppSection, to_app_args
 from headrace.config.integrity import IntegritySection
 from headrace.config.load import validate
+from headrace.deploy.adapters import take_adapters, with_readable_paths
 from headrace.deploy.blending import add_blending
 from headrace.deploy.drop_in import refusals
 from headrace.deploy.sparse_attention import add_sparse_attention
@@ -72,13 +73,15 @@ def build_app(args: dict[str, Any]) -> Application:
             )
         gateway = section.gateway.model_copy(update={"port": None})
         section = section.model_copy(update={"gateway": gateway})
-    pd = PDServingArgs.model_validate({k: v for k, v in args.items() if k != "headrace"})
+    rays = with_readable_paths({k: v for k, v in args.items() if k != "headrace"})
+    pd = PDServingArgs.model_validate(rays)
     if wrong := refusals(pd, section.token_path, own_port=section.gateway.port is not None):
         raise ValueError("; and ".join(wrong))
     setup = ProcessSetup(**section.observability.model_dump())
     if section.observability.otlp_endpoint:
         for config in (pd.prefill_config, pd.decode_config):
             _trace_engine(config, section.observability.otlp_endpoint)
+    adapters = take_adapters(pd) if section.token_path == "relay" else None
     engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
     engines[0].update(shared(decode=engines[1], prefill=engines[0]))
     for engine in engines:
@@ -93,13 +96,19 @@ def build_app(args: dict[str, Any]) -> Application:
         "prefill",
         PrefillServer,
         DPPrefillServer,
-        {"setup": setup, "store": store, "fallback": _prefill_fallback(pd, section.token_path)},
+        {
+            "setup": setup,
+            "store": store,
+            "fallback": _prefill_fallback(pd, section.token_path),
+            "adapters": adapters,
+        },
         section.drain_s,
     )
     wiring = DecodeWiring(
         make_planner=RouterPlanner(section.router.to_settings()),
         listen=_listen if section.token_path == "relay" else None,
         setup=setup,
+        adapters=adapters,
         tenants=tenants_of(section.speculation),
         drafting_metrics=RaySpeculationMetrics,
         make_blending_planner=make_blending_planner,
@@ -113,7 +122,7 @@ def build_app(args: dict[str, Any]) -> Application:
     )
     if section.token_path == "classic":
         return _classic(pd, decode)
-    return _relay(pd, section, decode, prefill, store, setup)
+    return _relay(pd, section, decode, prefill, store, setup, has_adapters=adapters is not None)
 
 
 def build_configured(args: dict[str, Any]) -> Application:
@@ -208,6 +217,8 @@ def _relay(
     prefill: Application,
     store: Application | None,
     setup: ProcessSetup,
+    *,
+    has_adapters: bool,
 ) -> Application:
     from headrace.gateway.deployment import GatewayServer
 
@@ -236,6 +247,7 @@ def _relay(
             pd.decode_config.model_id,
             setup,
             section.router.to_settings(),
+            has_adapters,
         )
     )
 

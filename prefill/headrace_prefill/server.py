@@ -11,7 +11,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +26,10 @@ from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_engine.adapters.added import AddedAdapters
+from headrace_engine.adapters.replica import ReplicaAdapters
+from headrace_engine.adapters.settings import AdapterSettings
+from headrace_engine.adapters.sources import AdapterError
 from headrace_engine.kv_transfer.compatibility import refusal
 from headrace_engine.kv_transfer.handoff import (
     BLENDED_KEY,
@@ -37,12 +42,14 @@ from headrace_engine.kv_transfer.handoff import (
 from headrace_engine.kv_transfer.kv_kind import kv_kind
 from headrace_engine.meter import Step
 from headrace_engine.ray.engine import MeteredVLLMEngine
+from headrace_engine.ray.serve import read_cluster_value, write_cluster_value
 from headrace_engine.reporting.prompt_backlog import PromptBacklog, ReceivedPlans
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
+from headrace_engine.vllm.adapters import lora_request
 from headrace_engine.vllm.engine import cache_layout, engine_facts, make_prefill_admission
 
 logger = logging.getLogger("headrace.prefill")
@@ -73,6 +80,7 @@ class PrefillServer(PDPrefillServer):
         setup: called once in the replica before the engine starts (logging, tracing).
         store: the deployment that keeps the machines' StoreNodes; None without a store.
         fallback: how it answers clients while no decode replica can; None if it never does.
+        adapters: the app's LoRA adapters; None if it has none, or if Ray loads them.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -82,6 +90,7 @@ class PrefillServer(PDPrefillServer):
         setup: Callable[[str], None] | None = None,
         store: DeploymentHandle | None = None,
         fallback: FallbackServing | None = None,
+        adapters: AdapterSettings | None = None,
     ):
         if setup is not None:
             setup("prefill")
@@ -90,13 +99,19 @@ class PrefillServer(PDPrefillServer):
         self.engine: MeteredVLLMEngine
         self._fallback: PrefillFallback | None = None
         self._blends: bool | None = None
+        self._adapters: ReplicaAdapters | None = None
+        self._polling: asyncio.Task[None] | None = None
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        if adapters is not None:
+            await self._start_adapters(adapters)
         if fallback is not None:
-            make_app = partial(LLMServer.__serve_build_asgi_app__, self)
-            self._fallback = fallback.make_server(make_app, self.engine)
+            self._fallback = fallback.make_server(self._make_app, self.engine)
+            if self._adapters is not None:
+                # The fallback's engine class has a frontend that answers clients.
+                self.engine.llm.adapters = self._adapters.registry  # type: ignore[attr-defined]
             await self._fallback.start()
         self._admission = make_prefill_admission(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
-        self._replica_id = serve.get_replica_context().replica_id.unique_id
         layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
         self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
         self._backlog, self._received_plans = PromptBacklog(), ReceivedPlans()
@@ -117,7 +132,24 @@ class PrefillServer(PDPrefillServer):
             if store is not None
             else None
         )
+        if self._adapters is not None:
+            self._adapters.registry.on_change.append(self._reporting.changed)
         freeze_startup_heap()
+
+    async def _start_adapters(self, settings: AdapterSettings) -> None:
+        app_name = serve.get_replica_context().app_name
+        added = AddedAdapters(app_name, read_cluster_value, write_cluster_value)
+        llm = self.engine.llm
+        self._adapters = ReplicaAdapters(settings, llm, added, self._replica_id)
+        await self._adapters.start()
+        self._polling = supervise(self._adapters.poll, "read the added LoRA adapters")
+
+    async def _make_app(self) -> Any:
+        """Make vLLM's application over the engine, for clients."""
+        app = await LLMServer.__serve_build_asgi_app__(self)
+        if self._adapters is not None:
+            self._adapters.attach(app)
+        return app
 
     @property
     def _kv(self) -> str:
@@ -141,9 +173,12 @@ class PrefillServer(PDPrefillServer):
         compute_tokens = request.compute_tokens or len(token_ids)
         self._arrived(request, len(token_ids), compute_tokens)
         try:
-            async with self._admission.turn(compute_tokens):
+            async with (
+                self._with_adapter(request) as lora,
+                self._admission.turn(compute_tokens),
+            ):
                 waited_s = time.perf_counter() - arrived
-                output = await self._compute(request, token_ids)
+                output = await self._compute(request, token_ids, lora)
         finally:
             self._backlog.ended(request.request_id)
             self._reporting.changed()
@@ -164,8 +199,14 @@ class PrefillServer(PDPrefillServer):
             loads=tuple(self.engine.meter.take_loads()),
         )
 
-    async def _compute(self, request: PrefillRequest, token_ids: list[int]) -> RequestOutput | None:
-        """Run the prompt through the engine, which keeps its KV."""
+    async def _compute(
+        self, request: PrefillRequest, token_ids: list[int], lora: Any
+    ) -> RequestOutput | None:
+        """Run the prompt through the engine, which keeps its KV.
+
+        Args:
+            lora: vLLM's `LoRARequest`; None without an adapter.
+        """
         prompt = TokensPrompt(prompt_token_ids=token_ids)
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
@@ -182,6 +223,7 @@ class PrefillServer(PDPrefillServer):
             prompt,
             params,
             request.request_id,
+            lora_request=lora,
             priority=request.priority,
             trace_headers=request.trace_headers,
         )
@@ -189,6 +231,28 @@ class PrefillServer(PDPrefillServer):
         async for step_output in outputs:
             output = step_output
         return output
+
+    @asynccontextmanager
+    async def _with_adapter(self, request: PrefillRequest) -> AsyncIterator[Any]:
+        """Hold a request's adapter in use, loaded into the engine; yield vLLM's form of it.
+
+        Raises:
+            PrefillError: this replica cannot use the adapter with the caller's content.
+        """
+        ref = request.adapter
+        if ref is None:
+            yield None
+            return
+        if self._adapters is None:
+            raise PrefillError(f"{self._replica_id} has no LoRA adapters")
+        registry = self._adapters.registry
+        async with AsyncExitStack() as stack:
+            try:
+                version = await registry.find_ref(ref)
+                await stack.enter_async_context(registry.using(version.number))
+            except AdapterError as error:
+                raise PrefillError(f"{self._replica_id}: {ref.name}: {error}") from None
+            yield lora_request(version)
 
     async def _blending_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:
         """Return the stored runs of a request; None if this engine cannot make KV from them."""
@@ -216,6 +280,7 @@ class PrefillServer(PDPrefillServer):
             "queued_tokens": self._backlog.tokens,
             "queued_pairs": self._backlog.pairs,
             "heard": self._received_plans.recent(time.monotonic()),
+            **({} if self._adapters is None else self._adapters.registry.report_fields()),
         }
 
     async def __del__(self) -> None:
@@ -227,9 +292,11 @@ class PrefillServer(PDPrefillServer):
             await fallback.stop()
         if reporting is not None:
             await reporting.close()
-        joining = getattr(self, "_joining", None)
-        if joining is not None:
-            joining.cancel()
+        for task in (getattr(self, "_joining", None), getattr(self, "_polling", None)):
+            if task is not None:
+                task.cancel()
+        if (adapters := getattr(self, "_adapters", None)) is not None:
+            adapters.close()
         await super().__del__()
 
     async def alive(self, replica: str = "") -> str:
@@ -250,6 +317,15 @@ class PrefillServer(PDPrefillServer):
         fallback = {} if self._fallback is None else self._fallback.info()
         return {"replica_id": self._replica_id, **fallback, **self._reporting.info()}
 
+    async def headrace_adapters(
+        self, sources: dict[str, str], name: str | None
+    ) -> dict[str, Any] | None:
+        """Set the adapters that administrators have added, and load one of them.
+
+        Return the answer of `ReplicaAdapters.change`; None without adapters.
+        """
+        return None if self._adapters is None else await self._adapters.change(sources, name)
+
     async def headrace_status(self) -> dict[str, Any]:
         """Return the state of this replica, JSON-able."""
         context = serve.get_replica_context()
@@ -261,6 +337,7 @@ class PrefillServer(PDPrefillServer):
             "pid": os.getpid(),
             **self.engine.meter.snapshot(),
             "left_out": self.engine.left_out,
+            "adapters": None if self._adapters is None else self._adapters.registry.snapshot(),
             "waiting_for_admission": self._admission.waiting,
         }
 

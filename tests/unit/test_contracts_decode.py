@@ -7,10 +7,12 @@ Each test names the file to mend when an upgrade moves what it pins.
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headrace_engine.adapters.snapshots import snapshot_root
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY
 from tests.support.contracts import assert_fields, assert_takes, find
 
@@ -134,6 +136,10 @@ def test_transfer_parameters_are_taken_out_and_put_in() -> None:
     assert clean.extra_args == {"mine": 1}
 
 
+def lora(path: Any) -> Any:
+    return SimpleNamespace(lora_path=str(path))
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "kwargs", "says"),
     [
@@ -143,7 +149,8 @@ def test_transfer_parameters_are_taken_out_and_put_in() -> None:
         ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, {}, {}, "multimodal"),
         ({"prompt_token_ids": [1]}, {"n": 2}, {}, "n > 1"),
         ({"prompt_token_ids": [1]}, {"prompt_logprobs": 0}, {}, "log-probabilities"),
-        ({"prompt_token_ids": [1]}, {}, {"lora_request": object()}, "LoRA"),
+        ({"prompt_token_ids": [1]}, {}, {"lora_request": lora("/adapters/sql")}, "LoRA"),
+        ({"prompt_token_ids": [1]}, {}, {"lora_request": lora(snapshot_root() / ("0" * 32))}, None),
         ({"prompt_token_ids": [1], "cache_salt": "x"}, {}, {"lora_request": None}, None),
         ({"prompt_token_ids": [1] * 9}, {}, {}, "longer than the cache"),
         ({"prompt_token_ids": [1] * 8}, {}, {}, None),

@@ -23,7 +23,6 @@ ROLE: dict[str, Any] = {
     "accelerator_config": {"kind": "cpu"},
     "engine_kwargs": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
 }
-LORA = {"dynamic_lora_loading_path": "s3://adapters"}
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,6 @@ def test_plain_arguments_are_taken(token_path: str) -> None:
     ("changes", "named"),
     [
         ({"ingress_cls_config": {"ingress_extra_kwargs": {"a": 1}}}, "ingress_cls_config"),
-        ({"prefill__lora_config": LORA, "decode__lora_config": LORA}, "decode_config.lora_config"),
         (
             {"decode__deployment_config": {"max_queued_requests": 5}},
             "decode_config.deployment_config.max_queued_requests",

@@ -18,7 +18,7 @@ from headrace_kvstore.lookup.availability import AvailableRun
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
-def hashes(token_ids: Sequence[int], salt: str) -> list[bytes]:
+def hashes(token_ids: Sequence[int], salt: str, lora: Any = None) -> list[bytes]:
     """One block a token; the key is the token."""
     return [bytes(24) + token.to_bytes(8, "big") for token in token_ids]
 
@@ -93,6 +93,23 @@ async def test_the_keys_of_a_prompts_blocks_are_told_as_numbers_of_64_bits() -> 
 async def test_a_prompt_whose_hashes_need_more_than_its_tokens_has_no_keys_but_a_length() -> None:
     told = await ask(Behind(RenderedPrompt([5, 6], "", "an adapter", plain=False)), question())
     assert (told["prompt_tokens"], told["keys"]) == (2, "")
+
+
+async def test_the_adapter_of_a_prompt_is_told_and_its_blocks_are_not_looked_for() -> None:
+    asked: list[Any] = []
+
+    def hashes_of(token_ids: Sequence[int], salt: str, lora: Any) -> list[int]:
+        asked.append(lora)
+        return list(token_ids)
+
+    async def available_runs(token_ids: Sequence[int], salt: str) -> list[AvailableRun]:
+        raise AssertionError("the store knows them by other names")
+
+    behind = Behind(RenderedPrompt([5, 6], "", lora=("sql", "/a/0f"), adapter="0f"))
+    route = BlockKeysRoute(behind, behind.render, hashes_of, available_runs)
+    told = await route.answer(question())
+    assert told["adapter"] == "0f" and told["keys"] and told["stored"] == []
+    assert asked == [("sql", "/a/0f")]
 
 
 async def test_what_the_machines_store_could_supply_is_told_where_it_would_be_used() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
+from headrace_engine.adapters.snapshots import snapshot_digest
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,28 @@ class EngineRequest:
         return (self.prompt.get("cache_salt") if isinstance(self.prompt, dict) else None) or ""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the prompt is only text, for the model without an adapter."""
+    def adapter(self) -> Any:
+        """vLLM's `LoRARequest`; None without an adapter."""
+        return self.options.get("lora_request")
+
+    @property
+    def adapter_digest(self) -> str:
+        """Digest of the adapter's content; empty without an adapter, or if it is not known."""
+        return "" if self.adapter is None else snapshot_digest(self.adapter.lora_path) or ""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the prompt is only text."""
         return (
             isinstance(self.prompt, dict)
             and self.prompt.get("type", "token") == "token"
             and not self.prompt.get("multi_modal_data")
-            and self.options.get("lora_request") is None
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the prompt is only text, for the model without an adapter."""
+        return self.is_text and self.adapter is None
 
 
 def why_local(
@@ -62,8 +77,8 @@ def why_local(
         return "n > 1: the samples share one prompt in the engine that decodes them"
     if params.prompt_logprobs is not None:
         return "prompt log-probabilities come from the engine that prefills"
-    if request.options.get("lora_request") is not None:
-        return "the request uses a LoRA adapter"
+    if request.adapter is not None and not request.adapter_digest:
+        return "the content of the request's LoRA adapter is not known"
     if len(token_ids) > cache_tokens:
         return "the prompt is longer than the cache of the engine that decodes"
     if compresses_prompts and keep_ratio_in(params, COMPRESSION) is not None:

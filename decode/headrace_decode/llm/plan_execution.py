@@ -17,6 +17,7 @@ from headrace_decode.planning.orchestrator import Orchestrator, Plan, Work
 from headrace_decode.resume.emitted import tokens_of_choice
 from headrace_decode.resume.recorder import RECORDER
 from headrace_decode.resume.resumable_llm import Generate
+from headrace_engine.adapters.settings import AdapterRef
 from headrace_engine.kv_transfer.handoff import (
     BLENDING_KEY,
     PARAMS_KEY,
@@ -40,6 +41,8 @@ class PlanExecution:
     """Call that prefills a prompt at another engine."""
     meter: EngineMeter
     admission: PrefillAdmission
+    adapter_ref: Callable[[int], AdapterRef | None] = lambda number: None
+    """Returns what a prefill replica needs to get the adapter of vLLM's number."""
 
     def work(
         self,
@@ -60,6 +63,7 @@ class PlanExecution:
                 elsewhere.
         """
         params, token_ids = request.params, request.token_ids or ()
+        lora, digest = request.adapter, request.adapter_digest
         trace_headers = request.options.get("trace_headers")
         job = fanout.job if (fanout := FANOUT.get()) else None
         recorder = RECORDER.get()
@@ -91,6 +95,7 @@ class PlanExecution:
                         blending=((params.extra_args or {}).get(PARAMS_KEY) or {}).get(
                             BLENDING_KEY
                         ),
+                        adapter=None if lora is None else self.adapter_ref(lora.lora_int_id),
                     )
                 )
                 cached.limit(result.cached_tokens)
@@ -102,7 +107,8 @@ class PlanExecution:
         return Work(
             request_id=request.request_id,
             token_ids=token_ids,
-            salt=request.salt,
+            # Plans see prompts of different adapters as prompts of different tenants.
+            salt=f"{request.salt}\0{digest}" if digest else request.salt,
             local_only=local_only,
             trace_headers=trace_headers,
             plan=PLAN.get(),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
@@ -61,6 +61,9 @@ from headrace_decode.techniques import (
     offered_techniques,
     recompute_ratio,
 )
+from headrace_engine.adapters.middleware import refusal
+from headrace_engine.adapters.registry import AdapterRegistry
+from headrace_engine.adapters.sources import AdapterError
 from headrace_engine.extensions.scheduler import why_no_extensions
 from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
@@ -90,6 +93,9 @@ class PlannedLLM(ResumableLLM):
         planning: makes the engine's planning from the configuration of the started engine; None
             for an engine that runs each request immediately.
     """
+
+    adapters: AdapterRegistry | None = None
+    """The adapters of this replica; None if it has none, or if Ray loads them."""
 
     def __init__(
         self,
@@ -159,14 +165,37 @@ class PlannedLLM(ResumableLLM):
             PromptRendered: the request is for the rendered prompt and not for an answer.
         """
         request = EngineRequest(prompt, sampling_params, request_id, kwargs)
-        async with self.fanout.admit(), aclosing(self._planned(request)) as outputs:
+        async with self.fanout.admit():
             try:
-                async for output in outputs:
-                    yield output
+                async with (
+                    self._with_adapter(request),
+                    aclosing(self._planned(request)) as outputs,
+                ):
+                    async for output in outputs:
+                        yield output
             except VLLMValidationError as error:
                 if (usage := USAGE.get()) is not None:
                     usage.refusal = str(error.args[0]), error.parameter
                 raise
+
+    @asynccontextmanager
+    async def _with_adapter(self, request: EngineRequest) -> AsyncIterator[None]:
+        """Hold a request's adapter in use, loaded into the engine; not for a request that is only
+        rendered.
+
+        Raises:
+            VLLMValidationError: the engine refuses the adapter.
+        """
+        if self.adapters is None or request.adapter is None or RENDER_ONLY.get():
+            yield
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self.adapters.using(request.adapter.lora_int_id))
+            except AdapterError as error:
+                _, document = refusal(request.adapter.lora_name, error)
+                raise VLLMValidationError(document["message"], parameter="model") from None
+            yield
 
     async def _planned(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         request, lossy_mode = self._with_salt_and_techniques(request)
@@ -356,11 +385,14 @@ class PlannedLLM(ResumableLLM):
     def _rendered(self, request: EngineRequest) -> RenderedPrompt:
         if not request.token_ids:
             return RenderedPrompt((), "")
+        lora = request.adapter
         return RenderedPrompt(
             token_ids=request.token_ids,
             salt=request.salt,
             local_only=self._why_local(request),
-            plain=request.is_plain,
+            plain=request.is_text,
+            lora=None if lora is None else (lora.lora_name, lora.lora_path),
+            adapter=request.adapter_digest,
         )
 
     def _why_local(self, request: EngineRequest) -> str | None:

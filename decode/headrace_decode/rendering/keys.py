@@ -57,13 +57,17 @@ class RenderedPrompt:
         token_ids: [tokens].
         salt: its cache salt, with the tenant.
         local_only: why the engine that answers must prefill the prompt itself, or None.
-        plain: whether the prompt's blocks are hashed from tokens and salt alone.
+        plain: whether the prompt's blocks are hashed from tokens, salt and adapter alone.
+        lora: name and path of its LoRA adapter; None without one.
+        adapter: digest of the adapter's content; empty without one.
     """
 
     token_ids: Sequence[int]
     salt: str
     local_only: str | None = None
     plain: bool = True
+    lora: tuple[str, str] | None = None
+    adapter: str = ""
 
 
 class PromptRendered(Exception):
@@ -80,7 +84,8 @@ class BlockKeysRoute:
     Args:
         app: the application for all other requests.
         render: (target, body) -> the prompt of a client's request; None if there is not one.
-        hashes: (token ids, salt) -> the engine's hashes of the prompt's full blocks.
+        hashes: (token ids, salt, name and path of the adapter) -> the engine's hashes of the
+            prompt's full blocks.
         available_runs: (token ids, salt) -> the tokens that this machine's store could supply.
         machine: the machine's id.
     """
@@ -89,7 +94,7 @@ class BlockKeysRoute:
         self,
         app: ASGIApp,
         render: Callable[[str, dict[str, Any]], Awaitable[RenderedPrompt | None]],
-        hashes: Callable[[Sequence[int], str], list[bytes]],
+        hashes: Callable[[Sequence[int], str, tuple[str, str] | None], list[bytes]],
         available_runs: FindAvailableRuns | None = None,
         machine: str = "",
     ) -> None:
@@ -139,9 +144,10 @@ class BlockKeysRoute:
 
     async def _keys_answer(self, prompt: RenderedPrompt) -> dict[str, Any]:
         named = (prompt.token_ids, prompt.salt)
-        hashes = self._hashes(*named) if prompt.plain else []
+        hashes = self._hashes(*named, prompt.lora) if prompt.plain else []
         stored: Sequence[AvailableRun] = ()
-        if self._available_runs is not None and prompt.plain and prompt.local_only is None:
+        is_stored = prompt.plain and prompt.lora is None and prompt.local_only is None
+        if self._available_runs is not None and is_stored:
             stored = await self._available_runs(*named)
         return {
             "prompt_tokens": len(prompt.token_ids),
@@ -149,6 +155,7 @@ class BlockKeysRoute:
             "local_only": prompt.local_only,
             "machine": self._machine,
             "stored": [list(run) for run in stored],
+            **({"adapter": prompt.adapter} if prompt.adapter else {}),
         }
 
 

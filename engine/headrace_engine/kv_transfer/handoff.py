@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_engine.adapters.settings import AdapterRef
+
 PARAMS_KEY = "kv_transfer_params"
 """Key of the transfer parameters in vLLM's `SamplingParams.extra_args`."""
 
@@ -85,6 +87,8 @@ class PrefillRequest:
     """The caller's `KvKind` as text; empty if it takes any."""
     blending: Mapping[str, Any] | None = None
     """Stored runs that the KV may be made from, as the caller found them."""
+    adapter: AdapterRef | None = None
+    """The LoRA adapter that the KV is made with; None for the model itself."""
 
 
 @dataclass(frozen=True, slots=True)

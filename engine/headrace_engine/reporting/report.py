@@ -19,6 +19,8 @@ from headrace_engine.kv_groups import BlockUse
 
 MAX_BYTES = 256 * 1024
 """Maximum size of a report."""
+MAX_ADAPTERS = 256
+"""Maximum number of adapters that one report names."""
 MAX_HEARD = 256
 """Maximum number of plans that one report names."""
 HEARD_S = 2.0
@@ -92,6 +94,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         loads: cost of loading from the node's store, by medium.
         policy: a decode replica's policy: `cost`, or the kind of plan that is forced.
         computed_s: seconds since the engine last computed a prompt; None if it has not.
+        adapters: digests of the LoRA adapters that the engine has loaded.
+        adapter_slots: number of adapters that it can have.
+        adapter_load_s: predicted seconds of loading another one.
     """
 
     replica: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -121,6 +126,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     loads: Annotated[dict[Medium, Load], Meta(max_length=4)] = {}
     policy: Literal["cost", "local", "remote"] = "cost"
     computed_s: Seconds | None = None
+    adapters: Annotated[tuple[Name, ...], Meta(max_length=MAX_ADAPTERS)] = ()
+    adapter_slots: Count = 0
+    adapter_load_s: Seconds = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -159,7 +167,8 @@ def decode(data: bytes) -> Report:
 
 def _fractions(report: Report) -> Iterable[tuple[str, Iterable[float]]]:
     numbers: dict[str, Any] = {
-        name: [getattr(report, name)] for name in ("token_bytes", "queued_pairs", "share")
+        name: [getattr(report, name)]
+        for name in ("token_bytes", "queued_pairs", "share", "adapter_load_s")
     }
     for name in ("call", "handoff", "transfer"):
         numbers[name] = getattr(report, name) or ()

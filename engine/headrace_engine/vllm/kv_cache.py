@@ -128,7 +128,7 @@ def reads_model_files(load_format: str) -> bool:
 
 
 class BlockHasher:
-    """vLLM's own hashes of a plain prompt's full blocks, as its engine makes them.
+    """vLLM's own hashes of a text prompt's full blocks, as its engine makes them.
 
     Args:
         algorithm: `cache_config.prefix_caching_hash_algo`.
@@ -141,22 +141,31 @@ class BlockHasher:
         self._root = self._hash(resolve_none_hash_seed(self._hash))
         self._block_tokens = block_tokens
 
-    def __call__(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
-        """Return the hashes of the blocks of a prompt that has no images, adapter or embeddings."""
+    def __call__(
+        self, token_ids: Sequence[int], salt: str, lora: tuple[str, str] | None = None
+    ) -> list[bytes]:
+        """Return the hashes of the blocks of a prompt that has no images or embeddings.
+
+        Args:
+            lora: name and path of its adapter, if any.
+        """
         if self._fast:
-            return hash_prompt(token_ids, self._block_tokens, self._root, salt)
+            return hash_prompt(token_ids, self._block_tokens, self._root, salt, lora)
         parent, hashes = self._root, []
-        extra: tuple[tuple[str, str], ...] | None = (("cache_salt", salt),) if salt else None
+        later: tuple[tuple[str, ...], ...] | None = (("lora", *lora),) if lora else None
+        first = (*(later or ()), ("cache_salt", salt)) if salt else later
+        extra = first
         for end in range(self._block_tokens, len(token_ids) + 1, self._block_tokens):
             block = tuple(token_ids[end - self._block_tokens : end])
             parent = self._hash((parent, block, extra))
             hashes.append(bytes(parent))
-            extra = None
+            extra = later
         return hashes
 
 
 def block_hasher(vllm_config: VllmConfig) -> BlockHasher:
-    """Return a function: (token ids, salt) -> an engine's hashes of a prompt's full blocks."""
+    """Return a function: (token ids, salt, name and path of an adapter) -> an engine's hashes of a
+    prompt's full blocks."""
     cache = vllm_config.cache_config
     return BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
 

@@ -76,11 +76,6 @@ def _starts_again(deployment: Mapping[str, Any]) -> bool:
 def _with_a_gateway(pd: Any) -> list[str]:
     wrong = []
     decode: Mapping[str, Any] = pd.decode_config.deployment_config
-    if pd.decode_config.lora_config is not None:
-        wrong.append(
-            "decode_config.lora_config: adapters are loaded with headrace.token_path: classic or "
-            "direct only; set one of these, or remove lora_config from both configs"
-        )
     if "request_router_config" in decode:
         wrong.append(
             "decode_config.deployment_config.request_router_config: the gateway chooses the decode "

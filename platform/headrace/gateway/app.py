@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway import errors, tracing
+from headrace.gateway.adapters import AdapterAdmin
 from headrace.gateway.admin import Admin
 from headrace.gateway.admission.admission_queue import AdmissionQueue
 from headrace.gateway.asgi import (
@@ -73,6 +74,8 @@ def build_gateway_app(
     model_id: str,
     metrics: GatewayMetrics | None = None,
     make_placer: MakePlacer | None = None,
+    *,
+    has_adapters: bool = False,
 ) -> GatewayApp:
     """Return the gateway for `backend`'s replicas.
 
@@ -82,11 +85,15 @@ def build_gateway_app(
         model_id: the model's name, for documents; the replicas decide what they serve.
         metrics: receives the gateway's metrics.
         make_placer: makes the `Placer` that plans requests; None to let the pool choose replicas.
+        has_adapters: whether the app has LoRA adapters, so that administrators can add more.
 
     Raises:
         ValueError: the key file cannot be used.
     """
-    return GatewayApp(settings, backend, model_id, metrics or NoMetrics(), make_placer)
+    return GatewayApp(
+        *(settings, backend, model_id, metrics or NoMetrics(), make_placer),
+        has_adapters=has_adapters,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +119,11 @@ class GatewayApp:
         model_id: str,
         metrics: GatewayMetrics,
         make_placer: MakePlacer | None = None,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         self.settings = settings
+        self._adapters = AdapterAdmin(backend, model_id) if has_adapters else None
         self._make_placer = make_placer
         self._backend = backend
         self._metrics = metrics
@@ -183,7 +193,7 @@ class GatewayApp:
             queue=queue,
         )
         builtin = BuiltinRoutes(
-            *(self._admin, self._corpora, self.body_reader),
+            *(self._admin, self._corpora, self._adapters, self.body_reader),
             relayed=relayed,
             pool=pool,
             fetcher=fetcher,

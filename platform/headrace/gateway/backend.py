@@ -103,6 +103,21 @@ class Backend(Protocol):
             The answer of each with its `replica_id`; that of a failed replica has `error`.
         """
 
+    async def added_adapters(self) -> dict[str, str]:
+        """Return the sources of the LoRA adapters that administrators have added, by name."""
+        return {}
+
+    async def set_adapter(self, name: str, source: str | None) -> list[dict[str, Any]]:
+        """Add a LoRA adapter to all replicas, or remove it.
+
+        Args:
+            source: where replicas have it from; None removes it.
+
+        Returns:
+            The answer of each replica with its `replica_id`; that of one that failed has `error`.
+        """
+        return []
+
     async def set_policy(self, policy: str) -> int:
         """Force all plans `local` or `remote`, or let them follow the `cost`.
 

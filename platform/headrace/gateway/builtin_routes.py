@@ -15,6 +15,7 @@ import msgspec
 from headrace.console.files import CONSOLE, is_console
 from headrace.console.files import find as console_file
 from headrace.gateway import errors
+from headrace.gateway.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterAdmin
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
@@ -28,6 +29,7 @@ from headrace.observability.metrics_filter import filter_metrics, wanted_names
 
 OURS = "/headrace/"
 MAX_COMMAND_BODY_BYTES = 1_000
+MAX_ADAPTER_BODY_BYTES = 10_000
 READS = ("GET", "HEAD")
 
 
@@ -60,6 +62,7 @@ class BuiltinRoutes:
     Args:
         admin: makes the documents and sends the commands.
         corpora: handles the operations on corpora.
+        adapters: handles the operations on LoRA adapters; None for an app without them.
         body_reader: reads bodies.
         relayed: counts the gateway's own requests to replicas, and admits them.
         pool: the replicas.
@@ -70,6 +73,7 @@ class BuiltinRoutes:
         self,
         admin: Admin,
         corpora: CorpusAdmin,
+        adapters: AdapterAdmin | None,
         body_reader: BodyReader,
         *,
         relayed: RelayedRoutes,
@@ -85,6 +89,9 @@ class BuiltinRoutes:
             STORE: self._store,
             CORPORA: self._corpus,
         }
+        self._adapters = adapters
+        if adapters is not None:
+            self._handlers |= {LOAD_ADAPTER: self._adapter, UNLOAD_ADAPTER: self._adapter}
 
     def find(self, path: str) -> Handler | None:
         """Return the handler of a path; None if replicas answer it."""
@@ -152,6 +159,16 @@ class BuiltinRoutes:
         else:
             answer = await self._corpora.listing()
         await context.answer(200, msgspec.json.encode(answer), JSON_TYPE)
+
+    async def _adapter(self, context: RequestContext) -> None:
+        """Load or unload a LoRA adapter at all replicas."""
+        assert self._adapters is not None
+        self._body_reader.check_admin(context)
+        context.allow_methods("POST")
+        wanted = await self._body_reader.json(context, MAX_ADAPTER_BODY_BYTES)
+        self._body_reader.limit_answer_time(context)
+        change = self._adapters.load if context.path == LOAD_ADAPTER else self._adapters.unload
+        await context.answer(200, msgspec.json.encode(await change(wanted)), JSON_TYPE)
 
     async def _document(self, context: RequestContext) -> None:
         """Answer with a document, or with 404."""

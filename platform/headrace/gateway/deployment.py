@@ -30,6 +30,7 @@ from headrace.gateway.placement.placer import Placer
 from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
+from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.ray.serve import (
     dashboard_address,
     ongoing_requests,
@@ -46,6 +47,8 @@ from headrace_engine.serving.startup_heap import freeze_startup_heap
 
 logger = logging.getLogger("headrace.gateway")
 
+ADAPTER_TIMEOUT_S = 120.0
+"""Time limit of loading an adapter on all replicas."""
 BROADCAST_TIMEOUT_S = 5.0
 GRAFANA_VARIABLE = "RAY_GRAFANA_HOST"
 """Environment variable with Grafana's URL, which Ray's dashboard reads as well."""
@@ -80,6 +83,7 @@ class ServeBackend:
         self._app_name = serve.get_replica_context().app_name
         self._dashboard = dashboard_address() if ray.is_initialized() else ""
         self._overrides = OverrideStore(self._app_name, read_cluster_value, write_cluster_value)
+        self._added = AddedAdapters(self._app_name, read_cluster_value, write_cluster_value)
 
     async def replicas(self) -> list[ReplicaInfo]:
         """Return the replicas that answer now; a dead one is left out.
@@ -217,6 +221,23 @@ class ServeBackend:
             if answer is not None
         ]
 
+    async def added_adapters(self) -> dict[str, str]:
+        """Return the sources of the adapters that administrators have added, by name."""
+        return await asyncio.to_thread(self._added.all)
+
+    async def set_adapter(self, name: str, source: str | None) -> list[dict[str, Any]]:
+        """Add an adapter to all replicas, or remove it; return the answer of each replica."""
+        sources = await asyncio.to_thread(self._added.set, name, source)
+        load = None if source is None else name
+        answers = await asyncio.gather(
+            *(_ask_each(handle, "headrace_adapters", sources, load) for handle in self._engines)
+        )
+        return [dict(answer) for each in answers for answer in each if answer is not None]
+
+    @property
+    def _engines(self) -> tuple[DeploymentHandle, DeploymentHandle]:
+        return self._decode, self._prefill
+
     async def set_policy(self, policy: str) -> int:
         """Set every decode replica's plan policy; return how many replicas answered."""
         await self._save_override({"policy": policy})
@@ -295,6 +316,7 @@ class GatewayServer:
         model_id: the served model's name.
         setup: prepares the process (logs, traces).
         router: settings of the router, such as the placement policy.
+        has_adapters: whether the app has LoRA adapters.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -306,6 +328,7 @@ class GatewayServer:
         model_id: str,
         setup: Callable[[str], None],
         router: RouterSettings,
+        has_adapters: bool = False,
     ):
         setup("gateway")
         backend = ServeBackend(decode, prefill, store, lambda: self._app.is_wanted)
@@ -315,6 +338,7 @@ class GatewayServer:
             model_id,
             metrics=RayGatewayMetrics(model_id),
             make_placer=partial(Placer, router, backend.endpoints),
+            has_adapters=has_adapters,
         )
         loop = asyncio.get_running_loop()
 
@@ -393,6 +417,22 @@ async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[
     except Exception as error:
         logger.debug("broadcast %s: %s", method, error)
         return []
+
+
+async def _ask_each(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
+    """Call a method on all replicas; a replica that fails gives an answer with `error`."""
+    try:
+        answers = await handle.broadcast(method, *args).results_async(
+            timeout_s=ADAPTER_TIMEOUT_S, return_exceptions=True
+        )
+    except DeploymentUnavailableError:
+        return []
+    return [
+        {"replica_id": "", "error": f"a replica failed: {answer}"}
+        if isinstance(answer, BaseException)
+        else answer
+        for answer in answers
+    ]
 
 
 async def _ask_all(

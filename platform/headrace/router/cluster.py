@@ -56,6 +56,7 @@ class Prompt:
         local_only: why the replica that answers must prefill it, or None.
         machine: machine whose store was asked; empty for none.
         stored: runs that this store can supply.
+        adapter: digest of its LoRA adapter; empty without one.
     """
 
     keys: NDArray[np.uint64]
@@ -63,6 +64,7 @@ class Prompt:
     local_only: str | None = None
     machine: str = ""
     stored: Sequence[AvailableRun] = ()
+    adapter: str = ""
 
 
 class LatencyTargets(NamedTuple):
@@ -85,6 +87,8 @@ class _Booking(NamedTuple):
     context: int = 0
     """Tokens of KV at the start of the answer, on the engine that decodes."""
     decodes: bool = False
+    adapter: str = ""
+    """Digest of the LoRA adapter that it makes the engine load, or uses."""
 
 
 class Cluster:
@@ -269,6 +273,7 @@ class Cluster:
             local_only=prompt.local_only,
             itl_target_s=targets.itl_s,
             ttft_target_s=targets.ttft_s,
+            adapter_s=self._adapter_s(view, prompt.adapter) if prompt.adapter else None,
             may_explore=now_s >= self._explore_at_s,
         )
         if len(self._kinds) < 2:
@@ -371,6 +376,20 @@ class Cluster:
         report, engine = self._reports[name], self._known_view.engines[self._known_view.row(name)]
         engine[report.role] = name not in self.replica_health.unhealthy
 
+    def _adapter_s(self, view: ClusterView, adapter: str) -> NDArray[np.float64]:
+        """Return `PlacementRequest.adapter_s` of an adapter.
+
+        An engine counts the adapters that booked requests make it load among its own.
+        """
+        seconds = np.zeros((2, len(view.engines)))
+        for name, report in self._reports.items():
+            booked = {each.adapter for each in self._bookings[name].values() if each.adapter}
+            if adapter not in report.adapters and adapter not in booked:
+                is_full = len(booked.union(report.adapters)) >= report.adapter_slots
+                load_s = report.adapter_load_s
+                seconds[:, view.row(name)] = load_s, load_s if is_full else 0.0
+        return seconds
+
     def _available_runs(
         self, view: ClusterView, prompt: Prompt
     ) -> Sequence[Sequence[AvailableRun]]:
@@ -393,8 +412,9 @@ class Cluster:
                 1.0 + 0.5 * self._rng.random()
             )
         tokens = plan.compute_tokens
-        work = _Booking(now_s, tokens, pairs_of(prompt.tokens - tokens, prompt.tokens))
-        answers = _Booking(now_s) if plan.replica else work
+        pairs = pairs_of(prompt.tokens - tokens, prompt.tokens)
+        work = _Booking(now_s, tokens, pairs, adapter=prompt.adapter)
+        answers = _Booking(now_s, adapter=prompt.adapter) if plan.replica else work
         self._reserve(
             plan.decode, plan, answers._replace(context=prompt.tokens, decodes=True), now_s
         )

@@ -1,10 +1,11 @@
 """The identity of LoRA adapters by content, and the names under which their blocks are stored.
 
-vLLM's block hash covers an adapter's name only, and another adapter may get that name tomorrow. So
-the names of stored blocks also cover a digest of the adapter's files. The engine may load these
-files at any time: at the first request, or again after it evicted the adapter. The digest is that
-of the loaded adapter only if the files did not change since before the engine started. Requests
-with any other adapter are neither stored nor pulled.
+vLLM's block hash covers an adapter's name and path, and other files may lie there tomorrow. So the
+names of stored blocks also cover a digest of the adapter's files. The engine may load these files
+at any time: at the first request, or again after it evicted the adapter. A snapshot
+(`headrace_engine.adapters.snapshots`) never changes, and its path has the digest. In any other
+folder, the digest is that of the loaded adapter only if the files did not change since before the
+engine started. Requests with any other adapter are neither stored nor pulled.
 
 A background thread reads and checks the files, so that no step of the engine waits for them.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace_engine.adapters.snapshots import snapshot_digest
 from headrace_engine.connector.identity.engine_identity import (
     adapter_settings,
     first_epoch,
@@ -94,6 +96,8 @@ class AdapterIdentities:
         """
         if adapter.load_inplace:
             return None
+        if (snapshot := snapshot_digest(adapter.lora_path)) is not None:
+            return self._identity(bytes.fromhex(snapshot), adapter)
         key = adapter.lora_name, adapter.lora_int_id, adapter.lora_path
         with self._lock:
             known = self._known.setdefault(key, _Known(Path(adapter.lora_path).expanduser()))
@@ -107,8 +111,9 @@ class AdapterIdentities:
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name="kv-adapters", daemon=True)
             self._thread.start()
-        if digest is None:
-            return None
+        return None if digest is None else self._identity(digest, adapter)
+
+    def _identity(self, digest: bytes, adapter: Any) -> bytes:
         hashed = hashlib.blake2b(digest, digest_size=16, person=_PERSON)
         hashed.update(repr((adapter.lora_name, adapter.is_3d_lora_weight)).encode())
         hashed.update(self._settings)

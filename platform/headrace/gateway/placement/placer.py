@@ -66,6 +66,7 @@ class _Keys(msgspec.Struct):
     prompt_tokens: Count = 0
     local_only: Text | None = None
     machine: Text = ""
+    adapter: Annotated[str, Meta(max_length=128)] = ""
     stored: Annotated[
         list[tuple[Text, Count, Annotated[float, Meta(ge=0)]]], Meta(max_length=64)
     ] = []
@@ -203,6 +204,7 @@ class Placer:
             answer.local_only,
             answer.machine,
             stored,
+            answer.adapter,
         )
 
     def _report(self, report: Report) -> None:

@@ -36,6 +36,8 @@ ENGINE = np.dtype(
         ("call_error_s", "f8"),
         ("handoff_s", "f8"),
         ("handoff_error_s", "f8"),
+        ("adapter_s", "f8"),  # seconds to load the request's LoRA adapter; 0 if it is loaded
+        ("reload_s", "f8"),  # seconds to load again the adapter that this load evicts
         ("share", "f8"),  # part of its speed that it loses beside a prefill on its node
         ("context_s", "f8"),  # this and the next two: `Prices` of its step times, beside the curve
         ("pair_s", "f8"),

@@ -119,6 +119,9 @@ def place_engines(
 
 
 def _best(view: ClusterView, request: PlacementRequest, engines: NDArray[np.void]) -> _Best:
+    if request.adapter_s is not None:
+        engines = engines.copy()
+        engines["adapter_s"], engines["reload_s"] = request.adapter_s
     held = np.ascontiguousarray(request.held, np.int32)
     stores = _stores(view, request)
     kinds, details = find_choices(

@@ -24,6 +24,9 @@ later prompts in the queue wait::
   or from the object store. Leading runs in DRAM are always loaded. After them, runs are loaded up
   to the end of the run where ``pull + max(C, L)`` is smallest. Within a run, both times grow about
   linearly, so the best point is an end of a run (as in `headrace_engine.connector.load_price`).
+- A request with a LoRA adapter that an engine lacks: ``W`` and ``T_d(1, r_d)`` include the seconds
+  to load it, since the engine makes no step meanwhile. If the load evicts another adapter, the next
+  request for that one waits as long: ``behind`` includes these seconds.
 - ``Q``: expected seconds until the engine begins with this prompt. A reported queue of ``q``
   seconds that is ``a`` seconds old has a normal error of variance ``drift a``, and no queue is
   below 0: ``Q = q Phi(q / s) + s phi(q / s)``, ``s = sqrt(drift a)``. Therefore an idle engine
@@ -295,7 +298,7 @@ def arrival_parts(engine: Any, found: Any) -> Any:
         found: the result of `prefill_cost`.
     """
     _, compute, load, pull, _ = found
-    return engine.call_s, pull, compute, max(0.0, load - compute)
+    return engine.call_s, pull, compute, max(0.0, load - compute) + engine.adapter_s
 
 
 @jit()
@@ -306,8 +309,9 @@ def idle_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
 
 @jit()
 def behind_s(engine: Any, work_s: float, idle: float) -> Any:
-    """Return n max(0, W - T(0, r)): seconds that later prompts lose by steps of `work_s`."""
-    return engine.prompts * max(0.0, work_s - idle)
+    """Return n max(0, W - T(0, r)), the seconds that later prompts lose by steps of `work_s`, and
+    those that an evicted adapter's next request will lose."""
+    return engine.prompts * max(0.0, work_s - idle) + engine.reload_s
 
 
 @jit()
@@ -328,12 +332,12 @@ def local_parts(
     rows = engine.running
     idle = idle_s(engine, curves, padded, i)
     compute = shared_s(alone_s, engine.share, busy_s)
-    load = max(0.0, load_s - compute)
+    load = max(0.0, load_s - compute) + engine.adapter_s
     steps = -(-tokens // engine.step_tokens)
     pace = max(idle, ask.itl_s) if ask.itl_s < np.inf else idle
     stall = rows * max(0.0, compute + load - steps * pace)
     context = engine.context + max(ask.prompt_tokens, 1)
-    last = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
+    last = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0) + engine.adapter_s
     more = rows * max(0.0, last - pace)
     behind = behind_s(engine, compute + load, idle)
     last_behind = behind_s(engine, last, idle)
@@ -390,7 +394,8 @@ def price_engines(ask: Any, engines: Any, curves: Any, padded: Any, held: Any, s
                 tokens = min(found[0], engine.step_tokens)
                 pairs = last_pairs(ask.prompt_tokens, tokens)
                 full = full_step_s(engine, curves, padded, i, tokens)
-                if prefill_s(engine, curves, padded, i, tokens, pairs, full) > ask.itl_s:
+                step = prefill_s(engine, curves, padded, i, tokens, pairs, full)
+                if step + engine.adapter_s > ask.itl_s:
                     cost.broken_local |= SLOW_STEP
             if cost.local_ttft_s > ask.ttft_s:
                 cost.broken_local |= LATE

@@ -32,6 +32,9 @@ class PlacementRequest:
             with the same first block go to the same one.
         local_only: why the decode engine must prefill it, or None.
         itl_target_s, ttft_target_s: targets in place of the settings'.
+        adapter_s: seconds that each engine needs to load the request's LoRA adapter, and seconds to
+            load again the adapter that this load evicts, [2, engines]; None for a request without
+            an adapter.
         may_explore: whether a more expensive engine may be chosen in order to measure it again.
     """
 
@@ -44,4 +47,5 @@ class PlacementRequest:
     local_only: str | None = None
     itl_target_s: float | None = None
     ttft_target_s: float | None = None
+    adapter_s: NDArray[np.float64] | None = None
     may_explore: bool = False

@@ -1,0 +1,54 @@
+"""The adapters of an app as it is configured, and the names that they may have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_NAME_CHARS = 128
+MAX_ADAPTERS = 256
+"""Maximum number of adapters that one app serves."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """The adapters of an app.
+
+    Attributes:
+        model_id: the base model's name.
+        sources: source of each adapter that the configuration names, by name.
+        loading_path: folder or URI whose subfolders are adapters, too; the adapter in the subfolder
+            `sql` has the name `MODEL_ID:sql`, as in Ray's app. None for none.
+        fetch_timeout_s: time limit of fetching one adapter; None for none.
+    """
+
+    model_id: str
+    sources: Mapping[str, str] = field(default_factory=dict)
+    loading_path: str | None = None
+    fetch_timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """An adapter that a decode replica asks a prefill replica for.
+
+    Attributes:
+        digest: of its content, 32 hexadecimal digits.
+        source: where the decode replica has it from.
+    """
+
+    name: str
+    digest: str
+    source: str
+
+
+def why_bad_name(name: str, model_id: str) -> str | None:
+    """Return why an adapter cannot have this name; None if it can."""
+    if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+        return (
+            f"the name of an adapter has 1 to {MAX_NAME_CHARS} printable characters, and no space "
+            "at either end"
+        )
+    if name == model_id:
+        return f"{name!r} is the model's own name"
+    return None
