@@ -3,8 +3,8 @@
 Requests arrive at random times, each for one of 20 LoRA adapters, more often for the first ones
 (Zipf). Every prompt is new, so only the adapter ties a request to a replica. The replicas are
 simulated: each computes its prompts in order, with the step times of `StepTime`'s prior (0.42 s for
-a prompt of 512 tokens), keeps a number of adapters, drops the least recently used one, and computes nothing while it loads one. They
-report every 0.15 s, as real ones do.
+a prompt of 512 tokens), keeps a number of adapters, drops the least recently used one, and computes
+nothing while it loads one. They report every 0.15 s, as real ones do.
 
 Rules:
     headrace: `Cluster.plan`, the gateway's own code

@@ -76,8 +76,9 @@ vLLM {vllm}.
 What differs from vLLM's own server:
 
 - Routes for vLLM's operator are refused with 404, among them `/scale_elastic_ep`, `/start_profile`,
-  `/v1/load_lora_adapter`, `/invocations`, `/inference/v1/generate` and those of
-  `VLLM_SERVER_DEV_MODE`. Only routes of vLLM's text generation APIs are relayed.
+  `/invocations`, `/inference/v1/generate` and those of `VLLM_SERVER_DEV_MODE`. Only routes of
+  vLLM's text generation APIs are relayed. `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`
+  exist in an app with [LoRA adapters](adapters.md), for administrators.
 - `kv_transfer_params` and `ec_transfer_params` of a request are dropped: they name memory.
 - Answers of `/v1/responses` are not kept. `store` is ignored; `background` is refused with 400; a
   `previous_response_id` is answered with 404, and so are `GET /v1/responses/ID` and its `cancel`.

@@ -34,6 +34,7 @@ ORDER = (
     "test_faults",
     "test_soak",
     "test_down",
+    "test_adapters",
     "test_sparse",
     "test_placement",
     "test_scaling",

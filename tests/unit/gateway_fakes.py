@@ -183,6 +183,7 @@ async def gateway_over(
     tls: TlsFiles | None = None,
     client_tls: ssl.SSLContext | None = None,
     make_placer: Any = None,
+    has_adapters: bool = False,
     **options: Any,
 ) -> AsyncIterator[Bench]:
     """A running gateway over one fake replica for each handler."""
@@ -191,7 +192,9 @@ async def gateway_over(
         cluster.members.append(await FakeReplica(handler, f"decode-{number}").start())
     settings = GatewaySettings.model_construct(**options)  # also with limits that are too low
     app = build_gateway_app(
-        *(settings, backend or cluster, MODEL, metrics), make_placer=make_placer
+        *(settings, backend or cluster, MODEL, metrics),
+        make_placer=make_placer,
+        has_adapters=has_adapters,
     )
     limit = settings.max_body_bytes
     gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls, max_body_bytes=limit)
@@ -221,10 +224,10 @@ def run_gateway(settings: dict[str, Any], status: dict[str, Any]) -> None:
 
 
 async def asked_from_elsewhere(
-    cluster: FakeCluster, method: str, path: str, body: bytes
+    cluster: FakeCluster, method: str, path: str, body: bytes, *, has_adapters: bool = False
 ) -> dict[str, Any]:
     """How a gateway begins its answer to a JSON body from another machine, as ASGI says it."""
-    app = build_gateway_app(GatewaySettings(), cluster, MODEL)
+    app = build_gateway_app(GatewaySettings(), cluster, MODEL, has_adapters=has_adapters)
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

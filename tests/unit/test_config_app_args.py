@@ -131,3 +131,21 @@ def test_float32_where_the_cpu_cannot_multiply_bfloat16(
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
     assert cpu_computes_bfloat16(str(tmp_path / "cpuinfo")) is yes
+
+
+def test_adapters_are_arguments_of_both_engines() -> None:
+    args = to_app_args(
+        load_config(
+            overrides=["model.adapters={sql: /a, fr: hf://o/n}", "model.adapters_path=/all"]
+        )
+    )
+    for role in ("prefill_config", "decode_config"):
+        engine = args[role]["engine_kwargs"]
+        assert engine["enable_lora"] is True
+        assert engine["lora_modules"] == [
+            {"name": "sql", "path": "/a"},
+            {"name": "fr", "path": "hf://o/n"},
+        ]
+        assert args[role]["lora_config"] == {"dynamic_lora_loading_path": "/all"}
+    plain = to_app_args(load_config())["decode_config"]
+    assert "lora_config" not in plain and "enable_lora" not in plain["engine_kwargs"]

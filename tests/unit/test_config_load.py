@@ -456,3 +456,17 @@ def test_each_renamed_field_exists(new: str) -> None:
     for name in new.split("."):
         assert isinstance(value, dict) and name in value
         value = value[name]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model.adapters={a: org/name}", "model.adapters.a: must be an absolute path or a URI"),
+        ("model.adapters={smollm2-135m-instruct: /a}", "model.adapters.smollm2-135m-instruct: "),
+        ("model.adapters_path=here", "model.adapters_path: must be an absolute path or a URI"),
+    ],
+)
+def test_an_adapter_that_replicas_could_not_find_or_name_is_refused(
+    override: str, line: str
+) -> None:
+    assert only_problem(override).startswith(line)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
+from headrace_engine.adapters.snapshots import snapshot_root
 from headrace_engine.connector.identity import adapters
 from headrace_engine.connector.identity.adapters import AdapterIdentities, BlockNames
 from headrace_engine.connector.identity.engine_identity import adapter_settings
@@ -69,6 +70,15 @@ class TestContent:
         before = Engine().of(adapter(folder))
         (folder / name).write_bytes(b"trained again")
         assert Engine().of(adapter(folder)) not in (None, before)
+
+    def test_a_snapshot_is_known_by_its_path_at_once_and_after_the_start(self) -> None:
+        known = AdapterIdentities(started_s=0.0)  # all files are newer
+        one, other = (adapter(snapshot_root() / (digit * 32)) for digit in "01")
+        assert None not in (known.of(one), known.of(other))
+        assert known.of(one) == known.of(one) != known.of(other)
+        assert known.of(adapter(Path(one.lora_path), name="sql2")) != known.of(one)
+        assert AdapterIdentities(b"settings", 0.0).of(one) != known.of(one)
+        assert known._thread is None, "nothing is read"
 
     def test_name_and_layout_and_settings_count(self, folder: Path) -> None:
         known = [

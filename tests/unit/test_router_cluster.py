@@ -377,3 +377,63 @@ def test_a_hit_of_an_engine_with_windows_leaves_the_last_token_to_compute() -> N
     assert plan.cached_decode_tokens == 40 * BLOCK
     one.withdraw(plan, 0.0)
     assert one.plan(Prompt(KEYS, 40 * BLOCK), 0.0).cached_decode_tokens == 0
+
+
+# LoRA adapters
+
+LORA = {"adapter_slots": 2, "adapter_load_s": 5.0}
+
+
+def adapter_prompt(adapter: str, number: int = 0) -> Prompt:
+    """A prompt of its own for an adapter."""
+    return Prompt(KEYS + np.uint64(1000 * number), PROMPT.tokens, adapter=adapter)
+
+
+def two_with(d1: tuple[str, ...], d2: tuple[str, ...], **more: Any) -> Cluster:
+    two = cluster("d1", "d2")
+    for name, adapters in (("d1", d1), ("d2", d2)):
+        two.report(report(name, 1, adapters=adapters, **LORA | more), 0.0)
+    return two
+
+
+def test_a_request_goes_where_its_adapter_is_loaded() -> None:
+    for number in range(8):
+        two = two_with(("a",), ("b",))
+        assert two.plan(adapter_prompt("a", number), 0.0).decode == "d1"
+        assert two.plan(adapter_prompt("b", number), 0.0).decode == "d2"
+
+
+def test_requests_follow_the_one_that_makes_a_replica_load_their_adapter() -> None:
+    two = two_with((), ())
+    first = two.plan(adapter_prompt("a"), 0.0)
+    assert first.predicted["local.load"] == 5.0
+    again = two.plan(adapter_prompt("a", 1), 0.0)
+    assert again.decode == first.decode and again.predicted["local.load"] == 0.0
+
+
+def test_a_queue_that_is_longer_than_a_load_is_left() -> None:
+    two = two_with(("a",), (), adapter_load_s=0.1)
+    two.report(report("d1", 2, adapters=("a",), queued_tokens=20_000, prompts=4, **LORA), 0.0)
+    plan = two.plan(adapter_prompt("a"), 0.0)
+    assert (plan.decode, plan.predicted["local.load"]) == ("d2", 0.1)
+
+
+def test_a_load_that_evicts_no_adapter_is_cheaper() -> None:
+    for number in range(8):
+        two = two_with(("a", "b"), ("c",))
+        assert two.plan(adapter_prompt("new", number), 0.0).decode == "d2"
+
+
+def test_requests_without_an_adapter_do_not_pay_for_loads() -> None:
+    plan = two_with((), ()).plan(PROMPT, 0.0)
+    assert plan.predicted["local.load"] == plan.predicted["local.behind"] == 0.0
+
+
+def test_a_remote_prefill_pays_for_the_load_on_both_engines() -> None:
+    both = cluster("d1", "p1")
+    both.report(report("p1", 1, **LORA), 0.0)
+    both.report(report("d1", 1, **LORA), 0.0)
+    predicted = both.plan(adapter_prompt("a"), 0.0).predicted
+    alone = cluster("d1", "p1").plan(PROMPT, 0.0).predicted
+    assert predicted["remote.load"] == 5.0
+    assert predicted["remote.decode"] == pytest.approx(alone["remote.decode"] + 5.0)

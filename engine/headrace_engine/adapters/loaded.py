@@ -1,4 +1,4 @@
-"""Which adapters an engine has loaded, and the seconds that loading one takes. Pure.
+"""The adapters that an engine has loaded, and the seconds that loading one takes. Pure.
 
 The engine keeps a number of adapters and drops the least recently used one for a new one
 (`max_cpu_loras`). `LoadedAdapters` follows that from the requests. It may be wrong for a moment:

@@ -92,7 +92,7 @@ class _Known:
 
 
 class _Look(NamedTuple):
-    """What a look at a source found: facts and digest, or an error."""
+    """Result of a look at a source: facts and digest, or an error."""
 
     checked_s: float
     facts: tuple[FileFacts, ...] = ()
@@ -165,7 +165,7 @@ class AdapterRegistry:
         """Return the content that requests for a name get; None if there is no such adapter.
 
         Args:
-            now: look at the source, however recent the last look is.
+            now: read the source again, however recent the last look is.
 
         Raises:
             AdapterError: the adapter cannot be used.
@@ -178,7 +178,7 @@ class AdapterRegistry:
         is_fresh = known is not None and self._clock() - known.checked_s < CHECK_S
         if known is None or known.source != source or now or not is_fresh:
             last = known if known is not None and known.source == source else None
-            look = await self._run(name, lambda: self._look(source, last))
+            look = await self._run(name, lambda: self._look(source, None if now else last))
             known = self._known[name] = self._judge(name, source, look, last)
         if known.version is not None:
             self._engine.offer(known.version)

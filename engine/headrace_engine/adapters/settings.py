@@ -42,6 +42,12 @@ class AdapterRef:
     source: str
 
 
+def normal_source(path: str) -> str:
+    """Return where an adapter of this path is: an absolute path or a URI is its own source, and
+    any other text names a repository of the Hugging Face hub, as in vLLM."""
+    return path if "://" in path or path.startswith(("/", "~")) else f"hf://{path}"
+
+
 def why_bad_name(name: str, model_id: str) -> str | None:
     """Return why an adapter cannot have this name; None if it can."""
     if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():

@@ -8,7 +8,9 @@ code when they are loaded. All functions block.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,8 @@ from headrace_engine.adapters.settings import MAX_ADAPTERS
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_BYTES = {CONFIG: 2**20, WEIGHTS: 8 * 2**30}
 PIECE_BYTES = 2**20
+PYARROW = "pyarrow-"
+"""Ray's prefix of a URI that pyarrow reads."""
 
 
 class AdapterError(Exception):
@@ -28,7 +32,11 @@ class AdapterUnreachableError(AdapterError):
 
 
 class FileFacts(NamedTuple):
-    """Facts of a file that differ if it was replaced."""
+    """Facts of a file that differ if it was replaced.
+
+    Attributes:
+        changed_ns: time of its last change; None if the source does not tell it.
+    """
 
     name: str
     size: int
@@ -52,7 +60,7 @@ def file_facts(source: str) -> tuple[FileFacts, ...]:
         AdapterError: it lacks a file, or one is too large.
     """
     found = {
-        _base(each): FileFacts(_base(each), int(each.size or 0), each.mtime_ns)
+        _base(each): FileFacts(_base(each), int(each.size or 0), _changed_ns(source, each))
         for each in _entries(source)
         if _base(each) in MAX_BYTES and not _is_folder(each)
     }
@@ -102,11 +110,18 @@ def _entries(source: str) -> list[Any]:
 def _open(source: str) -> tuple[Any, str]:
     from pyarrow import fs
 
-    source = source.removeprefix("pyarrow-")
+    source = source.removeprefix(PYARROW)
     if "://" not in source:
         return fs.LocalFileSystem(), str(Path(source).expanduser().absolute())
     system, path = fs.FileSystem.from_uri(source)
     return system, path.rstrip("/")
+
+
+def _changed_ns(source: str, entry: Any) -> int | None:
+    if "://" not in source.removeprefix("file://").removeprefix(f"{PYARROW}file://"):
+        with suppress(OSError):
+            return os.stat(entry.path).st_ctime_ns  # a copy may keep the time of modification
+    return entry.mtime_ns
 
 
 def _is_folder(entry: Any) -> bool:

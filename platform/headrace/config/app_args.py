@@ -53,6 +53,8 @@ def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
         "runtime_env": {"env_vars": _environment(role)},
         "engine_kwargs": _engine(config, role),
     }
+    if config.model.adapters_path is not None:
+        args["lora_config"] = {"dynamic_lora_loading_path": config.model.adapters_path}
     if role.accelerator_type is not None:
         args["accelerator_type"] = role.accelerator_type
     return args
@@ -105,6 +107,11 @@ def _engine(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
         engine["enforce_eager"] = True  # compiling for the CPU takes minutes and gains little
         if not cpu_computes_bfloat16():
             engine["dtype"] = "float32"
+    if config.model.adapters or config.model.adapters_path is not None:
+        engine["enable_lora"] = True
+    if config.model.adapters:
+        modules = [{"name": name, "path": path} for name, path in config.model.adapters.items()]
+        engine["lora_modules"] = modules
     if config.model.max_model_len is not None:
         engine["max_model_len"] = config.model.max_model_len
     if role.kv_cache_bytes is not None:

@@ -53,6 +53,17 @@ class ModelSettings(Section):
         description="Maximum length of a request in tokens, prompt and answer together, for both "
         "roles. null: the maximum of the model.",
     )
+    adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="LoRA adapters by name; requests give the name as `model`. Each is a folder on "
+        "every node, or a URI: `s3://`, `gs://`, `abfss://`, or `hf://` for the Hugging Face hub.",
+    )
+    adapters_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder or URI whose subfolders are LoRA adapters, too. The adapter in the "
+        "subfolder `sql` has the name `ID:sql`, where `ID` is `id`. null: none.",
+    )
 
 
 class RoleSettings(Section):

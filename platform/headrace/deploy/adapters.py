@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace_engine.adapters.settings import MAX_ADAPTERS, AdapterSettings, why_bad_name
+from headrace_engine.adapters.settings import (
+    MAX_ADAPTERS,
+    AdapterSettings,
+    normal_source,
+    why_bad_name,
+)
 
 MODULES = "lora_modules"
 AGREED = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype")
@@ -127,7 +132,7 @@ def _sources(modules: Any, model_id: str) -> dict[str, str]:
             raise ValueError(f"{at}.name: {why}")
         if name in sources:
             raise ValueError(f"{at}.name: {name!r} is there twice")
-        sources[name] = path
+        sources[name] = normal_source(path)
     if len(sources) > MAX_ADAPTERS:
         raise ValueError(f"{where}: at most {MAX_ADAPTERS} adapters, got {len(sources)}")
     return sources

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.gateway.backend import Backend
 from headrace.gateway.errors import ApiError, bad_field
 from headrace.gateway.ingress.limits import validated
-from headrace_engine.adapters.settings import MAX_NAME_CHARS, why_bad_name
+from headrace_engine.adapters.settings import MAX_NAME_CHARS, normal_source, why_bad_name
 
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
@@ -29,7 +29,8 @@ class LoadAdapter(BaseModel):
 
     lora_name: AdapterName = Field(description="The name that requests give as `model`.")
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)] = Field(
-        description="A folder on every node, or a URI: `s3://`, `gs://`, `abfss://`, `hf://`."
+        description="A folder on every node, a URI (`s3://`, `gs://`, `abfss://`, `hf://`), or a "
+        "repository of the Hugging Face hub."
     )
     load_inplace: bool = Field(
         default=False, description="Replace the adapter that administrators added by this name."
@@ -69,7 +70,7 @@ class AdapterAdmin:
         earlier = (await self._backend.added_adapters()).get(name)
         if earlier is not None and not request.load_inplace:
             raise bad_field("lora_name", f"{name!r} is loaded; set load_inplace to replace it")
-        answers = await self._backend.set_adapter(name, request.lora_path)
+        answers = await self._backend.set_adapter(name, normal_source(request.lora_path))
         failed = [answer for answer in answers if "error" in answer]
         if failed and len(failed) == len(answers):
             await self._backend.set_adapter(name, earlier)

@@ -20,6 +20,7 @@ from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, Stor
 from headrace.gateway.backend import Backend
 from headrace.gateway.ingress.limits import validated
 from headrace.gateway.openapi import (
+    ADAPTER_OPERATIONS,
     CONSOLE_STATE,
     HISTORY,
     METRICS,
@@ -100,6 +101,7 @@ class Admin:
         model_id: the model's name.
         settings: the limits that the schema states.
         keys_on: whether the schema asks for an API key.
+        has_adapters: whether the app has LoRA adapters.
         gateway: this gateway's own state.
     """
 
@@ -110,8 +112,10 @@ class Admin:
         settings: GatewaySettings,
         *,
         keys_on: bool,
+        has_adapters: bool = False,
         gateway: GatewayState,
     ) -> None:
+        self._operations = OPERATIONS + (ADAPTER_OPERATIONS if has_adapters else ())
         self._backend = backend
         self._model_id = model_id
         self._version = headrace_version()
@@ -227,7 +231,7 @@ class Admin:
         return _json(found[0])
 
     async def _index(self, pool: ReplicaPool) -> Answer:
-        paths = {operation.path for operation in OPERATIONS}
+        paths = {operation.path for operation in self._operations}
         paths |= {route.path for route in pool.routes.routes}
         index = {
             "name": "headrace",
@@ -263,6 +267,7 @@ class Admin:
                 self._version,
                 self._settings,
                 keys_on=self._keys_on,
+                operations=self._operations,
                 routes=table.routes,
                 replica=replica,
             )

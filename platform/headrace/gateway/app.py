@@ -133,7 +133,12 @@ class GatewayApp:
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file, admins, classes=classes)
         keys_on = bool(self._keys)
         self._corpora = CorpusAdmin(backend, keys_on=keys_on)
-        self._admin = Admin(backend, model_id, settings, keys_on=keys_on, gateway=self)
+        self._admin = Admin(
+            *(backend, model_id, settings),
+            keys_on=keys_on,
+            has_adapters=has_adapters,
+            gateway=self,
+        )
         self.body_reader = BodyReader(settings, keys_on=keys_on)
         self._stall = LoopStall()
         self._history = RequestHistory()

@@ -6,7 +6,7 @@ document of the replica's application. The gateway adds the refusals that it mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from headrace.config.gateway import GatewaySettings
+from headrace.gateway.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, LoadAdapter, UnloadAdapter
 from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
 from headrace.gateway.corpora import CORPORA, CorpusPart
 from headrace_decode.http.public_routes import Route
@@ -186,12 +187,31 @@ OPERATIONS = (
     ),
 )
 
+ADAPTER_OPERATIONS = (
+    Operation(
+        "POST",
+        LOAD_ADAPTER,
+        "Load a LoRA adapter at all replicas.",
+        (*_CHANGE_ERRORS, 503),
+        LoadAdapter,
+    ),
+    Operation(
+        "POST",
+        UNLOAD_ADAPTER,
+        "Unload a LoRA adapter at all replicas.",
+        (*_CHANGE_ERRORS, 404),
+        UnloadAdapter,
+    ),
+)
+"""Operations of an app with LoRA adapters."""
+
 
 def openapi_document(
     version: str,
     settings: GatewaySettings,
     *,
     keys_on: bool,
+    operations: Sequence[Operation] = OPERATIONS,
     routes: Iterable[Route] = (),
     replica: Mapping[str, Any] | None = None,
 ) -> Schema:
@@ -201,15 +221,16 @@ def openapi_document(
         version: the API's version.
         settings: the limits that the description states.
         keys_on: whether the security scheme applies.
+        operations: the gateway's own.
         routes: the relayed routes.
         replica: the document of the replica's application; None or empty if unknown.
     """
-    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    bodies = [operation.body for operation in operations if operation.body is not None]
     _, own = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=_REF + "{model}"
     )
     paths: Schema = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = operation.document()
     replica = replica or {}
     for route in sorted(routes, key=lambda route: (route.path, route.method)):

@@ -20,12 +20,13 @@ from headrace.config.calibration import (
     sparse_calibration,
 )
 from headrace.config.checks.engine_args import engine_problems
-from headrace.config.checks.messages import did_you_mean
+from headrace.config.checks.messages import did_you_mean, quote
 from headrace.config.conflicts import Problem, endpoint_conflicts, technique_conflicts
 from headrace.config.key_file import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import HeadraceConfig, RoleSettings, RouterSettings
 from headrace.config.section import GIB
+from headrace_engine.adapters.settings import MAX_ADAPTERS, why_bad_name
 
 OWNED_ENV = {"VLLM_CPU_KVCACHE_SPACE": "kv_cache_gb", "OMP_NUM_THREADS": "threads"}
 
@@ -57,6 +58,7 @@ def check(
     checks: list[tuple[set[str], Callable[[HeadraceConfig], Iterable[Problem]]]] = [
         (set(), _engine_args),
         (set(), _placement),
+        ({"model"}, _adapters),
         ({"gateway"}, _port),
         ({"token_path", "gateway"}, lambda c: endpoint_conflicts(c.gateway, c.token_path)),
         ({"techniques", "store"}, lambda c: technique_conflicts(c.techniques, c.store)),
@@ -92,6 +94,28 @@ def warnings(config: HeadraceConfig) -> list[str]:
 def _engine_args(config: HeadraceConfig) -> Iterator[Problem]:
     for name, role in config.roles().items():
         yield from engine_problems(name, role.engine)
+
+
+def _adapters(config: HeadraceConfig) -> Iterator[Problem]:
+    model = config.model
+    for name, source in model.adapters.items():
+        if why := why_bad_name(name, model.id):
+            yield f"model.adapters.{name}", why
+        if why := _adapter_source_problem(source):
+            yield f"model.adapters.{name}", why
+    if model.adapters_path is not None and (why := _adapter_source_problem(model.adapters_path)):
+        yield "model.adapters_path", why
+    if len(model.adapters) > MAX_ADAPTERS:
+        yield "model.adapters", f"must be at most {MAX_ADAPTERS}, got {len(model.adapters)}"
+
+
+def _adapter_source_problem(source: str) -> str | None:
+    if "://" in source or source.startswith(("/", "~")):
+        return None
+    return (
+        f"must be an absolute path or a URI, got {quote(source)}; write hf://ORG/NAME for a "
+        "repository of the Hugging Face hub"
+    )
 
 
 def _placement(config: HeadraceConfig) -> Iterator[Problem]:
