@@ -73,6 +73,8 @@ def clusters(draw: st.DrawFn, targets: bool = True) -> Cluster:
             handoff_s=draw(fixed_s),
             share=draw(st.sampled_from([0.0, 0.3, 0.9])),
             held=draw(blocks),
+            adapter_s=(adapter_s := draw(fixed_s)),
+            reload_s=draw(st.sampled_from([0.0, adapter_s])),
             usable=draw(st.integers(0, 9)) > 0,
         )
         for role, most in (("decode", 4), ("prefill", 5))
@@ -107,6 +109,7 @@ def placed(cluster: Cluster, number: int, **more: object) -> Plan:
     request = PlacementRequest(
         *("a", number, cluster.now_s, held),
         available_runs=[node.runs for node in cluster.nodes],
+        adapter_s=np.array(cluster.adapter_s()),
         **more,  # type: ignore[arg-type]
     )
     return place(cluster.view(), request)

@@ -33,6 +33,8 @@ class Engine:
     handoff_s: float = 0.005
     share: float = 0.0
     held: int = 0
+    adapter_s: float = 0.0
+    reload_s: float = 0.0
     usable: bool = True
 
 
@@ -78,6 +80,9 @@ class Cluster:
 
     def held(self) -> list[int]:
         return [engine.held for engine in self.engines]
+
+    def adapter_s(self) -> list[list[float]]:
+        return [[e.adapter_s for e in self.engines], [e.reload_s for e in self.engines]]
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Naive:
         for d in (e for e in c.engines if e.role == "decode" and e.usable):
             r = d.running
             idle = d.step.seconds(0, r, 0, d.context)
-            last = self.prefill_s(d, 1)
+            last = self.prefill_s(d, 1) + d.adapter_s
             pace = max(idle, itl) if itl < math.inf else idle
             more = r * max(0.0, last - pace)
             cached, queue = self.cached(d), self.wait_s(d)
@@ -174,20 +179,22 @@ class Naive:
             tokens, alone, load, pull = self.work(d)
             busy = max((self.wait_s(p) for p in prefills if p.node == d.node), default=0.0)
             compute = min(alone / (1 - d.share), alone + d.share * busy)
-            took = max(compute, load)
+            took = max(compute, load) + d.adapter_s
             steps = math.ceil(tokens / d.step_tokens)
             stall = r * max(0.0, took - steps * pace)
-            behind = d.prompts * max(0.0, took - idle)
-            last_behind = d.prompts * max(0.0, last - idle)
-            slow = r > 0 and self.prefill_s(d, min(tokens, d.step_tokens)) > itl
+            behind = d.prompts * max(0.0, took - idle) + d.reload_s
+            last_behind = d.prompts * max(0.0, last - idle) + d.reload_s
+            step = self.prefill_s(d, min(tokens, d.step_tokens)) + d.adapter_s
+            slow = r > 0 and step > itl
             ttft = queue + pull + took
             broken = 2 if full or slow else int(ttft > slo)
             found.append(Priced("", d.name, ttft + stall + behind, ttft, broken))
 
             for p in prefills:
                 _, compute, load, pull = self.work(p)
-                own = max(compute, load)
+                own = max(compute, load) + p.adapter_s
                 behind = p.prompts * max(0.0, own - p.step.seconds(0, p.running, 0, p.context))
+                behind += p.reload_s
                 fixed, byte = c.within if p.node == d.node else c.elsewhere
                 size = (
                     math.ceil(self.n / c.block_tokens) * c.block_tokens - cached

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from headrace_engine.adapters.loaded import PRIOR_LOAD_S, LoadedAdapters
 from headrace_engine.adapters.middleware import AdapterMiddleware, with_adapters
 from headrace_engine.adapters.registry import CHECK_S, LIST_S, AdapterRegistry, AdapterVersion
 from headrace_engine.adapters.settings import AdapterRef, AdapterSettings, why_bad_name
-from headrace_engine.adapters.snapshots import Snapshots, snapshot_digest, snapshot_root
+from headrace_engine.adapters.snapshots import (
+    UNFINISHED_S,
+    Snapshots,
+    snapshot_digest,
+    snapshot_root,
+)
 from headrace_engine.adapters.sources import (
     CONFIG,
     WEIGHTS,
@@ -165,6 +171,14 @@ class TestSnapshots:
         user.close()
         assert cleaner.remove_unused() == 1
         assert not (tmp_path / "s" / digest).exists()
+
+    def test_old_unfinished_copies_are_removed(self, tmp_path: Path) -> None:
+        for name, age_s in (("old", UNFINISHED_S + 60), ("young", 0.0)):
+            folder = tmp_path / "s" / f".new-{name}"
+            folder.mkdir(parents=True)
+            os.utime(folder, (time.time() - age_s,) * 2)
+        Snapshots(tmp_path / "s").remove_unused()
+        assert [each.name for each in (tmp_path / "s").iterdir()] == [".new-young"]
 
     def test_a_source_that_changes_meanwhile_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +361,7 @@ class TestRegistry:
 
         asyncio.run(scenario())
         assert registry.ref_of(17) is None
+        assert registry.version("sql", "0" * 32) is None
 
     def test_replaced_contents_are_dropped_unless_a_request_uses_them(
         self,

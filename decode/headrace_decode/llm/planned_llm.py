@@ -46,7 +46,7 @@ from headrace_decode.planning.blending_planner import BlendingPlan, BlendingPlan
 from headrace_decode.planning.fanout_limiter import FanoutLimiter
 from headrace_decode.rendering.keys import RENDER_ONLY, PromptRendered, RenderedPrompt
 from headrace_decode.rendering.long_text_renderer import register
-from headrace_decode.resume.emitted import cached_tokens_of
+from headrace_decode.resume.emitted import adapter_of, cached_tokens_of
 from headrace_decode.resume.recorder import RECORDER
 from headrace_decode.resume.resumable_llm import Generate, ResumableLLM
 from headrace_decode.speculative.tenant_policies import ALL_ALIKE, Tenants
@@ -69,6 +69,7 @@ from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.step_time import StepTime
+from headrace_engine.vllm.adapters import lora_request
 from headrace_engine.vllm.llm import SendRequest, cache_tokens, request_state, skip_grammar_parsing
 from headrace_kvstore.identity.salts import is_isolated, tenant_of
 
@@ -167,6 +168,7 @@ class PlannedLLM(ResumableLLM):
         request = EngineRequest(prompt, sampling_params, request_id, kwargs)
         async with self.fanout.admit():
             try:
+                request = self._with_earlier_adapter(request)
                 async with (
                     self._with_adapter(request),
                     aclosing(self._planned(request)) as outputs,
@@ -177,6 +179,30 @@ class PlannedLLM(ResumableLLM):
                 if (usage := USAGE.get()) is not None:
                     usage.refusal = str(error.args[0]), error.parameter
                 raise
+
+    def _with_earlier_adapter(self, request: EngineRequest) -> EngineRequest:
+        """Return a request that resumes a stream, with the content of its LoRA adapter with which
+        the stream began; return any other request unchanged.
+
+        Raises:
+            VLLMValidationError: this replica does not have that content.
+        """
+        if (recorder := RECORDER.get()) is None:
+            return request
+        recorder.adapter = request.adapter_digest
+        earlier = adapter_of(recorder.earlier)
+        if not recorder.earlier or earlier == request.adapter_digest:
+            return request
+        version = None
+        if self.adapters is not None and request.adapter is not None:
+            version = self.adapters.version(request.adapter.lora_name, earlier)
+        if version is None:
+            raise VLLMValidationError(
+                "The stream cannot be resumed: its LoRA adapter was replaced.", parameter="model"
+            )
+        recorder.adapter = earlier
+        options = {**request.options, "lora_request": lora_request(version)}
+        return replace(request, options=options)
 
     @asynccontextmanager
     async def _with_adapter(self, request: EngineRequest) -> AsyncIterator[None]:

@@ -45,7 +45,7 @@ class EmittedChoice(
     frozen=True,
     rename={
         **{"index": "i", "tokens": "t", "logprobs": "l", "finish": "f", "stop": "s"},
-        "cached": "c",
+        **{"cached": "c", "adapter": "a"},
     },
 ):
     """The part of one engine output that belongs to one choice.
@@ -59,6 +59,8 @@ class EmittedChoice(
         stop: the stop string or token that ended it.
         cached: in the first output of a stream: number of cached prompt tokens, which no engine
             computed.
+        adapter: in the first output of a stream: digest of the LoRA adapter's content; empty
+            without one.
     """
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -67,6 +69,7 @@ class EmittedChoice(
     finish: str | None = None
     stop: int | str | None = None
     cached: TokenId = 0
+    adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 EmittedOutput = tuple[EmittedChoice, ...]
@@ -142,3 +145,8 @@ def all_finished(outputs: list[EmittedOutput], choices: int) -> bool:
 def cached_tokens_of(outputs: list[EmittedOutput]) -> int:
     """Return the number of prompt tokens that were cached when the stream began."""
     return outputs[0][0].cached if outputs and outputs[0] else 0
+
+
+def adapter_of(outputs: list[EmittedOutput]) -> str:
+    """Return the digest of the LoRA adapter with which the stream began; empty without one."""
+    return outputs[0][0].adapter if outputs and outputs[0] else ""

@@ -31,11 +31,13 @@ class OutputRecorder:
     Attributes:
         earlier: outputs of the lost replica's engine.
         has_output: whether an output was added.
+        adapter: digest of the content of the request's LoRA adapter; empty without one.
     """
 
     def __init__(self) -> None:
         self.earlier: list[EmittedOutput] = []
         self.has_output = False
+        self.adapter = ""
         self._has_begun = False
         self._lines: list[bytes] = []
         self._is_stopped = False

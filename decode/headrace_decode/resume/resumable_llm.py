@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from typing import Any
 
+from msgspec.structs import replace
 from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -275,7 +276,7 @@ def vllm_drafter(config: VllmConfig) -> str | None:
 def _record(
     recorder: OutputRecorder, output: RequestOutput, left: int | None, cached_tokens: int
 ) -> int | None:
-    """Record an output; the first one carries the number of cached tokens.
+    """Record an output; the first one carries the number of cached tokens and the adapter.
 
     Args:
         left: how many more tokens the stream may have and still be resumed; None without a limit.
@@ -284,6 +285,8 @@ def _record(
         The same number after this output.
     """
     emitted = emitted_output(output, 0 if recorder.has_output else cached_tokens)
+    if emitted and recorder.adapter and not recorder.has_output:
+        emitted = (replace(emitted[0], adapter=recorder.adapter), *emitted[1:])
     recorder.add(emitted)
     if left is not None:
         left -= sum(len(choice.tokens) for choice in emitted)

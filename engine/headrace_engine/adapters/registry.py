@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from headrace_engine.adapters.loaded import LoadedAdapters
@@ -88,7 +88,7 @@ class _Known:
     checked_s: float
     facts: tuple[FileFacts, ...] = ()
     version: AdapterVersion | None = None
-    error: AdapterError | None = None
+    error: AdapterError = field(default_factory=AdapterError)
 
 
 class _Look(NamedTuple):
@@ -122,7 +122,7 @@ class AdapterRegistry:
         self._listed: tuple[str, ...] = ()
         self._listed_s = float("-inf")
         self._known: dict[str, _Known] = {}
-        self._looks: dict[str, asyncio.Task[Any]] = {}
+        self._looks: dict[tuple[str, str], asyncio.Future[Any]] = {}
         self._count = itertools.count(1)
         self._versions: OrderedDict[tuple[str, str], AdapterVersion] = OrderedDict()
         self._by_number: dict[int, AdapterVersion] = {}
@@ -178,13 +178,15 @@ class AdapterRegistry:
         is_fresh = known is not None and self._clock() - known.checked_s < CHECK_S
         if known is None or known.source != source or now or not is_fresh:
             last = known if known is not None and known.source == source else None
-            look = await self._run(name, lambda: self._look(source, None if now else last))
-            known = self._known[name] = self._judge(name, source, look, last)
+            look = await self._run(
+                ("name", name), lambda: self._look(source, None if now else last)
+            )
+            known = self._judge(name, source, look, None if now else last)
+            self._known[name] = known
         if known.version is not None:
             self._engine.offer(known.version)
             return known.version
-        assert known.error is not None
-        raise known.error
+        raise type(known.error)(str(known.error))
 
     async def find_ref(self, ref: AdapterRef) -> AdapterVersion:
         """Return the content that another replica asks for.
@@ -194,8 +196,16 @@ class AdapterRegistry:
         """
         if why_bad_name(ref.name, self.settings.model_id):
             raise AdapterError(f"{ref.name!r} is no name of an adapter")
-        path = await self._run(ref.digest, lambda: self._open(ref))
+        known = self.version(ref.name, ref.digest)
+        if known is not None:
+            self._versions.move_to_end((ref.name, ref.digest))
+            return known
+        path = await self._run(("digest", ref.digest), lambda: self._open(ref))
         return self._version(ref.name, ref.digest, ref.source, path)
+
+    def version(self, name: str, digest: str) -> AdapterVersion | None:
+        """Return a content that this replica has served under a name; None if it has not."""
+        return self._versions.get((name, digest))
 
     def ref_of(self, number: int) -> AdapterRef | None:
         """Return what another replica needs to get the same content; None for another number."""
@@ -282,12 +292,15 @@ class AdapterRegistry:
         if path is None or self._clock() - self._listed_s < LIST_S:
             return
         try:
-            found = await self._run("", lambda: list_subfolders(path))
+            found = await self._run(("list", path), lambda: list_subfolders(path))
         except AdapterError as error:
             logger.warning("the folder of LoRA adapters is not listed: %s", error)
         else:
             prefix = self.settings.model_id
-            self._listed = tuple(each for each in found if not why_bad_name(prefix + each, prefix))
+            good = [each for each in found if not why_bad_name(f"{prefix}:{each}", prefix)]
+            if len(good) > MAX_ADAPTERS:
+                logger.warning("%d of %d LoRA adapters are served", MAX_ADAPTERS, len(good))
+            self._listed = tuple(good[:MAX_ADAPTERS])
         self._listed_s = self._clock()
 
     def _look(self, source: str, last: _Known | None) -> _Look:
@@ -308,7 +321,7 @@ class AdapterRegistry:
             path = str(self._snapshots.root / look.digest)
             version = self._version(name, look.digest, source, path)
             return _Known(source, look.checked_s, look.facts, version)
-        if isinstance(error, AdapterUnreachableError) and last is not None and last.version:
+        if last is not None and last.version is not None:  # its files may be half replaced
             logger.warning("the LoRA adapter %s stays as it is: %s", name, error)
             return _Known(source, look.checked_s, last.facts, last.version)
         return _Known(source, look.checked_s, error=error)
@@ -345,7 +358,7 @@ class AdapterRegistry:
                 if all(each.digest != version.digest for each in self._versions.values()):
                     self._snapshots.release(version.digest)
 
-    async def _run(self, key: str, work: Callable[[], Any]) -> Any:
+    async def _run(self, key: tuple[str, str], work: Callable[[], Any]) -> Any:
         """Run work on a thread, once for all who wait for the same key.
 
         Raises:

@@ -18,6 +18,8 @@ import os
 import re
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,9 @@ from headrace_engine.adapters.sources import (
 from headrace_engine.cache_root import cache_root
 
 DIGEST_BYTES = 16
+UNFINISHED_S = 3600.0
+"""Age at which a copy that was not finished is removed."""
+_NEW = ".new-"
 _PERSON = b"headrace-lora"
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -58,6 +63,9 @@ class Snapshots:
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or snapshot_root()
         self._locks: dict[str, int] = {}
+        self._mutex = threading.Lock()
+        self._whole: set[str] = set()
+        """Digests whose content this replica has checked; it has locked them."""
 
     def take(self, source: str) -> str:
         """Copy an adapter into its snapshot; return the digest of its content.
@@ -68,7 +76,7 @@ class Snapshots:
         for _ in range(2):
             before = file_facts(source)
             self.root.mkdir(parents=True, exist_ok=True)
-            folder = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
+            folder = Path(tempfile.mkdtemp(prefix=_NEW, dir=self.root))
             try:
                 digest = _copy(source, folder)
                 if file_facts(source) == before:
@@ -83,19 +91,25 @@ class Snapshots:
     def open(self, digest: str) -> Path | None:
         """Return the folder of a snapshot, with its content checked once; None without it."""
         folder = self.root / digest
-        if digest in self._locks:
+        if digest in self._whole:
             return folder
         self._lock(digest)
         if _is_whole(folder, digest):
+            self._whole.add(digest)
             return folder
         self._unlock(digest)
         return None
 
     def remove_unused(self) -> int:
-        """Remove the snapshots that no replica has locked; return their number."""
+        """Remove the snapshots that no replica has locked, and old unfinished copies; return the
+        number of snapshots."""
         removed = 0
         for folder in list(self.root.iterdir()) if self.root.is_dir() else []:
-            if _DIGEST.fullmatch(folder.name) and folder.name not in self._locks:
+            if folder.name.startswith(_NEW):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - folder.stat().st_mtime > UNFINISHED_S:
+                        shutil.rmtree(folder, ignore_errors=True)
+            elif _DIGEST.fullmatch(folder.name) and folder.name not in self._locks:
                 with (
                     contextlib.suppress(BlockingIOError),
                     _locked(self._lock_file(folder.name), fcntl.LOCK_EX | fcntl.LOCK_NB),
@@ -106,17 +120,17 @@ class Snapshots:
 
     def release(self, digest: str) -> None:
         """Let a snapshot be removed that this replica no longer uses."""
-        if digest in self._locks:
-            self._unlock(digest)
+        self._whole.discard(digest)
+        self._unlock(digest)
 
     def close(self) -> None:
         """Release all locks."""
         for digest in list(self._locks):
-            self._unlock(digest)
+            self.release(digest)
 
     def _publish(self, folder: Path, digest: str) -> None:
         """Give a new copy its name, and lock it. An equal snapshot that is whole stays."""
-        if digest in self._locks:
+        if digest in self._whole:
             return
         self._lock(digest)
         final = self.root / digest
@@ -129,18 +143,25 @@ class Snapshots:
         except OSError:
             self._unlock(digest)
             raise
+        self._whole.add(digest)
 
     def _lock_file(self, digest: str) -> Path:
         return self.root / f"{digest}.lock"
 
     def _lock(self, digest: str) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._lock_file(digest), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        fcntl.flock(file, fcntl.LOCK_SH)
-        self._locks[digest] = file
+        with self._mutex:
+            if digest in self._locks:
+                return
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._lock_file(digest), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            self._locks[digest] = file
 
     def _unlock(self, digest: str) -> None:
-        os.close(self._locks.pop(digest))
+        with self._mutex:
+            file = self._locks.pop(digest, None)
+        if file is not None:
+            os.close(file)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace_engine.adapters.settings import MAX_ADAPTERS
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_BYTES = {CONFIG: 2**20, WEIGHTS: 8 * 2**30}
 PIECE_BYTES = 2**20
@@ -44,12 +42,12 @@ class FileFacts(NamedTuple):
 
 
 def list_subfolders(path: str) -> list[str]:
-    """Return the names of the adapters in a folder of adapters, at most `MAX_ADAPTERS`.
+    """Return the names of the adapters in a folder of adapters, sorted.
 
     Raises:
         AdapterUnreachableError: the folder cannot be listed.
     """
-    return sorted(_base(each) for each in _entries(path) if _is_folder(each))[:MAX_ADAPTERS]
+    return sorted(_base(each) for each in _entries(path) if _is_folder(each))
 
 
 def file_facts(source: str) -> tuple[FileFacts, ...]:

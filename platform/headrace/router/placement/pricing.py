@@ -25,8 +25,8 @@ later prompts in the queue wait::
   to the end of the run where ``pull + max(C, L)`` is smallest. Within a run, both times grow about
   linearly, so the best point is an end of a run (as in `headrace_engine.connector.load_price`).
 - A request with a LoRA adapter that an engine lacks: ``W`` and ``T_d(1, r_d)`` include the seconds
-  to load it, since the engine makes no step during the load. If the load evicts another adapter, the next
-  request for that one waits as long: ``behind`` includes these seconds.
+  to load it, since the engine makes no step during the load. If the load evicts another adapter,
+  the next request for that one waits as long: ``behind`` includes these seconds.
 - ``Q``: expected seconds until the engine begins with this prompt. A reported queue of ``q``
   seconds that is ``a`` seconds old has a normal error of variance ``drift a``, and no queue is
   below 0: ``Q = q Phi(q / s) + s phi(q / s)``, ``s = sqrt(drift a)``. Therefore an idle engine
