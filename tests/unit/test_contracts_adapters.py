@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.adapters.registry import AdapterVersion
+from headrace_engine.adapters.replica import ReplicaAdapters
+from headrace_engine.adapters.settings import AdapterSettings
+from headrace_engine.adapters.sources import AdapterError
 from headrace_engine.vllm.adapters import VllmAdapters, lora_request
 from headrace_engine.vllm.kv_cache import BlockHasher
 from tests.support.contracts import assert_takes, find
+from tests.support.tiny import make_adapter
 
 MEND = "engine/headrace_engine/vllm/adapters.py"
 VERSION = AdapterVersion("sql", 7, "0" * 32, "/adapters/sql", "/cache/" + "0" * 32)
@@ -58,3 +67,62 @@ def test_both_hashers_know_adapters_alike() -> None:
         for adapter in (None, lora):
             assert fast(tokens, salt, adapter) == slow(tokens, salt, adapter)
     assert not set(fast(tokens, "", lora)) & set(fast(tokens, ""))
+
+
+class Llm:
+    """An engine that refuses adapters."""
+
+    def __init__(self, *, errored: bool) -> None:
+        from vllm.config import LoRAConfig
+
+        self.vllm_config = SimpleNamespace(lora_config=LoRAConfig(max_loras=2))
+        self.errored = errored
+
+    async def add_lora(self, request: Any) -> bool:
+        raise ValueError("LoRA rank 64 is greater than max_lora_rank 16.\nTraceback")
+
+
+async def test_an_engine_that_refuses_an_adapter_says_why_in_one_line() -> None:
+    with pytest.raises(AdapterError, match=r"^LoRA rank 64 is greater than max_lora_rank 16\.$"):
+        await VllmAdapters(cast(Any, Llm(errored=False))).load(VERSION)
+
+
+async def test_a_dead_engine_is_not_the_adapters_fault() -> None:
+    with pytest.raises(ValueError, match="LoRA rank 64"):
+        await VllmAdapters(cast(Any, Llm(errored=True))).load(VERSION)
+
+
+async def test_a_replica_loads_what_administrators_add_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    values: dict[str, bytes] = {}
+    added = AddedAdapters("app", values.get, values.__setitem__)
+    llm: Any = Llm(errored=False)
+    replica = ReplicaAdapters(AdapterSettings("base"), llm, added, "d1")
+    folder = make_adapter(tmp_path / "sql", seed=1)
+    answer = await replica.change({"sql": str(folder)}, "sql")
+    assert answer["replica_id"] == "d1" and "rank 64" in answer["error"]
+
+    async def add_lora(request: Any) -> bool:
+        return True
+
+    llm.add_lora = add_lora
+    assert await replica.change({"sql": str(folder)}, "sql") == {"replica_id": "d1"}
+    assert replica.registry.snapshot()["loaded"] == ["sql"]
+    assert "error" in await replica.change({"base": str(folder)}, "base")
+    assert await replica.change({}, None) == {"replica_id": "d1"}
+    assert await replica.registry.names() == []
+    replica.close()
+
+
+async def test_a_replica_does_not_start_with_an_adapter_that_it_cannot_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    added = AddedAdapters("app", lambda key: None, lambda key, value: None)
+    settings = AdapterSettings("base", {"sql": str(tmp_path / "none")})
+    replica = ReplicaAdapters(settings, cast(Any, Llm(errored=False)), added, "d1")
+    with pytest.raises(AdapterError, match=r"^the LoRA adapter 'sql': .*none cannot be read"):
+        await replica.start()
+    replica.close()

@@ -36,10 +36,10 @@ class Replicas(FakeCluster):
 
 
 async def call(
-    cluster: FakeCluster, path: str, body: Any, *, method: str = "POST", has_adapters: bool = True
+    cluster: FakeCluster, path: str, body: Any, *, method: str = "POST"
 ) -> tuple[int, dict[str, Any]]:
     async with (
-        gateway_over(answer, backend=cluster, has_adapters=has_adapters) as bench,
+        gateway_over(answer, backend=cluster, has_adapters=True) as bench,
         bench.client.request(method, path, json=body) as response,
     ):
         return response.status, await response.json()
@@ -116,7 +116,8 @@ async def test_only_administrators_may_and_only_by_post() -> None:
 
 async def test_an_app_without_adapters_has_no_such_routes() -> None:
     for path in (LOAD, UNLOAD):
-        assert (await call(Replicas("d1"), path, SQL, has_adapters=False))[0] == 404
+        async with gateway_over(answer) as bench, bench.client.post(path, json=SQL) as response:
+            assert response.status == 404
 
 
 async def test_the_schema_and_the_index_have_the_routes_where_there_are_adapters() -> None:

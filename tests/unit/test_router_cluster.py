@@ -424,6 +424,12 @@ def test_a_load_that_evicts_no_adapter_is_cheaper() -> None:
         assert two.plan(adapter_prompt("new", number), 0.0).decode == "d2"
 
 
+def test_no_engine_loads_an_adapter_to_be_measured() -> None:
+    two = two_with(("a",), (), adapter_load_s=0.01)
+    plan = two.plan(adapter_prompt("a"), 0.0)
+    assert (plan.decode, plan.explores) == ("d1", False)
+
+
 def test_requests_without_an_adapter_do_not_pay_for_loads() -> None:
     plan = two_with((), ()).plan(PROMPT, 0.0)
     assert plan.predicted["local.load"] == plan.predicted["local.behind"] == 0.0

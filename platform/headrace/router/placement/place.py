@@ -147,7 +147,8 @@ def _chosen(view: ClusterView, request: PlacementRequest, placement: Placement) 
 
 
 def _explore(view: ClusterView, request: PlacementRequest, best: _Best) -> _Best | None:
-    """Return the best choice that measures the engine with the oldest measurement again.
+    """Return the best choice that measures the engine with the oldest measurement again, among
+    those that need not load an adapter for it.
 
     None if this costs more than a measurement may cost, or if it breaks more than `best` does.
     """
@@ -155,6 +156,8 @@ def _explore(view: ClusterView, request: PlacementRequest, best: _Best) -> _Best
     may = engines["decode"] & (settings.policy != "remote")
     may |= engines["prefill"] & (settings.policy != "local" and request.local_only is None)
     may[best.computes] = False
+    if request.adapter_s is not None:
+        may &= request.adapter_s[0] == 0.0  # a measurement is not worth a load
     ages_s = np.where(may, request.now_s - engines["measured_s"], -np.inf)
     row = int(ages_s.argmax())
     age_s, best_s = float(ages_s[row]), best.chosen.seconds
