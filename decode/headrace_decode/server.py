@@ -49,7 +49,6 @@ from headrace_decode.warmup.prompt_warmup import warm_prompts
 from headrace_decode.wiring import DecodeWiring, Listener
 from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.adapters.replica import ReplicaAdapters
-from headrace_engine.adapters.settings import AdapterRef
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.kv_transfer.handoff import PrefillRequest, PrefillResult
 from headrace_engine.kv_transfer.kv_kind import kv_kind
@@ -205,11 +204,8 @@ class DecodeServer(PDDecodeServer):
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
             blending=self._blending_planner(vllm_config),
-            adapter_ref=self._adapter_ref,
+            adapters=lambda: None if self._adapters is None else self._adapters.registry,
         )
-
-    def _adapter_ref(self, number: int) -> AdapterRef | None:
-        return None if self._adapters is None else self._adapters.registry.ref_of(number)
 
     def _blending_planner(self, vllm_config: Any) -> BlendingPlanner | None:
         if self._wiring.make_blending_planner is None:

@@ -34,6 +34,7 @@ from headrace_engine.kv_transfer.compatibility import refusal
 from headrace_engine.kv_transfer.handoff import (
     BLENDED_KEY,
     PARAMS_KEY,
+    PrefillAdapterError,
     PrefillError,
     PrefillRequest,
     PrefillResult,
@@ -237,21 +238,22 @@ class PrefillServer(PDPrefillServer):
         """Hold a request's adapter in use, loaded into the engine; yield vLLM's form of it.
 
         Raises:
-            PrefillError: this replica cannot use the adapter with the caller's content.
+            PrefillAdapterError: this replica cannot use the adapter with the caller's content.
         """
         ref = request.adapter
         if ref is None:
             yield None
             return
         if self._adapters is None:
-            raise PrefillError(f"{self._replica_id} has no LoRA adapters")
+            raise PrefillAdapterError(f"{self._replica_id} has no LoRA adapters")
         registry = self._adapters.registry
         async with AsyncExitStack() as stack:
             try:
                 version = await registry.find_ref(ref)
                 await stack.enter_async_context(registry.using(version.number))
             except AdapterError as error:
-                raise PrefillError(f"{self._replica_id}: {ref.name}: {error}") from None
+                why = f"{self._replica_id}: {ref.name}: {error}"
+                raise PrefillAdapterError(why) from None
             yield lora_request(version)
 
     async def _blending_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:

@@ -17,7 +17,13 @@ import pytest
 from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.adapters.loaded import PRIOR_LOAD_S, LoadedAdapters
 from headrace_engine.adapters.middleware import AdapterMiddleware, with_adapters
-from headrace_engine.adapters.registry import CHECK_S, LIST_S, AdapterRegistry, AdapterVersion
+from headrace_engine.adapters.registry import (
+    CHECK_S,
+    LIST_S,
+    LOCAL_S,
+    AdapterRegistry,
+    AdapterVersion,
+)
 from headrace_engine.adapters.settings import AdapterRef, AdapterSettings, why_bad_name
 from headrace_engine.adapters.snapshots import (
     UNFINISHED_S,
@@ -362,6 +368,15 @@ class TestRegistry:
         asyncio.run(scenario())
         assert registry.ref_of(17) is None
         assert registry.version("sql", "0" * 32) is None
+
+    def test_an_adapter_that_a_prefill_replica_cannot_use_is_prefilled_here_for_a_minute(
+        self, make: Callable[..., AdapterRegistry], clock: Clock
+    ) -> None:
+        registry = make()
+        registry.record_remote_failure("a")
+        assert registry.why_local("a") and registry.why_local("b") is None
+        clock.now_s += LOCAL_S
+        assert registry.why_local("a") is None
 
     def test_replaced_contents_are_dropped_unless_a_request_uses_them(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,17 @@ from headrace_decode.http.internal_port import PLAN
 from headrace_decode.llm.engine_request import EngineRequest
 from headrace_decode.llm.plan_execution import PlanExecution
 from headrace_decode.server import DecodeServer
-from headrace_engine.kv_transfer.handoff import PrefillError, PrefillRequest, PrefillResult
+from headrace_engine.adapters.registry import AdapterVersion
+from headrace_engine.adapters.settings import AdapterRef
+from headrace_engine.adapters.snapshots import snapshot_root
+from headrace_engine.kv_transfer.handoff import (
+    PrefillAdapterError,
+    PrefillError,
+    PrefillRequest,
+    PrefillResult,
+)
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
+from headrace_engine.vllm.adapters import lora_request
 from headrace_prefill.server import PrefillServer
 from tests.support.orchestrated import RESULT, FakePlan
 
@@ -127,6 +137,35 @@ async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() ->
     [request] = asked
     assert (request.plan_id, request.replica, request.salt) == ("g-1", "x", "s")
     assert request.check, "it has delivered wrong bytes"
+
+
+async def test_a_prefill_replica_gets_the_adapter_by_its_content() -> None:
+    asked: list[PrefillRequest] = []
+    failed: list[str] = []
+    digest, lora = "0" * 32, AdapterVersion("sql", 7, "0" * 32, "/sql", "")
+
+    async def prefill(request: PrefillRequest) -> PrefillResult:
+        asked.append(request)
+        raise PrefillAdapterError("p1: sql: /sql cannot be read")
+
+    def ref_of(number: int) -> AdapterRef | None:
+        return AdapterRef("sql", digest, "/sql") if number == 7 else None
+
+    adapters: Any = SimpleNamespace(ref_of=ref_of, record_remote_failure=failed.append)
+    orchestrator: Any = SimpleNamespace(verification=frozenset())
+    parts: Any = SimpleNamespace(turn=None)
+    execution = PlanExecution(orchestrator, prefill, parts, parts, lambda: adapters)
+    path = str(snapshot_root() / digest)
+    options = {"lora_request": lora_request(replace(lora, path=path))}
+    prompt = {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"}
+    request = EngineRequest(prompt, SamplingParams(), "r", options)
+    work = execution.work(request, parts, parts, CachedTokens(None), None)
+    assert work.salt not in ("s", "") and digest in work.salt, "plans see another prefix"
+    with pytest.raises(PrefillAdapterError):
+        await work.prefill(FakePlan("prefill", replica="x"))
+    [sent] = asked
+    assert (sent.adapter, sent.salt) == (AdapterRef("sql", digest, "/sql"), "s")
+    assert failed == [digest]
 
 
 async def test_orders_in_force_are_carried_out_once() -> None:

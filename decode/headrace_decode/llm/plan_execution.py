@@ -17,10 +17,11 @@ from headrace_decode.planning.orchestrator import Orchestrator, Plan, Work
 from headrace_decode.resume.emitted import tokens_of_choice
 from headrace_decode.resume.recorder import RECORDER
 from headrace_decode.resume.resumable_llm import Generate
-from headrace_engine.adapters.settings import AdapterRef
+from headrace_engine.adapters.registry import AdapterRegistry
 from headrace_engine.kv_transfer.handoff import (
     BLENDING_KEY,
     PARAMS_KEY,
+    PrefillAdapterError,
     PrefillRequest,
     PrefillResult,
 )
@@ -41,8 +42,8 @@ class PlanExecution:
     """Call that prefills a prompt at another engine."""
     meter: EngineMeter
     admission: PrefillAdmission
-    adapter_ref: Callable[[int], AdapterRef | None] = lambda number: None
-    """Returns what a prefill replica needs to get the adapter of vLLM's number."""
+    adapters: Callable[[], AdapterRegistry | None] = lambda: None
+    """Returns the adapters of this replica; None if it has none, or if Ray loads them."""
 
     def work(
         self,
@@ -63,7 +64,8 @@ class PlanExecution:
                 elsewhere.
         """
         params, token_ids = request.params, request.token_ids or ()
-        lora, digest = request.adapter, request.adapter_digest
+        lora, digest, adapters = request.adapter, request.adapter_digest, self.adapters()
+        adapter = None if lora is None or adapters is None else adapters.ref_of(lora.lora_int_id)
         trace_headers = request.options.get("trace_headers")
         job = fanout.job if (fanout := FANOUT.get()) else None
         recorder = RECORDER.get()
@@ -81,7 +83,7 @@ class PlanExecution:
                 "prompt_tokens": len(token_ids),
             }
             with span("remote prefill", trace_headers, **attributes) as span_headers:
-                result = await self.prefill_call(
+                result = await self._prefill(
                     PrefillRequest(
                         request_id=request.request_id,
                         token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
@@ -95,7 +97,7 @@ class PlanExecution:
                         blending=((params.extra_args or {}).get(PARAMS_KEY) or {}).get(
                             BLENDING_KEY
                         ),
-                        adapter=None if lora is None else self.adapter_ref(lora.lora_int_id),
+                        adapter=adapter,
                     )
                 )
                 cached.limit(result.cached_tokens)
@@ -122,3 +124,14 @@ class PlanExecution:
             engine_steps=lambda: self.meter.steps_total,
             engine_busy=lambda: self.meter.running > 0,
         )
+
+    async def _prefill(self, request: PrefillRequest) -> PrefillResult:
+        """Prefill a prompt at another engine. If that cannot use the adapter, the adapter's next
+        prompts are prefilled at this replica."""
+        try:
+            return await self.prefill_call(request)
+        except PrefillAdapterError:
+            adapters = self.adapters()
+            if adapters is not None and request.adapter is not None:
+                adapters.record_remote_failure(request.adapter.digest)
+            raise

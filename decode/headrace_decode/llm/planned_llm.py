@@ -423,4 +423,7 @@ class PlannedLLM(ResumableLLM):
 
     def _why_local(self, request: EngineRequest) -> str | None:
         use = BlockUse() if self.planning is None else self.planning.meter.block_use
-        return why_local(request, cache_tokens(self.vllm_config, use), self._compresses_prompts)
+        why = why_local(request, cache_tokens(self.vllm_config, use), self._compresses_prompts)
+        if why is None and self.adapters is not None and request.adapter is not None:
+            why = self.adapters.why_local(request.adapter_digest)
+        return why

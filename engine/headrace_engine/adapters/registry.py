@@ -44,6 +44,9 @@ CHECK_S = 5.0
 """Seconds after which an adapter's source is looked at again."""
 LIST_S = 10.0
 """Seconds after which the folder of adapters is listed again."""
+LOCAL_S = 60.0
+"""Seconds for which an adapter's prompts are prefilled here after a prefill replica could not use
+it."""
 MAX_VERSIONS = 2 * MAX_ADAPTERS
 """Maximum number of contents that a replica keeps, replaced ones included."""
 THREADS = 4
@@ -127,6 +130,7 @@ class AdapterRegistry:
         self._versions: OrderedDict[tuple[str, str], AdapterVersion] = OrderedDict()
         self._by_number: dict[int, AdapterVersion] = {}
         self._users: Counter[int] = Counter()
+        self._local_until_s: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self._loading = asyncio.Lock()
         self.loaded = LoadedAdapters(engine.capacity)
@@ -213,6 +217,18 @@ class AdapterRegistry:
         if version is None:
             return None
         return AdapterRef(version.name, version.digest, version.source)
+
+    def record_remote_failure(self, digest: str) -> None:
+        """Record that a prefill replica could not use a content."""
+        now_s = self._clock()
+        self._local_until_s = {d: s for d, s in self._local_until_s.items() if s > now_s}
+        self._local_until_s[digest] = now_s + LOCAL_S
+
+    def why_local(self, digest: str) -> str | None:
+        """Return why prompts with a content are prefilled here; None if they need not be."""
+        if self._local_until_s.get(digest, 0.0) <= self._clock():
+            return None
+        return "a prefill replica cannot use the request's LoRA adapter"
 
     # ---- loading --------------------------------------------------------------------------
 

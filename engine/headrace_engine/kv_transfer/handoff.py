@@ -113,3 +113,7 @@ class PrefillResult:
 
 class PrefillError(RuntimeError):
     """The prefill engine answered without KV to pull."""
+
+
+class PrefillAdapterError(PrefillError):
+    """The prefill replica cannot use the request's LoRA adapter."""
