@@ -91,6 +91,9 @@ OVERRIDES_INTERVAL_S = 5.0
 class DecodeServer(PDDecodeServer):
     """Ray's decode server with planned prefill, local fallback and its own HTTP port."""
 
+    _adapters: ReplicaAdapters | None = None
+    """The LoRA adapters; None without any, and until the engine has started."""
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         llm_config: Any,
@@ -111,7 +114,6 @@ class DecodeServer(PDDecodeServer):
         self._reporting: ReplicaReporting | None = None
         self._token = secrets.token_urlsafe(32)
         self._kind: KvKind | None = None
-        self._adapters: ReplicaAdapters | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
         without_responses_store()

@@ -84,6 +84,9 @@ class PrefillServer(PDPrefillServer):
         adapters: the app's LoRA adapters; None if it has none, or if Ray loads them.
     """
 
+    _adapters: ReplicaAdapters | None = None
+    """The LoRA adapters; None without any, and until the engine has started."""
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         llm_config: Any,
@@ -100,7 +103,6 @@ class PrefillServer(PDPrefillServer):
         self.engine: MeteredVLLMEngine
         self._fallback: PrefillFallback | None = None
         self._blends: bool | None = None
-        self._adapters: ReplicaAdapters | None = None
         self._polling: asyncio.Task[None] | None = None
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         if adapters is not None:
