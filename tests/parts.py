@@ -44,7 +44,7 @@ def dealt(name: str, found: list[Path], pieces: int, *needs: float) -> list[Part
 
 
 APPS, UNIT, INTEGRATION = files("e2e"), files("unit"), files("integration")
-SERVED = taken(APPS, "sparse", "placement", "scaling", "keys")
+SERVED = taken(APPS, "adapters", "sparse", "placement", "scaling", "keys")
 RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_process_matcher")
 INTERPRETED = taken(
     UNIT, "kv_device_kernels", "sparse_kernels", "sparse_device", "cross_layer_device"
