@@ -121,7 +121,7 @@ class Replica:
             queued_tokens=waiting * prompt,
             queued_pairs=float(waiting * pairs_of(0, prompt)),
             free_blocks=1_000_000,
-            steps=self.step.to_dict(),  # type: ignore[typeddict-item]
+            steps=self.step.to_dict(),  # type: ignore[arg-type]
             heard=tuple(plan for _, plan in self.heard),
             adapters=tuple(map(str, self.loaded)),
             adapter_slots=self.traffic.capacity,
