@@ -47,8 +47,6 @@ from headrace_decode.warmup.prefill_calibration import (
 )
 from headrace_decode.warmup.prompt_warmup import warm_prompts
 from headrace_decode.wiring import DecodeWiring, Listener
-from headrace_engine.adapters.added import AddedAdapters
-from headrace_engine.adapters.replica import ReplicaAdapters
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.kv_transfer.handoff import PrefillRequest, PrefillResult
 from headrace_engine.kv_transfer.kv_kind import kv_kind
@@ -62,9 +60,11 @@ from headrace_engine.ray.serve import (
     write_cluster_value,
 )
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
+from headrace_engine.serving.added_adapters import AddedAdapters
 from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
+from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store

@@ -26,8 +26,6 @@ from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from headrace_engine.adapters.added import AddedAdapters
-from headrace_engine.adapters.replica import ReplicaAdapters
 from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.adapters.sources import AdapterError
 from headrace_engine.kv_transfer.compatibility import refusal
@@ -46,12 +44,14 @@ from headrace_engine.ray.engine import MeteredVLLMEngine
 from headrace_engine.ray.serve import read_cluster_value, write_cluster_value
 from headrace_engine.reporting.prompt_backlog import PromptBacklog, ReceivedPlans
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
+from headrace_engine.serving.added_adapters import AddedAdapters
+from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
-from headrace_engine.vllm.adapters import lora_request
 from headrace_engine.vllm.engine import cache_layout, engine_facts, make_prefill_admission
+from headrace_engine.vllm.llm import lora_request
 
 logger = logging.getLogger("headrace.prefill")
 

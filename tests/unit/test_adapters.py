@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.adapters.loaded import PRIOR_LOAD_S, LoadedAdapters
 from headrace_engine.adapters.middleware import AdapterMiddleware, with_adapters
 from headrace_engine.adapters.registry import (
@@ -39,6 +38,7 @@ from headrace_engine.adapters.sources import (
     file_facts,
     list_subfolders,
 )
+from headrace_engine.serving.added_adapters import AddedAdapters
 
 
 def write_adapter(folder: Path, weights: bytes = b"weights") -> Path:

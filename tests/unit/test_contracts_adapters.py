@@ -1,4 +1,4 @@
-"""vLLM loads LoRA adapters, and finds them by name, as `vllm.adapters` expects."""
+"""vLLM loads LoRA adapters, and finds them by name, as `vllm.llm` expects."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, cast
 
 import pytest
 
-from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.adapters.registry import AdapterVersion
-from headrace_engine.adapters.replica import ReplicaAdapters
 from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.adapters.sources import AdapterError
-from headrace_engine.vllm.adapters import VllmAdapters, lora_request
+from headrace_engine.serving.added_adapters import AddedAdapters
+from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.vllm.kv_cache import BlockHasher
+from headrace_engine.vllm.llm import VllmAdapters, lora_request
 from tests.support.contracts import assert_takes, find
 from tests.support.tiny import make_adapter
 
-MEND = "engine/headrace_engine/vllm/adapters.py"
+MEND = "engine/headrace_engine/vllm/llm.py"
 VERSION = AdapterVersion("sql", 7, "0" * 32, "/adapters/sql", "/cache/" + "0" * 32)
 
 

@@ -26,7 +26,7 @@ from headrace_engine.kv_transfer.handoff import (
     PrefillResult,
 )
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
-from headrace_engine.vllm.adapters import lora_request
+from headrace_engine.vllm.llm import lora_request
 from headrace_prefill.server import PrefillServer
 from tests.support.orchestrated import RESULT, FakePlan
 

@@ -22,7 +22,7 @@ from headrace_decode.resume.emitted import (
 from headrace_decode.resume.recorder import RECORDER, OutputRecorder
 from headrace_engine.adapters.registry import AdapterVersion
 from headrace_engine.adapters.snapshots import snapshot_root
-from headrace_engine.vllm.adapters import lora_request
+from headrace_engine.vllm.llm import lora_request
 
 OLD, NEW = "0" * 32, "1" * 32
 

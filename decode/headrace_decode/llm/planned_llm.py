@@ -69,8 +69,13 @@ from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.handoff import BLENDING_KEY
 from headrace_engine.serving.techniques import unsupported
 from headrace_engine.step_time import StepTime
-from headrace_engine.vllm.adapters import lora_request
-from headrace_engine.vllm.llm import SendRequest, cache_tokens, request_state, skip_grammar_parsing
+from headrace_engine.vllm.llm import (
+    SendRequest,
+    cache_tokens,
+    lora_request,
+    request_state,
+    skip_grammar_parsing,
+)
 from headrace_kvstore.identity.salts import is_isolated, tenant_of
 
 logger = logging.getLogger("headrace.decode")

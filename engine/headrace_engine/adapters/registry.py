@@ -69,7 +69,7 @@ class AdapterVersion:
 
 
 class AdapterEngine(Protocol):
-    """An engine that loads adapters (`headrace_engine.vllm.adapters`)."""
+    """An engine that loads adapters (`headrace_engine.vllm.llm`)."""
 
     capacity: int
 

@@ -54,6 +54,11 @@ def has_watermark(app: Any) -> bool:
     return app.state.vllm_config.watermark_config is not None
 
 
+def serving_models(app: Any) -> Any:
+    """Return the `OpenAIServingModels` of vLLM's application."""
+    return app.state.openai_serving_models
+
+
 def find_handler(state: Any, target: str) -> Any:
     """Return an endpoint's handler, which takes the endpoint's body; None if there is none.
 

@@ -30,7 +30,6 @@ from headrace.gateway.placement.placer import Placer
 from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
-from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.ray.serve import (
     dashboard_address,
     ongoing_requests,
@@ -39,6 +38,7 @@ from headrace_engine.ray.serve import (
     shutdown_seconds,
     write_cluster_value,
 )
+from headrace_engine.serving.added_adapters import AddedAdapters
 from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS

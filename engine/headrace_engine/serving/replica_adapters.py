@@ -7,14 +7,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_engine.adapters.added import AddedAdapters
 from headrace_engine.adapters.middleware import AdapterMiddleware
 from headrace_engine.adapters.registry import AdapterRegistry
 from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.adapters.snapshots import Snapshots
 from headrace_engine.adapters.sources import AdapterError
-from headrace_engine.vllm.adapters import VllmAdapters, serving_models
-from headrace_engine.vllm.openai_app import add_middleware
+from headrace_engine.serving.added_adapters import AddedAdapters
+from headrace_engine.vllm.llm import VllmAdapters
+from headrace_engine.vllm.openai_app import add_middleware, serving_models
 
 logger = logging.getLogger("headrace.engine")
 
