@@ -40,7 +40,7 @@ def scheduler(check: str = "off", groups: int = 1) -> ProvenScheduler:
     extra = {"headrace_integrity": {"check": check}}
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=BLOCK, mamba_cache_mode="none"),
-        model_config=SimpleNamespace(max_model_len=1024),
+        model_config=SimpleNamespace(max_model_len=1024, multimodal_config=None),
         parallel_config=SimpleNamespace(
             data_parallel_index=0,
             tensor_parallel_size=1,
@@ -77,6 +77,7 @@ def request(name: str, params: dict[str, Any], tokens: list[int], salt: str = "t
         num_computed_tokens=0,
         cache_salt=salt,
         lora_request=None,
+        mm_features=None,
         status=RequestStatus.FINISHED_LENGTH_CAPPED,
     )
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 
-from headrace_decode.apis import errors, media, messages, request_checks, responses, usage
+from headrace_decode.apis import errors, messages, request_checks, responses, usage
 from headrace_decode.apis.forced_tools import with_strict_tools
 from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
 from headrace_decode.apis.usage import USAGE, RequestUsage
-from headrace_decode.http.internal_port import TENANT
 
 logger = logging.getLogger("headrace.decode")
 
@@ -53,20 +52,13 @@ class ApiMiddleware:
         """Answer one request."""
         path = scope["path"] if scope["type"] == "http" else ""
         anthropic = path.startswith(request_checks.MESSAGES)
-        tenant = TENANT.get()
         if path not in request_checks.PATHS or scope["method"] != "POST":
-            if tenant is not None and path and scope["method"] == "POST":
-                if (read := await _read(receive)) is None:
-                    return
-                scope, receive = _with_body(scope, await _with_scoped_media(read, tenant), receive)
             answer = _AnthropicErrors(send) if anthropic else None
             await self._app(scope, receive, send if answer is None else answer.send)
             return
         body = await _read(receive)
         if body is None:
             return
-        if tenant is not None:
-            body = await _with_scoped_media(body, tenant)
         await self._rest_before_pass(body)
         fields = request_checks.fields_of(body)
         if fields is not None:
@@ -278,13 +270,6 @@ def _are_several(prompt: msgspec.Raw) -> bool:
 
 def _content_type(message: Message) -> bytes:
     return next((value for name, value in message["headers"] if name == b"content-type"), b"")
-
-
-async def _with_scoped_media(body: bytes, tenant: str) -> bytes:
-    """Scope the media of a body; in a thread for a long one, since megabytes take tens of ms."""
-    if len(body) <= LONG_BYTES:
-        return media.with_scoped_media(body, tenant)
-    return await asyncio.to_thread(media.with_scoped_media, body, tenant)
 
 
 async def _read(receive: Any) -> bytes | None:

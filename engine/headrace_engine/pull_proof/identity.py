@@ -61,7 +61,9 @@ class Identity:
         return hashed.digest()
 
 
-def prompt_digest(engine: bytes, salt: str, adapter: bytes, token_ids: Sequence[int]) -> bytes:
+def prompt_digest(
+    engine: bytes, salt: str, adapter: bytes, token_ids: Sequence[int], media: bytes = b""
+) -> bytes:
     """Return 16 bytes that differ if anything differs on which a prompt's KV depends.
 
     Args:
@@ -70,9 +72,10 @@ def prompt_digest(engine: bytes, salt: str, adapter: bytes, token_ids: Sequence[
         salt: the cache salt, which contains the tenant. adapter: digest of the LoRA adapter, or
             empty.
         token_ids: of the whole prompt, so that a difference anywhere in it shows.
+        media: digest of its images, sound and video, or empty: all images have the same tokens.
     """
     hashed = hashlib.blake2b(digest_size=ID_BYTES, person=_PERSON)
-    for part in (engine, salt.encode(), adapter):
+    for part in (engine, salt.encode(), adapter, media):
         hashed.update(len(part).to_bytes(8, "little"))
         hashed.update(part)
     hashed.update(np.asarray(token_ids, "<u4").tobytes())

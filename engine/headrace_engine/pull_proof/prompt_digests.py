@@ -14,7 +14,9 @@ from headrace_engine.connector.identity.engine_identity import (
     new_epoch,
 )
 from headrace_engine.connector.identity.weights import Unidentified
+from headrace_engine.kv_transfer.media import media_digest
 from headrace_engine.pull_proof.identity import prompt_digest
+from headrace_engine.vllm.kv_cache import identifies_media
 
 logger = logging.getLogger("headrace.engine")
 
@@ -37,6 +39,7 @@ class PromptDigests:
             logger.warning("this engine neither pulls KV nor hands it out: %s", error)
         self.is_known = bool(self._identity)
         self._epochs = [self._epoch.hex()] if self._epoch else []
+        self._identifies_media = identifies_media(vllm_config)
         self._adapters: AdapterIdentities | None = None
         if vllm_config.lora_config is not None:
             self._adapters = AdapterIdentities(adapter_settings(vllm_config))
@@ -48,10 +51,11 @@ class PromptDigests:
         if request.lora_request is not None:
             known = self._adapters
             adapter = None if known is None else known.of(request.lora_request)
-        if not self.is_known or adapter is None:
+        media = media_digest(request.mm_features or (), len(token_ids))
+        if not self.is_known or adapter is None or (media and not self._identifies_media):
             return None
         engine = self._identity + self._epoch
-        return prompt_digest(engine, request.cache_salt or "", adapter, token_ids)
+        return prompt_digest(engine, request.cache_salt or "", adapter, token_ids, media)
 
     def renew(self) -> None:
         """Make digests from now on that no engine has made: the weights may have changed."""

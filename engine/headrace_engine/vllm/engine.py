@@ -95,7 +95,10 @@ class MeterStatLogger(StatLoggerBase):
                 rows = details.num_generation_requests
                 draft = details.num_generation_tokens - rows
                 prompt, prompts = details.num_ctx_tokens, details.num_ctx_requests
-                self._step(prompt, prompts, rows, draft, held, finished, seconds - recompute_s)
+                self._step(
+                    *(prompt, prompts, rows, draft, held, finished, seconds - recompute_s),
+                    learns=not details.num_encoder_inputs,
+                )
         elif iteration_stats is not None:
             seconds = self._between_records(idle)
             prompt = finished.computed
@@ -135,8 +138,9 @@ class MeterStatLogger(StatLoggerBase):
         held: float,
         finished: Finished,
         seconds: float,
+        learns: bool = True,
     ) -> None:
-        """Book a step; arguments as in `ContextEstimate.step`.
+        """Book a step; arguments as in `ContextEstimate.step` and `EngineMeter.step`.
 
         A prompt of which the step computes one token, since its KV was pulled or cached, is booked
         as a row: it reads its KV for one token.
@@ -145,7 +149,7 @@ class MeterStatLogger(StatLoggerBase):
             self.meter.prompt_tokens_total += prompt
             prompt, rows, finished = 0, rows + prompts, Finished()
         attended = self._context.step(prompt, prompts, rows, held, finished)
-        self.meter.step(Step(prompt, rows, draft, *attended, seconds))
+        self.meter.step(Step(prompt, rows, draft, *attended, seconds), learns)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -118,6 +118,15 @@ def _default_of(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
+def identifies_media(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names the images, sound and video of prompts by their content. It numbers them
+    if neither blocks nor processed media are cached."""
+    media = vllm_config.model_config.multimodal_config
+    if media is None or media.mm_processor_cache_gb > 0:
+        return True
+    return bool(vllm_config.cache_config.enable_prefix_caching)
+
+
 def reads_model_files(load_format: str) -> bool:
     """Whether all weights of this `load_format` are files of the model, or its objects. False for
     plugins' loaders, which may do anything."""

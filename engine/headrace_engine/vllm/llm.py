@@ -7,20 +7,29 @@ pin what is used here.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakMethod
 
+from vllm.inputs import MultiModalInput, mm_input
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItems
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from headrace_engine.adapters.registry import AdapterVersion
 from headrace_engine.adapters.sources import AdapterError
 from headrace_engine.kv_groups import BlockUse
 
 __all__ = ["RENDERER_REGISTRY", "HfRenderer"]
+
+_MODALITIES = ("image", "video", "audio")
+_TENANT_FACTOR = "headrace_tenant"
+_ALL_INLINE = 2**62
+"""Bytes from which vLLM's encoder puts a tensor into a message of its own."""
 
 SendRequest = Callable[[Any], Awaitable[None]]
 
@@ -55,6 +64,80 @@ def intercept_requests(
 def skip_grammar_parsing(llm: AsyncLLM) -> None:
     """Keep a frontend from parsing the grammars of requests on its event loop."""
     llm.input_processor.structured_outputs_config = None  # type: ignore[assignment]
+
+
+def process_media_by_tenant(llm: AsyncLLM, tenant: Callable[[], str | None]) -> None:
+    """Have a frontend keep processed media, and give them names of their tenant.
+
+    vLLM's default cache leaves the tensors of a medium that the engine has seen with the engine.
+    With this change, the tensors are also in the rendered prompt, so another engine can get them,
+    and a request that ends before the engine gets it leaves no entry for a medium that the engine
+    lacks.
+
+    vLLM hashes a medium's content (or the name that its client gave it) together with the options
+    for its loader. The tenant becomes one of these options after the loading, so all caches of
+    media know a medium by tenant: those of processed media and of the encoder, and KV blocks.
+
+    Args:
+        tenant: returns a digest of the current request's tenant; None without tenants.
+    """
+    renderer: Any = llm.renderer
+    if isinstance(renderer._mm_processor_cache, LruKeyReplicatedSenderCache):
+        renderer._mm_processor_cache = renderer._mm_processor_only_cache
+    process = renderer._process_multimodal_async
+
+    def process_by_tenant(*args: Any, media_io_kwargs: Any = None, **kwargs: Any) -> Any:
+        name, options = tenant(), dict(media_io_kwargs or {})
+        if name is not None:
+            options |= {m: {**(options.get(m) or {}), _TENANT_FACTOR: name} for m in _MODALITIES}
+        return process(*args, media_io_kwargs=options, **kwargs)
+
+    renderer._process_multimodal_async = process_by_tenant
+
+
+def encode_features(features: Iterable[Any]) -> bytes:
+    """Return processed media as bytes, in the form that vLLM's frontends send to their engines.
+
+    Args:
+        features: with the fields of `MultiModalFeatureSpec`.
+    """
+    made = [
+        MultiModalFeatureSpec(
+            data=each.data,
+            modality=each.modality,
+            identifier=each.identifier,
+            mm_position=each.mm_position,
+            mm_hash=each.identifier,
+        )
+        for each in features
+    ]
+    [encoded] = MsgpackEncoder(size_threshold=_ALL_INLINE).encode(made)
+    return bytes(encoded)
+
+
+def decode_features(data: bytes) -> list[MultiModalFeatureSpec]:
+    """Return the media that `encode_features` has encoded.
+
+    Raises:
+        Exception: the bytes are something else.
+    """
+    decoder = MsgpackDecoder(list[MultiModalFeatureSpec])
+    found: list[MultiModalFeatureSpec] = decoder.decode(bytearray(data))  # torch wants to write
+    return found
+
+
+def multimodal_input(
+    token_ids: Sequence[int], features: Iterable[MultiModalFeatureSpec]
+) -> MultiModalInput:
+    """Return an engine's input for a prompt with these media, in the order of their places."""
+    names: dict[str, list[str]] = {}
+    items: dict[str, list[Any]] = {}
+    places: dict[str, list[Any]] = {}
+    for each in features:
+        names.setdefault(each.modality, []).append(each.identifier)
+        items.setdefault(each.modality, []).append(each.data)
+        places.setdefault(each.modality, []).append(each.mm_position)
+    return mm_input(list(token_ids), MultiModalKwargsItems(items), names, places)
 
 
 def request_state(llm: AsyncLLM, request_id: str) -> Any | None:

@@ -30,6 +30,7 @@ from headrace_engine.connector.identity.engine_identity import (
     new_epoch,
 )
 from headrace_engine.connector.identity.weights import SUFFIXES, folder_fingerprint
+from headrace_engine.vllm.kv_cache import identifies_media
 from headrace_kvstore.identity.namespace import owned_name
 
 logger = logging.getLogger("headrace.kvstore")
@@ -187,16 +188,25 @@ def facts(folder: Path) -> tuple[Any, ...]:
 class BlockNames:
     """Names of an engine's blocks in the store.
 
-    A block's name is vLLM's block hash. Two kinds of blocks have private names: the blocks of
-    requests with an adapter, and all blocks of an engine whose caches were reset while it ran.
+    A block's name is vLLM's block hash, which covers the names of the media in the prompt up to the
+    block's end. Two kinds of blocks have private names: the blocks of requests with an adapter, and
+    all blocks of an engine whose caches were reset while it ran.
 
     Args:
         adapters: of the engine; with None, requests with adapters have no names.
         epoch: of the engine (`engine_identity.first_epoch`).
+        identifies_media: whether the engine names media by their content; if not, requests with
+            media have no names.
     """
 
-    def __init__(self, adapters: AdapterIdentities | None = None, epoch: bytes = b"") -> None:
+    def __init__(
+        self,
+        adapters: AdapterIdentities | None = None,
+        epoch: bytes = b"",
+        identifies_media: bool = True,
+    ) -> None:
         self._adapters, self.epoch = adapters, epoch
+        self._identifies_media = identifies_media
 
     @classmethod
     def of(cls, vllm_config: Any) -> BlockNames:
@@ -204,7 +214,7 @@ class BlockNames:
         adapters = None
         if vllm_config.lora_config is not None:
             adapters = AdapterIdentities(adapter_settings(vllm_config))
-        return cls(adapters, first_epoch(vllm_config))
+        return cls(adapters, first_epoch(vllm_config), identifies_media(vllm_config))
 
     def renew(self) -> None:
         """Give all blocks from now on names that no stored block has."""
@@ -215,7 +225,8 @@ class BlockNames:
         return self._owner(request) is not None
 
     def of_request(self, request: Any, start: int, end: int | None) -> list[bytes] | None:
-        """Return the names of some of a request's blocks; None if its adapter is not known."""
+        """Return the names of some of a request's blocks; None if its adapter or media are not
+        known."""
         owner = self._owner(request)
         if owner is None:
             return None
@@ -230,6 +241,8 @@ class BlockNames:
             self._adapters.close()
 
     def _owner(self, request: Any) -> bytes | None:
+        if not self._identifies_media and getattr(request, "mm_features", None):
+            return None
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return self.epoch
