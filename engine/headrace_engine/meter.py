@@ -156,12 +156,17 @@ class EngineMeter:
         used = self.kv_usage * blocks
         return self.block_use.held_tokens(used, self.running, block_tokens)
 
-    def step(self, step: Step) -> None:
-        """Book one engine step."""
+    def step(self, step: Step, learns: bool = True) -> None:
+        """Book one engine step.
+
+        Args:
+            learns: whether the step did nothing else, so that the model of step times learns from
+                it.
+        """
         self.steps_total += 1
         self.prompt_tokens_total += step.prompt
         shape, seconds = step[:-1], step.seconds
-        if self.learns:
+        if self.learns and learns:
             self.step_time.observe(*shape, self.alone_s(shape, seconds))
         for watcher in self.on_step:
             watcher(step)

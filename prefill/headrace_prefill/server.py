@@ -39,6 +39,7 @@ from headrace_engine.kv_transfer.handoff import (
     produce_params,
 )
 from headrace_engine.kv_transfer.kv_kind import kv_kind
+from headrace_engine.kv_transfer.media import prompt_with_media
 from headrace_engine.meter import Step
 from headrace_engine.ray.engine import MeteredVLLMEngine
 from headrace_engine.ray.serve import read_cluster_value, write_cluster_value
@@ -167,7 +168,8 @@ class PrefillServer(PDPrefillServer):
             replica: for the caller's request router, which may have chosen another replica.
 
         Raises:
-            PrefillError: the caller could not use the KV, or the engine left none to pull.
+            PrefillError: the caller could not use the KV, the prompt's media cannot be read, or the
+                engine left no KV to pull.
         """
         if why := refusal(self._kv, request.kv):
             raise PrefillError(f"{self._replica_id} has KV of another kind: {why}")
@@ -200,6 +202,7 @@ class PrefillServer(PDPrefillServer):
             machine=self._machine,
             step_time=self.engine.meter.step_time.to_dict(),
             loads=tuple(self.engine.meter.take_loads()),
+            has_media=bool(request.media),
         )
 
     async def _compute(
@@ -210,7 +213,12 @@ class PrefillServer(PDPrefillServer):
         Args:
             lora: vLLM's `LoRARequest`; None without an adapter.
         """
-        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        prompt: Any = TokensPrompt(prompt_token_ids=token_ids)
+        if request.media:
+            try:
+                prompt = await asyncio.to_thread(prompt_with_media, token_ids, request.media)
+            except ValueError as error:
+                raise PrefillError(f"{request.request_id}: {error}") from None
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
         blending = await self._blending_of(request)

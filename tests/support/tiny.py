@@ -52,7 +52,7 @@ def make_tiny_llama(folder: Path, seed: int = 0, **config: object) -> Path:
         config: fields of its configuration that differ.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(folder / "config.json", _config() | config)
     _write(
@@ -112,7 +112,7 @@ def _config() -> dict[str, object]:
     }
 
 
-def _tokenizer() -> Tokenizer:
+def make_tokenizer() -> Tokenizer:
     """Ids: special tokens, then each byte, then words that decode but never encode."""
     specials = [END, *(f"<|{n}|>" for n in range(1, SPECIALS))]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -225,6 +225,7 @@ def test_the_statistics_of_a_step() -> None:
         "num_generation_requests",
         "elapsed_ms",
         "is_dummy",
+        "num_encoder_inputs",
     )
     iteration = find(f"{stats}:IterationStats", ENGINE_VLLM)()
     for name in ("num_generation_tokens", "time_to_first_tokens_iter", "prompt_token_stats"):

@@ -145,8 +145,8 @@ def lora(path: Any) -> Any:
     [
         ("text", {}, {}, "not plain token ids"),
         ({"prompt_token_ids": []}, {}, {}, "not plain token ids"),
-        ({"prompt_token_ids": [1], "type": "embeds"}, {}, {}, "multimodal"),
-        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, {}, {}, "multimodal"),
+        ({"prompt_token_ids": [1], "type": "embeds"}, {}, {}, "not plain token ids"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, {}, {}, "not processed yet"),
         ({"prompt_token_ids": [1]}, {"n": 2}, {}, "n > 1"),
         ({"prompt_token_ids": [1]}, {"prompt_logprobs": 0}, {}, "log-probabilities"),
         ({"prompt_token_ids": [1]}, {}, {"lora_request": lora("/adapters/sql")}, "LoRA"),
@@ -167,3 +167,20 @@ def test_which_requests_must_stay(
     request = EngineRequest(prompt, SamplingParams(**params), "r", kwargs)
     why = why_local(request, 8, compresses_prompts=True)
     assert (why is None) if says is None else (why is not None and says in why)
+
+
+def test_a_renderer_names_media_by_the_options_of_their_loader() -> None:
+    """`process_media_by_tenant` makes the tenant one of them, and keeps processed media."""
+    where, base = "engine/headrace_engine/vllm/llm.py", "vllm.renderers.base:BaseRenderer"
+    made = inspect.getsource(find(f"{base}.__init__", where))
+    for name in ("_mm_processor_cache", "_mm_processor_only_cache", "_process_multimodal_async"):
+        assert f"self.{name}" in made, f"BaseRenderer.{name} is gone: mend {where}"
+    rendered = inspect.getsource(find(f"{base}._process_tokens_async", where))
+    assert "media_io_kwargs=prompt" in rendered, f"they are passed otherwise: mend {where}"
+    processing = "vllm.multimodal.processing"
+    hashed = inspect.getsource(find(f"{processing}.inputs:ProcessorInputs.get_mm_hashes", where))
+    assert '"media_io_kwargs": media_io_kwargs' in hashed, f"they are not hashed: mend {where}"
+    processor = inspect.getmodule(find(f"{processing}.processor:BaseMultiModalProcessor", where))
+    assert processor is not None
+    uses = inspect.getsource(processor).count("media_io_kwargs")
+    assert uses == 2, f"they do more than being hashed: mend {where}"

@@ -167,11 +167,31 @@ def test_a_detailed_step_is_taken_as_measured(logger: Any, steps: list[Step]) ->
         num_generation_tokens=8,
         elapsed_ms=12.5,
         is_dummy=False,
+        num_encoder_inputs=0,
     )
     logger.record(scheduler_stats(iteration_details=details), None)
     details.is_dummy = True
     logger.record(scheduler_stats(iteration_details=details), None)
     assert steps == [Step(64, 3, 5, 0.5 * 1600 - 64, 64 * 64 / 2, 0.0125)]
+
+
+def test_a_step_with_the_encoder_of_images_teaches_no_step_time(
+    logger: Any, meter: EngineMeter, steps: list[Step]
+) -> None:
+    details = SimpleNamespace(
+        num_ctx_tokens=64,
+        num_ctx_requests=1,
+        num_generation_requests=0,
+        num_generation_tokens=0,
+        elapsed_ms=900.0,
+        is_dummy=False,
+        num_encoder_inputs=1,
+    )
+    logger.record(scheduler_stats(iteration_details=details), None)
+    assert len(steps) == meter.steps_total == 1 and meter.step_time.samples == 0
+    details.num_encoder_inputs = 0
+    logger.record(scheduler_stats(iteration_details=details), None)
+    assert meter.step_time.samples == 1
 
 
 @pytest.mark.parametrize("with_details", [True, False])
@@ -187,6 +207,7 @@ def test_what_reused_kv_took_of_a_step_is_no_part_of_it(
         num_generation_tokens=1,
         elapsed_ms=520.0,
         is_dummy=False,
+        num_encoder_inputs=0,
     )
     told = {"StoredBlendingConnector": {"recompute_s": 0.5}}
     given = details if with_details else None
@@ -211,6 +232,7 @@ def test_a_prompt_that_computes_one_token_is_a_row_of_the_step(
         num_generation_tokens=3,
         elapsed_ms=36.0,
         is_dummy=False,
+        num_encoder_inputs=0,
     )
     logger.record(scheduler_stats(iteration_details=details), iteration_stats(2, 5, first_tokens=2))
     assert steps == [Step(0, 5, 0, 800.0, 0.0, 0.036)]
@@ -323,6 +345,7 @@ def test_where_steps_overlap_a_step_is_the_time_between_two_results(
         num_generation_tokens=4,
         elapsed_ms=0.25,
         is_dummy=False,
+        num_encoder_inputs=0,
     )
     for running, at_s in ((4, 100.0), (4, 100.5), (0, 101.25), (4, 200.0), (4, 200.5)):
         now = at_s

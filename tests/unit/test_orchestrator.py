@@ -222,6 +222,15 @@ async def test_an_error_without_words_is_named_by_its_class() -> None:
     assert planner.failures == [("r", "TimeoutError: ")]
 
 
+async def test_work_that_plans_do_not_predict_gets_more_time() -> None:
+    planner, prefill = Planner("prefill", LATE_S), Prefill()
+    engine = Engine({"pull": ready(7, 8)})
+    asyncio.get_running_loop().call_later(3 * LATE_S, prefill.answer.set_result, RESULT)
+    patient = replace(work(engine, prefill), min_timeout_s=100 * LATE_S)
+    assert await answer(Orchestrator(planner), patient) == [7, 8]
+    assert not planner.failures
+
+
 async def test_a_call_that_is_late_is_called_off_and_prefilled_locally() -> None:
     planner, engine = Planner("prefill", LATE_S), Engine({"local": ready(7, 8)})
     prefill = Prefill()

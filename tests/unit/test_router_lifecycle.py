@@ -253,6 +253,15 @@ def test_a_cold_prefill_side_gets_time_for_its_handshake_and_teaches_no_overhead
     assert r.costs.call.samples == r.costs.handoff.samples == 1
 
 
+def test_a_prompt_with_media_teaches_no_overhead_of_the_call(clock: Clock) -> None:
+    r = router(clock, "remote")
+    for name, media in (("a", False), ("b", True), ("c", False)):
+        plan(r, name, prompt(100))
+        r.prefill_done(name, PrefillReport(0.9, 0.0, 0.1, 0, 100, has_media=media))
+        r.first_token(name, 1.0, 99)
+    assert r.costs.call.samples == 1, "the first was cold"
+
+
 def test_after_a_failure_the_prefill_side_is_cold_again(clock: Clock) -> None:
     r = router(clock, "remote")
     plan(r, "a", prompt(100))

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
 from headrace_engine.adapters.snapshots import snapshot_digest
+from headrace_engine.kv_transfer.media import has_media, why_not_sent
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ class EngineRequest:
         return "" if self.adapter is None else snapshot_digest(self.adapter.lora_path) or ""
 
     @property
+    def has_media(self) -> bool:
+        """Whether the prompt holds images, sound or video."""
+        return has_media(self.prompt)
+
+    @property
     def is_text(self) -> bool:
         """Whether the prompt is only text."""
         return (
             isinstance(self.prompt, dict)
             and self.prompt.get("type", "token") == "token"
-            and not self.prompt.get("multi_modal_data")
+            and not self.has_media
         )
 
     @property
@@ -60,19 +66,25 @@ class EngineRequest:
 
 
 def why_local(
-    request: EngineRequest, cache_tokens: float = math.inf, compresses_prompts: bool = False
+    request: EngineRequest,
+    cache_tokens: float = math.inf,
+    compresses_prompts: bool = False,
+    identifies_media: bool = True,
 ) -> str | None:
     """Return why a request cannot be prefilled at another replica, or None if it can.
 
     Args:
         cache_tokens: tokens that fit into the KV cache of the engine that decodes.
         compresses_prompts: whether that engine drops KV of prompts while it computes them.
+        identifies_media: whether that engine names media by their content.
     """
     prompt, params, token_ids = request.prompt, request.params, request.token_ids
     if not token_ids:
         return "the prompt is not plain token ids"
-    if prompt.get("type", "token") != "token" or prompt.get("multi_modal_data"):
-        return "the prompt is multimodal"
+    if prompt.get("type", "token") not in ("token", "multimodal"):
+        return "the prompt is not plain token ids"
+    if request.has_media and (why := _why_media_stay(prompt, identifies_media)) is not None:
+        return why
     if params.n > 1:
         return "n > 1: the samples share one prompt in the engine that decodes them"
     if params.prompt_logprobs is not None:
@@ -84,3 +96,11 @@ def why_local(
     if compresses_prompts and keep_ratio_in(params, COMPRESSION) is not None:
         return "the engine that decodes drops KV while it computes the prompt"
     return None
+
+
+def _why_media_stay(prompt: Any, identifies_media: bool) -> str | None:
+    if prompt.get("multi_modal_data"):
+        return "the prompt's media are not processed yet"
+    if not identifies_media:
+        return "the engine that decodes numbers media and does not name them by their content"
+    return why_not_sent(prompt)

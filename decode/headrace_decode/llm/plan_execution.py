@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +26,16 @@ from headrace_engine.kv_transfer.handoff import (
     PrefillRequest,
     PrefillResult,
 )
+from headrace_engine.kv_transfer.media import encode_media, planning_tokens
 from headrace_engine.meter import EngineMeter
 from headrace_engine.prefill_admission import PrefillAdmission
 from headrace_engine.tracing import span
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
+MEDIA_TIMEOUT_S = 15.0
+"""Minimum time-out of a remote prefill whose prompt has media. Plans do not predict how long their
+tensors are on their way, nor how long the encoder computes."""
+
 ReleaseCall = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
@@ -83,6 +89,9 @@ class PlanExecution:
                 "prompt_tokens": len(token_ids),
             }
             with span("remote prefill", trace_headers, **attributes) as span_headers:
+                media = b""
+                if request.has_media:
+                    media = await asyncio.to_thread(encode_media, request.prompt)
                 result = await self._prefill(
                     PrefillRequest(
                         request_id=request.request_id,
@@ -98,6 +107,7 @@ class PlanExecution:
                             BLENDING_KEY
                         ),
                         adapter=adapter,
+                        media=media,
                     )
                 )
                 cached.limit(result.cached_tokens)
@@ -108,7 +118,7 @@ class PlanExecution:
 
         return Work(
             request_id=request.request_id,
-            token_ids=token_ids,
+            token_ids=planning_tokens(request.prompt) if request.has_media else token_ids,
             # Plans see prompts of different adapters as prompts of different tenants.
             salt=f"{request.salt}\0{digest}" if digest else request.salt,
             local_only=local_only,
@@ -120,6 +130,7 @@ class PlanExecution:
             release=release,
             cached_tokens=lambda output: output.num_cached_tokens or 0,
             new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
+            min_timeout_s=MEDIA_TIMEOUT_S if request.has_media else 0.0,
             turn=lambda tokens: self.admission.turn(tokens, job),
             engine_steps=lambda: self.meter.steps_total,
             engine_busy=lambda: self.meter.running > 0,

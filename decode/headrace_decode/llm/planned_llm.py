@@ -8,6 +8,7 @@ itself answers them.
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -73,6 +74,7 @@ from headrace_engine.vllm.llm import (
     SendRequest,
     cache_tokens,
     lora_request,
+    process_media_by_tenant,
     request_state,
     skip_grammar_parsing,
 )
@@ -126,6 +128,8 @@ class PlannedLLM(ResumableLLM):
         }
         self._compresses_prompts = compression is not None and compression.stream
         self._corpus_tokenizer: Any = None
+        if vllm_config.model_config.supports_multimodal_inputs:
+            process_media_by_tenant(self, _tenant_digest)
         skip_grammar_parsing(self)  # the trial in another process replaces it
         self.grammars = GrammarTrials(cloudpickle.dumps(vllm_config))
 
@@ -309,8 +313,9 @@ class PlannedLLM(ResumableLLM):
             ratio = recompute_ratio(request.params.extra_args, mode, default)
         except TechniqueError as error:
             raise VLLMValidationError(str(error), parameter=error.param) from None
-        # A request that cannot be prefilled elsewhere cannot use KV from elsewhere either.
-        return None if why_local(request) else ratio
+        # A request that cannot be prefilled elsewhere cannot use KV from elsewhere either. Other
+        # media have the same tokens, so stored KV cannot be found by them.
+        return None if request.has_media or why_local(request) else ratio
 
     async def _record_for_blending(
         self, blending: BlendingPlanner, plan: BlendingPlan | None, request: EngineRequest
@@ -381,11 +386,8 @@ class PlannedLLM(ResumableLLM):
         return next((dict(answer) for answer in answers if answer), None)
 
     def _refuse_invalid(self, request: EngineRequest) -> None:
-        token_ids = request.token_ids
-        if token_ids and request.prompt.get("multi_modal_data"):
-            token_ids = None  # placeholders may lie above the vocabulary
         wrong = why_invalid(
-            token_ids,
+            None if request.has_media else request.token_ids,  # placeholders may lie above it
             request.params,
             self.model_config.get_vocab_size(),
             all_rows=not self.vllm_config.cache_config.kv_sharing_fast_prefill,
@@ -428,7 +430,15 @@ class PlannedLLM(ResumableLLM):
 
     def _why_local(self, request: EngineRequest) -> str | None:
         use = BlockUse() if self.planning is None else self.planning.meter.block_use
-        why = why_local(request, cache_tokens(self.vllm_config, use), self._compresses_prompts)
+        tokens, compresses = cache_tokens(self.vllm_config, use), self._compresses_prompts
+        why = why_local(request, tokens, compresses, self._identifies_media)
         if why is None and self.adapters is not None and request.adapter is not None:
             why = self.adapters.why_local(request.adapter_digest)
         return why
+
+
+def _tenant_digest() -> str | None:
+    tenant = TENANT.get()
+    if tenant is None:
+        return None
+    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()

@@ -3,8 +3,8 @@
 A client never sees a prefill replica that is missing, slow or answers incorrectly, nor KV that does
 not arrive. The rules:
 
-* The remote call and the arrival of its KV together have the plan's time-out. When the call fails
-  or the time runs out, the prompt is prefilled locally.
+* The remote call and the arrival of its KV together have the plan's time-out, and more if the
+  prompt has media. When the call fails or the time runs out, the prompt is prefilled locally.
 * KV that arrives but is not proved to be the prompt's (docs/integrity.md) is not used: the engine
   computes the prompt itself, and the replica that sent the KV counts as failed.
 * If the call succeeds but the KV does not arrive, a second, local submission races the first. The
@@ -93,6 +93,8 @@ class Work(Generic[Output]):
 
     request_id: str
     token_ids: Sequence[int]
+    """The prompt's tokens for the planner, with others at the places of media
+    (`headrace_engine.kv_transfer.media.planning_tokens`)."""
     salt: str
     local_only: str | None
     """Reason why the prompt must be prefilled here; None if it may be prefilled elsewhere."""
@@ -118,6 +120,8 @@ class Work(Generic[Output]):
     """Whether the KV of the answer is of no use to other requests."""
     turn: Callable[[int], AbstractAsyncContextManager[None]] = lambda tokens: nullcontext()
     """Context held while this replica's engine computes a prompt of so many tokens."""
+    min_timeout_s: float = 0.0
+    """Minimum time-out of a remote prefill, for work that plans do not predict."""
     engine_steps: Callable[[], int] = lambda: 0
     """Number of steps that this replica's engine has done since it started."""
     engine_busy: Callable[[], bool] = lambda: False
@@ -175,7 +179,7 @@ class Orchestrator:
                     stream = work.submit(work.request_id, None)
                     first = await anext(stream, None)
             else:
-                left_s = plan.timeout_s - (time.perf_counter() - started)
+                left_s = _timeout_s(work, plan) - (time.perf_counter() - started)
                 self._pulls[work.request_id] = _Pull(plan.replica)
                 stream, first = await self._race_kv_arrival(work, kv_params, max(0.0, left_s))
             if first is None:
@@ -242,13 +246,13 @@ class Orchestrator:
             The parameters to pull the KV with, or None if the prompt must be prefilled here; and
             the plan that now applies.
         """
-        called = time.perf_counter()
+        called, timeout_s = time.perf_counter(), _timeout_s(work, plan)
         task = asyncio.ensure_future(work.prefill(plan))
         stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls[stopped] = plan.replica
         either: set[asyncio.Future[Any]] = {task, stopped}
         try:
-            await asyncio.wait(either, timeout=plan.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._cancel_prefill(work, task)
             raise
@@ -256,7 +260,7 @@ class Orchestrator:
             del self.calls[stopped]
         if not task.done():
             self._cancel_prefill(work, task)
-            late = f"no answer in {plan.timeout_s:.2f} s"
+            late = f"no answer in {timeout_s:.2f} s"
             why = f"{plan.replica} has stopped" if stopped.done() else late
         elif task.cancelled():
             why = "the call was cancelled"
@@ -361,3 +365,7 @@ async def _stop(
             await racer
     with contextlib.suppress(Exception):
         await stream.aclose()
+
+
+def _timeout_s(work: Work[Any], plan: Plan) -> float:
+    return max(plan.timeout_s, work.min_timeout_s)

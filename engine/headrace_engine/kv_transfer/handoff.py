@@ -89,6 +89,8 @@ class PrefillRequest:
     """Stored runs that the KV may be made from, as the caller found them."""
     adapter: AdapterRef | None = None
     """The LoRA adapter that the KV is made with; None for the model itself."""
+    media: bytes = b""
+    """The prompt's processed images, sound and video (`kv_transfer.media`); empty for text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class PrefillResult:
     """The prefill engine's step times: `StepTime.to_dict()`."""
     loads: tuple[tuple[str, int, float], ...] = ()
     """Its loads from the KV store since the last answer: (medium, bytes, seconds)."""
+    has_media: bool = False
+    """Whether the prompt had images, sound or video, whose way takes a part of the call."""
 
 
 class PrefillError(RuntimeError):

@@ -192,6 +192,7 @@ class ReplicaPlanner:
                 computed_tokens=result.computed_tokens,
                 replica=result.replica,
                 shares_store=result.machine == self.machine,
+                has_media=result.has_media,
             ),
         )
         self._changed()

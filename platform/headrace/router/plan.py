@@ -178,6 +178,8 @@ class PrefillReport:
     replica: str = ""
     #: Whether this replica runs on the decode engine's machine.
     shares_store: bool = False
+    #: Whether the prompt had media, whose way takes a part of the call.
+    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)

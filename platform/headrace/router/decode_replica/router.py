@@ -279,7 +279,8 @@ class Router:
 
         The models of the call's overhead, and of the wait that other routers cause, learn from the
         report. A request that was sent while the prefill replica was cold teaches no overhead: one
-        handshake of seconds would make remote prefill seem expensive for a long time.
+        handshake of seconds would make remote prefill seem expensive for a long time. Neither does
+        a prompt with media, whose tensors are on their way for a part of the call.
         """
         now = self._clock()
         active = self._active.get(request_id)
@@ -291,7 +292,7 @@ class Router:
                 active.move_to(target, now, self.geometry.block_tokens)
         if target is not None:
             target.shares_store, target.measured_s = report.shares_store, now
-        if active is None or not active.cold:
+        if (active is None or not active.cold) and not report.has_media:
             self.costs.call.observe(report.call_s - report.queue_s - report.compute_s)
         if active is None or active.plan.prefill is None:
             return
