@@ -208,7 +208,7 @@ class Frontend(PlannedLLM):
         self.log_stats = self.log_requests = False
         self._why_not_resumable = self._drafter = None
         self.cached_tokens: list[int] = []
-        self._redraws_seeded = True
+        self._redraws_seeded = self._identifies_media = True
         self.fanout, self.lossy_store = FanoutLimiter(StepTime()), ""
         self._lossy_modes, self._compresses_prompts = {}, False
         self.meter = EngineMeter()

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -24,6 +25,7 @@ from headrace_decode.resume.emitted import (
     EmittedOutput,
     cached_tokens_of,
     decode_lines,
+    media_of,
 )
 from headrace_decode.resume.recorder import RECORDER, OutputRecorder
 from headrace_decode.resume.resumable_llm import vllm_drafter
@@ -51,15 +53,27 @@ def said(tokens: int, choice: int = 0, *, ends: bool = False) -> list[EmittedOut
 
 
 async def resume(
-    llm: Frontend, outputs: list[EmittedOutput], name: str = "r", **params: Any
+    llm: Frontend,
+    outputs: list[EmittedOutput],
+    name: str = "r",
+    picture: str | None = None,
+    **params: Any,
 ) -> dict[int, list[int]]:
-    """The tokens of each choice of a resumed request, those said before included."""
+    """The tokens of each choice of a resumed request, those said before included.
+
+    Args:
+        picture: name of a picture in the prompt.
+    """
     recorder = OutputRecorder()
     recorder.earlier = outputs
     RECORDER.set(recorder)
     told = SamplingParams(**{"max_tokens": TOKENS, "output_kind": RequestOutputKind.DELTA} | params)
     tokens: dict[int, list[int]] = {}
-    prompt = {"type": "token", "prompt_token_ids": PROMPT}
+    prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": PROMPT}
+    if picture is not None:
+        media = {"mm_kwargs": {"image": [{}]}, "mm_hashes": {"image": [picture]}}
+        places = {"image": [PlaceholderRange(offset=1, length=1)]}
+        prompt = {**prompt, "type": "multimodal", **media, "mm_placeholders": places}
     async with aclosing(llm.generate(prompt, told, name)) as answer:
         async for output in answer:
             llm.cached_tokens.append(output.num_cached_tokens or 0)
@@ -69,6 +83,23 @@ async def resume(
 
 
 WHOLE = {0: text(PROMPT, TOKENS)}
+
+
+async def test_a_stream_about_a_picture_is_resumed_about_the_same_picture_only() -> None:
+    llm = Frontend(Core())
+    assert await resume(llm, [], picture="a") == WHOLE
+    recorder = RECORDER.get()
+    assert recorder is not None
+    outputs = decode_lines(recorder.take())[:5]
+    assert media_of(outputs) and not media_of(outputs[1:])
+    assert await resume(llm, outputs, picture="a") == WHOLE
+    for other in ("b", None):
+        with pytest.raises(VLLMValidationError, match="are others now"):
+            await resume(llm, outputs, picture=other)
+    with pytest.raises(VLLMValidationError, match="are others now"):
+        await resume(llm, said(3), picture="a")
+    llm.assert_idle()
+    await llm.stop()
 
 
 @pytest.mark.parametrize("had", [1, 5, 250, 500])

@@ -45,7 +45,7 @@ class EmittedChoice(
     frozen=True,
     rename={
         **{"index": "i", "tokens": "t", "logprobs": "l", "finish": "f", "stop": "s"},
-        **{"cached": "c", "adapter": "a"},
+        **{"cached": "c", "adapter": "a", "media": "m"},
     },
 ):
     """The part of one engine output that belongs to one choice.
@@ -61,6 +61,7 @@ class EmittedChoice(
             computed.
         adapter: in the first output of a stream: digest of the LoRA adapter's content; empty
             without one.
+        media: in the first output of a stream: digest of the prompt's media; empty for text.
     """
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -70,6 +71,7 @@ class EmittedChoice(
     stop: int | str | None = None
     cached: TokenId = 0
     adapter: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    media: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 EmittedOutput = tuple[EmittedChoice, ...]
@@ -150,3 +152,8 @@ def cached_tokens_of(outputs: list[EmittedOutput]) -> int:
 def adapter_of(outputs: list[EmittedOutput]) -> str:
     """Return the digest of the LoRA adapter with which the stream began; empty without one."""
     return outputs[0][0].adapter if outputs and outputs[0] else ""
+
+
+def media_of(outputs: list[EmittedOutput]) -> str:
+    """Return the digest of the prompt's media when the stream began; empty for text."""
+    return outputs[0][0].media if outputs and outputs[0] else ""

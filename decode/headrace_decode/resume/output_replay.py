@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace_decode.resume.emitted import EmittedChoice, EmittedOutput
 from headrace_decode.resume.scheduler import RESUME_TOKENS
+from headrace_engine.kv_transfer.media import features_of, has_media
 from headrace_engine.vllm.engine_outputs import begin_prefill, core_output, ranked_tokens
 
 MAX_SEEDED = 1024
@@ -25,11 +26,11 @@ OUTPUTS_PER_SLICE = 200
 """Number of outputs processed before the event loop may run other tasks: about 5 ms."""
 
 
-def emitted_output(output: Any, cached_tokens: int = 0) -> EmittedOutput:
+def emitted_output(output: Any, cached_tokens: int = 0, media: str = "") -> EmittedOutput:
     """Convert one output of a stream, which holds only the tokens it adds.
 
     Args:
-        cached_tokens: `EmittedChoice.cached` of the first choice.
+        cached_tokens, media: of the first choice, as in `EmittedChoice`.
     """
     return tuple(
         EmittedChoice(
@@ -39,17 +40,24 @@ def emitted_output(output: Any, cached_tokens: int = 0) -> EmittedOutput:
             finish=choice.finish_reason,
             stop=choice.stop_reason,
             cached=0 if number else cached_tokens,
+            media="" if number else media,
         )
         for number, choice in enumerate(output.outputs)
     )
 
 
-def why_not_resumable(prompt: Any, params: Any) -> str | None:
-    """Return why a stream cannot be resumed; None if it can."""
+def why_not_resumable(prompt: Any, params: Any, identifies_media: bool = True) -> str | None:
+    """Return why a stream cannot be resumed; None if it can.
+
+    Args:
+        identifies_media: whether the engine names media by their content.
+    """
     if params.prompt_logprobs is not None:
         return "the log-probabilities of its prompt are with the engine that computed them"
-    if isinstance(prompt, dict) and (prompt.get("multi_modal_data") or "prompt_embeds" in prompt):
+    if isinstance(prompt, dict) and prompt.get("type", "token") not in ("token", "multimodal"):
         return "its prompt is not plain text"
+    if has_media(prompt) and not (identifies_media and features_of(prompt)):
+        return "its media are not known by their content"
     return None
 
 

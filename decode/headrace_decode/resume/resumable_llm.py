@@ -20,6 +20,7 @@ from headrace_decode.resume.emitted import (
     EmittedOutput,
     all_finished,
     cached_tokens_of,
+    media_of,
     tokens_of_choice,
 )
 from headrace_decode.resume.emitted_checks import check_outputs
@@ -32,6 +33,8 @@ from headrace_decode.resume.output_replay import (
 )
 from headrace_decode.resume.recorder import RECORDER, OutputRecorder
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY
+from headrace_engine.kv_transfer.media import features_of, media_digest
+from headrace_engine.vllm.kv_cache import identifies_media
 from headrace_engine.vllm.llm import SendRequest, intercept_requests, request_state
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
@@ -94,6 +97,7 @@ class ResumableLLM(AsyncLLM):
         self._why_not_resumable = why_not_resumable
         self._drafter = vllm_drafter(vllm_config)
         self._redraws_seeded = not vllm_config.use_v2_model_runner
+        self._identifies_media = identifies_media(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
         intercept_requests(self, self._send_to_engine)
 
@@ -120,6 +124,11 @@ class ResumableLLM(AsyncLLM):
                     yield output
             return
         resumed = recorder.begin(self._why_not_resumable or self._why_not(prompt, params))
+        media = media_digest(features_of(prompt)).hex()
+        if resumed and media_of(resumed) != media:
+            raise VLLMValidationError(
+                "the stream cannot be resumed: its images, sound or video are others now"
+            )
         cached_tokens = cached_tokens_of(resumed)
         left = MAX_SEEDED if self._redraws_seeded and _is_seeded(params) else None
         generate = super().generate
@@ -139,16 +148,16 @@ class ResumableLLM(AsyncLLM):
                     state = states[output.request_id]
                     states.clear()
                     for earlier in state.earlier_outputs():
-                        left = _record(recorder, earlier, left, cached_tokens)
+                        left = _record(recorder, earlier, left, cached_tokens, media)
                         earlier.num_cached_tokens = output.num_cached_tokens
                         yield earlier
-                left = _record(recorder, output, left, output.num_cached_tokens or 0)
+                left = _record(recorder, output, left, output.num_cached_tokens or 0, media)
                 yield output
         replayed = [state for state in states.values() if state.is_replayed]
         for state in replayed[:1]:  # no new output followed
             for earlier in state.earlier_outputs():
                 earlier.num_cached_tokens = cached_tokens
-                left = _record(recorder, earlier, left, cached_tokens)
+                left = _record(recorder, earlier, left, cached_tokens, media)
                 yield earlier
 
     async def _send_to_engine(self, request: Any, send: SendRequest) -> None:
@@ -210,7 +219,8 @@ class ResumableLLM(AsyncLLM):
 
     def _why_not(self, prompt: Any, params: SamplingParams) -> str | None:
         """Return why this request's stream cannot be resumed; None if it can."""
-        return self._why_not_seeded(params) or why_not_resumable(prompt, params)
+        identifies = self._identifies_media
+        return self._why_not_seeded(params) or why_not_resumable(prompt, params, identifies)
 
     def _why_not_seeded(self, params: SamplingParams) -> str | None:
         if self._drafter is None or not _is_seeded(params):
@@ -274,9 +284,14 @@ def vllm_drafter(config: VllmConfig) -> str | None:
 
 
 def _record(
-    recorder: OutputRecorder, output: RequestOutput, left: int | None, cached_tokens: int
+    recorder: OutputRecorder,
+    output: RequestOutput,
+    left: int | None,
+    cached_tokens: int,
+    media: str,
 ) -> int | None:
-    """Record an output; the first one carries the number of cached tokens and the adapter.
+    """Record an output; the first one carries the number of cached tokens, the media's digest and
+    the adapter.
 
     Args:
         left: how many more tokens the stream may have and still be resumed; None without a limit.
@@ -284,7 +299,8 @@ def _record(
     Returns:
         The same number after this output.
     """
-    emitted = emitted_output(output, 0 if recorder.has_output else cached_tokens)
+    first = (0, "") if recorder.has_output else (cached_tokens, media)
+    emitted = emitted_output(output, *first)
     if emitted and recorder.adapter and not recorder.has_output:
         emitted = (replace(emitted[0], adapter=recorder.adapter), *emitted[1:])
     recorder.add(emitted)
