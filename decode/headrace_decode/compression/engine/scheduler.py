@@ -74,9 +74,12 @@ class CompressionSchedulerPart(SchedulerPart):
             self.incremental.before_add(request)
 
     def after_add(self, request: Any) -> None:
-        """Plan to read the context of a compressed request again, if it does not stream."""
+        """Plan to read the context of a compressed request again, if it does not stream.
+
+        A context with images, sound or video is not its tokens alone; its KV is kept whole.
+        """
         keep_ratio = keep_ratio_in(request.sampling_params, COMPRESSION)
-        if keep_ratio is None or self.stays(request) or request.prompt_token_ids is None:
+        if keep_ratio is None or self.stays(request) or not _is_tokens(request):
             return
         if self._manager.ledger.planned(request.request_id) is not None:
             return  # too long for the cache: it is offloaded
@@ -225,3 +228,7 @@ class CompressionSchedulerPart(SchedulerPart):
         waiting = self._scheduler.waiting
         waiting.remove_request(rereads)
         waiting.prepend_request(rereads)
+
+
+def _is_tokens(request: Any) -> bool:
+    return request.prompt_token_ids is not None and not request.mm_features
