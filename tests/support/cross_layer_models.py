@@ -169,7 +169,7 @@ class Engines:
             model,
             dtype=options.pop("dtype", "float32"),
             enforce_eager=True,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=options.pop("skip_tokenizer_init", True),
             disable_log_stats=False,
             block_size=BLOCK,
             max_model_len=POSITIONS,
