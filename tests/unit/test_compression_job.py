@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from headrace_decode.compression.engine.compression_job import (
     EARLIER_TOKENS,
@@ -13,6 +17,7 @@ from headrace_decode.compression.engine.compression_job import (
 )
 from headrace_decode.compression.engine.context_scorer import RereadRows
 from headrace_decode.compression.engine.reread_rate import LEAST, LONGER, RereadRateController
+from headrace_decode.compression.engine.scheduler import CompressionSchedulerPart
 from headrace_decode.compression.engine.settings import CompressionSettings, settings_of
 from headrace_decode.compression.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.techniques import COMPRESSION, keep_ratio_in
@@ -145,3 +150,28 @@ def test_a_request_says_what_it_keeps(told: dict[str, object], share: float | No
     assert (
         keep_ratio_in(Params(), COMPRESSION) == share and keep_ratio_in(None, COMPRESSION) is None
     )
+
+
+@pytest.mark.parametrize("media", [[], ["an image"]])
+def test_a_context_with_media_is_not_read_again(media: list[str]) -> None:
+    """Its tokens are not all that its KV depends on."""
+    group = SimpleNamespace(layer_names=["layer"])
+    scheduler: Any = SimpleNamespace(
+        stays=lambda request: False,
+        incremental=None,
+        jobs={},
+        _manager=SimpleNamespace(
+            block_size=128, ledger=SimpleNamespace(planned=lambda request_id: None)
+        ),
+        _scheduler=SimpleNamespace(
+            max_model_len=100_000, kv_cache_config=SimpleNamespace(kv_cache_groups=[group])
+        ),
+    )
+    request = SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=[1] * 8192,
+        mm_features=media,
+        sampling_params=SamplingParams(extra_args={"compression": 0.3}),
+    )
+    CompressionSchedulerPart.after_add(scheduler, request)
+    assert bool(scheduler.jobs) == (not media)

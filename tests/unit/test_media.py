@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from headrace_decode.apis.usage import CachedTokens
 from headrace_decode.llm.engine_request import EngineRequest, why_local
 from headrace_decode.llm.plan_execution import PlanExecution
+from headrace_decode.llm.planned_llm import PlannedLLM
 from headrace_decode.resume.output_replay import why_not_resumable
 from headrace_engine.connector.identity.adapters import BlockNames
 from headrace_engine.kv_transfer import media
@@ -159,6 +160,7 @@ def test_another_engine_gets_the_same_prompt(frontend: Frontend) -> None:
     assert len(sent) == len(got) == 2
     for ours, theirs in zip(sent, got, strict=True):
         assert theirs.mm_position.get_num_embeds() == IMAGE_TOKENS
+        assert ours.data is not None and theirs.data is not None
         assert ours.data.keys() == theirs.data.keys()
         for key in ours.data:
             assert torch.equal(ours.data[key].data, theirs.data[key].data), key
@@ -242,11 +244,19 @@ def test_media_above_the_limit_are_prefilled_where_they_are(
 ) -> None:
     prompt = frontend.prompt(image())
     [feature] = features_of(prompt)
+    assert feature.data is not None
     size = sum(elem.data.nbytes for elem in feature.data.values())
     monkeypatch.setattr(media, "MAX_MEDIA_BYTES", size)
     assert why_not_sent(prompt) is None
     monkeypatch.setattr(media, "MAX_MEDIA_BYTES", size - 1)
     assert "more than" in (why_not_sent(prompt) or "")
+
+
+def test_stored_kv_is_not_blended_into_a_prompt_with_a_picture(frontend: Frontend) -> None:
+    llm: Any = SimpleNamespace(blending=SimpleNamespace(mode="auto", budget=0.2))
+    text = request_of({"type": "token", "prompt_token_ids": [1, 2, 3]})
+    assert PlannedLLM._recompute_ratio(llm, text) == 0.2
+    assert PlannedLLM._recompute_ratio(llm, request_of(frontend.prompt(image()))) is None
 
 
 # ---- telling one picture from another -----------------------------------------------------------
