@@ -64,6 +64,7 @@ from headrace_engine.serving.added_adapters import AddedAdapters
 from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
+from headrace_engine.serving.ready_file import start_ready_file
 from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
 from headrace_engine.serving.startup_heap import freeze_startup_heap
@@ -164,6 +165,8 @@ class DecodeServer(PDDecodeServer):
             self._listener = await wiring.listen(watched, get_node_ip_address(), 0)
             self._reporting = self._open_reporting()
         self._start("warm the system prompts", self._warm_system_prompts, restarts=False)
+        if (ready := start_ready_file(self.check_health)) is not None:
+            self._tasks.append(ready)
 
     def _start(
         self, name: str, work: Callable[[], Awaitable[None]], *, restarts: bool = True

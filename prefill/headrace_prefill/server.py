@@ -46,6 +46,7 @@ from headrace_engine.ray.serve import read_cluster_value, write_cluster_value
 from headrace_engine.reporting.prompt_backlog import PromptBacklog, ReceivedPlans
 from headrace_engine.reporting.replica_reporting import ReplicaReporting
 from headrace_engine.serving.added_adapters import AddedAdapters
+from headrace_engine.serving.ready_file import start_ready_file
 from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.serving.techniques import unsupported
@@ -139,6 +140,7 @@ class PrefillServer(PDPrefillServer):
         if self._adapters is not None:
             self._adapters.registry.on_change.append(self._reporting.changed)
         freeze_startup_heap()
+        self._ready = start_ready_file(self.check_health)
 
     async def _start_adapters(self, settings: AdapterSettings) -> None:
         app_name = serve.get_replica_context().app_name
@@ -304,7 +306,8 @@ class PrefillServer(PDPrefillServer):
             await fallback.stop()
         if reporting is not None:
             await reporting.close()
-        for task in (getattr(self, "_joining", None), getattr(self, "_polling", None)):
+        tasks = (getattr(self, name, None) for name in ("_joining", "_polling", "_ready"))
+        for task in tasks:
             if task is not None:
                 task.cancel()
         if (adapters := getattr(self, "_adapters", None)) is not None:
