@@ -197,6 +197,14 @@ def _is_grouped(config: Any) -> bool:
     return bool(config.engine_kwargs.get("data_parallel_size", 1) > 1)
 
 
+def _may_be_zero(config: Any) -> bool:
+    """Whether Serve may stop every replica of a role."""
+    scaling = (config.deployment_config or {}).get("autoscaling_config") or {}
+    if not isinstance(scaling, dict):
+        scaling = scaling.model_dump()
+    return scaling.get("min_replicas", 1) == 0
+
+
 def _options(config: Any, role: str, drain_s: float, *, routed: bool) -> dict[str, Any]:
     """Return a role's deployment options, without those that the user has set.
 
@@ -248,6 +256,7 @@ def _relay(
             setup,
             section.router.to_settings(),
             has_adapters,
+            _may_be_zero(pd.prefill_config) and _may_be_zero(pd.decode_config),
         )
     )
 

@@ -118,6 +118,7 @@ class FakeCluster:
     document: dict[str, Any] = field(default_factory=dict)
     told_status: dict[str, Any] | None = None
     elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
+    starts_on_demand: bool = False
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1

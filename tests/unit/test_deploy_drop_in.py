@@ -163,6 +163,20 @@ def test_gateways_scale_by_the_ingress_options() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prefill", "decode", "on_demand"),
+    [(None, None, False), (0, None, False), (None, 0, False), (0, 1, False), (0, 0, True)],
+)
+def test_gateways_take_requests_without_replicas_if_both_roles_may_be_zero(
+    prefill: int | None, decode: int | None, on_demand: bool
+) -> None:
+    document: dict[str, Any] = {"model": {"id": "m", "source": "/m"}, **STORE_OFF}
+    for role, least in (("prefill", prefill), ("decode", decode)):
+        if least is not None:
+            document[role] = {"autoscaling": {"min_replicas": least, "max_replicas": 3}}
+    assert deployment(build_configured(document), "gateway").init_args[-1] is on_demand
+
+
+@pytest.mark.parametrize(
     ("gateway", "surge"),
     [
         ({"replicas": 2}, 100),

@@ -41,6 +41,15 @@ async def test_health_is_open_and_tells_whether_a_replica_is_ready() -> None:
         assert response.status == 503
 
 
+async def test_a_gateway_without_replicas_takes_the_request_that_starts_one() -> None:
+    """Kubernetes would otherwise send it none, if both roles were scaled to zero."""
+    async with gateway_over() as bench:
+        bench.cluster.starts_on_demand = True
+        async with bench.client.get("/health") as response:
+            assert response.status == 200
+            assert (await response.json())["status"] == "unavailable"
+
+
 async def test_plans_metrics_and_version_are_served_in_their_types() -> None:
     async with gateway_over(answer) as bench:
         async with bench.client.get("/headrace/v1/plans/known") as response:

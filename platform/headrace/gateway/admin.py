@@ -250,7 +250,9 @@ class Admin:
             "replicas_ready": ready,
             "standing_in": pool.fallbacks_ready,
         }
-        return (200 if is_ready else 503), _json(health), _JSON
+        # With no replica left, the request that would start one must still come through.
+        takes_requests = is_ready or self._backend.starts_on_demand
+        return (200 if takes_requests else 503), _json(health), _JSON
 
     async def _get_version(self, pool: ReplicaPool) -> Answer:
         return 200, _json({"version": self._version}), _JSON

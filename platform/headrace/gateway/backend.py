@@ -62,7 +62,14 @@ def _known(cls: type[Known], answer: Mapping[str, Any]) -> Known:
 
 
 class Backend(Protocol):
-    """The cluster as the gateway sees it."""
+    """The cluster as the gateway sees it.
+
+    Attributes:
+        starts_on_demand: whether Serve may have stopped every replica that answers clients, and
+            starts one when a request waits for it.
+    """
+
+    starts_on_demand: bool = False
 
     async def replicas(self) -> list[ReplicaInfo]:
         """Return the replicas that are ready now.

@@ -66,6 +66,7 @@ class ServeBackend:
         decode, prefill: handles of the deployments of decode and prefill replicas.
         store: handle of the deployment that runs the KV store's nodes; None without a store.
         is_wanted: returns whether requests wait for a replica.
+        starts_on_demand: whether both roles may be scaled to zero.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class ServeBackend:
         prefill: DeploymentHandle,
         store: DeploymentHandle | None = None,
         is_wanted: Callable[[], bool] = lambda: False,
+        *,
+        starts_on_demand: bool = False,
     ):
+        self.starts_on_demand = starts_on_demand
         self._decode, self._prefill, self._store = decode, prefill, store
         self._is_wanted = is_wanted
         self._nodes: Upstream | None = None
@@ -317,6 +321,7 @@ class GatewayServer:
         setup: prepares the process (logs, traces).
         router: settings of the router, such as the placement policy.
         has_adapters: whether the app has LoRA adapters.
+        starts_on_demand: whether both roles may be scaled to zero.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -329,9 +334,16 @@ class GatewayServer:
         setup: Callable[[str], None],
         router: RouterSettings,
         has_adapters: bool = False,
+        starts_on_demand: bool = False,
     ):
         setup("gateway")
-        backend = ServeBackend(decode, prefill, store, lambda: self._app.is_wanted)
+        backend = ServeBackend(
+            decode,
+            prefill,
+            store,
+            lambda: self._app.is_wanted,
+            starts_on_demand=starts_on_demand,
+        )
         self._app = build_gateway_app(
             settings,
             backend,
