@@ -59,7 +59,9 @@ def test_each_gpu_of_a_tensor_parallel_engine_gets_a_bundle() -> None:
     overrides = [f"{r}.{f}" for r in ("prefill", "decode") for f in ("gpus=4",)]
     overrides += [f"{r}.engine.tensor_parallel_size=4" for r in ("prefill", "decode")]
     args = to_app_args(load_config(preset="gpu-node", overrides=overrides))
-    assert len(args["decode_config"]["placement_group_config"]["bundles"]) == 4
+    placed = args["decode_config"]["placement_group_config"]
+    assert len(placed["bundles"]) == 4
+    assert placed["strategy"] == "STRICT_PACK", "one machine, at whose address its KV is pulled"
 
 
 def test_custom_resources_are_reserved_with_each_bundle() -> None:

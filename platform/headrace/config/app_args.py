@@ -42,7 +42,7 @@ def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
             "model_source": config.model.source or config.model.id,
         },
         "accelerator_config": {"kind": "gpu" if role.gpus else "cpu"},
-        "placement_group_config": {"bundles": _bundles(role)},
+        "placement_group_config": _placement(role),
         "deployment_config": {
             **_replicas(config, name),
             # The replica actor runs in the first bundle and reserves nothing more.
@@ -68,6 +68,16 @@ def _replicas(config: HeadraceConfig, name: str) -> dict[str, Any]:
     bounds = {each: one.bounds for each, one in config.roles().items()}
     first = role.autoscaling.within(role.replicas)
     return {"autoscaling_config": config.autoscaling.serve_config(name, first, bounds)}
+
+
+def _placement(role: RoleSettings) -> dict[str, Any]:
+    """Return what a replica reserves in Ray."""
+    bundles = _bundles(role)
+    if len(bundles) == 1:
+        return {"bundles": bundles}
+    # NixlConnector finds all tensor parallel ranks of an engine at one address.
+    pipeline = role.engine.get("pipeline_parallel_size", 1)
+    return {"bundles": bundles, "strategy": "STRICT_PACK" if pipeline == 1 else "PACK"}
 
 
 def _bundles(role: RoleSettings) -> list[dict[str, float]]:
