@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
@@ -65,3 +66,41 @@ def test_all_dashboards_are_shipped_and_link_to_the_runbook_and_the_console(
             if each["type"] == "constant"
         }
         assert constants == {"runbook": runbook.replace("{version}", version), "console": console}
+
+
+def selectors(expression: Any) -> list[Any]:
+    """All vector selectors of a parsed query."""
+    found, todo = [], [expression]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(node)
+            continue
+        parts = ("expr", "lhs", "rhs", "vector_selector", "param")
+        todo += [part for name in parts if (part := getattr(node, name, None)) is not None]
+        todo += list(getattr(node, "args", None) or ())
+    return found
+
+
+def test_the_alerts_of_a_release_look_at_its_own_pods() -> None:
+    """Two releases would otherwise both fire for one, and `absent` would be silent while another
+    one lives. The PodMonitor sets the label."""
+    values = MATRIX["everything"]
+    [monitor] = of_kind("PodMonitor", values)
+    assert monitor["spec"]["podTargetLabels"] == ["app.kubernetes.io/instance"]
+    [rule] = of_kind("PrometheusRule", values)
+    alerts = [one for group in rule["spec"]["groups"] for one in group["rules"]]
+    for alert in alerts:
+        found = selectors(promql_parser.parse(alert["expr"]))
+        assert found, alert["alert"]
+        for one in found:
+            matchers = {m.name: m.value for m in one.matchers.matchers}
+            assert matchers["namespace"] == "prod", alert["expr"]
+            assert matchers["app_kubernetes_io_instance"] == "demo", alert["expr"]
+
+
+def test_without_the_pod_monitor_the_alerts_ask_for_no_label_of_its_own() -> None:
+    [rule] = of_kind(
+        "PrometheusRule", merged(MATRIX["everything"], {"monitoring.podMonitor": False})
+    )
+    assert "app_kubernetes_io_instance" not in str(rule)
