@@ -12,8 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Object = dict[str, Any]
-Texts = dict[str, str]
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m|k)?$")]
+Scalar = str | int | float | bool
+Texts = dict[str, Scalar]
+Quantity = (
+    Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|m|k)?$")]
+    | Annotated[float, Field(gt=0)]
+)
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
 OptionalName = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
 Count = Annotated[int, Field(ge=0)]
@@ -25,13 +29,28 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class EnvSource(Group):
+    """The source of an environment variable, as in a pod."""
+
+    valueFrom: Object
+
+
+POD_TEMPLATE: Object = {
+    "additionalProperties": False,
+    "properties": {"metadata": {"type": "object"}, "spec": {"type": "object"}},
+}
+"""Schema of a part of a pod template. Kubernetes checks what is in it."""
+
+
 class Image(Group):
     """The image of all pods. `docs/images.md` says how it is built."""
 
     repository: str = Field(
         default="headrace-cpu", min_length=1, description="Registry and name of the image."
     )
-    tag: str = Field(default="", description="Its tag. Empty: the chart's appVersion.")
+    tag: str | int | float = Field(
+        default="", description="Its tag. Empty: the chart's appVersion."
+    )
     digest: str = Field(
         default="",
         pattern=r"^(sha256:[0-9a-f]{64})?$",
@@ -55,22 +74,30 @@ class Pods(Group):
         "the store's `dram_gb`.",
     )
     nodeSelector: Texts = Field(default={}, description="Labels of the nodes that may run them.")
-    tolerations: list[Object] = Field(default=[], description="Taints that they tolerate.")
-    affinity: Object = Field(default={}, description="Affinity, as in a pod.")
-    topologySpreadConstraints: list[Object] = Field(
-        default=[], description="How they are spread, as in a pod."
+    tolerations: list[Object] = Field(
+        default=[],
+        description="Taints that they tolerate, beside that of the nodes with GPUs, which engines "
+        "with `gpus` tolerate.",
     )
-    priorityClassName: OptionalName = Field(default="", description="Their priority class.")
-    annotations: Texts = Field(default={}, description="Annotations of the pods.")
-    labels: Texts = Field(default={}, description="More labels of the pods.")
-    env: Texts = Field(default={}, description="Environment variables, UCX's and NIXL's included.")
+    env: dict[str, Scalar | EnvSource] = Field(
+        default={},
+        description="Environment variables of the whole pod, UCX's, NCCL's and the hub's included. "
+        "A value is text, a number, or `{valueFrom: {secretKeyRef: {name: ..., key: ...}}}`. They "
+        "win over the chart's own.",
+    )
     resources: dict[str, str | int] = Field(
         default={},
         description="More resources that each pod asks for, by key: RDMA devices such as "
         "`rdma/ib: 1` or `vpc.amazonaws.com/efa: 1`, hugepages such as `hugepages-2Mi: 2Gi`.",
     )
-    volumes: list[Object] = Field(default=[], description="More volumes, as in a pod.")
-    volumeMounts: list[Object] = Field(default=[], description="Where they are mounted.")
+    podTemplate: Object = Field(
+        default={},
+        json_schema_extra=POD_TEMPLATE,
+        description="Anything else of a pod: `metadata` (labels, annotations) and `spec`, merged "
+        "into the pods as Kubernetes would. Containers merge by name, variables, volumes and "
+        "mounts are replaced by name, tolerations are appended, `null` removes a field. The main "
+        "container is `ray-worker`, in the head `ray-head`.",
+    )
 
 
 class Head(Pods):
@@ -147,11 +174,16 @@ class ModelCache(Group):
     )
     claimName: OptionalName = Field(default="", description="Of an existing claim.")
     storageClassName: str = Field(default="", description="Of a new claim. Empty: the default.")
-    size: Quantity = Field(default="100Gi", description="Of a new claim, or of empty volumes.")
+    size: Quantity = Field(
+        default="100Gi",
+        description="Of a new claim, or of empty volumes. It must hold the model: a pod whose "
+        "empty volume grows larger is evicted.",
+    )
     warmUp: bool = Field(
         default=False,
         description="Run a Job that downloads the model into the claim at install and upgrade, so "
-        "that pods do not. For `claim` and `new`.",
+        "that pods do not. For `claim` and `new`. Its pod is scheduled as prefill's, with the same "
+        "variables.",
     )
     tokenSecret: OptionalName = Field(
         default="",
@@ -166,6 +198,10 @@ class ApiKeys(Group):
         default="",
         description="Name of a Secret with the file under the key `keys.yaml`. Changes take effect "
         "without a restart.",
+    )
+    testSecret: Name = Field(
+        default="headrace-test",
+        description="Name of a Secret whose key `key` is an API key, with which `helm test` asks.",
     )
     file: str = Field(
         default="",
@@ -182,6 +218,17 @@ class Tls(Group):
     )
 
 
+class RayService(Group):
+    """The RayService. KubeRay copies both to the Ray clusters that it makes from then on."""
+
+    labels: Texts = Field(
+        default={},
+        description="Its labels, with which Kueue (`kueue.x-k8s.io/queue-name`), Volcano or "
+        "YuniKorn (`ray.io/scheduler-name`, `ray.io/gang-scheduling-enabled`) know it.",
+    )
+    annotations: Texts = Field(default={}, description="Its annotations.")
+
+
 class Service(Group):
     """The Service in front of the gateways. Its name is the release's and stays the same when the
     Ray cluster changes."""
@@ -191,6 +238,11 @@ class Service(Group):
     )
     port: int = Field(default=8000, ge=1, le=65535, description="Its port.")
     annotations: Texts = Field(default={}, description="Its annotations.")
+    spec: Object = Field(
+        default={},
+        description="More of its specification, as in Kubernetes: `loadBalancerClass`, "
+        "`loadBalancerSourceRanges`, `externalTrafficPolicy`, `ipFamilyPolicy`, `ipFamilies`.",
+    )
 
 
 class Ingress(Group):
@@ -232,9 +284,10 @@ class NetworkPolicy(Group):
     )
     extraEgress: list[Object] = Field(
         default=[],
-        description="More rules of egress. DNS, pods of the release and port 443 are allowed, "
-        "which reaches model hubs and object stores; with `autoscaling` also port 6443, which "
-        "reaches Kubernetes' API.",
+        description="More rules of egress. Allowed are pods of the release, DNS (53, and 5353 of "
+        "OpenShift), 443, which reaches hubs and object stores, 6443, which reaches Kubernetes' "
+        "API, and the ports that these values name: of Redis, of `otlp_endpoint`, of the object "
+        "store's `endpoint`, and of addresses in `env`, such as a proxy's.",
     )
 
 
@@ -272,10 +325,31 @@ class Monitoring(Group):
 class PodSecurity(Group):
     """User and group of the containers. Their root file system is read-only."""
 
-    userId: int = Field(default=1000, ge=1, description="User and group.")
-    serviceAccount: OptionalName = Field(
-        default="", description="Name of an existing ServiceAccount. Empty: the chart makes one."
+    userId: int | None = Field(
+        default=1000,
+        ge=1,
+        description="User and group. null: the cluster chooses them, as OpenShift does.",
     )
+
+
+class ServiceAccount(Group):
+    """The ServiceAccount of all pods. It has no rights of its own."""
+
+    name: OptionalName = Field(
+        default="", description="Name of an existing one. Empty: the chart makes one."
+    )
+    annotations: Texts = Field(
+        default={},
+        description="Annotations of the chart's own, such as `eks.amazonaws.com/role-arn` or "
+        "`iam.gke.io/gcp-service-account`.",
+    )
+
+
+class DisruptionBudgets(Group):
+    """PodDisruptionBudgets: a drain of nodes takes one ready pod of a role at a time. A role with
+    one pod has none, as its drain would wait for ever."""
+
+    enabled: bool = Field(default=True, description="Whether there are any.")
 
 
 class RayToken(Group):
@@ -290,13 +364,20 @@ class RayToken(Group):
 
 
 class GcsFaultTolerance(Group):
-    """Where Ray's head keeps its state, so that the cluster survives the head."""
+    """Where Ray's head keeps its state, so that the cluster survives the head: docs/kubernetes.md
+    says what it costs to lose it."""
 
     redisAddress: str = Field(
         default="", description="`host:port` of a Redis. Empty: the state is lost with the head."
     )
+    username: str = Field(default="", description="User of Redis. Empty: Redis's default.")
     passwordSecret: OptionalName = Field(
         default="", description="Name of a Secret with the key `password`."
+    )
+    namespace: str = Field(
+        default="",
+        description="Prefix of the keys in a Redis that several clusters share. Empty: KubeRay "
+        "takes the RayCluster's uid, so that a new cluster starts without the old one's state.",
     )
 
 
@@ -327,16 +408,14 @@ class Upgrade(Group):
 
 
 class Startup(Group):
-    """How long a start may take before KubeRay gives it up."""
+    """How long a first start may take."""
 
-    modelGB: float = Field(default=16, gt=0, description="Size of the model's weights, in GB.")
-    gbPerSecond: float = Field(
-        default=0.05,
-        gt=0,
-        description="Slowest rate at which they come, in GB a second; 0.05 is a 400 Mbit/s line.",
-    )
-    extraSeconds: int = Field(
-        default=900, ge=0, description="For images, nodes that are started, and compilation."
+    giveUpSeconds: int = Field(
+        default=0,
+        ge=0,
+        description="Seconds after which KubeRay gives up a first start: it deletes the pods, and "
+        "starts nothing again until the RayService is deleted and made anew. 0: never, so that a "
+        "corrected `helm upgrade` takes effect.",
     )
 
 
@@ -351,6 +430,9 @@ class Values(Group):
     """All values of the chart."""
 
     nameOverride: OptionalName = Field(default="", description="In place of the release's name.")
+    commonLabels: Texts = Field(
+        default={}, description="Labels of all objects and pods, beside the chart's own."
+    )
     image: Image = Image()
     rayVersion: str = Field(
         default="2.60.0",
@@ -362,6 +444,21 @@ class Values(Group):
         description="Headrace's configuration: see docs/configuration.md. The chart sets "
         "`gateway.host`, `gateway.port` and the files of keys and TLS; `ray` has no effect.",
     )
+    ipv6Only: bool = Field(
+        default=False,
+        description="Whether the cluster's pods have IPv6 addresses only. Ray then listens at "
+        "`::`.",
+    )
+    autoscalerOptions: Object = Field(
+        default={},
+        description="Options of the autoscaler in the head pod, as in a RayCluster: `resources` "
+        "(default: 500m of a CPU, 512Mi), `idleTimeoutSeconds` (60), `version`. It runs with "
+        "`autoscaling`, and for upgrades in steps.",
+    )
+    extraObjects: list[Object | str] = Field(
+        default=[],
+        description="More Kubernetes objects of the release. Templates in them are rendered.",
+    )
     head: Head = Head()
     gateway: Gateway = Gateway()
     prefill: Engines = Engines()
@@ -370,12 +467,15 @@ class Values(Group):
     modelCache: ModelCache = ModelCache()
     apiKeys: ApiKeys = ApiKeys()
     tls: Tls = Tls()
+    rayService: RayService = RayService()
     service: Service = Service()
     ingress: Ingress = Ingress()
     httpRoute: HttpRoute = HttpRoute()
     networkPolicy: NetworkPolicy = NetworkPolicy()
     monitoring: Monitoring = Monitoring()
+    podDisruptionBudget: DisruptionBudgets = DisruptionBudgets()
     podSecurity: PodSecurity = PodSecurity()
+    serviceAccount: ServiceAccount = ServiceAccount()
     rayToken: RayToken = RayToken()
     gcsFaultTolerance: GcsFaultTolerance = GcsFaultTolerance()
     upgrade: Upgrade = Upgrade()

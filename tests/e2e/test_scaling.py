@@ -7,6 +7,7 @@ takes all that the cores can give, the streams are fewer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,14 @@ def autoscaled(*, upscale_delay_s: float, downscale_delay_s: float) -> dict[str,
         "downscale_delay_s": downscale_delay_s,
     }
     return {"decode": {"num_replicas": None, "autoscaling_config": scaling}}
+
+
+def test_engines_that_serve_keep_the_file_of_the_readiness_probe(served: ServedApp) -> None:
+    def age_s() -> float:
+        return time.time() - served.ready_file.stat().st_mtime
+
+    until(served.ready_file.exists, 60, "an engine has touched it", served.logs)
+    until(lambda: age_s() < 10, 60, "an engine touches it again", served.logs)
 
 
 def test_scaling_by_hand_loses_no_stream(served: ServedApp, client: httpx.Client) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from headrace.forkserver import SERVER, listen, py_executable
 from headrace.forkserver.launcher import ADDRESS_VARIABLE
+from headrace_engine.serving.ready_file import READY_FILE
 from tests.support import run
 from tests.support.app import until
 from tests.support.chart import merged, pods, preset, ray_service, serve_config
@@ -120,6 +121,7 @@ class ServedApp:
         args: what the app is built from at the next `deploy`.
         folder: of its files, logs included.
         keys: API keys by name. The app asks for one once `ask_for_keys` is deployed.
+        ready_file: by its age, a pod's readiness probe knows that an engine serves.
     """
 
     def __init__(
@@ -138,9 +140,11 @@ class ServedApp:
         if MODEL_INFOS.exists():
             shutil.copytree(MODEL_INFOS, home / MODEL_INFOS.relative_to(Path.home()))
         command = [sys.executable, "-m", "tests.support.served"]
+        self.ready_file = self.folder / "engine-ready"
+        own = {"HOME": str(home), READY_FILE: str(self.ready_file)}
         self._driver = subprocess.Popen(
             [*as_in_a_container(), *command, str(self.folder), json.dumps(resources())],
-            env={**os.environ, **container_environment(), "HOME": str(home)},
+            env={**os.environ, **container_environment(), **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

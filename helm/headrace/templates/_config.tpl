@@ -62,11 +62,34 @@ left without one, and one listens while the other is replaced. */ -}}
 {{- if or (eq .Values.upgrade.type "NewClusterWithIncrementalUpgrade") $prefill.autoscaling $decode.autoscaling }}true{{ else }}false{{ end }}
 {{- end -}}
 
+{{/*
+The numbers of pods of a worker group, as YAML: replicas, min, max. An engine group has a pod for
+each of Serve's replicas, of which a data-parallel group has one for each rank. Takes a dict: root,
+role.
+*/}}
+{{- define "headrace.pods" -}}
+{{- $own := get (include "headrace.config" .root | fromYaml) .role | default dict -}}
+{{- $ranks := 1 -}}
+{{- $replicas := include "headrace.gatewayPods" .root | int -}}
+{{- if ne .role "gateway" -}}
+{{- $ranks = dig "engine" "data_parallel_size" 1 $own | int | max 1 -}}
+{{- $replicas = $own.replicas | default 1 | int -}}
+{{- end -}}
+{{- $min := $replicas -}}
+{{- $max := $replicas -}}
+{{- with $own.autoscaling -}}
+{{- $min = hasKey . "min_replicas" | ternary .min_replicas 1 | int -}}
+{{- $max = .max_replicas | int -}}
+{{- $replicas = max $min (min $replicas $max) -}}
+{{- end -}}
+{replicas: {{ mul $replicas $ranks }}, min: {{ mul $min $ranks }}, max: {{ mul $max $ranks }}}
+{{- end -}}
+
 {{/* What Serve deploys (`serveConfigV2`). Every pod has Serve's proxy, by which KubeRay knows that the app answers. */}}
 {{- define "headrace.serveConfig" -}}
 proxy_location: EveryNode
 http_options:
-  host: 0.0.0.0
+  host: {{ ternary "\"::\"" "0.0.0.0" .Values.ipv6Only }}
   port: 8000
 applications:
   - name: headrace

@@ -1,6 +1,12 @@
-{{/* The release's name, at most 40 characters, as KubeRay adds some of its own. */}}
+{{/* The release's name, at most 40 characters, as KubeRay adds some of its own. A longer one ends in
+a hash, so that two releases never share a name. */}}
 {{- define "headrace.name" -}}
-{{- .Values.nameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- $name := .Values.nameOverride | default .Release.Name -}}
+{{- if gt (len $name) 40 -}}
+{{ $name | trunc 31 | trimSuffix "-" }}-{{ $name | sha256sum | trunc 8 }}
+{{- else -}}
+{{ $name }}
+{{- end -}}
 {{- end -}}
 
 {{/* Labels that select the release's pods. */}}
@@ -15,6 +21,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ include "headrace.texts" . }}
+{{- end }}
 {{- end -}}
 
 {{- define "headrace.image" -}}
@@ -22,12 +31,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if $image.digest -}}
 {{ printf "%s@%s" $image.repository $image.digest }}
 {{- else -}}
-{{ printf "%s:%s" $image.repository ($image.tag | default .Chart.AppVersion) }}
+{{ printf "%s:%s" $image.repository (include "headrace.text" $image.tag | default .Chart.AppVersion) }}
 {{- end -}}
 {{- end -}}
 
 {{- define "headrace.serviceAccount" -}}
-{{ .Values.podSecurity.serviceAccount | default (include "headrace.name" .) }}
+{{ .Values.serviceAccount.name | default (include "headrace.name" .) }}
 {{- end -}}
 
 {{/* Where gateways listen in their pods. Ray's own ports are 6379, 8000, 8080, 8265 and 10001. */}}

@@ -1,12 +1,88 @@
 {{/*
-The pod of a group. Takes a dict: root, role (head, gateway, prefill or decode), container (KubeRay
-expects its name).
-
-The root file system is read-only. What is written goes to empty volumes: /tmp (Ray's logs and
-sockets), the user's home, /cache (compiled code), /dev/shm (the store's arena, Ray's objects, the
-engines' queues), /models.
+The pod of a group: the chart's own, with the group's `podTemplate` merged into it, and then the
+preflight with the resources, variables and mounts of the main container. Takes a dict: root, role
+(head, gateway, prefill or decode), container (its name).
 */}}
 {{- define "headrace.pod" -}}
+{{- $root := .root -}}
+{{- $group := get $root.Values .role -}}
+{{- $pod := include "headrace.podOfChart" . | fromYaml -}}
+{{- with $pod.Error -}}
+{{- fail . -}}
+{{- end -}}
+{{- $env := list -}}
+{{- range $name, $value := $group.env -}}
+{{- if kindIs "map" $value -}}
+{{- $env = append $env (dict "name" $name "valueFrom" $value.valueFrom) -}}
+{{- else -}}
+{{- $env = append $env (dict "name" $name "value" $value) -}}
+{{- end -}}
+{{- end -}}
+{{- $own := dict "spec" (dict "tolerations" $group.tolerations "containers" (list (dict "name" .container "env" $env))) -}}
+{{- include "headrace.merge" (dict "into" $pod "from" $own) -}}
+{{- include "headrace.merge" (dict "into" $pod "from" (deepCopy $group.podTemplate)) -}}
+{{- $spec := $pod.spec -}}
+{{- if not $spec.tolerations -}}
+{{- $_ := unset $spec "tolerations" -}}
+{{- end -}}
+{{- $main := first $spec.containers -}}
+{{- if $root.Values.preflight.enabled -}}
+{{- $check := pick $main "image" "imagePullPolicy" "securityContext" "resources" "envFrom" "volumeMounts" -}}
+{{- $_ := set $check "name" "preflight" -}}
+{{- $_ := set $check "command" (list "headrace" "doctor" "--cluster" "--role" .role "-f" "/etc/headrace/config/headrace.yaml") -}}
+{{- $_ := set $check "env" (concat $main.env (include "headrace.preflightEnv" (dict "root" $root "group" $group) | fromYamlArray)) -}}
+{{- $_ := set $spec "initContainers" (append ($spec.initContainers | default list) $check) -}}
+{{- end -}}
+{{- include "headrace.asTexts" $pod -}}
+{{- toYaml $pod -}}
+{{- end -}}
+
+{{/* Makes texts of numbers and booleans where Kubernetes takes texts only: labels, annotations, node
+selectors, variables. */}}
+{{- define "headrace.asTexts" -}}
+{{- range $key := list "labels" "annotations" -}}
+{{- with get $.metadata $key -}}
+{{- $_ := set $.metadata $key (include "headrace.texts" . | fromYaml) -}}
+{{- end -}}
+{{- end -}}
+{{- with .spec.nodeSelector -}}
+{{- $_ := set $.spec "nodeSelector" (include "headrace.texts" . | fromYaml) -}}
+{{- end -}}
+{{- range concat .spec.containers (.spec.initContainers | default list) -}}
+{{- range .env -}}
+{{- if hasKey . "value" -}}
+{{- $_ := set . "value" (include "headrace.text" .value) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Variables of the preflight alone. */}}
+{{- define "headrace.preflightEnv" -}}
+{{- range $key, $count := .group.resources }}
+{{- if regexMatch "rdma|/efa$" $key }}
+- {name: HEADRACE_EXPECT_RDMA, value: "1"}
+{{- break }}
+{{- end }}
+{{- end }}
+{{- with .root.Values.rayToken }}
+{{- if .existingSecret }}
+- {name: RAY_AUTH_MODE, value: token}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: auth_token}}
+{{- else if .enabled }}
+# KubeRay makes the token and hands it to Ray's containers only.
+- {name: HEADRACE_DOCTOR_TOLERATE, value: ray-token}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/*
+The chart's own part of a pod. The root file system is read-only. What is written goes to empty
+volumes: /tmp (Ray's logs and sockets), the user's home, /cache (compiled code), /dev/shm (the
+store's arena, Ray's objects, the engines' queues), /models.
+*/}}
+{{- define "headrace.podOfChart" -}}
 {{- $root := .root -}}
 {{- $role := .role -}}
 {{- $group := get $root.Values $role -}}
@@ -16,71 +92,56 @@ engines' queues), /models.
 {{- $gpus := ternary ($own.gpus | default 0) 0 $engine | int -}}
 {{- $keys := include "headrace.keys" $root -}}
 {{- $tls := $root.Values.tls.existingSecret -}}
-{{- $user := $root.Values.podSecurity.userId -}}
 {{- $disk := and $engine (ne $root.Values.disk.type "none") -}}
+{{- $drainSeconds := hasKey $config "drain_s" | ternary $config.drain_s 120 | float64 | ceil | int -}}
+{{- $resources := dict "cpu" (include "headrace.text" $group.cpu) "memory" (include "headrace.text" $group.memory) -}}
+{{- range $key, $count := $group.resources -}}
+{{- $_ := set $resources $key (include "headrace.text" $count) -}}
+{{- end -}}
+{{- if and $gpus (not $group.resourceClaims) -}}
+{{- $_ := set $resources $group.gpuKey ($gpus | toString) -}}
+{{- end -}}
 metadata:
   labels:
     {{- include "headrace.selector" $root | nindent 4 }}
     headrace/role: {{ $role }}
-    {{- with $group.labels }}
-    {{- toYaml . | nindent 4 }}
+    {{- with $root.Values.commonLabels }}
+    {{- include "headrace.texts" . | nindent 4 }}
     {{- end }}
-  {{- with $group.annotations }}
-  annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
 spec:
   serviceAccountName: {{ include "headrace.serviceAccount" $root }}
   automountServiceAccountToken: {{ and (eq $role "head") (eq (include "headrace.rayAutoscales" $root) "true") }}
-  terminationGracePeriodSeconds: {{ add ($config.drain_s | default 120) 30 }}
+  # Ray's drain, and 30 s for the rest.
+  terminationGracePeriodSeconds: {{ add $drainSeconds 30 }}
   securityContext:
-    runAsNonRoot: true
-    runAsUser: {{ $user }}
-    runAsGroup: {{ $user }}
-    fsGroup: {{ $user }}
+    {{- include "headrace.podSecurity" $root | nindent 4 }}
     fsGroupChangePolicy: OnRootMismatch
-    seccompProfile:
-      type: RuntimeDefault
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
     - name: {{ . }}
     {{- end }}
   {{- end }}
-  {{- with $group.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
   {{- with $group.nodeSelector }}
   nodeSelector:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $group.affinity }}
-  affinity:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $group.topologySpreadConstraints }}
-  topologySpreadConstraints:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- $tolerations := $group.tolerations }}
-  {{- if and $gpus (not $tolerations) }}
-  {{- $tolerations = list (dict "key" $group.gpuKey "operator" "Exists" "effect" "NoSchedule") }}
-  {{- end }}
-  {{- with $tolerations }}
   tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+    {{- if $gpus }}
+    {{- $keys := list $group.gpuKey }}
+    {{- /* Parts of a GPU, and claims of one, are on nodes with the taint of whole ones. */}}
+    {{- if or $group.resourceClaims (hasPrefix "nvidia.com/" $group.gpuKey) }}
+    {{- $keys = append $keys "nvidia.com/gpu" | uniq }}
+    {{- end }}
+    {{- range $keys }}
+    - {key: {{ . }}, operator: Exists, effect: NoSchedule}
+    {{- end }}
+    {{- else }}
+    []
+    {{- end }}
   {{- if and $engine $group.resourceClaims }}
   resourceClaims:
     {{- toYaml $group.resourceClaims | nindent 4 }}
-  {{- end }}
-  {{- if $root.Values.preflight.enabled }}
-  initContainers:
-    - name: preflight
-      image: {{ include "headrace.image" $root }}
-      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      command: [headrace, doctor, --cluster, --role, {{ $role }}, -f, /etc/headrace/config/headrace.yaml]
-      {{- include "headrace.containerBody" (dict "root" $root "role" $role "gpus" $gpus "disk" $disk "preflight" true) | nindent 6 }}
   {{- end }}
   containers:
     - name: {{ .container }}
@@ -109,8 +170,68 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 2
+      # The gateway takes requests until Services and load balancers have left the pod out.
+      lifecycle:
+        preStop:
+          exec: {command: [sleep, "10"]}
+      {{- else if $engine }}
+      # The replica touches the file while its engine is well (headrace_engine.serving.ready_file).
+      readinessProbe:
+        exec:
+          command: [sh, -c, test -n "$(find /tmp/headrace-engine-ready -newermt '30 seconds ago')"]
+        periodSeconds: 5
+        timeoutSeconds: 5
+        failureThreshold: 2
       {{- end }}
-      {{- include "headrace.containerBody" (dict "root" $root "role" $role "gpus" $gpus "disk" $disk) | nindent 6 }}
+      securityContext:
+        {{- include "headrace.rights" $root | nindent 8 }}
+        {{- if and $engine $group.ipcLock }}
+          add: [IPC_LOCK]
+        {{- end }}
+      resources:
+        requests:
+          {{- toYaml $resources | nindent 10 }}
+        limits:
+          {{- toYaml $resources | nindent 10 }}
+        {{- if and $engine $group.resourceClaims }}
+        claims:
+          {{- range $group.resourceClaims }}
+          - name: {{ .name }}
+          {{- end }}
+        {{- end }}
+      env:
+        - {name: HOME, value: /home/headrace}
+        - {name: PYTHONHASHSEED, value: "0"}
+        - {name: RAY_ENABLE_UV_RUN_RUNTIME_ENV, value: "0"}
+        # The time that a pod which ends leaves its requests; Ray's own 30 s would cut them.
+        - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ add $drainSeconds 15 | quote }}}
+        - {name: RAY_worker_niceness, value: "0"}
+        {{- if $engine }}
+        - {name: HEADRACE_READY_FILE, value: /tmp/headrace-engine-ready}
+        - {name: HF_HOME, value: /models}
+        {{- with $root.Values.modelCache.tokenSecret }}
+        - name: HF_TOKEN
+          valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+        {{- end }}
+        {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: home, mountPath: /home/headrace}
+        - {name: cache, mountPath: /cache}
+        - {name: shm, mountPath: /dev/shm}
+        - {name: config, mountPath: /etc/headrace/config, readOnly: true}
+        {{- if $engine }}
+        - {name: models, mountPath: /models}
+        {{- end }}
+        {{- if $disk }}
+        - {name: kv, mountPath: {{ $config.store.nvme_folder }}}
+        {{- end }}
+        {{- if and (eq $role "gateway") $keys }}
+        - {name: keys, mountPath: /etc/headrace/keys, readOnly: true}
+        {{- end }}
+        {{- if and (eq $role "gateway") $tls }}
+        - {name: tls, mountPath: /etc/headrace/tls, readOnly: true}
+        {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
@@ -121,7 +242,7 @@ spec:
     - name: shm
       emptyDir:
         medium: Memory
-        sizeLimit: {{ include "headrace.shmMi" (dict "config" $config "engine" $engine) }}Mi
+        sizeLimit: {{ include "headrace.shmMi" (dict "config" $config "engine" $engine "gpus" $gpus) }}Mi
     - name: config
       configMap:
         name: {{ include "headrace.name" $root }}
@@ -161,103 +282,34 @@ spec:
     - name: tls
       secret: {secretName: {{ $tls }}}
     {{- end }}
-    {{- with $group.volumes }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
 {{- end -}}
 
-{{/* What the container and its preflight share: rights, resources, environment, mounts. */}}
-{{- define "headrace.containerBody" -}}
-{{- $root := .root -}}
-{{- $group := get $root.Values .role -}}
-{{- $engine := or (eq .role "prefill") (eq .role "decode") -}}
-{{- $resources := dict "cpu" $group.cpu "memory" $group.memory -}}
-{{- range $key, $count := $group.resources -}}
-{{- $_ := set $resources $key ($count | toString) -}}
-{{- end -}}
-{{- if and .gpus (not $group.resourceClaims) -}}
-{{- $_ := set $resources $group.gpuKey (.gpus | toString) -}}
-{{- end -}}
-securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities:
-    drop: [ALL]
-    {{- if and $engine $group.ipcLock }}
-    add: [IPC_LOCK]
-    {{- end }}
-resources:
-  requests:
-    {{- toYaml $resources | nindent 4 }}
-  limits:
-    {{- toYaml $resources | nindent 4 }}
-  {{- if and $engine $group.resourceClaims }}
-  claims:
-    {{- range $group.resourceClaims }}
-    - name: {{ .name }}
-    {{- end }}
-  {{- end }}
-env:
-  - {name: HOME, value: /home/headrace}
-  - {name: PYTHONHASHSEED, value: "0"}
-  - {name: RAY_ENABLE_UV_RUN_RUNTIME_ENV, value: "0"}
-  - {name: RAY_worker_niceness, value: "0"}
-  {{- if $engine }}
-  - {name: HF_HOME, value: /models}
-  {{- with $root.Values.modelCache.tokenSecret }}
-  - name: HF_TOKEN
-    valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
-  {{- end }}
-  {{- end }}
-  {{- if .preflight }}
-  {{- range $key, $count := $group.resources }}
-  {{- if or (hasPrefix "rdma/" $key) (hasSuffix "/efa" $key) }}
-  - {name: HEADRACE_EXPECT_RDMA, value: "1"}
-  {{- break }}
-  {{- end }}
-  {{- end }}
-  {{- if $root.Values.rayToken.existingSecret }}
-  - {name: RAY_AUTH_MODE, value: token}
-  - name: RAY_AUTH_TOKEN
-    valueFrom: {secretKeyRef: {name: {{ $root.Values.rayToken.existingSecret }}, key: auth_token}}
-  {{- else if $root.Values.rayToken.enabled }}
-  # KubeRay makes the token and hands it to Ray's containers only.
-  - {name: HEADRACE_DOCTOR_TOLERATE, value: ray-token}
-  {{- end }}
-  {{- end }}
-  {{- range $name, $value := $group.env }}
-  - {name: {{ $name }}, value: {{ $value | quote }}}
-  {{- end }}
-volumeMounts:
-  - {name: tmp, mountPath: /tmp}
-  - {name: home, mountPath: /home/headrace}
-  - {name: cache, mountPath: /cache}
-  - {name: shm, mountPath: /dev/shm}
-  - {name: config, mountPath: /etc/headrace/config, readOnly: true}
-  {{- if $engine }}
-  - {name: models, mountPath: /models}
-  {{- end }}
-  {{- if .disk }}
-  - name: kv
-    mountPath: {{ (include "headrace.config" $root | fromYaml).store.nvme_folder }}
-  {{- end }}
-  {{- if and (eq .role "gateway") (include "headrace.keys" $root) }}
-  - {name: keys, mountPath: /etc/headrace/keys, readOnly: true}
-  {{- end }}
-  {{- if and (eq .role "gateway") $root.Values.tls.existingSecret }}
-  - {name: tls, mountPath: /etc/headrace/tls, readOnly: true}
-  {{- end }}
-  {{- with $group.volumeMounts }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+{{/* The user of a pod. Without `podSecurity.userId` the cluster chooses it. */}}
+{{- define "headrace.podSecurity" -}}
+runAsNonRoot: true
+{{- with .Values.podSecurity.userId }}
+runAsUser: {{ include "headrace.text" . }}
+runAsGroup: {{ include "headrace.text" . }}
+fsGroup: {{ include "headrace.text" . }}
+{{- end }}
+seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* MiB of /dev/shm: Ray's objects, the engines' queues, and on engine nodes the store's arena. */}}
+{{/* The rights of a container. */}}
+{{- define "headrace.rights" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* MiB of /dev/shm: Ray's objects and the engine's queues, 1 GiB for each of its GPUs, and on engine
+nodes the store's arena. */}}
 {{- define "headrace.shmMi" -}}
 {{- $store := .config.store | default dict -}}
 {{- $arena := 0.0 -}}
 {{- if and .engine (ne (toString $store.enabled) "false") -}}
 {{- $arena = mulf 1024 ($store.dram_gb | default 1.0 | float64) -}}
 {{- end -}}
-{{- addf 1024 $arena | ceil | int -}}
+{{- addf (mulf 1024 (max 1 .gpus)) $arena | ceil | int -}}
 {{- end -}}

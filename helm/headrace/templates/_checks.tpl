@@ -1,0 +1,86 @@
+{{/* Values that each are valid, but cannot work together in this chart. */}}
+{{- define "headrace.checks" -}}
+{{- $values := .Values -}}
+{{- $config := include "headrace.config" . | fromYaml -}}
+{{- $model := $config.model | default dict -}}
+{{- $source := $model.source | default $model.id | default "" -}}
+{{- if and (eq $source "HuggingFaceTB/SmolLM2-135M-Instruct") (not (contains "smollm2" ($model.id | default "" | lower))) -}}
+{{- fail (printf "config.model.source: is still the chart's own model, SmolLM2, but config.model.id is %s; set both" $model.id) -}}
+{{- end -}}
+{{- if regexMatch "^[a-zA-Z0-9]+://" $source -}}
+{{- fail (printf "config.model.source: must be a name on the hub or a folder, got %s; docs/kubernetes.md says how a bucket or an OCI image becomes a folder" $source) -}}
+{{- end -}}
+{{- include "headrace.checkSecrets" . -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- include "headrace.checkEngine" (dict "values" $values "role" $role "config" (get $config $role | default dict)) -}}
+{{- $shm := include "headrace.shmMi" (dict "config" $config "engine" true "gpus" (dig $role "gpus" 0 $config | int)) | int -}}
+{{- $memory := get $values $role | dig "memory" "" -}}
+{{- if gt (mulf $shm 1048576) (include "headrace.number" $memory | float64) -}}
+{{- fail (printf "%s.memory: is %v, but /dev/shm takes %d MiB of it; lower config.store.dram_gb, or raise the memory" $role $memory $shm) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq $values.disk.type "ephemeral" -}}
+{{- $gb := dig "store" "nvme_gb" 0 $config | float64 -}}
+{{- if lt (include "headrace.number" $values.disk.size | float64) (mulf $gb 1073741824) -}}
+{{- fail (printf "disk.size: must be at least config.store.nvme_gb, %vGi, got %v" $gb $values.disk.size) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* An engine must fit into one pod, and its pod must have what it asks Ray for. */}}
+{{- define "headrace.checkEngine" -}}
+{{- $role := .role -}}
+{{- $engine := .config.engine | default dict -}}
+{{- $gpus := .config.gpus | default 0 | int -}}
+{{- range $field := list "pipeline_parallel_size" "nnodes" -}}
+{{- if gt (get $engine $field | default 1 | int) 1 -}}
+{{- fail (printf "config.%s.engine.%s: must be 1: an engine of this chart is in one pod, and NIXL pulls from one pipeline stage; raise tensor_parallel_size and gpus, up to a node's GPUs" $role $field) -}}
+{{- end -}}
+{{- end -}}
+{{- $tensor := $engine.tensor_parallel_size | default 1 | int -}}
+{{- if ne $tensor (max 1 $gpus) -}}
+{{- fail (printf "config.%s.gpus: is %d, but config.%s.engine.tensor_parallel_size is %d; set both to the GPUs of one pod" $role $gpus $role $tensor) -}}
+{{- end -}}
+{{- if and (not $gpus) (gt ($engine.data_parallel_size | default 1 | int) 1) -}}
+{{- fail (printf "config.%s.engine.data_parallel_size: needs config.%s.gpus" $role $role) -}}
+{{- end -}}
+{{- range $field := list "data_parallel_size_local" "data_parallel_backend" "data_parallel_address" "data_parallel_rank" -}}
+{{- if hasKey $engine $field -}}
+{{- fail (printf "config.%s.engine.%s: Ray Serve sets it; set data_parallel_size alone" $role $field) -}}
+{{- end -}}
+{{- end -}}
+{{- $asked := mulf (hasKey .config "cpus" | ternary .config.cpus 0.5 | float64) (max 1 $gpus) -}}
+{{- $cpu := get .values $role | dig "cpu" "" -}}
+{{- if gt $asked (include "headrace.number" $cpu | float64 | ceil) -}}
+{{- fail (printf "%s.cpu: must be at least %v, which config.%s.cpus asks Ray for, for each GPU of the engine; got %v" $role $asked $role $cpu) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Secrets may not be where everyone who may read ConfigMaps and RayServices sees them. */}}
+{{- define "headrace.checkSecrets" -}}
+{{- $config := .Values.config -}}
+{{- if dig "gateway" "api_keys" "" $config -}}
+{{- fail "config.gateway.api_keys: would stand in a ConfigMap in plain text; put hashes of the keys into a file with `headrace keys add`, and name its Secret in apiKeys.existingSecret" -}}
+{{- end -}}
+{{- if regexMatch "://[^/@]*:[^/@]+@" .Values.gcsFaultTolerance.redisAddress -}}
+{{- fail "gcsFaultTolerance.redisAddress: has a password, which would stand in the RayService in plain text; use gcsFaultTolerance.username and passwordSecret" -}}
+{{- end -}}
+{{- range $name, $value := dig "store" "object_options" dict $config -}}
+{{- if and $value (regexMatch "(?i)secret|password|token|account_key|credential" $name) -}}
+{{- fail (printf "config.store.object_options.%s: would stand in a ConfigMap in plain text; set the client's own variable, such as AWS_SECRET_ACCESS_KEY, in prefill.env and decode.env by valueFrom.secretKeyRef, or give the pods an identity in serviceAccount.annotations" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $role := list "head" "gateway" "prefill" "decode" -}}
+{{- $places := dict $role (get $.Values $role | dig "env" dict) (printf "config.%s" $role) (get $config $role | default dict | dig "env" dict) -}}
+{{- range $place, $env := $places -}}
+{{- range $name, $value := $env -}}
+{{- if regexMatch "://[^/@:]*:[^/@]+@" (toString $value) -}}
+{{- fail (printf "%s.env.%s: has a password, which would stand in the RayService in plain text; set %s.env.%s.valueFrom.secretKeyRef instead, and allow its port in networkPolicy.extraEgress" $place $name $role $name) -}}
+{{- end -}}
+{{- if and (not (kindIs "map" $value)) (regexMatch "(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$" $name) -}}
+{{- fail (printf "%s.env.%s: would stand in the RayService in plain text; set %s.env.%s.valueFrom.secretKeyRef instead" $place $name $role $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
