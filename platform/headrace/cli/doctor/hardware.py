@@ -28,7 +28,7 @@ def driver(build: str | None, seen: probes.Driver) -> Finding:
             "no NVIDIA driver is visible in this container",
             "schedule the pod on a GPU node (nodeSelector, tolerations), give this init container "
             "the same GPU resources as the main one, and set `runtimeClassName: nvidia` if the "
-            "cluster's default runtime is another",
+            "cluster's default runtime is another (in the chart: ROLE.podTemplate.spec)",
         )
     if seen.cuda is None:
         return Finding(

@@ -66,8 +66,8 @@ def ports(taken: list[int], wanted: list[int]) -> Finding:
             "ports",
             "FAIL",
             f"{words} in use",
-            "with hostNetwork, another program of the node has it: switch hostNetwork off or "
-            "change the port (gateway.port; rayStartParams of the head)",
+            "with hostNetwork, another program of the node has it: remove hostNetwork "
+            "(in the chart: podTemplate.spec), or choose nodes without that program",
         )
     return Finding("ports", "OK", f"{', '.join(str(p) for p in wanted)} free")
 
