@@ -49,7 +49,6 @@ from headrace_decode.warmup.prompt_warmup import warm_prompts
 from headrace_decode.wiring import DecodeWiring, Listener
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.kv_transfer.handoff import PrefillRequest, PrefillResult
-from headrace_engine.kv_transfer.kv_kind import kv_kind
 from headrace_engine.loop_stall import LoopStall
 from headrace_engine.meter import EngineMeter
 from headrace_engine.ray.serve import (
@@ -70,12 +69,7 @@ from headrace_engine.serving.settings_override import AppliedOverrides, Override
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
-from headrace_engine.vllm.engine import (
-    cache_layout,
-    engine_facts,
-    engine_progress,
-    make_prefill_admission,
-)
+from headrace_engine.vllm.engine import engine_facts, engine_progress, make_prefill_admission
 from headrace_engine.vllm.kv_cache import block_hasher
 from headrace_engine.vllm.openai_app import add_middleware
 from headrace_kvstore.protocol.address import base_url
@@ -126,8 +120,9 @@ class DecodeServer(PDDecodeServer):
             engine_cls=partial(PlannedVLLMEngine, planning=self._make_planning),
         )
         self.engine: PlannedVLLMEngine
-        layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
-        self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
+        self._kind = self.engine.kv_kind
+        if wiring.export_left_out is not None:
+            wiring.export_left_out(self.engine.left_out)
         if wiring.adapters is not None:
             self._adapters = adapters = ReplicaAdapters(
                 wiring.adapters,

@@ -45,6 +45,8 @@ PARAM = f"vllm_xargs.{FIELD}"
 BLENDING = "blending"
 SPARSE = "sparse"
 COMPRESSION = "compression"
+OFFLOADING = "offload"
+"""The part of sparse attention by which KV leaves the cache. Requests do not ask for it."""
 PARTIAL_KV = (SPARSE, COMPRESSION)
 """Techniques whose answers use only a part of the KV. A request has one of them at most."""
 MODES = ("off", "request", "auto")

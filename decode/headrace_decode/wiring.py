@@ -72,6 +72,8 @@ class DecodeWiring:
     """Drafting policies of the tenants."""
     drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
     """Factory of a function that receives every report on drafting."""
+    export_left_out: Callable[[Mapping[str, str]], None] | None = None
+    """Exports the parts that the engine runs without, by name with the reasons, as a metric."""
     make_blending_planner: (
         Callable[[Callable[[Sequence[int], str], list[bytes]], int], BlendingPlanner] | None
     ) = None

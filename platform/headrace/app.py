@@ -25,9 +25,14 @@ from headrace.deploy.adapters import take_adapters, with_readable_paths
 from headrace.deploy.blending import add_blending
 from headrace.deploy.drop_in import refusals
 from headrace.deploy.sparse_attention import add_sparse_attention
-from headrace.deploy.speculative_decoding import add_speculative_decoding, tenants_of
-from headrace.deploy.store import add_store
+from headrace.deploy.speculative_decoding import (
+    add_speculative_decoding,
+    tenants_of,
+    why_no_speculation,
+)
+from headrace.deploy.store import add_store, why_no_store
 from headrace.observability import ProcessSetup
+from headrace.observability.engine import export_left_out
 from headrace.observability.speculation import RaySpeculationMetrics
 from headrace.replica.planner import RouterPlanner
 from headrace.replica.prefill_fallback import PrefillFallback
@@ -35,6 +40,7 @@ from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DPDecodeServer
 from headrace_decode.wiring import DecodeWiring
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
+from headrace_engine.ray.engine import LEFT_OUT_KEY
 from headrace_engine.ray.llm import (
     PDServingArgs,
     build_direct_streaming_deployment,
@@ -86,6 +92,11 @@ def build_app(args: dict[str, Any]) -> Application:
     engines[0].update(shared(decode=engines[1], prefill=engines[0]))
     for engine in engines:
         _use_own_nixl(engine, section.integrity)
+    for config in (pd.prefill_config, pd.decode_config):
+        is_decode = config is pd.decode_config
+        if left_out := _left_out(section, config.engine_kwargs, is_decode=is_decode):
+            more = {LEFT_OUT_KEY: left_out}
+            config.experimental_configs = {**config.experimental_configs, **more}
     saves = section.speculation.enabled and section.speculation.save
     store = add_store(section.store, engines, setup, save_gossip=saves)
     add_speculative_decoding(section.speculation, pd.decode_config.engine_kwargs)
@@ -101,6 +112,7 @@ def build_app(args: dict[str, Any]) -> Application:
             "store": store,
             "fallback": _prefill_fallback(pd, section.token_path),
             "adapters": adapters,
+            "export_left_out": export_left_out,
         },
         section.drain_s,
     )
@@ -111,6 +123,7 @@ def build_app(args: dict[str, Any]) -> Application:
         adapters=adapters,
         tenants=tenants_of(section.speculation),
         drafting_metrics=RaySpeculationMetrics,
+        export_left_out=export_left_out,
         make_blending_planner=make_blending_planner,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
     )
@@ -135,6 +148,17 @@ def build_configured(args: dict[str, Any]) -> Application:
         ConfigError: the configuration cannot be used; with a line for each problem.
     """
     return build_app(to_app_args(validate(args, files_here=False)))
+
+
+def _left_out(section: AppSection, engine: dict[str, Any], *, is_decode: bool) -> dict[str, str]:
+    """Return the configured parts that an engine's own arguments leave out, with the reasons."""
+    reasons = {
+        "store": why_no_store(engine) if section.store.enabled else None,
+        "speculation": (
+            why_no_speculation(engine) if section.speculation.enabled and is_decode else None
+        ),
+    }
+    return {part: why for part, why in reasons.items() if why is not None}
 
 
 def _prefill_fallback(pd: PDServingArgs, token_path: str) -> FallbackServing | None:

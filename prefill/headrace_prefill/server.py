@@ -38,7 +38,6 @@ from headrace_engine.kv_transfer.handoff import (
     PrefillResult,
     produce_params,
 )
-from headrace_engine.kv_transfer.kv_kind import kv_kind
 from headrace_engine.kv_transfer.media import prompt_with_media
 from headrace_engine.meter import Step
 from headrace_engine.ray.engine import MeteredVLLMEngine
@@ -49,10 +48,9 @@ from headrace_engine.serving.added_adapters import AddedAdapters
 from headrace_engine.serving.ready_file import start_ready_file
 from headrace_engine.serving.replica_adapters import ReplicaAdapters
 from headrace_engine.serving.startup_heap import freeze_startup_heap
-from headrace_engine.serving.techniques import unsupported
 from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
-from headrace_engine.vllm.engine import cache_layout, engine_facts, make_prefill_admission
+from headrace_engine.vllm.engine import engine_facts, make_prefill_admission
 from headrace_engine.vllm.llm import lora_request
 
 logger = logging.getLogger("headrace.prefill")
@@ -84,6 +82,7 @@ class PrefillServer(PDPrefillServer):
         store: the deployment that keeps the machines' StoreNodes; None without a store.
         fallback: how it answers clients while no decode replica can; None if it never does.
         adapters: the app's LoRA adapters; None if it has none, or if Ray loads them.
+        export_left_out: exports the parts that the engine runs without as a metric.
     """
 
     _adapters: ReplicaAdapters | None = None
@@ -97,14 +96,16 @@ class PrefillServer(PDPrefillServer):
         store: DeploymentHandle | None = None,
         fallback: FallbackServing | None = None,
         adapters: AdapterSettings | None = None,
+        export_left_out: Callable[[Mapping[str, str]], None] | None = None,
     ):
         if setup is not None:
             setup("prefill")
         engine_cls = MeteredVLLMEngine if fallback is None else fallback.engine_cls
         await super().__init__(llm_config, engine_cls=engine_cls)
         self.engine: MeteredVLLMEngine
+        if export_left_out is not None:
+            export_left_out(self.engine.left_out)
         self._fallback: PrefillFallback | None = None
-        self._blends: bool | None = None
         self._polling: asyncio.Task[None] | None = None
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         if adapters is not None:
@@ -117,8 +118,7 @@ class PrefillServer(PDPrefillServer):
             await self._fallback.start()
         self._admission = make_prefill_admission(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
-        layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
-        self._kind = await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout)
+        self._kind = self.engine.kv_kind
         self._backlog, self._received_plans = PromptBacklog(), ReceivedPlans()
         self.engine.meter.on_step.append(self._on_step)
         self._reporting = ReplicaReporting(
@@ -223,7 +223,7 @@ class PrefillServer(PDPrefillServer):
                 raise PrefillError(f"{request.request_id}: {error}") from None
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
-        blending = await self._blending_of(request)
+        blending = self._blending_of(request)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -268,15 +268,9 @@ class PrefillServer(PDPrefillServer):
                 raise PrefillAdapterError(why) from None
             yield lora_request(version)
 
-    async def _blending_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:
+    def _blending_of(self, request: PrefillRequest) -> Mapping[str, Any] | None:
         """Return the stored runs of a request; None if this engine cannot make KV from them."""
-        if request.blending and self._blends is None:
-            try:
-                self._blends = "blending" not in await unsupported(self.engine.llm)
-            except Exception:
-                logger.exception("no KV is reused: the engine does not tell whether it can")
-                self._blends = False
-        return request.blending if self._blends else None
+        return None if "blending" in self.engine.left_out else request.blending
 
     def _arrived(self, request: PrefillRequest, prompt_tokens: int, compute_tokens: int) -> None:
         """Report a prompt to the gateways at once."""

@@ -113,6 +113,15 @@ def test_the_health_names_what_is_wrong(opened: Callable[..., Browser]) -> None:
         assert problem in problems
 
 
+def test_what_engines_run_without_stands_once_under_the_replicas(
+    opened: Callable[..., Browser],
+) -> None:
+    assert "no prefix cache" not in opened("overview").text("#replicas")
+    told = opened("overview", "degraded").text("#replicas")
+    assert told.count("no prefix cache") == 1
+    assert "prefill/p0t5w9ye, decode/q3k7d1mz: vLLM switches it off for MLA" in told
+
+
 def test_a_gateway_that_stops_answering_leaves_the_last_state_on_the_page(
     opened: Callable[..., Browser], server: ConsolePage
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from headrace_engine.kv_transfer.handoff import produce_params
+from headrace_engine.serving.model_limits import MAMBA2 as MAMBA2_ON_CPUS
 from tests.support.cross_layer_models import BLOCK, FusingEngines
 from tests.support.families import write_family
 from tests.support.machine import until
@@ -22,6 +23,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 ANSWER, STEP_TOKENS = 12, 512
 CLOSE = 0.1
 """Nats. vLLM computes GDN on CPUs in bfloat16 only, and steps of other lengths in another order."""
+LONG = (900, 40, 700, 513)
+"""Tokens of prompts that are longer than a block of states."""
 PROMPTS = [[5 + token % 500 for token in noise(n, n)] for n in (31, 33, 128, 129, 300, 700)]
 
 
@@ -36,13 +39,21 @@ def processes() -> Iterator[tuple[FusingEngines, FusingEngines]]:
             each.end()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "granite", "qwen3_next"])
+MAMBA2 = ("falcon_h1", "granite")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", *MAMBA2, "qwen3_next"])
 def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
     processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
 ) -> None:
     model = write_family(tmp_path, family)
     exact = family != "qwen3_next"
-    options = {"max_num_batched_tokens": STEP_TOKENS, "dtype": "float32" if exact else "bfloat16"}
+    options: dict[str, Any] = {
+        "max_num_batched_tokens": STEP_TOKENS,
+        "dtype": "float32" if exact else "bfloat16",
+    }
+    if family in MAMBA2:
+        options |= MAMBA2_ON_CPUS.arguments
 
     def start(engines: FusingEngines) -> None:
         engines.do("open", model=str(model), hands_over=True, **options)
@@ -109,3 +120,20 @@ def test_a_prompt_whose_pull_fails_is_loaded_from_the_store(
         assert answer["cached"] == (len(prompt) - 1) // BLOCK * BLOCK
         assert answer["tokens"] == truth["tokens"]
     assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("family", MAMBA2)
+def test_mamba_2_computes_long_prompts_beside_each_other_without_a_prefix_cache(
+    processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
+) -> None:
+    """With it, such a step ends a CPU engine."""
+    engines, prompts = processes[0], [[5 + t % 500 for t in noise(n, n)] for n in LONG]
+    model = str(write_family(tmp_path, family))
+    engines.do("open", model=model, max_num_batched_tokens=2048, **MAMBA2_ON_CPUS.arguments)
+    together = engines.do("answers", prompts=prompts, max_tokens=ANSWER)
+    for prompt, answer in zip(prompts, together, strict=True):
+        [alone] = engines.do("answers", prompts=[prompt], max_tokens=ANSWER)
+        assert answer["tokens"] == alone["tokens"]
+    engines.do("open", model=model, max_num_batched_tokens=256, **MAMBA2_ON_CPUS.arguments)
+    pieces = engines.do("answers", prompts=prompts, max_tokens=ANSWER)
+    assert [each["tokens"] for each in pieces] == [each["tokens"] for each in together]

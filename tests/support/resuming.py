@@ -206,7 +206,7 @@ class Frontend(PlannedLLM):
         self.output_handler = None
         self.logger_manager = None
         self.log_stats = self.log_requests = False
-        self._why_not_resumable = self._drafter = None
+        self.why_not_resumable = self._drafter = None
         self.cached_tokens: list[int] = []
         self._redraws_seeded = self._identifies_media = True
         self.fanout, self.lossy_store = FanoutLimiter(StepTime()), ""

@@ -1,8 +1,11 @@
 """What `headrace doctor` concludes about a machine from what it measured: level and remedy."""
 
+from pathlib import Path
+
 import pytest
 
-from headrace.cli.doctor import Finding, command, machine
+from headrace.cli import probes
+from headrace.cli.doctor import Finding, command, left_out, machine
 from headrace.config import load_config
 
 LAPTOP = load_config()
@@ -51,6 +54,45 @@ def test_each_finding_has_its_level_and_remedy(finding: Finding, level: str, rem
     assert finding.level == level
     assert remedy in finding.remedy
     assert bool(finding.remedy) or level == "OK"
+
+
+GRANITE = {"architectures": ["Granite"], "layer_types": ["mamba"], "mamba_chunk_size": 256}
+
+
+def test_a_models_files_tell_what_engines_will_run_without() -> None:
+    found = left_out.expected(LAPTOP, LAPTOP.roles().values(), GRANITE)
+    assert [f.level for f in found] == ["WARN", "WARN"]
+    assert "store (the model of this configuration): Granite has layers" in found[0].found
+    assert "store.enabled: false" in found[0].remedy
+    assert "prefix cache" in found[1].found and "Mamba-2" in found[1].found
+
+
+def test_what_a_configuration_or_a_device_rules_out_is_not_expected() -> None:
+    found = left_out.expected(WITHOUT_STORE, WITHOUT_STORE.roles().values(), GRANITE)
+    assert ["prefix cache" in f.found for f in found] == [True]
+    [one] = left_out.expected(GPU, GPU.roles().values(), GRANITE)
+    assert one.found.startswith("store")
+    assert left_out.expected(LAPTOP, LAPTOP.roles().values(), None) == []
+    assert left_out.expected(LAPTOP, LAPTOP.roles().values(), {}) == []
+
+
+def test_running_apps_tell_what_their_engines_run_without() -> None:
+    why = {"left_out": {"remote_prefill": "the weights are a pickle"}}
+    replicas = [{"role": "prefill", **why}, {"role": "decode", **why}, {"role": "decode", **why}]
+    found = left_out.running({"a": replicas, "b": [{"role": "decode"}], "c": None})
+    assert [f.level for f in found] == ["WARN", "WARN"]
+    assert found[0].found == 'remote prefill ("a", decode and prefill): the weights are a pickle'
+    assert found[1].found == '"c" does not answer' and "--name c" in found[1].remedy
+    assert [f.level for f in left_out.running({"b": [{"left_out": {}}]})] == ["OK"]
+    assert left_out.running({}) == []
+
+
+def test_a_models_configuration_is_read_or_none(tmp_path: Path) -> None:
+    assert probes.model_config(None) is None and probes.model_config(tmp_path) is None
+    file = tmp_path / "config.json"
+    for text, wanted in (("[1]", None), ("{", None), ('{"a": 1}', {"a": 1})):
+        file.write_text(text)
+        assert probes.model_config(tmp_path) == wanted
 
 
 def test_versions_are_compared_with_the_tested_ones() -> None:

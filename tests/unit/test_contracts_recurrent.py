@@ -27,7 +27,7 @@ NIXL = {
 OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def config(*children: dict[str, Any], hybrid: bool = True) -> Any:
+def config(*children: dict[str, Any], hybrid: bool = True, **fields: Any) -> Any:
     """An engine's configuration with these connectors."""
     transfer = KVTransferConfig(**children[0], engine_id="e")
     if len(children) > 1:
@@ -40,7 +40,10 @@ def config(*children: dict[str, Any], hybrid: bool = True) -> Any:
         )
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            is_hybrid=hybrid, is_attention_free=False, architecture="GraniteMoeHybridForCausalLM"
+            is_hybrid=hybrid,
+            is_attention_free=False,
+            architecture="GraniteMoeHybridForCausalLM",
+            hf_text_config=SimpleNamespace(to_dict=lambda: fields),
         ),
         kv_transfer_config=transfer,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
@@ -71,6 +74,16 @@ def test_several_others_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
     made = config(NIXL, STORE, OTHER)
     assert leave_out_store(made) is not None
     assert made.kv_transfer_config.kv_connector_extra_config["connectors"] == [NIXL, OTHER]
+
+
+def test_an_indexer_leaves_out_the_store_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
+    made = config(NIXL, STORE, hybrid=False, index_topk=2048)
+    why = leave_out_store(made)
+    assert why is not None and "an indexer beside MLA" in why
+    assert made.kv_transfer_config.kv_connector == "NixlConnector"
+    assert made.scheduler_config.disable_hybrid_kv_cache_manager is True
+    assert "VLLM_SSM_CONV_STATE_LAYOUT" not in os.environ
 
 
 @pytest.mark.parametrize("made", [config(NIXL, STORE, hybrid=False), config(NIXL), config(OTHER)])

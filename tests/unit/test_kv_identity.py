@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,14 +232,14 @@ class TestUnidentified:
         with pytest.raises(Unidentified):
             kv_identity(unidentified)
 
-    def test_it_exchanges_kv_with_nobody_not_even_its_like(
-        self, unidentified: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_it_exchanges_kv_with_nobody_not_even_its_like(self, unidentified: Any) -> None:
         from headrace_engine.kv_transfer.compatibility import refusal
 
-        with caplog.at_level(logging.WARNING):
-            kind = str(kv_kind(unidentified))
-        assert "exchanges no KV" in caplog.text
+        found = kv_kind(unidentified)
+        with pytest.raises(Unidentified) as told:
+            kv_identity(unidentified)
+        assert found.why_unidentified == str(told.value)
+        kind = str(found)
         plain = str(kv_kind(engine_config()))
         assert all(refusal(*pair) for pair in [(kind, kind), (kind, plain), (plain, kind)])
         assert not refusal(plain, plain)

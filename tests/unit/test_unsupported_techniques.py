@@ -121,28 +121,18 @@ def test_a_model_whose_rows_cannot_be_computed_does_not_keep_its_engine_from_sta
     assert str(error) in told["blending"] and connector.why == told["blending"]
 
 
+def test_an_engine_without_a_connector_that_blends_leaves_nothing_out() -> None:
+    assert BlendingWorkerPart(None).unsupported() == {}
+
+
 @pytest.mark.parametrize(
-    ("told", "blending"),
-    [([{}], {"runs": []}), ([{"blending": "no"}], None), (RuntimeError("gone"), None)],
+    ("left_out", "blending"), [({}, {"runs": []}), ({"blending": "no rows"}, None)]
 )
-async def test_a_prefill_engine_that_cannot_blend_is_not_asked_to(told: Any, blending: Any) -> None:
-    asked: list[Any] = []
-
-    async def collective_rpc(method: str) -> Any:
-        asked.append(method)
-        if isinstance(told, Exception):
-            raise told
-        return told
-
+def test_a_prefill_engine_that_cannot_blend_is_not_asked_to(left_out: Any, blending: Any) -> None:
     server: Any = object.__new__(PrefillServer)
-    server.engine = SimpleNamespace(llm=SimpleNamespace(collective_rpc=collective_rpc))
-    server._blends = None
-    for _ in range(2):
-        assert (
-            await server._blending_of(PrefillRequest("r", b"", blending={"runs": []})) == blending
-        )
-    assert await server._blending_of(PrefillRequest("r", b"")) is None
-    assert asked == ["headrace_unsupported"]
+    server.engine = SimpleNamespace(left_out=left_out)
+    assert server._blending_of(PrefillRequest("r", b"", blending={"runs": []})) == blending
+    assert server._blending_of(PrefillRequest("r", b"")) is None
 
 
 def work(cached: int) -> Work[Any]:

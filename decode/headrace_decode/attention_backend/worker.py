@@ -33,7 +33,7 @@ from headrace_decode.sparse.engine.sparse_rows import SparseRows
 from headrace_decode.sparse.offload.host_pool import HostPool
 from headrace_decode.sparse.offload.offloaded_request import TieredCache
 from headrace_decode.sparse.offload.offloaded_rows import OffloadedRequests
-from headrace_decode.techniques import COMPRESSION, SPARSE
+from headrace_decode.techniques import COMPRESSION, OFFLOADING, SPARSE
 from headrace_engine.extensions.extension import WorkerPart, metadata_of
 from headrace_engine.extensions.scheduler import why_no_extensions
 from headrace_engine.rope import Rope, RopeError
@@ -99,11 +99,16 @@ class AttentionWorkerPart(WorkerPart):
 
     def unsupported(self) -> dict[str, str]:
         """Implement `WorkerPart.unsupported`."""
-        return dict(self._unsupported)
+        configured = {
+            SPARSE: self._settings.mode != "off",
+            COMPRESSION: self._compression is not None,
+            OFFLOADING: bool(self._settings.offload_gib),
+        }
+        return {name: why for name, why in self._unsupported.items() if configured[name]}
 
     def _attend_densely(self, why: str) -> None:
         self.is_sparse = False
-        self._unsupported = {SPARSE: why, COMPRESSION: why}
+        self._unsupported = dict.fromkeys((SPARSE, COMPRESSION, OFFLOADING), why)
         logger.warning("this engine attends densely: %s", why)
 
     def _use_backend(self, config: Any) -> str | None:
@@ -149,6 +154,7 @@ class AttentionWorkerPart(WorkerPart):
             if why is None:
                 kind, self.host_blocks = OffloadSpec, blocks
             else:
+                self._unsupported[OFFLOADING] = why
                 logger.warning("techniques.sparse.offload_gib: KV stays in the cache: %s", why)
         if kind is FullAttentionSpec:
             return specs

@@ -34,7 +34,11 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
                 PlannedLLM, planning=lambda config: planning(config, self.meter)
             )
 
-    async def start(self) -> None:
-        """Start the engine, and withdraw the techniques that it does not support."""
-        await super().start()
-        self.left_out |= await self.llm.withdraw_unsupported_techniques()
+    async def find_left_out(self) -> dict[str, str]:
+        """Implement `MeteredVLLMEngine.find_left_out`; withdraw the techniques that the engine does
+        not support."""
+        found = await super().find_left_out()
+        found |= await self.llm.withdraw_unsupported_techniques()
+        if (why := self.llm.why_not_resumable) is not None:
+            found["resume"] = why
+        return found

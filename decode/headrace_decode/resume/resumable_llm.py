@@ -94,7 +94,7 @@ class ResumableLLM(AsyncLLM):
         why_not_resumable: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._why_not_resumable = why_not_resumable
+        self.why_not_resumable = why_not_resumable
         self._drafter = vllm_drafter(vllm_config)
         self._redraws_seeded = not vllm_config.use_v2_model_runner
         self._identifies_media = identifies_media(vllm_config)
@@ -123,7 +123,7 @@ class ResumableLLM(AsyncLLM):
                     correct(output)
                     yield output
             return
-        resumed = recorder.begin(self._why_not_resumable or self._why_not(prompt, params))
+        resumed = recorder.begin(self.why_not_resumable or self._why_not(prompt, params))
         media = media_digest(features_of(prompt)).hex()
         if resumed and media_of(resumed) != media:
             raise VLLMValidationError(

@@ -95,7 +95,8 @@ class WorkerPart:
         """Run after vLLM has made the KV cache."""
 
     def unsupported(self) -> dict[str, str]:
-        """Return the techniques that the engine cannot do, by name, with the reasons."""
+        """Return the techniques that the engine is configured for and cannot do, by name, with the
+        reasons."""
         return {}
 
     def begin_step(self, step: Any) -> None:

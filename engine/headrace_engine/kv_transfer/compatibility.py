@@ -21,7 +21,7 @@ byte. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 CHECKS_KEY = "headrace_integrity"
@@ -42,6 +42,7 @@ class KvKind:
         heads: KV heads of all ranks; 0 for MLA, where each rank has all.
         layout: vLLM's name of the cache's layout; empty if it is not known.
         check_all: whether it wants every transfer checked byte for byte.
+        why_unidentified: why the engine's KV has no identity; empty if it has one. Not sent.
     """
 
     digest: str
@@ -49,6 +50,7 @@ class KvKind:
     heads: int = 0
     layout: str = ""
     check_all: bool = False
+    why_unidentified: str = field(default="", compare=False)
 
     def of_epoch(self, epoch: str) -> KvKind:
         """Return the kind of the same engine after a reset of its caches. `epoch` is empty before

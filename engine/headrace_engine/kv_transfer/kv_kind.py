@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,8 +16,6 @@ from headrace_engine.connector.identity.weights import Unidentified
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY, UNIDENTIFIED, KvKind
 from headrace_kvstore.identity.namespace import canonical
 
-logger = logging.getLogger("headrace.engine")
-
 
 def kv_kind(vllm_config: Any, layout: str = "") -> KvKind:
     """Return an engine's kind. Reads the weights, if no process of this machine has before.
@@ -30,16 +27,20 @@ def kv_kind(vllm_config: Any, layout: str = "") -> KvKind:
     checks = [(each.get(CHECKS_KEY) or {}).get("check") for each in settings]
     ranks = vllm_config.parallel_config.tensor_parallel_size
     heads, check_all = kv_heads(vllm_config), "all" in checks
-    return KvKind(_kind_digest(vllm_config), ranks, heads, layout, check_all)
+    try:
+        digest, why = _kind_digest(vllm_config), ""
+    except Unidentified as error:
+        digest, why = UNIDENTIFIED, str(error)
+    return KvKind(digest, ranks, heads, layout, check_all, why)
 
 
 def _kind_digest(vllm_config: Any) -> str:
-    """Return a digest of everything that two engines must have in common."""
-    try:
-        identity = kv_identity(vllm_config)
-    except Unidentified as error:
-        logger.warning("this engine exchanges no KV with others: %s", error)
-        return UNIDENTIFIED
+    """Return a digest of everything that two engines must have in common.
+
+    Raises:
+        Unidentified: the engine's KV has no identity.
+    """
+    identity = kv_identity(vllm_config)
     attention = vllm_config.attention_config.backend
     parts = [
         identity.encoding.decode(),

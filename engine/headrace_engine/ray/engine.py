@@ -23,28 +23,38 @@ from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 from headrace_engine.kv_groups import STATE, hit_groups
+from headrace_engine.kv_transfer.compatibility import KvKind
+from headrace_engine.kv_transfer.kv_kind import kv_kind
 from headrace_engine.kv_transfer.ports import ReservedPorts, reserve_ports
 from headrace_engine.meter import EngineMeter
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
 from headrace_engine.rehearsal_cache import machine_facts, read_steps, steps_file, write_steps
 from headrace_engine.reporting.engine_events import EngineEvents
 from headrace_engine.reporting.start_errors import causes_told
+from headrace_engine.serving.model_limits import PREFIX_CACHE, REMOTE_PREFILL, STORE
+from headrace_engine.serving.techniques import unsupported
 from headrace_engine.vllm.engine import (
     cache_block_use,
     cache_groups,
+    cache_layout,
     engine_events,
     start_engine,
     step_time_facts,
 )
 from headrace_engine.vllm.parsers import set_parsers
+from headrace_engine.vllm.platforms import cpu_arguments, why_no_prefix_cache
 from headrace_engine.vllm.recurrent_models import leave_out_store
+from headrace_kvstore.lookup.store_view import store_settings
 
 logger = logging.getLogger("headrace.engine")
 
 IN_PROCESS_KEY = "headrace_in_process"
 """`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
 
+LEFT_OUT_KEY = "headrace_left_out"
+"""`LLMConfig.experimental_configs`: parts that the app's arguments leave out of this engine."""
 
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -58,14 +68,17 @@ class MeteredVLLMEngine(VLLMEngine):
 
     llm: AsyncLLM
     vllm_config: VllmConfig
+    kv_kind: KvKind
+    """The kind of its KV, once it has started."""
 
     def __init__(self, llm_config: Any):
         self._choose_side_channel(llm_config)
         super().__init__(llm_config)
         self.meter = EngineMeter()
         self.events: EngineEvents | None = None
-        self.left_out: dict[str, str] = {}
-        """The parts of Headrace that this engine runs without, and why."""
+        self.left_out: dict[str, str] = dict(llm_config.experimental_configs.get(LEFT_OUT_KEY, {}))
+        """The parts that this engine runs without though the app has them, and why. Each part's own
+        code gives the reason. Complete once the engine has started."""
         self.make_llm: Callable[..., AsyncLLM] = AsyncLLM
 
     @staticmethod
@@ -91,6 +104,23 @@ class MeteredVLLMEngine(VLLMEngine):
             await super().start()
             await self._read_cache_groups()
             await self._rehearse()
+        layout = await cache_layout(self.llm, self.vllm_config)
+        self.kv_kind = await asyncio.to_thread(kv_kind, self.vllm_config, layout)
+        self.left_out |= await self.find_left_out()
+        for part, why in self.left_out.items():
+            logger.warning("this engine runs without %s: %s", part, why)
+
+    async def find_left_out(self) -> dict[str, str]:
+        """Return the parts that the started engine runs without, by name, with the reasons."""
+        found = {}
+        if why := self.kv_kind.why_unidentified:
+            found[REMOTE_PREFILL] = why
+            transfer = self.vllm_config.kv_transfer_config
+            if transfer is not None and store_settings(transfer) is not None:
+                found[STORE] = why
+        if self.vllm_config.parallel_config.worker_cls == EXTENSIBLE_WORKER:
+            found |= await unsupported(self.llm)
+        return found
 
     async def _read_cache_groups(self) -> None:
         """Learn the engine's KV cache groups, and follow its KV events."""
@@ -129,10 +159,17 @@ class MeteredVLLMEngine(VLLMEngine):
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, VllmConfig]:
         args, frontend, config = super()._prepare_engine_config(callback_ctx)
         own = self.llm_config.get_engine_config()
+        if changed := cpu_arguments(config):
+            own.engine_kwargs.update(changed)
+            args, frontend, config = super()._prepare_engine_config(callback_ctx)
         self.parsers = set_parsers(args, frontend, config, own.engine_kwargs | own.frontend_kwargs)
         if (why := leave_out_store(config)) is not None:
-            self.left_out["store"] = why
-            logger.warning("this engine has no KV store: %s", why)
+            self.left_out[STORE] = why
+        if config.kv_transfer_config is None:
+            self.left_out[REMOTE_PREFILL] = "the engine has no connector that moves KV"
+        asked = self.llm_config.engine_kwargs.get("enable_prefix_caching")
+        if asked is not False and (why := why_no_prefix_cache(config)) is not None:
+            self.left_out[PREFIX_CACHE] = why
         return args, frontend, config
 
     async def shutdown(self) -> None:

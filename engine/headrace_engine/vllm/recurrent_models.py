@@ -1,5 +1,5 @@
-"""Models with layers that keep a state in place of KV (Mamba, GDN): they are served without the
-store.
+"""Models that the store cannot keep are served without it: those with layers that keep a state in
+place of KV (Mamba, GDN), and those with an indexer.
 
 The store names a block by its tokens and finds in it the KV of just these. A state is that of a
 whole prefix, and lies in cache groups of its own, which vLLM's hybrid cache manager keeps. An
@@ -16,13 +16,15 @@ from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 
+from headrace_engine.serving.model_limits import why_no_store
+
 STORE = "HeadraceConnector"
 """`kv_connector` of the store, alone or among `connectors`."""
 
 
 def leave_out_store(config: VllmConfig) -> str | None:
-    """Take the store out of the configuration of an engine that has not started, if its model has
-    such layers.
+    """Take the store out of the configuration of an engine that has not started, if it cannot keep
+    the model's KV.
 
     Args:
         config: changed.
@@ -31,7 +33,10 @@ def leave_out_store(config: VllmConfig) -> str | None:
         Why there is no store; None if there was none or it stays.
     """
     model, transfer = config.model_config, config.kv_transfer_config
-    if transfer is None or not (model.is_hybrid or model.is_attention_free):
+    has_states = model.is_hybrid or model.is_attention_free
+    fields = model.hf_text_config.to_dict()
+    why = why_no_store(model.architecture, fields, has_states=has_states)
+    if transfer is None or why is None:
         return None
     children = _children(transfer)
     kept = [child for child in children if child["kv_connector"] != STORE]
@@ -43,14 +48,12 @@ def leave_out_store(config: VllmConfig) -> str | None:
     elif kept:
         config.kv_transfer_config = transfer
         transfer.kv_connector_extra_config["connectors"] = kept
-    config.scheduler_config.disable_hybrid_kv_cache_manager = False
-    if any(child["kv_connector"] == "NixlConnector" for child in kept):
-        # vLLM chooses this layout for its own connectors, which it finds by their names.
-        os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
-    return (
-        f"{model.architecture} has layers that keep a state in place of KV, and the store keeps KV "
-        "of tokens only; the engine's own prefix cache and remote prefill work"
-    )
+    if has_states:
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        if any(child["kv_connector"] == "NixlConnector" for child in kept):
+            # vLLM chooses this layout for its own connectors, which it finds by their names.
+            os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"
+    return why
 
 
 def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:

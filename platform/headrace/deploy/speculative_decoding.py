@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,6 @@ from headrace_kvstore.lookup.store_view import store_settings
 
 if TYPE_CHECKING:
     from headrace_decode.speculative.tenant_policies import Tenants
-
-logger = logging.getLogger("headrace.speculation")
 
 
 def add_speculative_decoding(section: SpeculationSection, engine: dict[str, Any]) -> bool:
@@ -23,10 +21,7 @@ def add_speculative_decoding(section: SpeculationSection, engine: dict[str, Any]
         engine: `engine_kwargs` of the decode role, with the store in it if there is one: replicas
             share their memories through its nodes. Changed in place.
     """
-    if not section.enabled:
-        return False
-    if engine.get("speculative_config") is not None:
-        logger.warning("speculation: the engine has a speculative_config of its own, which stays")
+    if not section.enabled or why_no_speculation(engine) is not None:
         return False
     from headrace_decode.speculative.settings import engine_arguments
 
@@ -40,6 +35,14 @@ def add_speculative_decoding(section: SpeculationSection, engine: dict[str, Any]
     additional = {**engine.get("additional_config", {}), **wanted.pop("additional_config")}
     engine |= {**wanted, "additional_config": additional}
     return True
+
+
+def why_no_speculation(engine: Mapping[str, Any]) -> str | None:
+    """Return why an engine with these `engine_kwargs` does not draft with Headrace's drafter; None
+    if it can."""
+    if engine.get("speculative_config") is None:
+        return None
+    return "the engine has a speculative_config of its own, and drafts by it"
 
 
 def tenants_of(section: SpeculationSection) -> Tenants:

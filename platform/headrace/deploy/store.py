@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,10 +85,21 @@ def add_store(
     )
 
 
-def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:
+def why_no_store(engine: Mapping[str, Any]) -> str | None:
+    """Return why an engine with these `engine_kwargs` gets no store; None if it gets one."""
     transfer = engine.get("kv_transfer_config")
-    if not isinstance(transfer, dict) or transfer.get("kv_connector") != "NixlConnector":
+    if isinstance(transfer, dict) and transfer.get("kv_connector") == "NixlConnector":
+        return None
+    return (
+        "its kv_transfer_config is not NixlConnector alone; remove it from the engine's arguments "
+        "to have the store"
+    )
+
+
+def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:
+    if why_no_store(engine) is not None:
         return False
+    transfer = engine["kv_transfer_config"]
     recompute = {"kv_load_failure_policy": "recompute"}
     stored = {
         "kv_connector": "HeadraceConnector",

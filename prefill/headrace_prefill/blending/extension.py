@@ -1,4 +1,4 @@
-"""Blending as an extension of an engine. An engine without a connector that blends says so."""
+"""Blending as an extension of an engine, if one of its connectors blends KV."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from headrace.cli import probes
 from headrace.cli.console import human_bytes
+from headrace.cli.doctor import left_out
 from headrace.cli.doctor.finding import Check, Finding, Level
 from headrace.config import HeadraceConfig
 from headrace_kvstore.protocol.address import host_port
@@ -31,6 +32,7 @@ def checks(config: HeadraceConfig) -> list[Check]:
         ("gpus", lambda: [gpus(probes.gpus(), config)]),
         ("rdma", lambda: [rdma(probes.rdma_devices(), probes.gpus())]),
         ("model", lambda: [model(*probes.model(config.model.id))]),
+        ("left out", lambda: _left_out(config)),
         ("state", lambda: [leftovers(probes.dead_instances())]),
     ]
 
@@ -164,6 +166,12 @@ def model(name: str, folder: str | None, error: str) -> Finding:
     if error:
         return Finding("model", "FAIL", f"{folder}: {error}", f"headrace model fetch {name}")
     return Finding("model", "OK", folder)
+
+
+def _left_out(config: HeadraceConfig) -> list[Finding]:
+    folder = probes.model_folder(config.model.id, config.model.source)
+    expected = left_out.expected(config, config.roles().values(), probes.model_config(folder))
+    return expected + left_out.running(probes.running_replicas())
 
 
 def leftovers(names: list[str]) -> Finding:

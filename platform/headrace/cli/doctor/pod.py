@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from headrace.cli import probes
 from headrace.cli.cluster import port_is_free
-from headrace.cli.doctor import agreement, hardware, machine, storage, surroundings
+from headrace.cli.doctor import agreement, hardware, left_out, machine, storage, surroundings
 from headrace.cli.doctor.finding import Check, Finding
 from headrace.config import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
@@ -67,15 +67,7 @@ class Pod:
     @cached_property
     def model_folder(self) -> Path | None:
         """Folder of the model's files on this machine, if they are here."""
-        source = self.config.model.source
-        if source is None:
-            from headrace.model.store import model_path
-
-            folder = model_path(self.config.model.id)
-            return folder if folder.is_dir() else None
-        if (folder := Path(source).expanduser()).is_dir() or source.startswith(("/", ".", "~")):
-            return folder
-        return probes.hub_snapshot(source, probes.hub_cache())
+        return probes.model_folder(self.config.model.id, self.config.model.source)
 
     @property
     def shape(self) -> tuple[int | None, int | None]:
@@ -110,6 +102,7 @@ def checks(pod: Pod, env: Mapping[str, str] = os.environ) -> list[Check]:
             ("packages", lambda: machine.packages(probes.package_versions())),
             ("NVMe", lambda: _nvme(pod)),
             ("model", lambda: [_model(pod, env)]),
+            ("left out", lambda: _left_out(pod)),
             ("NIXL", lambda: [hardware.nixl(*probes.nixl_plugins(), env.get("NIXL_PLUGIN_DIR"))]),
             ("RDMA", lambda: _rdma(pod, env)),
         ]
@@ -120,6 +113,11 @@ def checks(pod: Pod, env: Mapping[str, str] = os.environ) -> list[Check]:
             ("GPUs", lambda: hardware.gpus(*probes.nvidia_smi(), probes.gpu_nodes(), pod.gpus)),
         ]
     return out
+
+
+def _left_out(pod: Pod) -> list[Finding]:
+    roles = [pod.engine] if pod.engine else []
+    return left_out.expected(pod.config, roles, probes.model_config(pod.model_folder))
 
 
 def _write_errors(env: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,15 @@ Code that can crash or hang runs in another process, with a time limit. Nothing 
 context, so GPUs stay free.
 """
 
-from headrace.cli.probes.disk import Folder, ModelFiles, folder, hub_snapshot, model_files
+from headrace.cli.probes.disk import (
+    Folder,
+    ModelFiles,
+    folder,
+    hub_snapshot,
+    model_config,
+    model_files,
+    model_folder,
+)
 from headrace.cli.probes.facts import describe
 from headrace.cli.probes.gpu import (
     Driver,
@@ -27,6 +35,7 @@ from headrace.cli.probes.machine import (
     port,
     python_version,
     rdma_devices,
+    running_replicas,
     shm_free_bytes,
     torch_import,
 )
@@ -78,7 +87,9 @@ __all__ = [
     "memlock_bytes",
     "memory_limit_bytes",
     "model",
+    "model_config",
     "model_files",
+    "model_folder",
     "needed_folders",
     "nixl_plugins",
     "nvidia_smi",
@@ -91,6 +102,7 @@ __all__ = [
     "ray_token",
     "rdma_devices",
     "rdma_nodes",
+    "running_replicas",
     "shm_free_bytes",
     "torch_cuda",
     "torch_import",

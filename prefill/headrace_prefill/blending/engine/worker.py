@@ -24,7 +24,7 @@ class BlendingWorkerPart(WorkerPart):
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self._unsupported: str | None = "the engine has no connector that blends KV"
+        self._unsupported: str | None = None
 
     def after_kv_cache(self, kv_cache_config: Any) -> None:
         """Bind the connectors that need the model."""

@@ -43,6 +43,19 @@ function linesOf(rates) {
   };
 }
 
+/** What engines run without: each part and reason once, with the replicas. */
+function leftOutOf(replicas) {
+  const found = new Map();
+  for (const one of replicas) {
+    for (const [part, why] of Object.entries(one.left_out ?? {})) {
+      const key = JSON.stringify([part, why]);
+      if (!found.has(key)) found.set(key, { part: part.replaceAll("_", " "), why, names: [] });
+      found.get(key).names.push(replicaName(one));
+    }
+  }
+  return [...found.values()];
+}
+
 function Replicas({ status }) {
   const ray = rayDashboard(status.ray, location);
   const named = (one) => {
@@ -58,6 +71,7 @@ function Replicas({ status }) {
     <${Table} label="Replicas" none="No replica answers." columns=${[{ name: "Replica" }, { name: "Running", right: true }, { name: "Waiting", right: true }, { name: "KV cache in use", right: true },
         { name: "Prompt tokens computed", right: true, minor: true }, { name: "Prefill by prefill replicas", minor: true }]}
       rows=${status.replicas.map((one) => ({ key: one.replica_id, cells: [named(one), count(one.running), count(one.waiting), percent(one.kv_usage ?? 0), count(one.prompt_tokens_computed), remote(one)] }))} />
+    ${leftOutOf(status.replicas).map(({ part, why, names }) => html`<p class="left-out" key=${part + why}><${State} level="warn">no ${part}<//> at ${names.join(", ")}: ${why}</p>`)}
     ${ray?.href && html`<p class="soft">A name leads to the replica and its logs in Ray's dashboard, which asks for Ray's token.</p>`}
     ${ray?.note && html`<p class="soft">Logs are in Ray's dashboard. ${ray.note}</p>`}<//>`;
 }
