@@ -55,7 +55,7 @@ def expected(
     """
     if model is None:
         return []
-    found = {}
+    found: dict[str, str] = {}
     for role in roles:
         found |= {
             part: why
