@@ -60,6 +60,10 @@ def test_the_cause_is_the_last_line_of_the_last_traceback() -> None:
         DeploymentProgress("decode", "DEPLOY_FAILED", 0, 0, message),
     )
     assert cause(message) == "ValueError: no room for one request"
+    ours = (
+        "Traceback:\nheadrace_engine.reporting.start_errors.EngineStartError: the engine: no room"
+    )
+    assert cause(ours) == "the engine: no room"
     now = Progress("DEPLOY_FAILED", "whole app", deployments)
     assert failure(now) == "decode: ValueError: no room for one request"
     assert failure(Progress("DEPLOY_FAILED", "", ())) == "the app is deploy_failed"

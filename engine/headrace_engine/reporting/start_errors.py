@@ -28,6 +28,13 @@ NO_CAUSE = re.compile("See root cause above|See stack trace .above. for the root
 """vLLM's errors that refer to the log of another process."""
 ENDED = re.compile(r"Failed core proc\(s\): \{.*?: (-?\d+)")
 """vLLM's report of the exit status of an engine's process; below 0 it is a signal."""
+ADDITIONS = (
+    r"\d+ validation errors? for \w+ (Value error, )?",
+    r" \[type=\w+, input_value=.*?, input_type=\w+\]",
+    r" For further information visit \S+",
+    r" Supported architectures: .*",
+)
+"""Regular expressions of texts around a cause that do not help an operator."""
 FAULTS = AssertionError, AttributeError, LookupError, NotImplementedError, TypeError
 """Errors whose text says little without the place where they were raised."""
 REMEDIES = (
@@ -69,15 +76,12 @@ class FirstError(logging.Handler):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's class and text in one line, without what follows the cause in a list of
-    invalid values (pydantic's `ValidationError`)."""
-    text = str(error)
-    if callable(errors := getattr(error, "errors", None)):
-        with contextlib.suppress(Exception):
-            first = errors()[0]
-            field = ".".join(map(str, first["loc"]))
-            text = f"{field}: {first['msg']}" if field else str(first["msg"])
-    told = f"{type(error).__name__}: {' '.join(text.split())}"[:LONGEST]
+    """Return an error's class and text in one line, without pydantic's and vLLM's additions to the
+    cause; a fault with its place."""
+    text = " ".join(str(error).split())
+    for addition in ADDITIONS:
+        text = re.sub(addition, "", text)
+    told = f"{type(error).__name__}: {text}"[:LONGEST]
     if not isinstance(error, FAULTS) or error.__traceback__ is None:
         return told
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
@@ -102,7 +106,7 @@ def start_cause(error: BaseException, written: str | None) -> str:
         cause = _end_of_process(cause)
     for pattern, remedy in REMEDIES:
         if re.search(pattern, cause, re.IGNORECASE):
-            return f"{cause}; {remedy}"
+            return f"{cause.rstrip('.')}; {remedy}"
     return cause
 
 

@@ -202,10 +202,11 @@ def _word(value: Any) -> str:
 
 
 def cause(message: str) -> str:
-    """Return the cause in a message with a chain of tracebacks: the last line of the last one."""
+    """Return the cause in a message with a chain of tracebacks: the last line of the last one,
+    without the name of a class of Headrace."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in message.splitlines()]
     lines = [line for line in lines if line]
-    return lines[-1] if lines else ""
+    return re.sub(r"^headrace\w*(\.\w+)+: ", "", lines[-1]) if lines else ""
 
 
 def one_line(error: BaseException) -> str:
