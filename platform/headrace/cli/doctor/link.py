@@ -47,7 +47,7 @@ def link(done: Transfer, peer: str, rdma: bool, kv_bytes_per_token: int | None) 
             "WARN",
             found,
             "prefer one network for both roles (values "
-            "`decode.topologySpreadConstraints`, node pools in one zone); "
+            "`decode.podTemplate`: topologySpreadConstraints or affinity, node pools in one zone); "
             "the router prices slow links and prefills locally",
         )
     else:
