@@ -8,7 +8,7 @@ from pathlib import Path
 os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM logs to the standard output
 
 from headrace.config.docs import render
-from scripts.generate import chart, rest_page
+from scripts.generate import chart, rest_page, support_page
 from scripts.generate.dashboards.files import files as dashboards
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +20,7 @@ def files() -> dict[str, str]:
     return {
         "docs/configuration.md": render(),
         "docs/rest.md": rest_page.page(),
+        "docs/support.md": support_page.page(),
         **{f"helm/headrace/{name}": text for name, text in of_chart.items()},
     }
 

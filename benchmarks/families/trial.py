@@ -1,0 +1,416 @@
+"""One family's way through all cases, on two machines of one loopback.
+
+The decode engine and the prefill engine are processes, each with an arena and a StoreNode of its
+own; the decode machine's node is a peer of the other one. Each case asks for the same prompts under
+a salt, so what one case leaves in the caches is no hit of another one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.families.cases import (
+    ANSWER_TOKENS,
+    ANSWERS,
+    BY_NAME,
+    CASES,
+    Answer,
+    Case,
+    Hit,
+    full,
+    half,
+    prompts,
+    verdict,
+    why_another_way,
+)
+from benchmarks.families.models import Family
+from benchmarks.kvstore.child import Child
+from headrace_decode.attention.settings import SparseSettings
+from headrace_decode.compression.engine.settings import CompressionSettings
+from headrace_decode.resume.emitted import decode_lines, tokens_of_choice
+from headrace_decode.speculative.settings import engine_arguments
+from headrace_engine.kv_transfer.handoff import produce_params
+from headrace_engine.kv_transfer.ports import free_port_block
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.blocks.slot_record import READY
+from tests.support import run
+from tests.support.families import POSITIONS, write_family
+from tests.support.forked import Forked
+from tests.support.program import IN_ONE_PROCESS, engine_environment
+from tests.support.stored import (
+    beside,
+    checked_nixl_connector,
+    connector_of,
+    side_channel,
+    store_connector,
+)
+from tests.support.storenode import StoreNodeProcess
+
+DRAM_BYTES = 512 << 20
+SECRET = "of the nodes of this benchmark"
+DRAFT_TOKENS, BEFORE_KILL = 4, 6
+"""Tokens of each answer before its engine is killed, at least."""
+PATIENCE_S = 60.0
+KV_SPACE_GIB = "1"
+
+
+class Machine:
+    """An engine's process, an arena and a StoreNode.
+
+    Args:
+        folder: for the log.
+        name: `prefill` or `decode`.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self._folder = name, folder
+        self.arena_name = f"headrace-families-{uuid.uuid4().hex[:12]}"
+        self.log = folder / f"{name}.log"
+        self.node: StoreNodeProcess | None = None
+        self.store = {
+            "name": self.arena_name,
+            "dram_bytes": DRAM_BYTES,
+            "priced": False,
+            "node_timeout_s": PATIENCE_S,
+            "lease_s": 2 * PATIENCE_S,
+        }
+        self._begin()
+
+    def _begin(self) -> None:
+        run.engine_started()
+        environment = engine_environment(**IN_ONE_PROCESS) | side_channel()
+        environment["VLLM_CPU_KVCACHE_SPACE"] = KV_SPACE_GIB
+        self.child = Child("engine", {}, environment, self.log, "benchmarks.families.", Forked)
+        self.child.answer()
+
+    def start_node(self, facts: dict[str, Any], **settings: Any) -> None:
+        """Start the StoreNode for an engine with these facts."""
+        self.node = StoreNodeProcess(
+            name=self.arena_name,
+            dram_bytes=DRAM_BYTES,
+            block_bytes=facts["block_bytes"],
+            layers=facts["layers"],
+            keep_arena=True,
+            secret=SECRET,
+            pull_limit_s=PATIENCE_S,
+            peer_lease_s=2 * PATIENCE_S,
+            **settings,
+        ).start()
+
+    def remote(self) -> dict[str, Any]:
+        """Return what the node says of its peers."""
+        assert self.node is not None
+        return dict(self.node.stats()["remote"])
+
+    def stored(self) -> int:
+        """Return the number of blocks in the arena."""
+        with Arena.create_or_attach(self.arena_name, DRAM_BYTES) as arena:
+            return int((arena.table["state"] == READY).sum())
+
+    def restart(self) -> None:
+        """Kill the engine's process, and begin another one."""
+        self.child.kill()
+        self._begin()
+
+    def end(self) -> None:
+        """Kill all, and give the memory back."""
+        self.child.kill()
+        if self.node is not None:
+            self.node.kill()
+        (Path("/dev/shm") / self.arena_name).unlink(missing_ok=True)
+
+
+@contextmanager
+def machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
+    """Begin a prefill and a decode machine; end them."""
+    begun: list[Machine] = []
+    try:
+        for name in ("prefill", "decode"):
+            begun.append(Machine(folder, name))
+        yield begun[0], begun[1]
+    finally:
+        for machine in begun:
+            machine.end()
+
+
+class Trial:
+    """A family's cases.
+
+    Args:
+        answers: of each case.
+        report: called with a line for each case.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        prefill: Machine,
+        decode: Machine,
+        folder: Path,
+        answers: int = ANSWERS,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self._family, self._prefill, self._decode = family, prefill, decode
+        self._report = report
+        self._model = write_family(folder, family.name)
+        self._prompts = prompts(family.lengths, answers)
+        self._truths: list[Answer] = []
+        self._facts: dict[str, Any] = {}
+        self._plain_found: dict[str, Any] = {}
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def results(self, only: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Go through the cases; return what the results file has of the family.
+
+        Args:
+            only: names of cases; empty for all.
+        """
+        began = time.perf_counter()
+        chosen = [case for case in CASES if not only or case.name in only]
+        self._plain_found = plain = self._plain()
+        self._techniques()
+        if any(case.name == "drafting" for case in chosen):
+            self._run(BY_NAME["drafting"], self._drafted)
+        self._open()
+        leaks = {}
+        for case in chosen:
+            if case.name in ("drafting", "resume after kill"):
+                continue
+            if case.needs_store and (why := self._facts["no_store"]) is not None:
+                self._found[case.name] = {"refused": why}
+                continue
+            self._run(case, getattr(self, "_" + case.name.replace(",", "").replace(" ", "_")))
+        leaks["decode"] = self._settled(self._decode)
+        if any(case.name == "resume after kill" for case in chosen):
+            self._run(BY_NAME["resume after kill"], self._resume_after_kill)
+        leaks["prefill"] = self._settled(self._prefill)
+        shutil.rmtree(self._model)
+        family = self._family
+        return {
+            "title": family.title,
+            "layers": family.layers,
+            "dtype": family.dtype,
+            "limit": family.limit,
+            "at_once": family.at_once,
+            "facts": self._facts,
+            "plain": plain,
+            "cases": {case.name: self._found[case.name] for case in chosen},
+            "leaked_blocks": leaks,
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+
+    def _start(
+        self, machine: Machine, transfer: dict[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        options = {"max_model_len": POSITIONS, **self._family.options, **more.pop("options", {})}
+        found: dict[str, Any] = machine.child.do(
+            "open",
+            model=str(self._model),
+            dtype=self._family.dtype,
+            at_once=self._family.at_once,
+            options=options,
+            transfer=transfer,
+            **more,
+        )
+        return found
+
+    def _plain(self) -> dict[str, Any]:
+        """Have plain vLLM give the right answers, and give them again with its prefix cache."""
+        self._facts = self._start(self._decode, extensions=False)
+        told = self._ask(self._decode, "plain", logprobs=2)
+        self._truths = [Answer(*each) for each in told["answers"]]
+        found: dict[str, Any] = {"seconds": round(told["seconds"], 1)}
+        try:
+            again = self._ask(self._decode, "plain")
+            found |= verdict(self._answers(again), self._truths, self._family.dtype)
+            found["local"] = again["local"]
+        except RuntimeError as error:
+            found["error"] = _first_line(error)
+            self._decode.restart()
+        self._report(f"plain vLLM: {found}")
+        return found
+
+    def _techniques(self) -> None:
+        """Ask an engine with all techniques which of them it does not do."""
+        store = {"name": f"{self._prefill.arena_name}-t", "dram_bytes": 32 << 20, "node": False}
+        connectors = [
+            store_connector(store),
+            connector_of(
+                "StoredBlendingConnector",
+                "headrace_prefill.blending.engine.stored_connector",
+                store,
+            ),
+        ]
+        settings = SparseSettings().additional_config() | CompressionSettings().additional_config()
+        try:
+            told = self._start(
+                self._prefill, beside(*connectors), options={"additional_config": settings}
+            )
+            self._facts |= {key: told[key] for key in ("no_store", "unsupported")}
+        except RuntimeError as error:
+            self._facts["techniques_error"] = _first_line(error)
+            self._prefill.restart()
+        finally:
+            (Path("/dev/shm") / store["name"]).unlink(missing_ok=True)
+        self._report(f"not supported: {self._facts['unsupported']}")
+
+    def _open(self) -> None:
+        """Start both engines as the app's are, and their nodes."""
+        if self._facts["no_store"] is None:
+            address = f"127.0.0.1:{free_port_block(1, '127.0.0.1')}"
+            self._prefill.start_node(self._facts, listen=address)
+            self._decode.start_node(self._facts, peers=address)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._open_one, (self._prefill, self._decode)))
+
+    def _open_one(self, machine: Machine) -> None:
+        transfer = beside(checked_nixl_connector(), store_connector(machine.store))
+        self._start(machine, transfer)
+
+    def _run(self, case: Case, ask: Callable[[], dict[str, Any]]) -> None:
+        """Go through one case; keep its numbers, or its error."""
+        began = time.perf_counter()
+        try:
+            told = ask()
+            found = verdict(self._answers(told), self._truths, self._family.dtype)
+            hit = Hit(told["local"], told["external"])
+            lengths = [len(prompt) for prompt in self._prompts]
+            block = self._facts["block"]
+            found |= {
+                "prompt_tokens": sum(lengths),
+                "local": hit.local,
+                "external": hit.external,
+                "events": told["events"],
+            }
+            if why := why_another_way(case, lengths, block, hit, told["events"]):
+                found["error"] = why
+        except RuntimeError as error:
+            found = {"error": _first_line(error)}
+            if "error" in self._plain_found and case.needs_hit:
+                found = {"plain_error": self._plain_found["error"]}
+            for machine in (self._prefill, self._decode):
+                machine.restart()
+            if case.name != "drafting":
+                with ThreadPoolExecutor() as pool:
+                    list(pool.map(self._open_one, (self._prefill, self._decode)))
+        found["seconds"] = round(time.perf_counter() - began, 1)
+        self._found[case.name] = found
+        self._report(f"{case.name}: {found}")
+
+    def _ask(self, machine: Machine, salt: str, **more: Any) -> dict[str, Any]:
+        task = {"prompts": self._prompts, "max_tokens": ANSWER_TOKENS} | more
+        told: dict[str, Any] = machine.child.do("ask", salt=salt, **task)
+        return told
+
+    def _answers(self, told: dict[str, Any]) -> list[Answer]:
+        return [Answer(*each) for each in told["answers"]]
+
+    def _cold(self) -> dict[str, Any]:
+        return self._ask(self._decode, "a")
+
+    _local_hit = _cold
+
+    def _store_hit(self) -> dict[str, Any]:
+        self._saved(self._decode, [full(len(prompt) + 1, self._block) for prompt in self._prompts])
+        self._decode.child.do("forget")
+        return self._cold()
+
+    def _local_prefix_store_tail(self) -> dict[str, Any]:
+        self._decode.child.do("forget")
+        first = [prompt[: half(len(prompt), self._block) + 1] for prompt in self._prompts]
+        self._ask(self._decode, "a", prompts=first, max_tokens=1)
+        return self._cold()
+
+    def _peer(self) -> dict[str, Any]:
+        self._ask(self._prefill, "b", max_tokens=1)
+        blocks = self._saved(
+            self._prefill, [full(len(prompt), self._block) for prompt in self._prompts]
+        )
+
+        def known() -> bool:
+            [peer] = self._decode.remote()["peers"].values()
+            return int(peer["blocks"]["DRAM"]) >= blocks
+
+        _wait(known, "the peer's blocks are not known")
+        before = self._decode.remote()["pull"].get("pulled", 0)
+        told = self._ask(self._decode, "b")
+        told["events"]["pulled"] = self._decode.remote()["pull"].get("pulled", 0) - before
+        return told
+
+    def _remote_prefill(self) -> dict[str, Any]:
+        return self._ask(self._decode, "c", transfers=self._kept("c"))
+
+    def _failed_transfer(self) -> dict[str, Any]:
+        kept = self._kept("c")
+        return self._ask(self._decode, "d", transfers=[*kept[1:], kept[0]])
+
+    def _resume_after_kill(self) -> dict[str, Any]:
+        lines: list[str] = []
+        together = self._family.at_once > 1
+        for prompt in [self._prompts] if together else [[each] for each in self._prompts]:
+            lines += self._decode.child.do(
+                "begin", prompts=prompt, salt="e", max_tokens=ANSWER_TOKENS, at_least=BEFORE_KILL
+            )
+        self._decode.child.kill()
+        earlier = [tokens_of_choice(decode_lines(each.encode()), 0) for each in lines]
+        told = self._ask(self._prefill, "e", earlier=earlier)
+        for answer, tokens in zip(told["answers"], earlier, strict=True):
+            answer[0] = tokens + answer[0]
+        left = [ANSWER_TOKENS - len(tokens) for tokens in earlier]
+        told["events"]["resumed"] = sum(0 < n < ANSWER_TOKENS for n in left)
+        return told
+
+    def _drafted(self) -> dict[str, Any]:
+        drafting = engine_arguments(DRAFT_TOKENS, mode=f"static:{DRAFT_TOKENS}")
+        del drafting["worker_cls"]
+        self._start(self._prefill, options=drafting)
+        self._ask(self._prefill, "f")
+        self._prefill.child.do("forget")
+        return self._ask(self._prefill, "f")
+
+    @property
+    def _block(self) -> int:
+        return int(self._facts["block"])
+
+    def _kept(self, salt: str) -> list[dict[str, Any]]:
+        """Have the prefill engine keep the KV of all prompts; return how it is pulled."""
+        keep = [produce_params()] * len(self._prompts)
+        told = self._ask(self._prefill, salt, max_tokens=1, transfers=keep)
+        kept: list[dict[str, Any]] = told["transfers"]
+        return kept
+
+    def _saved(self, machine: Machine, tokens: list[int]) -> int:
+        """Wait until a machine's store has this many tokens of each prompt; return the blocks."""
+        blocks = sum(tokens) // self._block
+
+        def saved() -> bool:
+            machine.child.do("ask", prompts=[[5]], salt="idle", max_tokens=1)
+            return machine.stored() >= blocks
+
+        _wait(saved, "blocks are not saved")
+        return blocks
+
+    def _settled(self, machine: Machine) -> int | str:
+        try:
+            return int(machine.child.do("settle"))
+        except RuntimeError as error:
+            return _first_line(error)
+
+
+def _wait(condition: Callable[[], bool], why: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(why)
+        time.sleep(0.05)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
