@@ -43,6 +43,9 @@ from benchmarks.families.trial import Trial, machines
 from benchmarks.serving.environment import machine
 from tests.support import compiled, run
 
+LOGS = Path(__file__).parents[2] / "build" / "families"
+"""The engines' logs, by family."""
+
 
 def main() -> int:
     """Measure, print, write; 1 if anything is wrong."""
@@ -111,6 +114,9 @@ def one_family(name: str, cases: frozenset[str], answers: int) -> dict[str, Any]
         with machines(folder) as (prefill, decode):
             found = Trial(BY_NAME[name], prefill, decode, folder, answers, _report).results(cases)
     finally:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        for log in folder.glob("*.log"):
+            shutil.move(log, LOGS / f"{name}-{log.name}")
         shutil.rmtree(folder, ignore_errors=True)
     return found | {"date": time.strftime("%Y-%m-%d", time.gmtime())}
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 ANSWERS, ANSWER_TOKENS = 100, 32
 SHORTEST, LONGEST = 36, 420
 """Tokens of a prompt; the windows and chunks of the models are 128 tokens."""
+BOUNDARIES = (127, 128, 129, 159, 160, 161, 223, 255, 256, 257, 287, 383, 384, 385, 415)
+"""Lengths of some prompts: around multiples of a block, of a window and of a chunk."""
 FIRST_TOKEN, LAST_TOKEN = 5, 505
 CLOSE = {"float32": 1e-3, "bfloat16": 0.25}
 """Nats by which two engines' log-probabilities of a token may differ: they sum in another order."""
@@ -160,8 +162,10 @@ def prompts(lengths: Lengths, count: int = ANSWERS, seed: int = 0) -> list[list[
     """Return prompts of random tokens; hardly any two have a prefix in common."""
     draw = random.Random(seed)
     found = []
-    for _ in range(count):
+    known = [n for n in BOUNDARIES if lengths.shortest <= n <= lengths.longest]
+    for number in range(count):
         tokens = draw.randint(lengths.shortest, lengths.longest)
+        tokens = known[number] if number < len(known) else tokens
         tokens = tokens // lengths.multiple * lengths.multiple + (lengths.multiple > 1)
         found.append([draw.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)])
     return found

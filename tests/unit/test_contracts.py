@@ -409,6 +409,7 @@ def test_the_connector_whose_pulls_are_proved() -> None:
     for half, names in (
         (scheduler, "set_xfer_handshake_metadata build_connector_meta request_finished"),
         (scheduler, "update_state_after_alloc get_num_new_matched_tokens"),
+        (scheduler, "_prefill_backoff _get_remote_prefill_token_count"),
         (worker, "_read_blocks_for_req _handle_failed_transfer _cleanup_remote_engine"),
     ):
         for name in names.split():

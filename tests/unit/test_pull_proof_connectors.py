@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -338,6 +338,34 @@ def test_a_worker_pulls_only_with_a_claim() -> None:
             worker(missing).check_pull("d", meta(([5, 6],), [1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "positions"),
+    [
+        ([5, 6], [1, 2], [0, 1]),
+        ([5, 6], [2], [1]),
+        ([6], [2], [1]),
+        ([5, 6, 7], [2, 3], [1, 2]),
+    ],
+    ids=["all", "the first is cached", "only the window's", "one that the prompt does not fill"],
+)
+def test_fingerprints_are_compared_by_position_in_the_prompt(
+    theirs: list[int], ours: list[int], positions: list[int]
+) -> None:
+    """vLLM pairs the last blocks of both. With sliding windows a reference names only these."""
+    claim = pulled(hand_out(scheduler())[0], PROMPT)
+    assert isinstance(claim, Claim)
+    one = worker(claim)
+    one._sums, one.world_size, one.dcp_size = cast(Any, object()), 1, 1
+    one._physical_blocks_per_logical_kv_block = 1
+    one.vllm_config = scheduler().vllm_config
+    engine = one.transfer_topo.get_engine_info("engine")
+    engine.remote_tp_size = engine.remote_dcp_size = 1
+    assert one._comparable(meta((theirs,), ours), claim) == (
+        ours,
+        range(positions[0], positions[-1] + 1),
+    )
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_refused_pull_is_told_once_if_anybody_waits_for_it(waits: bool) -> None:
     """vLLM keeps no metadata of a request whose prompt is all cached: it runs already."""
@@ -355,6 +383,41 @@ def test_a_refused_pull_is_told_once_if_anybody_waits_for_it(waits: bool) -> Non
 def test_the_demand_for_fingerprints_travels_with_the_prefill() -> None:
     assert produce_params(True).items() - produce_params().items() == {("headrace_check", True)}
     assert TRANSFER == "kv_transfer_params"
+
+
+def windowed() -> ProvenScheduler:
+    """An engine with sliding windows, whose blocks vLLM frees early."""
+    made = scheduler()
+    made._is_hma_required = True
+    return made
+
+
+def test_with_windows_the_last_token_of_a_prompt_is_left_to_the_puller() -> None:
+    """It needs blocks that vLLM frees once a producer has computed it."""
+    asked = request("p", produce_params(), list(PROMPT))
+    asked._all_token_ids = list(PROMPT)
+    asked.get_skip_reading_prefix_cache = lambda: False
+    windowed().on_new_request(asked)
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == len(PROMPT) - 1
+    params, _ = hand_out(scheduler())
+    pulls = request("d", params, PROMPT)
+    assert windowed().get_num_new_matched_tokens(pulls, 0) == (len(PROMPT) - 1, True)
+    assert scheduler().get_num_new_matched_tokens(pulls, 0) == (len(PROMPT), True)
+
+
+@pytest.mark.parametrize(("tokens", "is_pulled"), [(BLOCK + 1, False), (BLOCK + 2, True)])
+def test_a_reference_whose_last_block_is_another_one_is_not_pulled(
+    tokens: int, is_pulled: bool
+) -> None:
+    """A producer that did not stop before the last token may have a block more, and vLLM pairs the
+    last blocks."""
+    producer, prompt = scheduler(), PROMPT[:tokens]
+    made = request("p", produce_params(), prompt)
+    producer.update_state_after_alloc(made, blocks([5, 6]), 0)
+    _, params = producer.request_finished(made, ([5, 6],))
+    assert params is not None
+    claim = windowed()._claim(request("d", params, prompt), params)
+    assert isinstance(claim, Claim) == is_pulled
 
 
 # Handshakes

@@ -103,6 +103,15 @@ class ProvenScheduler(NixlPullConnectorScheduler):
             return 0, False  # vLLM then tells the producer that there is no pull
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def _prefill_backoff(self) -> int:
+        """Return how many tokens at the end of a prompt the producer leaves to the puller.
+
+        The puller computes the prompt's last token in any case. Layers with windows or chunks need
+        other blocks for it than for the token after the prompt, and vLLM frees all blocks that the
+        tokens after those computed do not need. So the producer stops before the last token.
+        """
+        return max(super()._prefill_backoff(), int(self._is_hma_required))
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill") and num_external_tokens > 0:
@@ -130,8 +139,12 @@ class ProvenScheduler(NixlPullConnectorScheduler):
         try:
             claim = read_claim(params)
             tokens = claim.identity.tokens
-            if not 0 < tokens <= len(request.prompt_token_ids or ()):
+            prompt_tokens = len(request.prompt_token_ids or ())
+            if not 0 < tokens <= prompt_tokens:
                 raise Unproved("reference", "the reference is of a longer prompt")
+            due = self._get_remote_prefill_token_count(prompt_tokens)
+            if -(-tokens // self.block_size) != -(-due // self.block_size):  # vLLM pairs the last
+                raise Unproved("reference", f"the reference is of {tokens} tokens, not of {due}")
             digest = self.digests.of(request, request.prompt_token_ids[:tokens])
             if digest is None:
                 raise Unproved("unknown", "it is not known what this request's KV depends on")

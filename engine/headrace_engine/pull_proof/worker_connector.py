@@ -176,7 +176,7 @@ class ProvenWorker(NixlPullConnectorWorker):
             return posted
         meta = self._recving_metadata[request_id]
         agent = self._remote_agents[meta.remote.engine_id][rank]
-        blocks, positions = self._comparable(meta)
+        blocks, positions = self._comparable(meta, claim)
         engine = meta.remote.engine_id
         ranks = self.transfer_topo.get_engine_info(engine).remote_tp_size, self.world_size
         cut = pieces(*ranks, kv_heads(self.vllm_config))
@@ -185,7 +185,7 @@ class ProvenWorker(NixlPullConnectorWorker):
             posted = super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
         return posted
 
-    def _comparable(self, meta: Any) -> tuple[list[int], range]:
+    def _comparable(self, meta: Any, claim: Claim) -> tuple[list[int], range]:
         """Return blocks of this engine and their positions in the prompt; none where the two
         engines cut KV into blocks or ranks in different ways."""
         engine = self.transfer_topo.get_engine_info(meta.remote.engine_id)
@@ -201,13 +201,19 @@ class ProvenWorker(NixlPullConnectorWorker):
         if not same:
             return [], range(0)
         ours = list(meta.local_block_ids[0])
-        known = self._blocks_of(meta)
+        known = self._blocks_of(meta, claim)
         return ours, range(known - len(ours), known)
 
-    def _blocks_of(self, meta: Any) -> int:
-        """Return how many blocks, of the scheduler's size, the prompt has at the producer."""
+    def _blocks_of(self, meta: Any, claim: Claim) -> int:
+        """Return how many blocks, of the scheduler's size, the prompt has at the producer.
+
+        Of layers with sliding windows the reference has only the last blocks. Otherwise it may have
+        more blocks than the prompt's tokens fill.
+        """
         kernel_blocks = len(by_group(meta.remote.block_ids)[0])
-        return kernel_blocks // self._physical_blocks_per_logical_kv_block
+        offered = kernel_blocks // self._physical_blocks_per_logical_kv_block
+        block_tokens = self.vllm_config.cache_config.block_size
+        return max(offered, -(-claim.identity.tokens // block_tokens))
 
     def _refuse(self, req_id: str, why: Unproved) -> None:
         self._agent.outcomes.failed[req_id] = why
