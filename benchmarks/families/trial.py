@@ -360,11 +360,18 @@ class Trial:
             )
         self._decode.child.kill()
         earlier = [tokens_of_choice(decode_lines(each.encode()), 0) for each in lines]
-        told = self._ask(self._prefill, "e", earlier=earlier)
-        for answer, tokens in zip(told["answers"], earlier, strict=True):
-            answer[0] = tokens + answer[0]
-        left = [ANSWER_TOKENS - len(tokens) for tokens in earlier]
-        told["events"]["resumed"] = sum(0 < n < ANSWER_TOKENS for n in left)
+        cut = [n for n, tokens in enumerate(earlier) if len(tokens) < ANSWER_TOKENS]
+        told = self._ask(
+            self._prefill,
+            "e",
+            prompts=[self._prompts[n] for n in cut],
+            earlier=[earlier[n] for n in cut],
+        )
+        whole: list[list[Any]] = [[tokens, [], []] for tokens in earlier]
+        for n, (tokens, *more) in zip(cut, told["answers"], strict=True):
+            whole[n] = [earlier[n] + tokens, *more]
+        told["answers"] = whole
+        told["events"]["resumed"] = len(cut)
         return told
 
     def _drafted(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import NodeClient, NodeUnavailable, call
+from headrace_kvstore.protocol.client import MAX_WAITING, NodeClient, NodeUnavailable, call
 from headrace_kvstore.protocol.server import NodeAlreadyRunning, NodeServer, StagedReply
 from headrace_kvstore.settings.node_settings import NodeSettings
 from headrace_kvstore.settings.store_settings import SettingsError
@@ -270,6 +270,30 @@ def test_a_node_that_dies_during_a_pull_is_answered_for(node: Node, client: Node
     client.close()
     located = pulled.result(PATIENT_S)
     assert isinstance(located, wire.Located) and len(located.places) == 1
+
+
+def test_as_many_questions_at_once_as_may_wait_are_answered(client: NodeClient) -> None:
+    """Again and again: ZeroMQ counts what it has sent until the other side reports back."""
+    for _ in range(4):
+        waiting = [client.ask(wire.GetStats()) for _ in range(MAX_WAITING)]
+        assert all(isinstance(one.result(PATIENT_S), wire.Stats) for one in waiting)
+
+
+def test_no_reply_to_a_client_that_reads_late_is_lost(node: Node, tmp_path: Path) -> None:
+    """As an engine on a busy core that asks for many prompts at once."""
+    count, question = 400, wire.Locate("r", DIGEST, keys(*range(60)), 30.0)
+    context = zmq.Context()
+    late = context.socket(zmq.DEALER)
+    late.setsockopt(zmq.LINGER, 0)
+    late.setsockopt(zmq.RCVHWM, 1)
+    late.setsockopt(zmq.RCVTIMEO, int(1e3 * PATIENT_S))
+    late.connect(f"ipc://{node.server.path}")
+    for number in range(1, count + 1):
+        late.send(wire.encode(number, question))
+    until(lambda: len(node.seen) == count)
+    assert [wire.decode_reply(late.recv())[0] for _ in range(count)] == [*range(1, count + 1)]
+    assert node.server.counts["unsent"] == 0
+    context.destroy(0)
 
 
 def test_without_a_node_every_question_is_answered_at_once(tmp_path: Path) -> None:

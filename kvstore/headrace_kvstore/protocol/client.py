@@ -187,6 +187,8 @@ class Client:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
+            # ZeroMQ may refuse frames once half as many wait, and the node would count as away.
+            socket.setsockopt(zmq.SNDHWM, 4 * MAX_WAITING)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a node that is not there
             socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
             self._prepare(socket)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,7 +32,9 @@ SLOW_AT_ONCE, STAGED_AT_ONCE = 64, 1024
 """Maximum number of requests that wait for the other thread, and of second replies that wait for a
 pull."""
 CLIENT_QUEUE = 64
-"""Maximum number of frames that wait for one client, or from it."""
+"""Maximum number of frames in ZeroMQ's queue for one client, or from it."""
+UNSENT_AT_ONCE = 2048
+"""Maximum number of replies that wait for room in these queues; further ones are lost."""
 BUSY_POLL_MS = 5
 
 
@@ -82,6 +84,8 @@ class RpcServer:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
             self._socket.set_hwm(CLIENT_QUEUE)
+            # Without it ZeroMQ drops replies to a client whose queue is full, and says nothing.
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             bind(self._socket)
             self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         except BaseException:
@@ -89,6 +93,7 @@ class RpcServer:
             raise
         self._slow: list[tuple[bytes, int, Future[Any]]] = []
         self._staged: list[tuple[bytes, int, Future[Any]]] = []
+        self._unsent: dict[bytes, deque[bytes]] = {}
         self.counts = Counter() if counts is None else counts
         self._stop, self._wake = threading.Event(), WakeupSignal()
         self._poller = zmq.Poller()
@@ -114,11 +119,12 @@ class RpcServer:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                busy = self._slow or self._staged
+                busy = self._slow or self._staged or self._unsent
                 if self._socket in dict(self._poller.poll(BUSY_POLL_MS if busy else None)):
                     self._receive()
                 self._slow = self._send_ready(self._slow)
                 self._staged = self._send_ready(self._staged)
+                self._send_waiting()
             except Exception:
                 logger.exception("a request to the store node failed; it goes on")
 
@@ -172,10 +178,33 @@ class RpcServer:
         return waiting
 
     def _send(self, client: bytes, id: int, reply: wire.Body) -> None:
+        """Send a reply, after those that wait for the same client."""
+        frame, waiting = wire.encode(id, reply), self._unsent.get(client)
+        if waiting is None and self._is_sent(client, frame):
+            return
+        if sum(map(len, self._unsent.values())) >= UNSENT_AT_ONCE:
+            self.counts["unsent"] += 1
+            return
+        self._unsent.setdefault(client, deque()).append(frame)
+
+    def _send_waiting(self) -> None:
+        """Send the replies for which there is room by now."""
+        for client, frames in list(self._unsent.items()):
+            while frames and self._is_sent(client, frames[0]):
+                frames.popleft()
+            if not frames:
+                del self._unsent[client]
+
+    def _is_sent(self, client: bytes, frame: bytes) -> bool:
+        """Send a frame; return False if its client's queue is full. A client that is gone gets
+        none."""
         try:
-            self._socket.send_multipart((client, wire.encode(id, reply)), zmq.NOBLOCK)
+            self._socket.send_multipart((client, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
         except zmq.ZMQError:
             self.counts["unsent"] += 1
+        return True
 
 
 class NodeServer(RpcServer):
