@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
 from vllm.utils.network_utils import make_zmq_path
 from vllm.v1.request import RequestStatus
@@ -20,6 +21,7 @@ from headrace_engine.kv_transfer.handoff import produce_params
 from headrace_engine.kv_transfer.ports import reserve_ports
 from headrace_engine.pull_events import UNPROVED
 from headrace_engine.pull_proof import prompt_digests
+from headrace_engine.pull_proof.block_ids import without_unneeded
 from headrace_engine.pull_proof.identity import PARAMS_KEY, Claim, Unproved, believe
 from headrace_engine.pull_proof.records import Geometry
 from headrace_engine.pull_proof.scheduler_connector import ProvenScheduler
@@ -364,6 +366,13 @@ def test_fingerprints_are_compared_by_position_in_the_prompt(
         ours,
         range(positions[0], positions[-1] + 1),
     )
+
+
+def test_of_a_group_of_which_no_block_is_read_none_is_named() -> None:
+    """As for attention in chunks, if the next token begins one."""
+    spec = ReadSpec(0, local_block_ids=[[], [3, 4]], remote_block_ids=[[0, 0, 0], [5, 6, 7]])
+    assert without_unneeded(spec).remote_block_ids == [[], [5, 6, 7]]
+    assert without_unneeded(spec).local_block_ids == spec.local_block_ids
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 
@@ -24,3 +25,14 @@ def by_group(blocks: Any) -> list[list[int]]:
     if any(not isinstance(block, int) for group in found for block in group):
         raise TypeError("block ids that are no integers")
     return found
+
+
+def without_unneeded(read_spec: Any) -> Any:
+    """Return vLLM's `ReadSpec` without the producer's blocks of groups of which none is read here.
+
+    vLLM takes the last n blocks where n are read, and for no blocks all of them. With attention in
+    chunks no block is read if the next token begins a chunk.
+    """
+    pairs = zip(read_spec.local_block_ids, read_spec.remote_block_ids, strict=True)
+    theirs = [list(group) if len(ours) else [] for ours, group in pairs]
+    return replace(read_spec, remote_block_ids=theirs)

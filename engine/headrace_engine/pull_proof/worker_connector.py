@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from headrace_engine.kv_transfer.compatibility import pieces
 from headrace_engine.kv_transfer.kv_kind import kv_heads
 from headrace_engine.pull_events import PROVED, UNPROVED
-from headrace_engine.pull_proof.block_ids import by_group, has_blocks
+from headrace_engine.pull_proof.block_ids import by_group, has_blocks, without_unneeded
 from headrace_engine.pull_proof.content import BlockSums, block_seeds
 from headrace_engine.pull_proof.identity import Claim, Unproved
 from headrace_engine.pull_proof.proving_agent import ProvingAgent, Pull
@@ -174,6 +174,7 @@ class ProvenWorker(NixlPullConnectorWorker):
         if not isinstance(claim, Claim) or not any(len(g) for g in read_spec.local_block_ids):
             posted: bool = super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
             return posted
+        read_spec = without_unneeded(read_spec)
         meta = self._recving_metadata[request_id]
         agent = self._remote_agents[meta.remote.engine_id][rank]
         blocks, positions = self._comparable(meta, claim)
