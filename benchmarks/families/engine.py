@@ -70,9 +70,8 @@ class Engines:
             skip_tokenizer_init=True,
             disable_log_stats=False,
             max_num_seqs=at_once,
-            max_num_batched_tokens=2048,
             kv_transfer_config=transfer,
-            **options,
+            **{"max_num_batched_tokens": 2048, **options},
         ).create_engine_config()
         no_store = leave_out_store(config)
         if extensions and (why := choose_engine_classes(config)) is not None:

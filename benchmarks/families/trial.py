@@ -59,6 +59,8 @@ DRAFT_TOKENS, BEFORE_KILL = 4, 6
 """Tokens of each answer before its engine is killed, at least."""
 PATIENCE_S = 60.0
 KV_SPACE_GIB = "1"
+STEP_TOKENS, OTHER_STEP = "max_num_batched_tokens", 512
+"""In bfloat16, a plain engine with other steps gives other answers; so many may be given here."""
 
 
 class Machine:
@@ -231,6 +233,10 @@ class Trial:
             again = self._ask(self._decode, "plain")
             found |= verdict(self._answers(again), self._truths, self._family.dtype)
             found["local"] = again["local"]
+            if self._family.dtype != "float32":
+                self._start(self._decode, extensions=False, options={STEP_TOKENS: OTHER_STEP})
+                other = self._answers(self._ask(self._decode, "plain"))
+                found["other_steps"] = verdict(other, self._truths, self._family.dtype)
         except RuntimeError as error:
             found["error"] = _first_line(error)
             self._decode.restart()
@@ -253,9 +259,10 @@ class Trial:
             told = self._start(
                 self._prefill, beside(*connectors), options={"additional_config": settings}
             )
-            self._facts |= {key: told[key] for key in ("no_store", "unsupported")}
+            self._facts["unsupported"] = told["unsupported"]
         except RuntimeError as error:
-            self._facts["techniques_error"] = _first_line(error)
+            why = f"an engine with all techniques on does not start: {_first_line(error)}"
+            self._facts["unsupported"] = dict.fromkeys(("blending", "sparse", "compression"), why)
             self._prefill.restart()
         finally:
             (Path("/dev/shm") / store["name"]).unlink(missing_ok=True)
@@ -263,16 +270,17 @@ class Trial:
 
     def _open(self) -> None:
         """Start both engines as the app's are, and their nodes."""
+        with ThreadPoolExecutor() as pool:
+            facts = list(pool.map(self._open_one, (self._prefill, self._decode)))
+        self._facts["no_store"] = facts[0]["no_store"]
         if self._facts["no_store"] is None:
             address = f"127.0.0.1:{free_port_block(1, '127.0.0.1')}"
             self._prefill.start_node(self._facts, listen=address)
             self._decode.start_node(self._facts, peers=address)
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(self._open_one, (self._prefill, self._decode)))
 
-    def _open_one(self, machine: Machine) -> None:
+    def _open_one(self, machine: Machine) -> dict[str, Any]:
         transfer = beside(checked_nixl_connector(), store_connector(machine.store))
-        self._start(machine, transfer)
+        return self._start(machine, transfer)
 
     def _run(self, case: Case, ask: Callable[[], dict[str, Any]]) -> None:
         """Go through one case; keep its numbers, or its error."""
@@ -293,6 +301,8 @@ class Trial:
                 found["error"] = why
         except RuntimeError as error:
             found = {"error": _first_line(error)}
+            if case.name == "drafting" and (why := self._plain_drafting_error()) is not None:
+                found = {"plain_error": f"with vLLM's own drafts, too: {why}"}
             if "error" in self._plain_found and case.needs_hit:
                 found = {"plain_error": self._plain_found["error"]}
             for machine in (self._prefill, self._decode):
@@ -381,6 +391,21 @@ class Trial:
         self._ask(self._prefill, "f")
         self._prefill.child.do("forget")
         return self._ask(self._prefill, "f")
+
+    def _plain_drafting_error(self) -> str | None:
+        """Return why a plain engine does not draft, either."""
+        drafting = {
+            "method": "ngram",
+            "num_speculative_tokens": DRAFT_TOKENS,
+            "prompt_lookup_max": 2,
+        }
+        self._prefill.restart()
+        try:
+            self._start(self._prefill, extensions=False, options={"speculative_config": drafting})
+            self._ask(self._prefill, "f")
+        except RuntimeError as error:
+            return _first_line(error)
+        return None
 
     @property
     def _block(self) -> int:

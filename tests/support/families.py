@@ -114,6 +114,7 @@ def _deepseek_v3() -> Any:
         num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
+        topk_method="noaux_tc",  # as DeepSeek's own config.json; transformers knows no other
         moe_intermediate_size=64,
         first_k_dense_replace=1,
         num_nextn_predict_layers=0,

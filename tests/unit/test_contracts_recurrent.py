@@ -86,6 +86,14 @@ def test_an_indexer_leaves_out_the_store_and_no_more(monkeypatch: pytest.MonkeyP
     assert "VLLM_SSM_CONV_STATE_LAYOUT" not in os.environ
 
 
+def test_blending_of_stored_kv_leaves_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the store, and an engine with it would not start."""
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    made = config(NIXL, STORE, STORE | {"kv_connector": "StoredBlendingConnector"})
+    assert leave_out_store(made) is not None
+    assert made.kv_transfer_config.kv_connector == "NixlConnector"
+
+
 @pytest.mark.parametrize("made", [config(NIXL, STORE, hybrid=False), config(NIXL), config(OTHER)])
 def test_other_engines_are_not_changed(made: Any) -> None:
     before = made.kv_transfer_config

@@ -18,8 +18,8 @@ from vllm.config import KVTransferConfig, VllmConfig
 
 from headrace_engine.serving.model_limits import why_no_store
 
-STORE = "HeadraceConnector"
-"""`kv_connector` of the store, alone or among `connectors`."""
+STORES = frozenset({"HeadraceConnector", "StoredBlendingConnector"})
+"""`kv_connector` of those that read the store, alone or among `connectors`."""
 
 
 def leave_out_store(config: VllmConfig) -> str | None:
@@ -39,7 +39,7 @@ def leave_out_store(config: VllmConfig) -> str | None:
     if transfer is None or why is None:
         return None
     children = _children(transfer)
-    kept = [child for child in children if child["kv_connector"] != STORE]
+    kept = [child for child in children if child["kv_connector"] not in STORES]
     if len(kept) == len(children):
         return None
     config.kv_transfer_config = None
