@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.families import ttft
-from benchmarks.families.cases import ANSWER_TOKENS, ANSWERS, CASES
+from benchmarks.families.cases import ANSWER_TOKENS, ANSWERS, CASES, tolerated
 from benchmarks.families.models import BY_NAME, FAMILIES
 from benchmarks.families.trial import Trial, machines
 from benchmarks.serving.environment import machine
@@ -125,7 +125,7 @@ def faults(found: dict[str, Any]) -> list[str]:
     """Return what is wrong in a family's results, a line each."""
     lines = []
     for name, case in found["cases"].items():
-        if case.get("differing"):
+        if case.get("differing", 0) > tolerated(found):
             lines.append(f"{name}: {case['differing']} of {case['answers']} answers differ")
         if "error" in case:
             lines.append(f"{name}: {case['error']}")

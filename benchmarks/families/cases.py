@@ -253,3 +253,13 @@ def verdict(answers: Sequence[Answer], truths: Sequence[Answer], dtype: str) -> 
         "ties": sum(each.is_tie for each in found),
         "error_nats": float(f"{max((each.error_nats for each in found), default=0.0):.2g}"),
     }
+
+
+def tolerated(found: Mapping[str, Any]) -> int:
+    """Return how many answers of a case may differ: in bfloat16 as many as a plain engine's own if
+    it takes other steps; none in float32.
+
+    Args:
+        found: a family's results.
+    """
+    return int(found.get("plain", {}).get("other_steps", {}).get("differing", 0))

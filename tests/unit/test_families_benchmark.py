@@ -140,6 +140,8 @@ def test_a_run_is_wrong_if_answers_differ_a_case_fails_or_blocks_leak() -> None:
     found["cases"]["store hit"] = right | {"error": "it ended"}
     found["leaked_blocks"]["decode"] = 2
     assert len(faults(found)) == 3
+    found["plain"] = {"other_steps": {"differing": 3}}
+    assert len(faults(found)) == 2, "as many differ in plain vLLM"
 
 
 def test_cases_have_names_of_their_own() -> None:
@@ -158,7 +160,11 @@ class TestTheSupportPage:
             "layers": "full attention",
             "dtype": F32,
             "limit": "",
-            "facts": {"unsupported": {"sparse": "the model has a | window"}, "lora": False},
+            "facts": {
+                "unsupported": {"sparse": "the model has a | window"},
+                "lora": False,
+                "groups": ["full_attention"],
+            },
             "cases": cases,
             "leaked_blocks": {"prefill": 0, "decode": 0},
             "date": "2026-11-30",

@@ -196,8 +196,8 @@ class RpcServer:
                 del self._unsent[client]
 
     def _is_sent(self, client: bytes, frame: bytes) -> bool:
-        """Send a frame; return False if its client's queue is full. A client that is gone gets
-        none."""
+        """Send a frame; return False if its client's queue is full. A client that has disconnected
+        gets none."""
         try:
             self._socket.send_multipart((client, frame), zmq.NOBLOCK)
         except zmq.Again:
