@@ -245,7 +245,8 @@ class Trial:
 
     def _techniques(self) -> None:
         """Ask an engine with all techniques which of them it does not do."""
-        store = {"name": f"{self._prefill.arena_name}-t", "dram_bytes": 32 << 20, "node": False}
+        name = f"{self._prefill.arena_name}-t"
+        store = {"name": name, "dram_bytes": 32 << 20, "node": False}
         connectors = [
             store_connector(store),
             connector_of(
@@ -265,7 +266,7 @@ class Trial:
             self._facts["unsupported"] = dict.fromkeys(("blending", "sparse", "compression"), why)
             self._prefill.restart()
         finally:
-            (Path("/dev/shm") / store["name"]).unlink(missing_ok=True)
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
         self._report(f"not supported: {self._facts['unsupported']}")
 
     def _open(self) -> None:

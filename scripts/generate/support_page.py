@@ -139,6 +139,7 @@ def render(document: Mapping[str, Any]) -> str:
             *why,
             "",
             *_answers(families),
+            *_ttft(document.get("ttft")),
             "",
         ]
     )
@@ -242,6 +243,19 @@ def _answers(families: Mapping[str, Any]) -> list[str]:
         lines += ["\nPlain vLLM's own limits on CPUs, within which the run kept:\n"]
         lines += [f"- {found['title']}: it {found['limit']}." for found in limits]
     return lines
+
+
+def _ttft(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    return [
+        "\n## Time to the first token\n",
+        f"A prompt of {found['tokens']:,} tokens, {found['layers']} layers of the width of Gemma 3 "
+        f"4B ({found['width']}), one of them with full attention, bfloat16, one core: "
+        f"{found['cold_s']:.1f} s computed, {found['hit_s']:.2f} s loaded from the store, a "
+        f"ratio of {found['ratio']:.3f} (`python -m benchmarks.families --ttft`, "
+        f"{found['date']}).",
+    ]
 
 
 def _count(case: Mapping[str, Any] | None) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY, POSITIONS, WINDOW = 512, 2048, 128
+CHUNK = 1024
+"""Tokens of a chunk of Mamba-2. vLLM's CPU kernel ends the engine at prompts of several chunks."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
@@ -175,7 +177,9 @@ def _olmo3() -> Any:
 def _falcon_h1() -> Any:
     from transformers import FalconH1Config
 
-    return FalconH1Config(**SIZES, mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32)
+    return FalconH1Config(
+        **SIZES, mamba_d_ssm=256, mamba_n_heads=8, mamba_d_head=32, mamba_chunk_size=CHUNK
+    )
 
 
 def _granite() -> Any:
@@ -188,6 +192,7 @@ def _granite() -> Any:
         shared_intermediate_size=64,
         mamba_n_heads=8,
         mamba_d_head=64,
+        mamba_chunk_size=CHUNK,
         layer_types=["mamba", "attention"] * 2,
     )
 
