@@ -99,7 +99,7 @@ class StoredEngine:
             anew: the engine forgets its own prefix cache first.
             adapter: number and folder of a LoRA adapter; its name is that of the folder.
         """
-        task = {"max_tokens": max_tokens, "together": together, "anew": anew}
+        task: dict[str, Any] = {"max_tokens": max_tokens, "together": together, "anew": anew}
         self.ask(prompts, salts, **task, adapter=adapter)
         return self.answer()
 
