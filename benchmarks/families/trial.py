@@ -40,6 +40,7 @@ from headrace_engine.kv_transfer.handoff import produce_params
 from headrace_engine.kv_transfer.ports import free_port_block
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.blocks.slot_record import READY
+from headrace_kvstore.protocol.wire import socket_path
 from tests.support import run
 from tests.support.families import POSITIONS, write_family
 from tests.support.forked import Forked
@@ -127,6 +128,9 @@ class Machine:
         if self.node is not None:
             self.node.kill()
         (Path("/dev/shm") / self.arena_name).unlink(missing_ok=True)
+        socket = socket_path(self.arena_name)
+        for file in (socket, socket.with_suffix(".lock")):
+            file.unlink(missing_ok=True)
 
 
 @contextmanager
