@@ -84,7 +84,10 @@ def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
         assert answer["cached"] >= len(prompt) - 1, "the decode engine computed a part of it"
         assert answer["logprobs"][0] == pytest.approx(truth["logprobs"][0], abs=CLOSE)
         assert not exact or answer["tokens"] == truth["tokens"]
-    assert decode.do("transfers") == {"proved": len(PROMPTS)}
+    transfers = decode.do("transfers")
+    assert transfers.pop("proved") == len(PROMPTS)
+    # Bytes are compared if the layers are all of one kind.
+    assert transfers == ({"checked": len(PROMPTS)} if family == "mistral" else {})
 
     wrong = [*right[1:], right[0]]
     for answer, truth in zip(pulled(wrong), plain, strict=True):
