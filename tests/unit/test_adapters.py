@@ -461,7 +461,7 @@ async def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await app({"type": "http", "method": method, "path": path}, receive, send)
+    await app({"type": "http", "method": method, "path": path, "headers": []}, receive, send)
     whole = b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], json.loads(whole)
 

@@ -18,6 +18,7 @@ from headrace_decode.apis import errors, messages, request_checks, responses, us
 from headrace_decode.apis.forced_tools import with_strict_tools
 from headrace_decode.apis.request_checks import EngineAbilities, Refusal, RequestFields
 from headrace_decode.apis.usage import USAGE, RequestUsage
+from headrace_engine.asgi_body import read_body, send_whole, with_body
 
 logger = logging.getLogger("headrace.decode")
 
@@ -56,7 +57,7 @@ class ApiMiddleware:
             answer = _AnthropicErrors(send) if anthropic else None
             await self._app(scope, receive, send if answer is None else answer.send)
             return
-        body = await _read(receive)
+        body = await read_body(receive)
         if body is None:
             return
         await self._rest_before_pass(body)
@@ -68,7 +69,7 @@ class ApiMiddleware:
                 return
             body = with_strict_tools(path, fields, body)
             scope = _named(scope, path, fields)
-        scope, receive = _with_body(scope, body, receive)
+        scope, receive = with_body(scope, body, receive)
         await self._rest_before_pass(body)
         counted = RequestUsage()
         before = USAGE.set(counted)
@@ -196,7 +197,7 @@ class _AnswerShaper:
             body = responses.answer(body)
         else:
             body = usage.completion(body, self._counted, only_echo=self._only_echo)
-        await _send_whole(self._send, message, body)
+        await send_whole(self._send, message, body)
 
     def _error(self, status: int, body: bytes) -> tuple[int, bytes]:
         """Return an error in the API's format.
@@ -249,7 +250,7 @@ class _AnthropicErrors:
             self._body.append(message.get("body", b""))
             if not message.get("more_body", False):
                 body = messages.error(self._start["status"], b"".join(self._body))
-                await _send_whole(self._send, self._start, body)
+                await send_whole(self._send, self._start, body)
 
 
 def _named(scope: Message, path: str, fields: RequestFields) -> Message:
@@ -272,41 +273,6 @@ def _content_type(message: Message) -> bytes:
     return next((value for name, value in message["headers"] if name == b"content-type"), b"")
 
 
-async def _read(receive: Any) -> bytes | None:
-    """Return the whole body; None if the client left before its end."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _with_body(scope: Message, body: bytes, receive: Any) -> tuple[Message, Any]:
-    """Return the scope of a request with this body, and a `receive` that gives the body."""
-    length = b"%d" % len(body)
-    headers = [(k, length if k == b"content-length" else v) for k, v in scope["headers"]]
-    first = True
-
-    async def receiving() -> Any:
-        nonlocal first
-        if first:
-            first = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
-
-    return {**scope, "headers": headers}, receiving
-
-
-async def _send_whole(send: Any, start: Message, body: bytes) -> None:
-    headers = [head for head in start["headers"] if head[0] != b"content-length"]
-    start["headers"] = [*headers, (b"content-length", b"%d" % len(body))]
-    await send(start)
-    await send({"type": "http.response.body", "body": body})
-
-
 async def _refuse(send: Any, path: str, refusal: Refusal) -> None:
     if path == request_checks.MESSAGES:
         document = errors.anthropic_error(400, refusal.message)
@@ -317,4 +283,4 @@ async def _refuse(send: Any, path: str, refusal: Refusal) -> None:
         "status": 400,
         "headers": [(b"content-type", b"application/json")],
     }
-    await _send_whole(send, start, json.dumps(document).encode())
+    await send_whole(send, start, json.dumps(document).encode())

@@ -14,6 +14,7 @@ import msgspec
 
 from headrace_engine.adapters.registry import AdapterRegistry
 from headrace_engine.adapters.sources import AdapterError, AdapterUnreachableError
+from headrace_engine.asgi_body import read_body, send_whole, with_body
 
 Message = MutableMapping[str, Any]
 ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
@@ -51,7 +52,7 @@ class AdapterMiddleware:
             await self._app(scope, receive, send)
 
     async def _post(self, scope: Message, receive: Any, send: Any) -> None:
-        body = await _read(receive)
+        body = await read_body(receive)
         if body is None:
             return
         try:
@@ -64,7 +65,7 @@ class AdapterMiddleware:
             except AdapterError as error:
                 await _refuse(send, *refusal(name, error))
                 return
-        await self._app(scope, _again(body, receive), send)
+        await self._app(*with_body(scope, body, receive), send)
 
 
 def refusal(name: str, error: AdapterError) -> tuple[int, dict[str, Any]]:
@@ -106,7 +107,7 @@ class _ModelList:
             self._body.append(message.get("body", b""))
             if not message.get("more_body", False):
                 body = with_adapters(b"".join(self._body), self._names)
-                await _send_whole(self._send, self._start, body)
+                await send_whole(self._send, self._start, body)
 
 
 async def _refuse(send: Any, status: int, error: dict[str, Any]) -> None:
@@ -114,37 +115,4 @@ async def _refuse(send: Any, status: int, error: dict[str, Any]) -> None:
     if status == 503:
         headers.append((b"retry-after", b"1"))
     start = {"type": "http.response.start", "status": status, "headers": headers}
-    await _send_whole(send, start, json.dumps({"error": error}).encode())
-
-
-async def _send_whole(send: Any, start: Message, body: bytes) -> None:
-    headers = [head for head in start["headers"] if head[0] != b"content-length"]
-    start["headers"] = [*headers, (b"content-length", b"%d" % len(body))]
-    await send(start)
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _read(receive: Any) -> bytes | None:
-    """Return the whole body; None if the client left before its end."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-def _again(body: bytes, receive: Any) -> Any:
-    """Return a `receive` that gives the body once more."""
-    first = True
-
-    async def receiving() -> Any:
-        nonlocal first
-        if first:
-            first = False
-            return {"type": "http.request", "body": body, "more_body": False}
-        return await receive()
-
-    return receiving
+    await send_whole(send, start, json.dumps({"error": error}).encode())
