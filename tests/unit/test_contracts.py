@@ -397,6 +397,19 @@ def test_a_step_keeps_room_beside_a_long_prompt(
     assert (gate._step_tokens, gate._spare_tokens) == (most, spare)
 
 
+def test_vllm_frees_blocks_that_the_last_token_of_a_prompt_still_needs() -> None:
+    """Were it not so, `ProvenScheduler._prefill_backoff` could go. Windows and chunks of 128."""
+    mend = "engine/headrace_engine/pull_proof/scheduler_connector.py"
+    managers = "vllm.v1.core.single_type_kv_cache_manager"
+    window: Any = object.__new__(find(f"{managers}:SlidingWindowManager", mend))
+    window.sliding_window, window.extra_retained_tokens = 128, 0
+    chunks: Any = object.__new__(find(f"{managers}:ChunkedLocalAttentionManager", mend))
+    chunks.attention_chunk_size = 128
+    for manager, tokens, needed_from in ((window, 159, 31), (chunks, 256, 128)):
+        assert manager.get_num_skipped_tokens(tokens) > needed_from, f"not needed: {mend}"
+        assert manager.get_num_skipped_tokens(tokens - 1) <= needed_from, f"mend {mend}"
+
+
 def test_the_connector_whose_pulls_are_proved() -> None:
     mend = "engine/headrace_engine/pull_proof/scheduler_connector.py"
     nixl = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"

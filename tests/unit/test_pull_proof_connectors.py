@@ -373,6 +373,13 @@ def test_of_a_group_of_which_no_block_is_read_none_is_named() -> None:
     spec = ReadSpec(0, local_block_ids=[[], [3, 4]], remote_block_ids=[[0, 0, 0], [5, 6, 7]])
     assert without_unneeded(spec).remote_block_ids == [[], [5, 6, 7]]
     assert without_unneeded(spec).local_block_ids == spec.local_block_ids
+    vllms = cast(Any, object.__new__(ProvenWorker))
+    vllms.shutdown, vllms._has_mamba = (lambda: None), False
+    for each, is_paired in ((spec, False), (without_unneeded(spec), True)):
+        ours, theirs = vllms._apply_prefix_caching(
+            each.local_block_ids, each.remote_block_ids, 1, 1
+        )
+        assert (list(map(len, ours)) == list(map(len, theirs))) == is_paired
 
 
 @pytest.mark.parametrize("waits", [False, True])
