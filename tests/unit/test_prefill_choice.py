@@ -246,6 +246,7 @@ def test_the_formula_names_every_part_with_its_number() -> None:
     [
         ("policy", "fastest"),
         ("itl_target_s", 0.0),
+        ("ttft_target_s", 0.0),
         ("remeasure_s", 0.0),
         ("timeout_factor", 0.5),
         ("timeout_errors", -1.0),

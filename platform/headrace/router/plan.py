@@ -214,6 +214,8 @@ class RouterSettings:
     placement: str = COST
     #: Longest engine step that running streams should see; None sets no target.
     itl_target_s: float | None = None
+    #: Longest predicted time to first token that a plan may have without a refusal.
+    ttft_target_s: float | None = None
     #: Age of an engine's measurements from which a new one may cost twice the best choice's time.
     remeasure_s: float = 60.0
     #: Maximum prompt tokens of one step: longer prompts take several steps.
@@ -233,8 +235,10 @@ class RouterSettings:
     def __post_init__(self) -> None:
         if self.policy not in ("cost", "local", "remote"):
             raise ValueError(f"router.policy must be cost, local or remote, not {self.policy!r}")
-        if self.itl_target_s is not None and not self.itl_target_s > 0:
-            raise ValueError(f"router.itl_target_s must be above 0, not {self.itl_target_s}")
+        for name in ("itl_target_s", "ttft_target_s"):
+            target = getattr(self, name)
+            if target is not None and not target > 0:
+                raise ValueError(f"router.{name} must be above 0, not {target}")
         for name in ("remeasure_s", "timeout_floor_s", "timeout_cold_s", "retry_s", "retry_max_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"router.{name} must be above 0, not {getattr(self, name)}")

@@ -225,7 +225,7 @@ def _ask(view: ClusterView, request: PlacementRequest) -> NDArray[np.void]:
             (
                 *(request.prompt_tokens, view.block_tokens, view.token_bytes),
                 request.itl_target_s or settings.itl_target_s or math.inf,
-                request.ttft_target_s or math.inf,
+                request.ttft_target_s or settings.ttft_target_s or math.inf,
                 *(request.now_s, request.affinity),
             )
         ],
