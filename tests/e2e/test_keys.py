@@ -48,6 +48,8 @@ def app(served: ServedApp) -> Iterator[App]:
         return sorted(replica["role"] for replica in app.status()["replicas"])
 
     until(lambda: roles() == ["decode", "prefill"], 90, "one replica of each role", roles)
+    # A gateway sends requests to a replica that Serve stops until it hears of that.
+    until(lambda: app.get("/health")["replicas_ready"] == 1, 60, "the gateway knows it", roles)
     yield app
     app.client.close()  # a gateway that stops waits for clients that keep a connection open
 
