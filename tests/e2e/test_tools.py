@@ -41,9 +41,11 @@ def test_a_response_calls_a_tool_and_gets_its_result(client: openai.OpenAI, choi
     answer = client.responses.create(
         model=MODEL, input=QUESTION, tools=[FUNCTION], tool_choice=choice, max_output_tokens=128
     )
-    [call] = answer.output
-    assert call.type == "function_call"
-    assert json.loads(call.arguments)["city"] in CITIES
+    for call in answer.output:
+        assert call.type == "function_call"
+        assert json.loads(call.arguments)["city"] in CITIES
+    call, *more = answer.output
+    assert not more or choice == "required", "it may call several times"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     again = client.responses.create(
         model=MODEL,
