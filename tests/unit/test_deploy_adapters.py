@@ -72,6 +72,12 @@ def test_enable_lora_alone_is_enough_for_adapters_that_administrators_load() -> 
     assert (prefill["enable_lora"], prefill["max_loras"], prefill["max_cpu_loras"]) == (True, 2, 2)
 
 
+@pytest.mark.parametrize(("lora", "limit_s"), [(None, 30), (LORA | {"download_timeout_s": 5}, 5)])
+def test_fetching_an_adapter_has_a_time_limit(lora: dict[str, Any] | None, limit_s: float) -> None:
+    settings, *_ = taken(lora=lora, decode={"lora_modules": [MODULE]})
+    assert settings is not None and settings.fetch_timeout_s == limit_s
+
+
 @pytest.mark.parametrize(
     ("path", "read"),
     [

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 MAX_NAME_CHARS = 128
 MAX_ADAPTERS = 256
 """Maximum number of adapters that one app serves."""
+FETCH_TIMEOUT_S = 30.0
+"""Time limit of fetching one adapter, as `download_timeout_s` in Ray's `LoraConfig`."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,14 @@ class AdapterSettings:
         sources: source of each adapter that the configuration names, by name.
         loading_path: folder or URI whose subfolders are adapters, too; the adapter in the subfolder
             `sql` has the name `MODEL_ID:sql`, as in Ray's app. None for none.
-        fetch_timeout_s: time limit of fetching one adapter; None for none.
+        fetch_timeout_s: time limit of fetching one adapter; None for none, as Ray's `lora_config`
+            may say.
     """
 
     model_id: str
     sources: Mapping[str, str] = field(default_factory=dict)
     loading_path: str | None = None
-    fetch_timeout_s: float | None = None
+    fetch_timeout_s: float | None = FETCH_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_engine.adapters.settings import (
+    FETCH_TIMEOUT_S,
     MAX_ADAPTERS,
     AdapterSettings,
     normal_source,
@@ -79,7 +80,7 @@ def take_adapters(pd: Any) -> AdapterSettings | None:
         model_id=pd.decode_config.model_id,
         sources=_sources(decode or prefill or (), pd.decode_config.model_id),
         loading_path=None if lora is None else lora.dynamic_lora_loading_path,
-        fetch_timeout_s=None if lora is None else lora.download_timeout_s,
+        fetch_timeout_s=FETCH_TIMEOUT_S if lora is None else lora.download_timeout_s,
     )
     if settings.loading_path is not None and settings.loading_path.startswith("azure://"):
         raise ValueError(
