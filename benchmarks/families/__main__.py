@@ -90,8 +90,13 @@ def main() -> int:
 
 
 def _write(document: dict[str, Any], file: Path | None) -> None:
+    """Write results, each family in a line."""
     if file is not None:
-        file.write_text(json.dumps(document, indent=1) + "\n")
+        rest = {key: value for key, value in document.items() if key != "families"}
+        families = document["families"].items()
+        lines = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in families)
+        head = '{"families": {\n' + ",\n".join(lines) + "\n}, "
+        file.write_text(head + json.dumps(rest).removeprefix("{") + "\n")
 
 
 def _measure_ttft(document: dict[str, Any], file: Path | None) -> int:
