@@ -42,6 +42,21 @@ def processes() -> Iterator[tuple[FusingEngines, FusingEngines]]:
             each.end()
 
 
+def pulled(
+    processes: tuple[FusingEngines, FusingEngines], order: list[int]
+) -> list[dict[str, Any]]:
+    """The answers with the KV of the prompts in this order."""
+    prefill, decode = processes
+    assert decode.do("forget")
+    keep = [produce_params()] * len(PROMPTS)
+    kept = prefill.do("answers", prompts=PROMPTS, max_tokens=1, transfers=keep)
+    transfers = [kept[i]["transfer"] for i in order]
+    found: list[dict[str, Any]] = decode.do(
+        "answers", prompts=PROMPTS, max_tokens=ANSWER, transfers=transfers
+    )
+    return found
+
+
 MAMBA2 = ("falcon_h1", "granite")
 
 
@@ -65,22 +80,11 @@ def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(start, processes))
-    prefill, decode = processes
+    _, decode = processes
     plain = decode.do("answers", prompts=PROMPTS, max_tokens=ANSWER)
 
-    def pulled(order: list[int]) -> list[dict[str, Any]]:
-        """The answers with the KV of the prompts in this order."""
-        assert decode.do("forget")
-        keep = [produce_params()] * len(PROMPTS)
-        kept = prefill.do("answers", prompts=PROMPTS, max_tokens=1, transfers=keep)
-        transfers = [kept[i]["transfer"] for i in order]
-        found: list[dict[str, Any]] = decode.do(
-            "answers", prompts=PROMPTS, max_tokens=ANSWER, transfers=transfers
-        )
-        return found
-
     right = list(range(len(PROMPTS)))
-    for answer, truth, prompt in zip(pulled(right), plain, PROMPTS, strict=True):
+    for answer, truth, prompt in zip(pulled(processes, right), plain, PROMPTS, strict=True):
         assert answer["cached"] >= len(prompt) - 1, "the decode engine computed a part of it"
         assert answer["logprobs"][0] == pytest.approx(truth["logprobs"][0], abs=CLOSE)
         assert not exact or answer["tokens"] == truth["tokens"]
@@ -90,7 +94,7 @@ def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
     assert transfers == ({"checked": len(PROMPTS)} if family == "mistral" else {})
 
     wrong = [*right[1:], right[0]]
-    for answer, truth in zip(pulled(wrong), plain, strict=True):
+    for answer, truth in zip(pulled(processes, wrong), plain, strict=True):
         assert answer["cached"] == 0
         assert not exact or answer["tokens"] == truth["tokens"]
     assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)
@@ -100,7 +104,7 @@ def test_a_pulled_prompt_is_answered_as_one_that_was_computed(
 def test_a_prompt_whose_pull_fails_is_loaded_from_the_store(
     processes: tuple[FusingEngines, FusingEngines], tmp_path: Path, family: str
 ) -> None:
-    model, (prefill, decode) = write_family(tmp_path, family), processes
+    model, (_, decode) = write_family(tmp_path, family), processes
     options = {"max_num_batched_tokens": STEP_TOKENS}
     decode.do("open", model=str(model), **options)
     plain = decode.do("answers", prompts=PROMPTS, max_tokens=ANSWER)
@@ -109,22 +113,15 @@ def test_a_prompt_whose_pull_fails_is_loaded_from_the_store(
     for engines in processes:
         engines.do("open", model=str(model), store=store, hands_over=True, **options)
 
-    def pulled(order: list[int]) -> list[dict[str, Any]]:
-        until(lambda: decode.do("forget"))
-        keep = [produce_params()] * len(PROMPTS)
-        kept = prefill.do("answers", prompts=PROMPTS, max_tokens=1, transfers=keep)
-        transfers = [kept[i]["transfer"] for i in order]
-        found: list[dict[str, Any]] = decode.do(
-            "answers", prompts=PROMPTS, max_tokens=ANSWER, transfers=transfers
-        )
-        return found
-
     right = list(range(len(PROMPTS)))
-    for answer, truth, prompt in zip(pulled(right), plain, PROMPTS, strict=True):
+    until(lambda: decode.do("forget"))  # blocks are held until they are saved
+    for answer, truth, prompt in zip(pulled(processes, right), plain, PROMPTS, strict=True):
         assert answer["cached"] >= len(prompt) - 1
         assert answer["tokens"] == truth["tokens"]
     assert decode.do("transfers") == {"proved": len(PROMPTS)}
-    for answer, truth, prompt in zip(pulled([*right[1:], right[0]]), plain, PROMPTS, strict=True):
+    wrong = [*right[1:], right[0]]
+    until(lambda: decode.do("forget"))
+    for answer, truth, prompt in zip(pulled(processes, wrong), plain, PROMPTS, strict=True):
         assert answer["cached"] == (len(prompt) - 1) // BLOCK * BLOCK
         assert answer["tokens"] == truth["tokens"]
     assert decode.do("transfers")["unproved_reference"] == len(PROMPTS)

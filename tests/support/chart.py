@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import helm_python as helm
+import pytest
 import yaml
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "headrace"
@@ -101,6 +102,29 @@ def snapshot(name: str) -> str:
         for path, text in sorted(texts.items())
         if path != "monitoring.yaml"
     )
+
+
+def main_container(values: dict[str, Any], role: str) -> dict[str, Any]:
+    """The main container of a role's pods."""
+    return dict(pods(values)[role]["spec"]["containers"][0])
+
+
+def variables(container: dict[str, Any]) -> dict[str, Any]:
+    """The variables of a container: a value, or where it comes from."""
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+def worker_groups(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The worker groups by role."""
+    found = ray_service(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    return {each["groupName"]: each for each in found}
+
+
+def refusal(values: dict[str, Any]) -> str:
+    """What `helm template` says of values that it refuses."""
+    with pytest.raises(helm.HelmError) as refused:
+        rendered(values)
+    return str(refused.value)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,27 @@
-"""The chart on clusters as they are: drains, corrected installs, other users' pods and networks."""
+"""The chart on clusters as they are: drains, corrected installs, networks, and engines that fit."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import helm_python as helm
 import pytest
 
 from headrace.config.load import validate
 from scripts.generate.chart import CONFIG
 from tests.support.chart import (
-    GROUPS,
     PRESETS,
+    main_container,
     merged,
-    objects,
     of_kind,
     pods,
     preset,
     ray_service,
+    refusal,
     rendered,
     serve_config,
+    variables,
+    worker_groups,
 )
 from tests.unit.test_chart import CASES
 
@@ -30,29 +31,6 @@ CLUSTER = preset("gpu-cluster")
 ENGINES = ("prefill", "decode")
 
 
-def main(values: dict[str, Any], role: str) -> dict[str, Any]:
-    """The main container of a role's pods."""
-    return dict(pods(values)[role]["spec"]["containers"][0])
-
-
-def env(container: dict[str, Any]) -> dict[str, Any]:
-    """The variables of a container: a value, or where it comes from."""
-    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
-
-
-def groups(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The worker groups by role."""
-    found = ray_service(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    return {each["groupName"]: each for each in found}
-
-
-def refusal(values: dict[str, Any]) -> str:
-    """What `helm template` says of values that it refuses."""
-    with pytest.raises(helm.HelmError) as refused:
-        rendered(values)
-    return str(refused.value)
-
-
 # Drains of nodes
 
 
@@ -60,7 +38,7 @@ def refusal(values: dict[str, Any]) -> str:
 def test_a_budget_has_an_integer_that_lets_one_pod_go(values: dict[str, Any]) -> None:
     """Kubernetes cannot count the pods of a RayCluster, which has no `scale` subresource: for them
     `maxUnavailable` and percentages allow no eviction, ever."""
-    pods_now = {role: group["replicas"] for role, group in groups(values).items()}
+    pods_now = {role: group["replicas"] for role, group in worker_groups(values).items()}
     for budget in of_kind("PodDisruptionBudget", values):
         spec = budget["spec"]
         assert "maxUnavailable" not in spec and isinstance(spec["minAvailable"], int)
@@ -88,8 +66,8 @@ def test_a_pod_that_ends_leaves_its_requests_the_drain(drain_s: float | None) ->
     values = LAPTOP if drain_s is None else merged(LAPTOP, {"config.drain_s": drain_s})
     wanted = 120 if drain_s is None else math.ceil(drain_s)
     for role, template in pods(values).items():
-        container = main(values, role)
-        rays = float(env(container)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        container = main_container(values, role)
+        rays = float(variables(container)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
         before = 0.0
         if role == "gateway":
             before = float(container["lifecycle"]["preStop"]["exec"]["command"][-1])
@@ -101,13 +79,13 @@ def test_a_pod_that_ends_leaves_its_requests_the_drain(drain_s: float | None) ->
 def test_an_engine_pod_is_ready_by_its_engine(role: str) -> None:
     """Without a probe, KubeRay's asks Serve's proxy, which is ready when any gateway runs. How the
     file is kept: `test_ready_file`."""
-    container = main(LAPTOP, role)
+    container = main_container(LAPTOP, role)
     [path] = [
         word
         for word in str(container["readinessProbe"]["exec"]["command"]).split()
         if "/tmp/" in word
     ]
-    assert path == env(container)["HEADRACE_READY_FILE"]
+    assert path == variables(container)["HEADRACE_READY_FILE"]
     folders = [mount["mountPath"] for mount in container["volumeMounts"]]
     assert any(path.startswith(f"{folder}/") for folder in folders), "the rest is read-only"
 
@@ -188,7 +166,7 @@ def test_the_download_runs_as_a_prefill_pod_would_and_stays() -> None:
     spec = job["spec"]["template"]["spec"]
     [container] = spec["containers"]
     assert "ttlSecondsAfterFinished" not in job["spec"]
-    assert env(container)["HTTPS_PROXY"] == "http://proxy:3128"
+    assert variables(container)["HTTPS_PROXY"] == "http://proxy:3128"
     assert container["envFrom"] == [{"secretRef": {"name": "s"}}]
     assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"pool": "llm"}, "high")
     assert {each["key"] for each in spec["tolerations"]} == {"nvidia.com/gpu", "team"}
@@ -203,291 +181,6 @@ def test_the_download_runs_as_a_prefill_pod_would_and_stays() -> None:
 def test_a_folder_is_not_downloaded() -> None:
     found = refusal(merged(CLUSTER, {"config.model.source": "/mnt/model"}))
     assert "modelCache.warmUp: config.model.source is the folder /mnt/model" in found
-
-
-# What the values say of pods
-
-
-@CASES
-def test_lists_with_keys_name_nothing_twice(values: dict[str, Any]) -> None:
-    """The API server refuses it (`x-kubernetes-list-map-keys`); Helm's own checks do not."""
-    keys = {
-        "env": "name",
-        "volumes": "name",
-        "volumeMounts": "mountPath",
-        "containers": "name",
-        "initContainers": "name",
-        "ports": "containerPort",
-    }
-
-    def check(node: Any, path: str) -> None:
-        if isinstance(node, dict):
-            for name, value in node.items():
-                check(value, f"{path}.{name}")
-        elif isinstance(node, list):
-            field = keys.get(path.rpartition(".")[2])
-            names = [each.get(field) for each in node] if field else []
-            assert len(names) == len(set(names)), path
-            for each in node:
-                check(each, path)
-
-    for one in objects(values):
-        if one["kind"] in ("RayService", "Job", "Pod"):
-            check(one, one["kind"])
-
-
-@pytest.mark.parametrize("role", ["head", *GROUPS])
-@pytest.mark.parametrize("name", ["HOME", "PYTHONHASHSEED", "RAY_worker_niceness", "NEW"])
-def test_a_variable_of_ones_own_wins(role: str, name: str) -> None:
-    values = merged(LAPTOP, {f"{role}.env": {name: "mine"}})
-    names = [each["name"] for each in main(values, role)["env"]]
-    assert names.count(name) == 1
-    assert env(main(values, role))[name] == "mine"
-
-
-@pytest.mark.parametrize("role", ENGINES)
-def test_a_folder_for_the_hub_and_a_token_may_be_ones_own(role: str) -> None:
-    secret = {"valueFrom": {"secretKeyRef": {"name": "mine", "key": "token"}}}
-    values = merged(
-        LAPTOP,
-        {
-            "modelCache.tokenSecret": "hub",
-            f"{role}.env": {"HF_HOME": "/mnt/hf", "HF_TOKEN": secret},
-        },
-    )
-    found = env(main(values, role))
-    assert (found["HF_HOME"], found["HF_TOKEN"]) == ("/mnt/hf", secret["valueFrom"])
-
-
-@pytest.mark.parametrize(
-    ("written", "text"),
-    [(1, "1"), (True, "true"), (0.5, "0.5"), (20261127, "20261127"), ("a", "a")],
-)
-def test_numbers_and_booleans_are_taken_where_kubernetes_wants_text(
-    written: Any, text: str
-) -> None:
-    values = merged(
-        LAPTOP,
-        {
-            "decode.env": {"NCCL_IB_DISABLE": written},
-            "decode.nodeSelector": {"gpu": written},
-            "decode.podTemplate": {
-                "metadata": {"annotations": {"a": written}, "labels": {"b": written}},
-                "spec": {
-                    "containers": [{"name": "ray-worker", "env": [{"name": "C", "value": written}]}]
-                },
-            },
-            "service.annotations": {"d": written},
-            "commonLabels": {"e": written},
-        },
-    )
-    decode = pods(values)["decode"]
-    assert env(main(values, "decode"))["NCCL_IB_DISABLE"] == text
-    assert env(main(values, "decode"))["C"] == text
-    assert decode["spec"]["nodeSelector"] == {"gpu": text}
-    assert decode["metadata"]["annotations"] == {"a": text}
-    assert (decode["metadata"]["labels"]["b"], decode["metadata"]["labels"]["e"]) == (text, text)
-    [service] = of_kind("Service", values)
-    assert service["metadata"]["annotations"] == {"d": text}
-
-
-def test_cpus_memory_and_tags_may_be_numbers() -> None:
-    values = merged(LAPTOP, {"image.tag": 20261127, "decode.cpu": 8, "decode.memory": 17179869184})
-    container = main(values, "decode")
-    assert container["image"] == "headrace-cpu:20261127"
-    assert container["resources"]["limits"] == {"cpu": "8", "memory": "17179869184"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "keys"),
-    [
-        ({}, ["nvidia.com/gpu"]),
-        (
-            {"decode.tolerations": [{"key": "team", "operator": "Exists"}]},
-            ["nvidia.com/gpu", "team"],
-        ),
-        (
-            {"decode.gpuKey": "nvidia.com/mig-3g.40gb"},
-            ["nvidia.com/mig-3g.40gb", "nvidia.com/gpu"],
-        ),
-        ({"decode.gpuKey": "amd.com/gpu"}, ["amd.com/gpu"]),
-        (
-            {"decode.resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}]},
-            ["nvidia.com/gpu"],
-        ),
-    ],
-    ids=str,
-)
-def test_engines_tolerate_the_taint_of_their_nodes_and_ones_own(
-    changes: dict[str, Any], keys: list[str]
-) -> None:
-    tolerations = pods(merged(CLUSTER, changes))["decode"]["spec"]["tolerations"]
-    assert [each["key"] for each in tolerations] == keys
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"decode.gpuKey": "nvidia.com/mig-3g.40gb"},
-        {"decode.resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}]},
-    ],
-    ids=str,
-)
-def test_rays_autoscaler_knows_the_gpus_of_an_engine_pod(changes: dict[str, Any]) -> None:
-    """Otherwise it reads only keys that end in `gpu`, and never adds a pod with another one."""
-    from ray.autoscaler._private.kuberay.autoscaling_config import _get_num_gpus
-
-    group = groups(merged(CLUSTER, changes))["decode"]
-    resources = main(merged(CLUSTER, changes), "decode")["resources"]
-    found = _get_num_gpus(group["resources"], group["rayStartParams"], resources, "decode")
-    assert found == 1
-
-
-def test_the_cluster_may_choose_the_user() -> None:
-    """OpenShift gives each namespace a range, and refuses others."""
-    values = merged(CLUSTER, {"podSecurity.userId": None})
-    specs = [template["spec"] for template in pods(values).values()]
-    specs += [job["spec"]["template"]["spec"] for job in of_kind("Job", values)]
-    specs += [pod["spec"] for pod in of_kind("Pod", values)]
-    for spec in specs:
-        assert not {"runAsUser", "runAsGroup", "fsGroup"} & spec["securityContext"].keys()
-        assert spec["securityContext"]["runAsNonRoot"] is True
-    chosen = merged(CLUSTER, {"podSecurity.userId": 1000660000})
-    assert pods(chosen)["head"]["spec"]["securityContext"]["fsGroup"] == 1000660000
-
-
-# The generic pod template
-
-
-def test_a_pod_template_is_merged_as_kubernetes_would() -> None:
-    values = merged(
-        CLUSTER,
-        {
-            "decode.podTemplate": {
-                "metadata": {"labels": {"a": "b"}},
-                "spec": {
-                    "runtimeClassName": "nvidia",
-                    "schedulerName": "volcano",
-                    "hostNetwork": True,
-                    "dnsPolicy": "ClusterFirstWithHostNet",
-                    "terminationGracePeriodSeconds": 900,
-                    "tolerations": [{"key": "spot"}],
-                    "securityContext": {"fsGroupChangePolicy": None, "supplementalGroups": [5]},
-                    "volumes": [
-                        {"name": "cache", "persistentVolumeClaim": {"claimName": "compiled"}},
-                        {"name": "weights", "image": {"reference": "registry.corp/weights:1"}},
-                    ],
-                    "initContainers": [{"name": "fetch", "image": "tool"}],
-                    "containers": [
-                        {
-                            "name": "ray-worker",
-                            "envFrom": [{"secretRef": {"name": "s3"}}],
-                            "volumeMounts": [{"name": "weights", "mountPath": "/weights"}],
-                            "livenessProbe": {"tcpSocket": {"port": 52365}},
-                        },
-                        {"name": "sidecar", "image": "proxy"},
-                    ],
-                },
-            }
-        },
-    )
-    template = pods(values)["decode"]
-    spec = template["spec"]
-    assert template["metadata"]["labels"].items() >= {"a": "b", "headrace/role": "decode"}.items()
-    assert (spec["runtimeClassName"], spec["schedulerName"]) == ("nvidia", "volcano")
-    assert spec["hostNetwork"] is True and spec["terminationGracePeriodSeconds"] == 900
-    assert [each["key"] for each in spec["tolerations"]] == ["nvidia.com/gpu", "spot"]
-    assert spec["securityContext"]["supplementalGroups"] == [5]
-    assert "fsGroupChangePolicy" not in spec["securityContext"]
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    volumes = {volume.pop("name"): volume for volume in spec["volumes"]}
-    assert volumes["cache"] == {"persistentVolumeClaim": {"claimName": "compiled"}}
-    assert {"tmp", "shm", "weights"} <= volumes.keys()
-    assert [each["name"] for each in spec["containers"]] == ["ray-worker", "sidecar"]
-    container = spec["containers"][0]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert container["livenessProbe"] and container["readinessProbe"]
-    mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert {"/tmp", "/weights"} <= set(mounted)
-    fetch, preflight = spec["initContainers"]
-    assert fetch["name"] == "fetch", "the preflight checks what it has fetched"
-    assert preflight["envFrom"] == container["envFrom"]
-    assert [mount["mountPath"] for mount in preflight["volumeMounts"]] == mounted
-
-
-def test_a_pod_template_concerns_its_group_alone() -> None:
-    change = {"decode.podTemplate": {"spec": {"priorityClassName": "high"}}}
-    before, after = pods(CLUSTER), pods(merged(CLUSTER, change))
-    assert {role for role in before if before[role] != after[role]} == {"decode"}
-
-
-def test_the_ray_service_carries_labels_for_queues_and_all_objects_the_common_ones() -> None:
-    values = merged(
-        CLUSTER,
-        {
-            "rayService.labels": {"kueue.x-k8s.io/queue-name": "llm"},
-            "rayService.annotations": {"a": "b"},
-            "commonLabels": {"team": "search"},
-            "monitoring.podMonitor": True,
-        },
-    )
-    metadata = ray_service(values)["metadata"]
-    assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "llm"
-    assert metadata["annotations"] == {"a": "b"}
-    assert all(one["metadata"]["labels"]["team"] == "search" for one in objects(values))
-    for one in objects(values):
-        assert "team" not in str(one.get("spec", {}).get("selector", ""))
-    assert all(each["metadata"]["labels"]["team"] == "search" for each in pods(values).values())
-
-
-def test_more_objects_are_rendered_with_the_release() -> None:
-    kind = {"apiVersion": "v1", "kind": "ConfigMap"}
-    values = merged(
-        LAPTOP,
-        {
-            "extraObjects": [
-                {**kind, "metadata": {"name": "{{ .Release.Name }}-more"}},
-                "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: second",
-            ]
-        },
-    )
-    names = {one["metadata"]["name"] for one in of_kind("ConfigMap", values)}
-    assert {"demo-more", "second"} <= names
-
-
-def test_the_service_and_its_account_take_what_clouds_ask_for() -> None:
-    spec = {
-        "loadBalancerClass": "service.k8s.aws/nlb",
-        "loadBalancerSourceRanges": ["10.0.0.0/8"],
-        "externalTrafficPolicy": "Local",
-        "ipFamilyPolicy": "PreferDualStack",
-    }
-    role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/llm"}
-    values = merged(
-        LAPTOP,
-        {"service.type": "LoadBalancer", "service.spec": spec, "serviceAccount.annotations": role},
-    )
-    [service] = of_kind("Service", values)
-    assert service["spec"].items() >= {**spec, "type": "LoadBalancer"}.items()
-    [account] = of_kind("ServiceAccount", values)
-    assert account["metadata"]["annotations"] == role
-
-
-@pytest.mark.parametrize(("secret", "name"), [("", "http"), ("tls", "https")])
-def test_the_services_port_says_what_it_speaks(secret: str, name: str) -> None:
-    [service] = of_kind("Service", merged(LAPTOP, {"tls.existingSecret": secret}))
-    [port] = service["spec"]["ports"]
-    assert (port["name"], port["appProtocol"]) == (name, name)
-
-
-def test_the_autoscalers_options_are_merged_with_its_rights() -> None:
-    scaling = {"min_replicas": 1, "max_replicas": 2}
-    options = {"resources": {"limits": {"memory": "1Gi"}}, "idleTimeoutSeconds": 300}
-    values = merged(LAPTOP, {"config.decode.autoscaling": scaling, "autoscalerOptions": options})
-    found = ray_service(values)["spec"]["rayClusterConfig"]["autoscalerOptions"]
-    assert found.items() >= options.items()
-    assert found["securityContext"]["allowPrivilegeEscalation"] is False
 
 
 # Networks
@@ -577,7 +270,9 @@ def test_long_names_that_differ_stay_different() -> None:
 def test_the_test_asks_with_a_key_of_the_secret_that_is_named() -> None:
     [pod] = of_kind("Pod", merged(NODE, {"apiKeys.testSecret": "mine"}))
     [container] = pod["spec"]["containers"]
-    assert env(container)["HEADRACE_API_KEY"] == {"secretKeyRef": {"name": "mine", "key": "key"}}
+    assert variables(container)["HEADRACE_API_KEY"] == {
+        "secretKeyRef": {"name": "mine", "key": "key"}
+    }
 
 
 def test_the_test_runs_where_gateways_do() -> None:
@@ -650,11 +345,11 @@ def test_a_tensor_parallel_engine_has_the_gpus_and_queues_of_one_pod(gpus: int) 
         changes[f"config.{role}.gpus"] = gpus
         changes[f"config.{role}.engine.tensor_parallel_size"] = gpus
     values = merged(CLUSTER, changes)
-    container = main(values, "decode")
+    container = main_container(values, "decode")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == str(gpus)
     [shm] = [v for v in pods(values)["decode"]["spec"]["volumes"] if v["name"] == "shm"]
     assert shm["emptyDir"]["sizeLimit"] == f"{(64 + gpus) * 1024}Mi"
-    group = groups(values)["decode"]
+    group = worker_groups(values)["decode"]
     assert (group["resources"]["GPU"], group["resources"]["headrace_decode"]) == (str(gpus),) * 2
     config = validate(serve_config(values)["applications"][0]["args"], files_here=False)
     asked = config.decode.cpus * config.decode.gpus
@@ -669,11 +364,11 @@ def test_a_data_parallel_role_has_a_pod_for_each_rank(replicas: int, ranks: int)
         "config.decode.engine.data_parallel_size": ranks,
         "config.decode.engine.enable_expert_parallel": True,
     }
-    group = groups(merged(CLUSTER, changes))["decode"]
+    group = worker_groups(merged(CLUSTER, changes))["decode"]
     counts = {group[name] for name in ("replicas", "minReplicas", "maxReplicas")}
     assert counts == {replicas * ranks}
     scaling = {"config.decode.autoscaling": {"min_replicas": 1, "max_replicas": 3}}
-    group = groups(merged(merged(CLUSTER, changes), scaling))["decode"]
+    group = worker_groups(merged(merged(CLUSTER, changes), scaling))["decode"]
     assert (group["minReplicas"], group["maxReplicas"]) == (ranks, 3 * ranks)
 
 
