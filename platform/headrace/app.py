@@ -252,6 +252,7 @@ def _relay(
     *,
     has_adapters: bool,
 ) -> Application:
+    from headrace.gateway.conversations.setup import StateSetup
     from headrace.gateway.deployment import GatewayServer
 
     given = pd.ingress_deployment_config or {}
@@ -279,6 +280,11 @@ def _relay(
             pd.decode_config.model_id,
             setup,
             section.router.to_settings(),
+            StateSetup(
+                section.gateway.conversations,
+                section.store.node.get("secret"),
+                section.store.object_options,
+            ),
             has_adapters,
             _may_be_zero(pd.prefill_config) and _may_be_zero(pd.decode_config),
         )

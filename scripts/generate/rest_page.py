@@ -13,7 +13,7 @@ from headrace.gateway.ingress.limits import (
     MAX_LOGPROBS,
     MAX_MESSAGE_PARTS,
 )
-from headrace.gateway.openapi import OPERATIONS, openapi_document
+from headrace.gateway.openapi import openapi_document, own_operations
 from headrace.gateway.relay.retry import MAX_ERROR_BYTES
 
 INTRODUCTION = """\
@@ -36,7 +36,8 @@ vLLM {vllm}.
 - **Request ids.** A client may send `x-request-id`: 1 to 128 letters, digits, `_`, `.`, `:` and
   `-`. The answer carries it. `GET /headrace/v1/plans/ID` then shows where the request was computed.
   A request to `/v1/responses` is known there by the `id` of its answer. `request_id` in the body of
-  a chat, a completion or a response becomes the id of the answer, after its usual beginning.
+  a chat, a completion or a response with `store: false` becomes the id of the answer, after its
+  usual beginning.
 - **Errors.** A refusal of the gateway looks like one of the API that was called:
   `{{"error": {{"message", "type", "param", "code"}}}}` for OpenAI's, `{{"type": "error", "error":
   {{"type", "message"}}}}` for Anthropic's. Errors of vLLM are passed on as they are, those of
@@ -80,10 +81,10 @@ What differs from vLLM's own server:
   vLLM's text generation APIs are relayed. `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`
   exist in an app with [LoRA adapters](adapters.md), for administrators.
 - `kv_transfer_params` and `ec_transfer_params` of a request are dropped: they name memory.
-- Answers of `/v1/responses` are not kept. `store` is ignored; `background` is refused with 400; a
-  `previous_response_id` is answered with 404, and so are `GET /v1/responses/ID` and its `cancel`.
-  This is vLLM's default. Its switch `VLLM_ENABLE_RESPONSES_API_STORE` is ignored, because vLLM
-  keeps answers without a bound and in the memory of one replica only.
+- The gateway keeps [conversation state](conversations.md): `store`, `previous_response_id`,
+  `conversation` and `background` of `/v1/responses`. vLLM's own store, which keeps answers without
+  a bound and in the memory of one replica, is off; `VLLM_ENABLE_RESPONSES_API_STORE` is ignored.
+  A response that is kept has an id of the gateway's.
 - What vLLM would ignore is answered 400 with the field in `param`: `guided_json` and its kin,
   `priority` where the engine does not schedule by it, `watermarking` where it has no watermark,
   parts of a schema that nothing enforces, tools and items of `/v1/responses` that only OpenAI's
@@ -108,7 +109,8 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
         document: the result of `openapi_document`.
         vllm: the version of vLLM whose routes the document holds.
     """
-    own = {(operation.method.lower(), operation.path) for operation in OPERATIONS}
+    operations = own_operations(GatewaySettings(), has_adapters=False)
+    own = {(operation.method.lower(), operation.path) for operation in operations}
     sections: dict[str, list[str]] = {"Relayed to vLLM": [], "The gateway's own": []}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

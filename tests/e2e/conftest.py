@@ -31,6 +31,7 @@ ORDER = (
     "test_schema",
     "test_store",
     "test_blending",
+    "test_conversations",
     "test_faults",
     "test_soak",
     "test_down",

@@ -109,19 +109,6 @@ def test_a_rendered_prompt_is_what_the_engine_gets(app: App, client: openai.Open
     assert again == {"prompt": QUESTION}
 
 
-def test_no_answer_is_kept_for_later(client: openai.OpenAI) -> None:
-    """A second replica would not have it, and vLLM would keep it for ever, for anybody."""
-    response = client.responses.create(input=QUESTION, store=True, **SHORT)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(response.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.cancel(response.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.create(input="And now?", previous_response_id=response.id, **SHORT)
-    with pytest.raises(openai.BadRequestError, match="background"):
-        client.responses.create(input=QUESTION, background=True, **SHORT)
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/v1/responses", {**SHORT, "input": QUESTION}), ("/v1/messages", MESSAGE)],

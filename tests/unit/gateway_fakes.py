@@ -184,6 +184,7 @@ async def gateway_over(
     tls: TlsFiles | None = None,
     client_tls: ssl.SSLContext | None = None,
     make_placer: Any = None,
+    state: Any = None,
     has_adapters: bool = False,
     **options: Any,
 ) -> AsyncIterator[Bench]:
@@ -195,6 +196,7 @@ async def gateway_over(
     app = build_gateway_app(
         *(settings, backend or cluster, MODEL, metrics),
         make_placer=make_placer,
+        conversations=state,
         has_adapters=has_adapters,
     )
     limit = settings.max_body_bytes

@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray import serve
+from ray._private import worker
 from ray._private.node import Node
 from ray._private.ray_constants import KV_NAMESPACE_DASHBOARD
+from ray._private.workers import default_worker
+from ray.experimental import internal_kv
 from ray.serve._private import replica, request_router
 from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
 from ray.serve._private.common import RUNNING_REQUESTS_KEY, DeploymentID, ReplicaID
@@ -78,6 +82,30 @@ def test_the_head_leaves_the_dashboards_address_where_workers_read_it(
         assert ray_serve.dashboard_address() == address
     monkeypatch.setenv("RAY_OVERRIDE_DASHBOARD_URL", "https://ray.example.com")
     assert ray_serve.dashboard_address() == "https://ray.example.com"
+
+
+def test_a_worker_knows_the_folder_of_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(default_worker.__file__).read_text("utf-8")
+    assert "ray._private.worker._global_node = node" in source, f"mend {SERVING}"
+    node = object.__new__(Node)
+    node._session_dir = "/tmp/ray/session_1"
+    monkeypatch.setattr(worker, "_global_node", node)
+    assert ray_serve.session_folder() == Path("/tmp/ray/session_1"), f"mend {SERVING}"
+
+
+def test_a_cluster_value_that_exists_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = inspect.signature(internal_kv._internal_kv_put).parameters
+    assert parameters["overwrite"].default is True, f"mend {SERVING}"
+    kept: dict[str, bytes] = {}
+
+    def put(key: str, value: bytes, overwrite: bool = True, *, namespace: bytes) -> None:
+        if overwrite or key not in kept:
+            kept[key] = value
+
+    monkeypatch.setattr(ray_serve, "_internal_kv_put", put)
+    monkeypatch.setattr(ray_serve, "_internal_kv_get", lambda key, namespace: kept.get(key))
+    assert ray_serve.add_cluster_value("a", b"1") == b"1"
+    assert ray_serve.add_cluster_value("a", b"2") == b"1"
 
 
 def test_a_replica_drains_calls_first_and_then_runs_its_destructor() -> None:

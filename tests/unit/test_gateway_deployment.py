@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import pytest
 import uvicorn
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.schema import ApplicationStatus
 
 from headrace.gateway import deployment
+from headrace.gateway.conversations.setup import folder_of
 from headrace.gateway.deployment import ServeBackend, ServeLifespanFilter
 from headrace.observability import metrics
+from headrace_engine.serving.settings_override import prefix
 from tests.support.only_ipv6 import HOSTS
 
 
@@ -183,6 +187,28 @@ async def test_the_metrics_are_those_of_all_nodes_that_answer(
     assert await backend.metrics() == b"# TYPE ray_vllm_x counter\nray_vllm_x 1\n"
     for server in servers:
         server.close()
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_the_app_leaves_nothing_when_it_is_deleted(
+    is_deleted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cluster_values: dict[str, bytes],
+) -> None:
+    """Its overrides, its secret and its conversations; a redeployed app keeps them."""
+    status = ApplicationStatus.DELETING if is_deleted else ApplicationStatus.RUNNING
+    apps = SimpleNamespace(applications={"app": SimpleNamespace(status=status)})
+    removed: list[str] = []
+    monkeypatch.setattr(serve, "status", lambda: apps)
+    monkeypatch.setattr(deployment, "remove_cluster_values", removed.append)
+    monkeypatch.setattr(deployment, "session_folder", lambda: tmp_path)
+    folder = folder_of(tmp_path, "app")
+    folder.mkdir()
+    (folder / "conversations").write_text("")
+    deployment._remove_leftovers()
+    assert removed == ([prefix("app")] if is_deleted else [])
+    assert folder.exists() is not is_deleted
 
 
 class TestStatus:

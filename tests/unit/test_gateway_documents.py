@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,7 @@ from tests.unit.gateway_fakes import (
     soon,
     stall,
 )
+from tests.unit.responses_replica import state_in
 
 
 async def test_health_is_open_and_tells_whether_a_replica_is_ready() -> None:
@@ -287,8 +289,8 @@ THEIRS: dict[str, Any] = {
 }
 
 
-async def test_every_documented_operation_is_routed() -> None:
-    async with gateway_over(answer) as bench:
+async def test_every_documented_operation_is_routed(tmp_path: Path) -> None:
+    async with gateway_over(answer, state=state_in(tmp_path)) as bench:
         async with bench.client.get("/openapi.json") as response:
             document = await response.json()
         assert len(document["paths"]) > 5

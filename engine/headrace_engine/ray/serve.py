@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ray import serve
+from ray._private import worker
 from ray.experimental.internal_kv import (
     _internal_kv_del,
     _internal_kv_get,
@@ -63,6 +65,19 @@ def read_cluster_value(key: str) -> bytes | None:
 def write_cluster_value(key: str, value: bytes) -> None:
     """Write a value for every process of the cluster, in place of the last one. Blocks."""
     _internal_kv_put(key, value, namespace=NAMESPACE)
+
+
+def add_cluster_value(key: str, value: bytes) -> bytes:
+    """Write a value unless the key has one; return the key's value. Blocks."""
+    _internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
+    return read_cluster_value(key) or value
+
+
+def session_folder() -> Path:
+    """Return the folder of the Ray session on this machine; it ends with the cluster."""
+    node = worker._global_node
+    assert node is not None
+    return Path(node.get_session_dir_path())
 
 
 def remove_cluster_values(prefix: str) -> None:

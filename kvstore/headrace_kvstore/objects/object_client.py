@@ -79,10 +79,16 @@ class StoreClient:
         except (BaseError, TypeError, ValueError) as error:
             raise ValueError(f"{url}: {str(error).splitlines()[0]}") from error
 
-    def list(self, after: str = "") -> Iterator[Listed]:
-        """Iterate over all objects, or over those whose names follow `after`."""
+    def list(self, after: str = "", prefix: str = "") -> Iterator[Listed]:
+        """Iterate over all objects, or over those whose names follow `after`.
+
+        Args:
+            prefix: list only what lies below this path, such as `a/b`.
+        """
         try:
-            for chunk in self._store.list(offset=after or None, chunk_size=LIST_CHUNK):
+            for chunk in self._store.list(
+                prefix or None, offset=after or None, chunk_size=LIST_CHUNK
+            ):
                 for meta in chunk:
                     modified_s = meta["last_modified"].timestamp()
                     yield Listed(meta["path"], meta["size"], modified_s, meta["e_tag"] or "")

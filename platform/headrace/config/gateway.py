@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.config.conversations import ConversationSettings
 from headrace.config.key_file import HASH, NAME
 from headrace.config.section import Resources, Section
 from headrace.config.tls_files import TlsFiles
@@ -229,6 +230,11 @@ class GatewaySettings(Section):
         description="SLO classes, and a queue in front of the replicas that is fair to tenants "
         "and refuses at once requests whose answers would come too late. null: requests go to "
         "replicas as they come.",
+    )
+
+    conversations: ConversationSettings = Field(
+        default_factory=ConversationSettings,
+        description="The responses and conversations that the gateway keeps.",
     )
 
     @field_validator("host")

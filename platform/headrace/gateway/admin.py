@@ -20,14 +20,13 @@ from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, Stor
 from headrace.gateway.backend import Backend
 from headrace.gateway.ingress.limits import validated
 from headrace.gateway.openapi import (
-    ADAPTER_OPERATIONS,
     CONSOLE_STATE,
     HISTORY,
     METRICS,
-    OPERATIONS,
     PLANS,
     REQUESTS,
     openapi_document,
+    own_operations,
 )
 from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.route_table import RouteTable
@@ -115,7 +114,7 @@ class Admin:
         has_adapters: bool = False,
         gateway: GatewayState,
     ) -> None:
-        self._operations = OPERATIONS + (ADAPTER_OPERATIONS if has_adapters else ())
+        self._has_adapters = has_adapters
         self._backend = backend
         self._model_id = model_id
         self._version = headrace_version()
@@ -231,7 +230,8 @@ class Admin:
         return _json(found[0])
 
     async def _index(self, pool: ReplicaPool) -> Answer:
-        paths = {operation.path for operation in self._operations}
+        operations = own_operations(self._settings, has_adapters=self._has_adapters)
+        paths = {operation.path for operation in operations}
         paths |= {route.path for route in pool.routes.routes}
         index = {
             "name": "headrace",
@@ -269,7 +269,7 @@ class Admin:
                 self._version,
                 self._settings,
                 keys_on=self._keys_on,
-                operations=self._operations,
+                has_adapters=self._has_adapters,
                 routes=table.routes,
                 replica=replica,
             )

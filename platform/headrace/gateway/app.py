@@ -39,6 +39,9 @@ from headrace.gateway.builtin_routes import (
     open_console,
     redirect,
 )
+from headrace.gateway.conversations.history import history_limits
+from headrace.gateway.conversations.routes import ConversationRoutes
+from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.corpora import CorpusAdmin
 from headrace.gateway.errors import ApiError
 from headrace.gateway.ingress import limits
@@ -74,6 +77,7 @@ def build_gateway_app(
     model_id: str,
     metrics: GatewayMetrics | None = None,
     make_placer: MakePlacer | None = None,
+    conversations: ConversationState | None = None,
     *,
     has_adapters: bool = False,
 ) -> GatewayApp:
@@ -85,13 +89,14 @@ def build_gateway_app(
         model_id: the model's name, for documents; the replicas decide what they serve.
         metrics: receives the gateway's metrics.
         make_placer: makes the `Placer` that plans requests; None to let the pool choose replicas.
+        conversations: keeps responses and conversations; None to keep none.
         has_adapters: whether the app has LoRA adapters, so that administrators can add more.
 
     Raises:
         ValueError: the key file cannot be used.
     """
     return GatewayApp(
-        *(settings, backend, model_id, metrics or NoMetrics(), make_placer),
+        *(settings, backend, model_id, metrics or NoMetrics(), make_placer, conversations),
         has_adapters=has_adapters,
     )
 
@@ -119,10 +124,12 @@ class GatewayApp:
         model_id: str,
         metrics: GatewayMetrics,
         make_placer: MakePlacer | None = None,
+        conversations: ConversationState | None = None,
         *,
         has_adapters: bool = False,
     ) -> None:
-        self.settings = settings
+        self.settings, self._model_id = settings, model_id
+        self._conversations = conversations
         self._adapters = AdapterAdmin(backend, model_id) if has_adapters else None
         self._make_placer = make_placer
         self._backend = backend
@@ -167,6 +174,8 @@ class GatewayApp:
             parts.pool.start()
             if parts.placer is not None:
                 parts.placer.start()
+            if self._conversations is not None:
+                self._conversations.start()
             if parts.queue is not None:
                 parts.queue.start()
 
@@ -196,12 +205,22 @@ class GatewayApp:
             pool=pool,
             relay=relay,
             queue=queue,
+            conversations=self._conversations,
+            model=self._model_id,
+            on_end=lambda call: self._log_and_count(call, call.path),
         )
+        routes = None
+        if self._conversations is not None and relayed.background is not None:
+            limits = history_limits(settings.max_body_bytes)
+            routes = ConversationRoutes(
+                self._conversations, self.body_reader, relayed.background, limits
+            )
         builtin = BuiltinRoutes(
             *(self._admin, self._corpora, self._adapters, self.body_reader),
             relayed=relayed,
             pool=pool,
             fetcher=fetcher,
+            conversations=routes,
         )
         return GatewayParts(pool, upstream, relay, builtin, relayed, placer, queue)
 
@@ -210,6 +229,8 @@ class GatewayApp:
         if self.parts is not None:
             parts, self.parts = self.parts, None
             await self._keys.aclose()
+            if parts.relayed.background is not None:
+                await parts.relayed.background.aclose()
             if parts.queue is not None:
                 await parts.queue.aclose()
             await parts.relay.aclose()
@@ -217,6 +238,8 @@ class GatewayApp:
                 await parts.placer.aclose()
             await parts.pool.aclose()
             await parts.upstream.aclose()
+            if self._conversations is not None:
+                await self._conversations.aclose()
 
     # State
 

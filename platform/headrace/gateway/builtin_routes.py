@@ -19,6 +19,7 @@ from headrace.gateway.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, AdapterAdmin
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
+from headrace.gateway.conversations.routes import ConversationRoutes
 from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
 from headrace.gateway.openapi import METRICS, MODELS, ROUTER, SPECULATION, STORE, WARM
 from headrace.gateway.relay.retry import RetryingFetcher
@@ -67,6 +68,7 @@ class BuiltinRoutes:
         relayed: counts the gateway's own requests to replicas, and admits them.
         pool: the replicas.
         fetcher: sends a request to a replica.
+        conversations: the routes of kept responses and conversations; None if none are kept.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class BuiltinRoutes:
         relayed: RelayedRoutes,
         pool: ReplicaPool,
         fetcher: RetryingFetcher,
+        conversations: ConversationRoutes | None = None,
     ) -> None:
         self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
         self._relayed, self._pool, self._fetcher = relayed, pool, fetcher
+        self._conversations = conversations
         self._handlers: dict[str, Handler] = {
             ROUTER: self._command,
             SPECULATION: self._command,
@@ -103,6 +107,8 @@ class BuiltinRoutes:
             return self._document
         if path.startswith(MODELS + "/"):
             return self._model
+        if self._conversations is not None and self._conversations.has(path):
+            return self._conversations.handle
         if is_console(path):
             return self._console
         return None
@@ -111,7 +117,8 @@ class BuiltinRoutes:
         """Return whether a path exists, at the gateway or at the replicas."""
         if path in self._handlers or self._admin.find(path) is not None or console_file(path):
             return True
-        return bool(self._pool.routes.at(path))
+        ours = self._conversations is not None and self._conversations.has(path)
+        return ours or bool(self._pool.routes.at(path))
 
     async def _command(self, context: RequestContext) -> None:
         """Change the plan policy or the speculative decoding of the app."""

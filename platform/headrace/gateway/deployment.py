@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -24,6 +25,7 @@ from ray.serve.schema import ApplicationStatus
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway import ReplicaInfo, build_gateway_app
 from headrace.gateway.asgi import Receive, Scope, Send
+from headrace.gateway.conversations.setup import StateSetup, folder_of
 from headrace.gateway.ingress.http_server import serve_gateway
 from headrace.gateway.placement.endpoint_info import EndpointInfo
 from headrace.gateway.placement.placer import Placer
@@ -31,10 +33,12 @@ from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
 from headrace_engine.ray.serve import (
+    add_cluster_value,
     dashboard_address,
     ongoing_requests,
     read_cluster_value,
     remove_cluster_values,
+    session_folder,
     shutdown_seconds,
     write_cluster_value,
 )
@@ -55,6 +59,8 @@ GRAFANA_VARIABLE = "RAY_GRAFANA_HOST"
 LEAVING = ("STOPPING", "STOPPED", "PENDING_MIGRATION")
 """Serve's states of replicas that another one replaces, or none."""
 METRICS_TIMEOUT_S = 5.0
+SECRET = "secret"
+"""Key of the secret by which the app's conversation state is encrypted, among the app's values."""
 STORE_TIMEOUT_S = 35.0
 """Time limit of store operations, longer than the one of `StoreNodeManager` (`CLEAR_S`)."""
 
@@ -320,6 +326,7 @@ class GatewayServer:
         model_id: the served model's name.
         setup: prepares the process (logs, traces).
         router: settings of the router, such as the placement policy.
+        state: how conversation state is opened.
         has_adapters: whether the app has LoRA adapters.
         starts_on_demand: whether both roles may be scaled to zero.
     """
@@ -333,10 +340,12 @@ class GatewayServer:
         model_id: str,
         setup: Callable[[str], None],
         router: RouterSettings,
+        state: StateSetup,
         has_adapters: bool = False,
         starts_on_demand: bool = False,
     ):
         setup("gateway")
+        app = serve.get_replica_context().app_name
         backend = ServeBackend(
             decode,
             prefill,
@@ -350,6 +359,10 @@ class GatewayServer:
             model_id,
             metrics=RayGatewayMetrics(model_id),
             make_placer=partial(Placer, router, backend.endpoints),
+            conversations=state.make(
+                lambda: folder_of(session_folder(), app),
+                partial(add_cluster_value, prefix(app) + SECRET),
+            ),
             has_adapters=has_adapters,
         )
         loop = asyncio.get_running_loop()
@@ -393,7 +406,7 @@ class GatewayServer:
         with contextlib.suppress(Exception):
             await self._app.aclose()
         with contextlib.suppress(Exception):
-            await asyncio.to_thread(_remove_overrides)
+            await asyncio.to_thread(_remove_leftovers)
 
 
 def _expected_replicas(app: str) -> dict[str, int]:
@@ -414,12 +427,14 @@ def _sum_by_tenant(gateways: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _remove_overrides() -> None:
-    """Delete the app's overrides if the app is being deleted. Blocks."""
+def _remove_leftovers() -> None:
+    """Delete the app's overrides, its secret and its conversations in the session's folder, if the
+    app is being deleted. Blocks."""
     app = serve.get_replica_context().app_name
     status = serve.status().applications.get(app)
     if status is not None and status.status == ApplicationStatus.DELETING:
         remove_cluster_values(prefix(app))
+        shutil.rmtree(folder_of(session_folder(), app), ignore_errors=True)
 
 
 async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:

@@ -6,7 +6,7 @@ document of the replica's application. The gateway adds the refusals that it mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,13 @@ from pydantic.json_schema import models_json_schema
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, LoadAdapter, UnloadAdapter
 from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
+from headrace.gateway.conversations.routes import (
+    CONVERSATIONS,
+    RESPONSES,
+    ConversationCreate,
+    ConversationItems,
+    ConversationUpdate,
+)
 from headrace.gateway.corpora import CORPORA, CorpusPart
 from headrace_decode.http.public_routes import Route
 
@@ -37,7 +44,7 @@ _ERRORS = {
     401: "The API key is missing or wrong.",
     403: "It takes a key with the role admin or, without keys, a client on the gateway's machine; "
     "or the request's `Host` is no name of the endpoint.",
-    404: "There is no such route, model, plan or corpus.",
+    404: "There is no such route, model, plan, corpus, response, conversation or item.",
     405: "The method does not fit the route.",
     408: "The request body did not arrive in time.",
     409: "No replica drafts from a memory, or all refuse; the message says what to set.",
@@ -205,13 +212,74 @@ ADAPTER_OPERATIONS = (
 )
 """Operations of an app with LoRA adapters."""
 
+_STATE_ERRORS = (400, 401, 404, 405, 429, 500, 503, 504)
+_STATE_CHANGE_ERRORS = (400, 401, 404, 405, 408, 413, 415, 429, 500, 503, 504)
+_LIST = ("after", "limit", "order")
+_RESPONSE = RESPONSES + "/{response_id}"
+_CONVERSATION = CONVERSATIONS + "/{conversation_id}"
+_ITEM = _CONVERSATION + "/items/{item_id}"
+STATE_OPERATIONS = (
+    Operation("GET", _RESPONSE, "A kept response.", _STATE_ERRORS),
+    Operation("DELETE", _RESPONSE, "Delete a kept response.", _STATE_ERRORS),
+    Operation(
+        "GET",
+        _RESPONSE + "/input_items",
+        "The items of a kept response's own input.",
+        _STATE_ERRORS,
+        query=_LIST,
+    ),
+    Operation("POST", _RESPONSE + "/cancel", "Cancel a background response.", _STATE_ERRORS),
+    Operation(
+        "POST", CONVERSATIONS, "Begin a conversation.", _STATE_CHANGE_ERRORS, ConversationCreate
+    ),
+    Operation("GET", _CONVERSATION, "A conversation.", _STATE_ERRORS),
+    Operation(
+        "POST",
+        _CONVERSATION,
+        "Set a conversation's metadata.",
+        _STATE_CHANGE_ERRORS,
+        ConversationUpdate,
+    ),
+    Operation(
+        "DELETE",
+        _CONVERSATION,
+        "Delete a conversation and its items; its responses stay.",
+        _STATE_ERRORS,
+    ),
+    Operation(
+        "GET",
+        _CONVERSATION + "/items",
+        "The items of a conversation.",
+        _STATE_ERRORS,
+        query=_LIST,
+    ),
+    Operation(
+        "POST",
+        _CONVERSATION + "/items",
+        "Add items to a conversation.",
+        _STATE_CHANGE_ERRORS,
+        ConversationItems,
+    ),
+    Operation("GET", _ITEM, "An item of a conversation.", _STATE_ERRORS),
+    Operation("DELETE", _ITEM, "Delete an item; returns the conversation.", _STATE_ERRORS),
+)
+"""Operations that exist while conversation state is kept."""
+
+
+def own_operations(
+    settings: GatewaySettings, *, has_adapters: bool = False
+) -> tuple[Operation, ...]:
+    """Return the gateway's own operations."""
+    state = STATE_OPERATIONS if settings.conversations.enabled else ()
+    return OPERATIONS + (ADAPTER_OPERATIONS if has_adapters else ()) + state
+
 
 def openapi_document(
     version: str,
     settings: GatewaySettings,
     *,
     keys_on: bool,
-    operations: Sequence[Operation] = OPERATIONS,
+    has_adapters: bool = False,
     routes: Iterable[Route] = (),
     replica: Mapping[str, Any] | None = None,
 ) -> Schema:
@@ -219,12 +287,13 @@ def openapi_document(
 
     Args:
         version: the API's version.
-        settings: the limits that the description states.
+        settings: the limits that the description states, and whether conversation state is kept.
         keys_on: whether the security scheme applies.
-        operations: the gateway's own.
+        has_adapters: whether the app has LoRA adapters.
         routes: the relayed routes.
         replica: the document of the replica's application; None or empty if unknown.
     """
+    operations = own_operations(settings, has_adapters=has_adapters)
     bodies = [operation.body for operation in operations if operation.body is not None]
     _, own = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=_REF + "{model}"
@@ -232,8 +301,11 @@ def openapi_document(
     paths: Schema = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = operation.document()
+    own_paths = frozenset(paths)
     replica = replica or {}
     for route in sorted(routes, key=lambda route: (route.path, route.method)):
+        if route.path in own_paths and route.path.startswith(RESPONSES + "/"):
+            continue  # vLLM's own store is off
         known = replica.get("paths", {}).get(route.path, {}).get(route.method.lower(), {})
         paths.setdefault(route.path, {})[route.method.lower()] = _relayed(known)
     schemas: Schema = {**own["$defs"], "Error": _ERROR}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -18,9 +18,14 @@ from headrace.gateway.admission.slo_classes import (
     SloClassError,
     SloClasses,
 )
-from headrace.gateway.asgi import Send
+from headrace.gateway.asgi import JSON_TYPE, Send
 from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.body_reader import BodyReader
+from headrace.gateway.conversations.background import BackgroundResponses
+from headrace.gateway.conversations.history import history_limits
+from headrace.gateway.conversations.routes import RESPONSES
+from headrace.gateway.conversations.state import ConversationState
+from headrace.gateway.conversations.turn import prepare
 from headrace.gateway.ingress.api_keys import Caller
 from headrace.gateway.placement.placer import PLACED
 from headrace.gateway.relay import client_resume
@@ -48,6 +53,12 @@ class RelayedRoutes:
         pool: the replicas.
         relay: sends a request to a replica.
         queue: the admission queue; None if none is configured.
+        conversations: the conversation state; None if none is kept.
+        model: the model of background responses that name none.
+        on_end: called with the call of each background response that has ended.
+
+    Attributes:
+        background: the background responses; None if no state is kept.
     """
 
     def __init__(
@@ -59,6 +70,9 @@ class RelayedRoutes:
         pool: ReplicaPool,
         relay: Relay,
         queue: AdmissionQueue | None,
+        conversations: ConversationState | None = None,
+        model: str = "",
+        on_end: Callable[[Call], None] = lambda call: None,
     ) -> None:
         self._settings, self._body_reader, self._metrics = settings, body_reader, metrics
         self._pool, self._relay, self._queue = pool, relay, queue
@@ -67,6 +81,17 @@ class RelayedRoutes:
         self._calls: dict[int, Call] = {}  # in order of their start, at most `max_concurrent`
         self.relaying = 0
         """Number of requests that replicas work on, or that wait for one."""
+        self._conversations = conversations
+        self._limits = history_limits(settings.max_body_bytes)
+        self.background: BackgroundResponses | None = None
+        if conversations is not None:
+            self.background = BackgroundResponses(
+                *(conversations, self._run_in_background),
+                model=model,
+                max_responses=settings.conversations.max_background,
+                timeout_s=settings.request_timeout_s,
+                on_end=on_end,
+            )
 
     @property
     def is_wanted(self) -> bool:
@@ -127,10 +152,31 @@ class RelayedRoutes:
                 route = await self._wait_for_route(context)
             await client_resume.prepare(call, context.headers.get(RESUME))
             slo = await self._read_body(context) if route.takes_json else DEFAULT
-            if self._queue is None or route.path not in PLACED:
+            if call.recorder is not None and call.recorder.is_background:
+                await self._start_background(context)
+            elif self._queue is None or route.path not in PLACED:
                 await self._run(call, context.send)
             else:
                 await self._run_in_turn(call, context.send, slo, self._queue)
+
+    async def _start_background(self, context: RequestContext) -> None:
+        """Answer with a background response, which is run after the answer."""
+        assert self.background is not None
+        call = context.call
+        document = await self.background.start(call, context.caller.rate_limit)
+        call.route = None  # the call that runs is counted, not this one
+        await context.answer(200, document, JSON_TYPE)
+
+    async def _run_in_background(
+        self, call: Call, send: Send, slo: SloClass, on_place: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Relay the call of a background response; see `background.Run`."""
+        with self.take_place():
+            await on_place()
+            if self._queue is None:
+                await self._run(call, send)
+            else:
+                await self._run_in_turn(call, send, slo, self._queue)
 
     async def _run_in_turn(
         self, call: Call, send: Send, slo: SloClass, queue: AdmissionQueue
@@ -173,6 +219,8 @@ class RelayedRoutes:
         call, caller = context.call, context.caller
         self._body_reader.use_utf8(call)
         request = await self._body_reader.parsed(call.body)
+        if self._conversations is not None and call.path == RESPONSES:
+            request = await self._with_history(call, request, self._conversations)
         call.affinity = affinity_key(request)
         try:
             techniques = requested_techniques(request)
@@ -185,6 +233,25 @@ class RelayedRoutes:
             return self._slo_classes.choose(header, request, caller.slo, caller.slo_classes)
         except SloClassError as error:
             raise errors.unknown_class(str(error), error.param) from None
+
+    async def _with_history(
+        self, call: Call, request: Mapping[str, Any], state: ConversationState
+    ) -> Mapping[str, Any]:
+        """Put the earlier items of a response into the call's body.
+
+        Returns:
+            The request for placing it: its input begins with the earliest item.
+
+        Raises:
+            ApiError: as `turn.prepare`; 429, there is no room for the body.
+        """
+        turn = await prepare(state, call.tenant, call.body, request, self._limits, call.received)
+        if turn is None:
+            return request
+        if call.reservation is not None and len(turn.body) > len(call.body):
+            call.reservation.add(len(turn.body) - len(call.body))
+        call.body, call.own_id_bytes, call.recorder = turn.body, turn.own_id_bytes, turn.recorder
+        return request if turn.first is None else {**request, "input": [turn.first]}
 
     async def _wait_for_route(self, context: RequestContext) -> Route:
         """Return the route, as soon as a replica has reported its routes.

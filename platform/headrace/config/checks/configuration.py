@@ -88,7 +88,7 @@ def warnings(config: HeadraceConfig) -> list[str]:
     source = config.model.source  # a folder may be on other machines only
     if source is not None and (problem := _source_problem(source)):
         lines.append(f"model.source: {problem}")
-    return lines + _object_warnings(config)
+    return lines + _object_warnings(config) + _state_warnings(config)
 
 
 def _engine_args(config: HeadraceConfig) -> Iterator[Problem]:
@@ -280,10 +280,18 @@ def _kv_holds_one_request(config: HeadraceConfig) -> Iterator[Problem]:
 
 
 def _objects(config: HeadraceConfig) -> Iterator[Problem]:
-    url = config.store.object_url
-    if config.store.enabled and url is not None and importlib.util.find_spec("obstore") is None:
+    conversations = config.gateway.conversations
+    used = {
+        "store.object_url": config.store.object_url if config.store.enabled else None,
+        "gateway.conversations.object_url": (
+            conversations.object_url if conversations.enabled else None
+        ),
+    }
+    for path, url in used.items():
+        if url is None or importlib.util.find_spec("obstore") is not None:
+            continue
         yield (
-            "store.object_url",
+            path,
             f'is "{url}", but its client is not installed; pip install "headrace[object]" here and '
             "on every machine, or set null",
         )
@@ -316,6 +324,19 @@ def _object_warnings(config: HeadraceConfig) -> list[str]:
     except ValueError as error:
         return [f"store.object_url, with store.object_options and this environment: {error}"]
     return []
+
+
+def _state_warnings(config: HeadraceConfig) -> list[str]:
+    """Return a line if several gateways of a cluster cannot find each other's responses."""
+    state = config.gateway.conversations
+    if not state.enabled or state.object_url is not None:
+        return []
+    if config.gateway.replicas == 1 or config.ray.address is None:
+        return []
+    return [
+        "gateway.conversations.object_url: is not set, so gateways on several machines do not "
+        "find each other's responses"
+    ]
 
 
 def kv_widening(role: RoleSettings) -> int:

@@ -228,7 +228,7 @@ def check_fields(request: Mapping[str, Any]) -> None:
             message = f"{name} has {len(value)} items; {maximum} at once is the limit."
             raise errors.ApiError(400, message, code="too_many_items", param=name)
     for name in ("messages", "input"):
-        if _list_items(request.get(name)) > MAX_MESSAGE_PARTS:
+        if count_entries(request.get(name)) > MAX_MESSAGE_PARTS:
             message = f"{name} has more than {MAX_MESSAGE_PARTS} items and parts of items."
             raise errors.ApiError(400, message, code="too_many_items", param=name)
 
@@ -285,15 +285,17 @@ def _max_tokens(request: Mapping[str, Any]) -> int:
     return min(limits) if limits else DEFAULT_TOKENS if "prompt" not in request else 16
 
 
-def _list_items(value: Any, levels: int = 3) -> int:
+def count_entries(value: Any, levels: int = 3) -> int:
     """Count the entries of a list and of the lists in it: conversations, messages, their parts."""
     if type(value) is dict:
-        return sum([_list_items(one, levels) for one in value.values() if type(one) is list])
+        return sum([count_entries(one, levels) for one in value.values() if type(one) is list])
     if type(value) is not list:
         return 0
     if levels == 1 or len(value) > MAX_MESSAGE_PARTS:
         return len(value)
-    return len(value) + sum([_list_items(one, levels - 1) for one in value if type(one) is not str])
+    return len(value) + sum(
+        [count_entries(one, levels - 1) for one in value if type(one) is not str]
+    )
 
 
 def _is_one_prompt(name: str, value: list[Any]) -> bool:

@@ -37,6 +37,12 @@ class RateLimit:
         if self.max_concurrent is not None and self.running >= self.max_concurrent:
             raise errors.key_is_busy(self.name, self.max_concurrent)
         self._take_token(now_s)
+        with self.hold():
+            yield
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Count as one request under way, without the limits: it follows from a counted one."""
         self.running += 1
         try:
             yield

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.gateway.asgi import Write
 from headrace.gateway.errors import Headers
@@ -24,6 +24,29 @@ from headrace_decode.techniques import RequestedTechniques
 
 MAX_LISTED_REQUESTS = 50
 """Maximum number of requests in flight that are listed."""
+
+
+class AnswerRecorder(Protocol):
+    """The keeper of an answer; it may change what the client gets of it.
+
+    Attributes:
+        is_over: whether `rewrite` holds the last event, which `finish` returns.
+    """
+
+    is_over: bool
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the answer is made after the client's request has ended."""
+
+    def rewrite(self, events: bytes) -> bytes:
+        """Return the events to send now, for whole events that arrived."""
+
+    async def finish(self) -> bytes:
+        """Keep the answer, and return the last event, once."""
+
+    async def whole(self, body: bytes) -> bytes:
+        """Keep an answer that is no stream, and return it."""
 
 
 @dataclass(slots=True)
@@ -52,6 +75,9 @@ class Call:
         tokens: number of tokens in the answer so far; None if unknown.
         resumed: how often another replica took over its stream.
         error: code of the error that the client got; None if it got none.
+        received: the beginning of the stream that the client has and wants to resume.
+        recorder: keeps its answer; None if it is not kept.
+        own_id_bytes: number of leading bytes of the body that differ each time the client sends it.
     """
 
     request_id: bytes
@@ -83,12 +109,20 @@ class Call:
     tokens: int | None = None
     resumed: int = 0
     error: str | None = None
+    received: bytes = b""
+    recorder: AnswerRecorder | None = None
+    own_id_bytes: int = 0
 
     def drop_body(self) -> None:
         """Free the body, because no replica will be asked again."""
         self.body = b""
         if self.reservation is not None:
             self.reservation.release()
+
+    @property
+    def repeated_body(self) -> memoryview:
+        """The part of the body that is the same each time the client sends the request."""
+        return memoryview(self.body)[self.own_id_bytes :]
 
     @property
     def path(self) -> str:

@@ -16,6 +16,9 @@ from headrace.gateway import errors
 from headrace.gateway.relay.call import Call
 from headrace_decode.resume.journal import Journal
 
+RECEIVED_BYTES = 4096
+"""Bytes of a stream's beginning that have the id of its response."""
+
 
 async def prepare(call: Call, header: bytes | None) -> None:
     """Split the received part of the stream from the body, and read it into the call's journal.
@@ -35,6 +38,7 @@ async def prepare(call: Call, header: bytes | None) -> None:
     if not size:
         return
     had, call.body = call.body[:size], call.body[size:]
+    call.received = had[:RECEIVED_BYTES]
     await call.journal.read(had)
     if call.journal.why_not is not None:
         raise errors.cannot_resume(call.journal.why_not)

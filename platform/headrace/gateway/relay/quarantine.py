@@ -15,6 +15,7 @@ from typing import NamedTuple
 from headrace.gateway import errors
 
 QUARANTINE_S = 600.0
+Buffer = bytes | memoryview
 MAX_REQUESTS = 1000
 """Maximum number of requests in quarantine; the oldest leave first."""
 
@@ -45,7 +46,7 @@ class Quarantine:
         self._expire()
         return len(self._until_s)
 
-    def add(self, tenant: str | None, target: str, body: bytes) -> None:
+    def add(self, tenant: str | None, target: str, body: Buffer) -> None:
         """Put a request into quarantine, because it killed too many replicas."""
         outline = _Outline(tenant, target, len(body))
         key = outline, _digest(body)
@@ -57,7 +58,7 @@ class Quarantine:
         while len(self._until_s) > MAX_REQUESTS:
             self._remove_first()
 
-    def check(self, tenant: str | None, target: str, body: bytes) -> None:
+    def check(self, tenant: str | None, target: str, body: Buffer) -> None:
         """Refuse a request that is in quarantine.
 
         Its body is hashed only if a request of the same tenant, route and length is in quarantine.
@@ -87,5 +88,5 @@ class Quarantine:
             del self._outlines[outline]
 
 
-def _digest(body: bytes) -> bytes:
+def _digest(body: Buffer) -> bytes:
     return hashlib.blake2b(body, digest_size=16).digest()

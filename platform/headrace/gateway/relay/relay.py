@@ -87,6 +87,8 @@ class Relay:
                 call.status = status
                 await self._streams.copy(call, answer, journal, send)
             else:
+                if call.recorder is not None and status == 200 and answer.is_whole:
+                    answer.body = await call.recorder.whole(answer.body)
                 size = b"%d" % len(answer.body) if answer.is_whole else _length(answer.reply)
                 if size is not None:
                     headers.append((b"content-length", size))

@@ -13,8 +13,8 @@ To widen the second case, an answer is returned only with the first bytes of a s
 last bytes of any other body. An answer that is longer than `MAX_BUFFERED_BYTES`, or for which the
 budget for bodies has no room, is returned with its beginning.
 
-Retries are safe on every relayed route, since none changes anything at the replica: the store of
-`/v1/responses` is off (`headrace_decode.server`).
+Retries are safe on every relayed route, since none changes anything at the replica: vLLM's store of
+`/v1/responses` is off (`headrace_decode.server`), and the gateway's keeps an answer that arrived.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RetryingFetcher:
             ApiError: 503 when no replica was ready in time, 502 when replicas were lost too often,
                 422 when the request is in quarantine.
         """
-        self.quarantine.check(call.tenant, call.target, call.body)
+        self.quarantine.check(call.tenant, call.target, call.repeated_body)
         loop = asyncio.get_running_loop()
         until = loop.time() + self._queue_timeout_s
         deliveries = deaths = 0
@@ -122,7 +122,7 @@ class RetryingFetcher:
                     deliveries, deaths = deliveries + 1, deaths + (not lost.hangs)
                     if deliveries >= MAX_DELIVERIES:
                         if deaths == deliveries:
-                            self.quarantine.add(call.tenant, call.target, call.body)
+                            self.quarantine.add(call.tenant, call.target, call.repeated_body)
                         when = f"while it worked on this request, {deliveries} times in a row"
                         raise errors.replica_lost(when) from lost
                     until = loop.time() + self._queue_timeout_s

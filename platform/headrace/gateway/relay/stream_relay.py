@@ -146,7 +146,7 @@ class StreamRelay:
             raise errors.replica_lost(_MIDWAY + journal.why_not)
         if isinstance(lost, Diverged) or tries > MAX_TRIES:
             if dying:
-                self._fetcher.quarantine.add(call.tenant, call.target, call.body)
+                self._fetcher.quarantine.add(call.tenant, call.target, call.repeated_body)
             raise errors.replica_lost(f"{_MIDWAY}{lost}, {tries} times in a row")
         call.resume_lines = journal.begin_resume()
         again = await self._fetcher.fetch(call, replica.replica_id if lives else "")
@@ -182,6 +182,7 @@ class EventForwarder:
         self._on_bytes = monitored.on_bytes
         self._counted_bytes = journal.line_bytes // COUNTED_BYTES * COUNTED_BYTES
         self._pending = b""
+        self._is_over = False  # the recorder holds the last event
         self.error = b""
 
     def forward(self, chunk: bytes) -> bool:
@@ -193,20 +194,27 @@ class EventForwarder:
         self._on_bytes()
         call, journal = self._call, self._journal
         events, self.error = journal.pass_on(chunk)
+        if (recorder := call.recorder) is not None and events:
+            events = recorder.rewrite(events)
+            self._is_over = recorder.is_over
         call.tokens = journal.tokens
         if journal.line_bytes - self._counted_bytes >= COUNTED_BYTES:
             self._count_lines()
-        if not events and not self.error:
+        if not events and not self.error and not self._is_over:
             return True
-        if self.error or not call.write_nowait(events):
+        if self.error or self._is_over or not call.write_nowait(events):
             self._pending = events
             return False
         self._sent(events)
         return True
 
     async def send_pending(self) -> None:
-        """Send the events that `forward` did not write."""
-        if events := self._pending:
+        """Send the events that `forward` did not write; the last one after its answer is kept."""
+        events = self._pending
+        if self._is_over and self._call.recorder is not None:
+            events += await self._call.recorder.finish()
+            self._is_over = False
+        if events:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self._pending = b""
             self._sent(events)

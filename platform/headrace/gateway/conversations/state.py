@@ -1,0 +1,133 @@
+"""Conversation state for the gateway's event loop: its store is used in threads, never on the loop.
+
+A store that cannot be used costs a request a few seconds at most, and never its answer: a request
+that needs earlier items is refused, and an answer that cannot be kept says `store: false`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Concatenate, ParamSpec, TypeVar
+
+from headrace.gateway.conversations import refusals
+from headrace.gateway.conversations.record_cipher import DamagedRecordError, RecordCipher
+from headrace.gateway.conversations.record_store import RecordStore, StoreError, ThreadFullError
+from headrace.gateway.conversations.tenant_state import TenantState
+
+logger = logging.getLogger("headrace.gateway")
+
+WAIT_S = 5.0
+"""Longest time for which a request waits for the store."""
+SWEEP_S = 60.0
+"""Time between two removals of what expired."""
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+class ConversationState:
+    """The conversation state of one event loop.
+
+    Args:
+        open_store: opens the store of records; it may block and raise StoreError.
+        read_secret: returns the app's secret; it may block and raise.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], RecordStore],
+        read_secret: Callable[[], bytes],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._open_store, self._read_secret, self._clock = open_store, read_secret, clock
+        self._opened: tuple[RecordStore, RecordCipher] | None = None
+        self._opener = ThreadPoolExecutor(1, "conversations")
+        self._workers = self._opener  # until the store is open and says how many it takes
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to remove what expired, from time to time."""
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def aclose(self) -> None:
+        """Close the store."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(RuntimeError):
+            await loop.run_in_executor(self._opener, self._close)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._opener.shutdown(wait=False, cancel_futures=True)
+
+    async def run(
+        self,
+        tenant: str | None,
+        work: Callable[Concatenate[TenantState, P], Result],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> Result:
+        """Run work on a tenant's state in a thread, and return its result.
+
+        Raises:
+            ApiError: what the work raises; 503 if the store cannot be used, 500 if a record is
+                damaged, 400 if a thread is full.
+        """
+        loop = asyncio.get_running_loop()
+        latest = time.monotonic() + WAIT_S
+
+        def task() -> Result:
+            if time.monotonic() > latest:
+                raise StoreError("the request waited too long for the store")
+            store, cipher = self._open()
+            return work(TenantState(store, cipher, tenant, self._clock), *args, **named)
+
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await loop.run_in_executor(self._workers, task)
+        except ThreadFullError:
+            raise refusals.thread_full() from None
+        except (StoreError, OSError, RuntimeError) as error:  # TimeoutError is an OSError
+            logger.warning("conversation state cannot be used: %s", error or "it takes too long")
+            raise refusals.unavailable() from error
+        except DamagedRecordError as error:
+            logger.error("conversation state: %s", error)
+            raise refusals.damaged(error.thread, error.name) from None
+
+    def _open(self) -> tuple[RecordStore, RecordCipher]:
+        """Open the store at its first use. Blocks."""
+        if self._opened is None:
+            try:
+                cipher = RecordCipher(self._read_secret())
+            except Exception as error:
+                raise StoreError(f"the app's secret cannot be read: {error!r}") from error
+            store = self._open_store()
+            self._opened = store, cipher
+            if store.threads > 1:
+                self._workers = ThreadPoolExecutor(store.threads, "conversations")
+        return self._opened
+
+    def _close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[0].close()
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_S * random.uniform(0.5, 1.5))
+            try:
+                while await loop.run_in_executor(self._workers, self._sweep_once):
+                    pass
+            except (StoreError, OSError) as error:
+                logger.warning("conversation state is not swept: %s", error)
+
+    def _sweep_once(self) -> bool:
+        return self._open()[0].sweep(self._clock())

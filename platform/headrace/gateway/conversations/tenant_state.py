@@ -1,0 +1,435 @@
+"""The responses and conversations of one tenant, read from and written to the store.
+
+All methods block; `state.ConversationState` runs them in its threads. A record of another tenant is
+not found, since its place follows from the tenant.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.conversations import history, items, refusals
+from headrace.gateway.conversations.history import MAX_TURNS, History, HistoryLimits
+from headrace.gateway.conversations.record_cipher import (
+    GATEWAYS,
+    OVERHEAD_BYTES,
+    DamagedRecordError,
+    RecordCipher,
+)
+from headrace.gateway.conversations.record_store import RecordStore
+from headrace.gateway.conversations.records import (
+    FAILED,
+    UNFINISHED,
+    Conversation,
+    Heartbeat,
+    ItemBatch,
+    Record,
+    StoredResponse,
+    TurnItems,
+    decode,
+    encode,
+)
+from headrace.gateway.conversations.state_ids import (
+    CONVERSATION,
+    CONVERSATION_RECORD,
+    ITEMS,
+    RESPONSE,
+    ThreadId,
+    items_record,
+    new_conversation_id,
+    parse_id,
+    position_of,
+    response_record,
+    turn_record,
+)
+
+BEAT_S = 5.0
+"""Time between two signs of life of a gateway that runs background responses."""
+DEAD_S = 4 * BEAT_S
+"""Time without a sign of life after which its background responses have failed."""
+_BEAT = "heartbeat"
+
+Document = dict[str, Any]
+
+
+class TenantState:
+    """The responses and conversations of a tenant.
+
+    Args:
+        store: the records.
+        cipher: seals and opens them.
+        tenant: the tenant; None if no keys are configured.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: RecordStore,
+        cipher: RecordCipher,
+        tenant: str | None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._cipher, self._tenant, self._clock = store, cipher, tenant, clock
+        self._tag = cipher.tag(tenant)
+
+    # Histories.
+
+    def history_of_response(self, given: str, limits: HistoryLimits) -> History:
+        """Return the items of a response and of those that it continues.
+
+        Raises:
+            ApiError: 404, it or an earlier one is not kept; 400, it cannot be continued.
+        """
+        last = parse_id(RESPONSE, given)
+        turn = None if last is None else self._one(last.thread, turn_record(last.name), TurnItems)
+        if last is None or turn is None:
+            raise refusals.previous_not_found(given)
+        if turn.status in UNFINISHED:
+            self._known_response(given)  # ends it if its gateway died
+            turn = self._one(last.thread, turn_record(last.name), TurnItems) or turn
+        history.check_turn(turn, given, limits)
+        names = {turn_record(name): name for name in turn.earlier}
+        found = self._read(last.thread, list(names), TurnItems)
+        earlier = {names[name]: each for name, each in found.items()}
+        return history.of_responses(last, turn, earlier)
+
+    def history_of_conversation(self, given: str, limits: HistoryLimits) -> History:
+        """Return the items of a conversation.
+
+        Raises:
+            ApiError: 404, it is not kept; 400, it is too long.
+        """
+        thread = self._conversation_thread(given)
+        batches = self._batches(thread, limits.max_bytes)
+        return history.of_conversation(given, thread, list(batches.values()), limits)
+
+    # Responses.
+
+    def save_response(
+        self, place: ThreadId, response: StoredResponse, turn: TurnItems, *, is_new: bool
+    ) -> bool:
+        """Keep a response, and add its items to its conversation.
+
+        Args:
+            is_new: False for a background response, which is kept since it was asked for.
+
+        Returns:
+            Whether it is kept: a background response that was cancelled or deleted is not.
+        """
+        if not is_new:
+            had = self._response(place)
+            if had is None or had.status not in UNFINISHED:
+                return False
+        records: dict[str, msgspec.Struct] = {
+            turn_record(place.name): turn,
+            response_record(place.name): response,
+        }
+        if turn.conversation is not None and response.status not in UNFINISHED:
+            known = self._store.sizes(self._tag, place.thread, self._clock())
+            if CONVERSATION_RECORD in known:
+                added = [*turn.input, *turn.output]
+                batch = ItemBatch(added, items.entries_of(added))
+                records[self._next_batch(known)] = batch
+        self._write(place.thread, records)
+        return True
+
+    def response(self, given: str) -> StoredResponse:
+        """Return a response.
+
+        A background response whose gateway died is kept as failed from then on.
+
+        Raises:
+            ApiError: 404, it is not kept.
+        """
+        return self._known_response(given)[1]
+
+    def document(self, given: str) -> bytes:
+        """Return a response as JSON, with its output.
+
+        Raises:
+            ApiError: 404, it is not kept.
+        """
+        place, stored = self._known_response(given)
+        turn = self._one(place.thread, turn_record(place.name), TurnItems)
+        if turn is None:
+            raise refusals.response_not_found(given)
+        return _with(stored.document, output=items.joined(turn.output))
+
+    def input_items(self, given: str) -> list[items.Item]:
+        """Return the items of a response's own request, oldest first, as lists show them.
+
+        Raises:
+            ApiError: 404, it is not kept.
+        """
+        place = parse_id(RESPONSE, given)
+        turn = (
+            None if place is None else self._one(place.thread, turn_record(place.name), TurnItems)
+        )
+        if turn is None:
+            raise refusals.response_not_found(given)
+        return items.numbered(turn.input, given)
+
+    def delete_response(self, given: str) -> None:
+        """Delete a response; requests can no longer continue it, nor one that continues it.
+
+        Raises:
+            ApiError: 404, it is not kept.
+        """
+        place, _ = self._known_response(given)
+        names = [response_record(place.name), turn_record(place.name)]
+        self._store.remove(self._tag, place.thread, names)
+
+    def end_response(
+        self, given: str, status: str, error: Mapping[str, str] | None = None
+    ) -> bytes | None:
+        """End a background response that gave no answer; return it as JSON.
+
+        Args:
+            status: `failed` or `cancelled`.
+            error: its code and message, if it failed.
+
+        Returns:
+            None if it is not kept. One that has ended stays as it is.
+        """
+        place = parse_id(RESPONSE, given)
+        stored = None if place is None else self._response(place)
+        if place is None or stored is None:
+            return None
+        if stored.status in UNFINISHED:
+            stored = self._ended(place, stored, status, error)
+        return stored.document
+
+    def set_status(self, given: str, status: str) -> bool:
+        """Set the status of a background response; return whether it is still to be run."""
+        place = parse_id(RESPONSE, given)
+        stored = None if place is None else self._response(place)
+        if place is None or stored is None or stored.status not in UNFINISHED:
+            return False
+        if stored.status != status:
+            document = _with(stored.document, status=status)
+            changed = msgspec.structs.replace(stored, document=document, status=status)
+            self._write(place.thread, {response_record(place.name): changed})
+        return True
+
+    def is_unfinished(self, given: str) -> bool:
+        """Return whether a response is kept and has not ended."""
+        place = parse_id(RESPONSE, given)
+        stored = None if place is None else self._response(place)
+        return stored is not None and stored.status in UNFINISHED
+
+    def beat(self, gateway: str) -> None:
+        """Record a gateway's sign of life. Only the state of `GATEWAYS` is asked for this.
+
+        Args:
+            gateway: 16 hexadecimal digits.
+        """
+        self._write(gateway, {_BEAT: Heartbeat(self._clock())})
+
+    # Conversations.
+
+    def create_conversation(
+        self, metadata: Mapping[str, str], first: Sequence[items.Item]
+    ) -> Document:
+        """Begin a conversation; return it as its document."""
+        given = new_conversation_id()
+        place = parse_id(CONVERSATION, given)
+        assert place is not None
+        record = Conversation(int(self._clock()), msgspec.json.encode(metadata))
+        records: dict[str, msgspec.Struct] = {CONVERSATION_RECORD: record}
+        if first:
+            records[items_record(self._position())] = _batch(first)
+        self._write(place.thread, records)
+        return _shown(given, record)
+
+    def conversation(self, given: str) -> Document:
+        """Return a conversation as its document.
+
+        Raises:
+            ApiError: 404, it is not kept.
+        """
+        return _shown(given, self._conversation(given)[1])
+
+    def update_conversation(self, given: str, metadata: Mapping[str, str]) -> Document:
+        """Set a conversation's metadata; return it as its document.
+
+        Raises:
+            ApiError: 404, it is not kept.
+        """
+        thread, record = self._conversation(given)
+        record = msgspec.structs.replace(record, metadata=msgspec.json.encode(metadata))
+        self._write(thread, {CONVERSATION_RECORD: record})
+        return _shown(given, record)
+
+    def delete_conversation(self, given: str) -> None:
+        """Delete a conversation with its items. Its responses stay until they are deleted or
+        expire.
+
+        Raises:
+            ApiError: 404, it is not kept.
+        """
+        thread = self._conversation_thread(given)
+        known = self._store.sizes(self._tag, thread, self._clock())
+        names = [name for name in known if name == CONVERSATION_RECORD or name.startswith(ITEMS)]
+        self._store.remove(self._tag, thread, names)
+
+    def add_items(
+        self, given: str, added: Sequence[items.Item], limits: HistoryLimits
+    ) -> list[items.Item]:
+        """Add items to a conversation; return them as lists show them.
+
+        Raises:
+            ApiError: 404, it is not kept; 400, it would be too long.
+        """
+        thread = self._conversation_thread(given)
+        known = self._store.sizes(self._tag, thread, self._clock())
+        batch, name = _batch(added), self._next_batch(known)
+        sizes = [size for each, size in known.items() if each.startswith(ITEMS)]
+        if len(sizes) >= MAX_TURNS:
+            raise refusals.too_long("items", len(sizes) + 1, MAX_TURNS, "additions")
+        total = sum(sizes) + sum(map(len, batch.items))
+        if total > limits.max_bytes:
+            raise refusals.too_long("items", total, limits.max_bytes, "bytes")
+        self._write(thread, {name: batch})
+        return items.numbered(batch.items, f"{thread}/{name}")
+
+    def conversation_items(self, given: str, max_bytes: int) -> list[items.Item]:
+        """Return the items of a conversation, oldest first, as lists show them.
+
+        Raises:
+            ApiError: 404, it is not kept; 400, it has more than `max_bytes`.
+        """
+        thread = self._conversation_thread(given)
+        return [
+            item
+            for name, batch in self._batches(thread, max_bytes).items()
+            for item in items.numbered(batch.items, f"{thread}/{name}")
+        ]
+
+    def delete_item(self, given: str, item: str, max_bytes: int) -> Document:
+        """Delete an item of a conversation; return the conversation's document.
+
+        Raises:
+            ApiError: 404, the conversation or the item is not kept.
+        """
+        thread, record = self._conversation(given)
+        for name, batch in self._batches(thread, max_bytes).items():
+            for number, raw in enumerate(batch.items):
+                if raw == items.DELETED:
+                    continue
+                if items.item_id(msgspec.json.decode(raw), f"{thread}/{name}", number) == item:
+                    left = [*batch.items[:number], items.DELETED, *batch.items[number + 1 :]]
+                    entries = items.entries_of([each for each in left if each != items.DELETED])
+                    self._write(thread, {name: ItemBatch(left, entries)})
+                    return _shown(given, record)
+        raise refusals.item_not_found(item)
+
+    # Internal.
+
+    def _read(self, thread: str, names: Sequence[str], kind: type[Record]) -> dict[str, Record]:
+        sealed = self._store.read(self._tag, thread, names, self._clock())
+        found: dict[str, Record] = {}
+        for name, data in sealed.items():
+            try:
+                found[name] = decode(self._cipher.open(self._tenant, thread, name, data), kind)
+            except ValueError:
+                raise DamagedRecordError(thread, name) from None
+        return found
+
+    def _one(self, thread: str, name: str, kind: type[Record]) -> Record | None:
+        return self._read(thread, [name], kind).get(name)
+
+    def _write(self, thread: str, records: Mapping[str, msgspec.Struct]) -> None:
+        sealed = {
+            name: self._cipher.seal(self._tenant, thread, name, encode(record))
+            for name, record in records.items()
+        }
+        self._store.write(self._tag, thread, sealed, self._clock())
+
+    def _response(self, place: ThreadId) -> StoredResponse | None:
+        return self._one(place.thread, response_record(place.name), StoredResponse)
+
+    def _known_response(self, given: str) -> tuple[ThreadId, StoredResponse]:
+        place = parse_id(RESPONSE, given)
+        stored = None if place is None else self._response(place)
+        if place is None or stored is None:
+            raise refusals.response_not_found(given)
+        if stored.status in UNFINISHED and not self._lives(stored.owner):
+            message = "The gateway that ran this response in the background died."
+            error = {"code": "server_error", "message": message}
+            stored = self._ended(place, stored, FAILED, error)
+        return place, stored
+
+    def _lives(self, gateway: str) -> bool:
+        gateways = TenantState(self._store, self._cipher, GATEWAYS, self._clock)
+        beat = gateways._one(gateway, _BEAT, Heartbeat)
+        return beat is not None and self._clock() - beat.at_s < DEAD_S
+
+    def _ended(
+        self,
+        place: ThreadId,
+        stored: StoredResponse,
+        status: str,
+        error: Mapping[str, str] | None,
+    ) -> StoredResponse:
+        document = _with(stored.document, status=status, error=error)
+        ended = msgspec.structs.replace(stored, document=document, status=status)
+        records: dict[str, msgspec.Struct] = {response_record(place.name): ended}
+        turn = self._one(place.thread, turn_record(place.name), TurnItems)
+        if turn is not None:
+            records[turn_record(place.name)] = msgspec.structs.replace(turn, status=status)
+        self._write(place.thread, records)
+        return ended
+
+    def _conversation(self, given: str) -> tuple[str, Conversation]:
+        place = parse_id(CONVERSATION, given)
+        record = None
+        if place is not None:
+            record = self._one(place.thread, CONVERSATION_RECORD, Conversation)
+        if place is None or record is None:
+            raise refusals.conversation_not_found(given)
+        return place.thread, record
+
+    def _conversation_thread(self, given: str) -> str:
+        return self._conversation(given)[0]
+
+    def _batches(self, thread: str, max_bytes: int) -> dict[str, ItemBatch]:
+        """Return a conversation's batches of items by name, oldest first."""
+        known = self._store.sizes(self._tag, thread, self._clock())
+        names = sorted(name for name in known if name.startswith(ITEMS))
+        total = sum(max(0, known[name] - OVERHEAD_BYTES) for name in names)
+        if total > max_bytes:
+            raise refusals.too_long("conversation", total, max_bytes, "bytes")
+        found = self._read(thread, names, ItemBatch)
+        return {name: found[name] for name in names if name in found}
+
+    def _next_batch(self, known: Mapping[str, int]) -> str:
+        """Return the name of a batch after all that are known."""
+        last = max((position_of(name) for name in known if name.startswith(ITEMS)), default=0)
+        return items_record(max(last + 1, self._position()))
+
+    def _position(self) -> int:
+        return int(self._clock() * 1e6)
+
+
+def _with(document: bytes, **fields: Any) -> bytes:
+    """Return a JSON object with some fields changed; the others stay unparsed."""
+    parsed: dict[str, Any] = msgspec.json.decode(document, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode(parsed | fields)
+
+
+def _batch(added: Sequence[items.Item]) -> ItemBatch:
+    raw = [msgspec.json.encode(item) for item in added]
+    return ItemBatch(raw, items.entries_of(raw))
+
+
+def _shown(given: str, record: Conversation) -> Document:
+    return {
+        "id": given,
+        "object": "conversation",
+        "created_at": record.created_at,
+        "metadata": msgspec.Raw(record.metadata),
+    }
