@@ -109,8 +109,8 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
         document: the result of `openapi_document`.
         vllm: the version of vLLM whose routes the document holds.
     """
-    operations = own_operations(GatewaySettings(), has_adapters=False)
-    own = {(operation.method.lower(), operation.path) for operation in operations}
+    ours = own_operations(GatewaySettings(), has_adapters=False)
+    own = {(operation.method.lower(), operation.path) for operation in ours}
     sections: dict[str, list[str]] = {"Relayed to vLLM": [], "The gateway's own": []}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():

@@ -41,9 +41,11 @@ class FakeStore(StoreClient):
         if what in self.fails:
             raise ObjectError(self.fails[what])
 
-    def list(self, after: str = "") -> Iterator[Listed]:
+    def list(self, after: str = "", prefix: str = "") -> Iterator[Listed]:
         self._maybe_fail("list")
         for name, data in sorted(item for item in self.objects.items() if item[0] > after):
+            if prefix and not name.startswith(prefix + "/"):
+                continue
             yield Listed(name, len(data), self.modified.get(name, time.time()))
 
     def get(self, name: str, offset: int, length: int) -> memoryview:

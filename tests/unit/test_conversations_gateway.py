@@ -552,6 +552,7 @@ async def test_a_background_response_is_queued_then_run_and_kept(tmp_path: Path)
             model=MODEL, input="Two", previous_response_id=made.id
         )
         assert second.output_text == "3: Two"
+        await soon(lambda: bench.app.body_reader.held_bytes == 0)
 
 
 async def test_a_background_response_is_cancelled_and_its_replica_stops(tmp_path: Path) -> None:

@@ -361,7 +361,9 @@ def test_the_client_names_what_is_missing(url: str, tmp_path: object) -> None:
         with pytest.raises(ObjectError) as raised:
             client.get(name, offset, 1)
         assert raised.value.reason == "absent"
-    client.delete(["a/b", "a/c"])
+    client.put("ab/c", memoryview(b"1"))
+    assert [each.name for each in client.list(prefix="a")] == ["a/b"]
+    client.delete(["a/b", "a/c", "ab/c"])
     assert list(client.list()) == []
 
 
