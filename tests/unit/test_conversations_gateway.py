@@ -12,6 +12,8 @@ import openai
 import pytest
 from aiohttp import web
 
+from headrace.config.gateway import AdmissionSettings
+from headrace.gateway.admission.slo_classes import SloClass
 from headrace.gateway.conversations import state as state_module
 from headrace.gateway.conversations.record_store import StoreError
 from tests.unit.gateway_fakes import (
@@ -755,3 +757,29 @@ async def test_a_resumed_response_stays_in_the_thread_that_it_continues(
     await bench.client.post(RESPONSES, data=received + json.dumps(fields).encode(), headers=headers)
     given = sent(bench)["request_id"]
     assert given != other.id and given[:21] == first.id[:21]
+
+
+async def test_with_admission_a_background_response_has_a_class_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent while no other request waits."""
+    entered: list[tuple[str, bool]] = []
+    settings = {"admission": AdmissionSettings()}
+    async with (
+        gateway_over(respond, state=state_in(tmp_path), **settings) as bench,
+        client_of(bench) as client,
+    ):
+        await bench.app.start()
+        assert bench.app.parts is not None and bench.app.parts.queue is not None
+        queue = bench.app.parts.queue
+        enter = queue.enter
+
+        async def recorded(tenant: str | None, slo: SloClass, body_bytes: int) -> Any:
+            entered.append((slo.name, slo.background))
+            return await enter(tenant, slo, body_bytes)
+
+        monkeypatch.setattr(queue, "enter", recorded)
+        made = await client.responses.create(model=MODEL, input="One", background=True)
+        assert (await until_ended(client, made.id)).output_text == "1: One"
+        await client.responses.create(model=MODEL, input="One")
+    assert entered == [("background", True), ("default", False)]
