@@ -592,6 +592,23 @@ async def test_a_background_response_that_is_refused_has_failed(tmp_path: Path) 
         assert done.error.code == "context_length_exceeded"
 
 
+async def test_a_background_response_that_cannot_be_kept_has_failed(tmp_path: Path) -> None:
+    async def long(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        return web.json_response(response_to(json.loads(request[BODY])) | {"user": "x" * 2**20})
+
+    async with (
+        gateway_over(long, state=state_in(tmp_path)) as bench,
+        client_of(bench) as client,
+    ):
+        made = await client.responses.create(model=MODEL, input="One", background=True)
+        done = await until_ended(client, made.id)
+        assert done.status == "failed" and "not kept" in done.error.message
+        whole = await client.responses.create(model=MODEL, input="One")
+        assert whole.output_text == "1: One" and "store" not in whole.model_dump()
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(whole.id)
+
+
 async def test_a_deleted_background_response_stops_and_stays_deleted(tmp_path: Path) -> None:
     go = asyncio.Event()
     async with (

@@ -33,6 +33,8 @@ from headrace.gateway.relay.call import Call
 
 logger = logging.getLogger("headrace.gateway")
 
+CANCELLED_STATUS = 499
+"""Status of a cancelled response in logs and metrics, as of a client that hung up."""
 PLACE_S = 1.0
 """Time after which a response that found all places of the gateway taken asks again."""
 
@@ -160,6 +162,7 @@ class BackgroundResponses:
         recorder = call.recorder
         assert isinstance(recorder, TurnRecorder)
         error: dict[str, str] | None = None
+        message = ""
         try:
             with rate_limit.hold():
                 await started.wait()
@@ -167,22 +170,23 @@ class BackgroundResponses:
                     error = await self._relay(call)
         except TimeoutError:
             message = f"The response was not finished within {self._timeout_s:g} s."
-            error = {"code": "server_error", "message": message}
         except asyncio.CancelledError:
-            if not (self._is_closing and started.is_set()):
+            if not self._is_closing or not started.is_set():
+                if started.is_set():
+                    call.status = CANCELLED_STATUS
+                    self._on_end(call)
                 raise
             message = "The gateway that ran this response in the background was stopped."
-            error = {"code": "server_error", "message": message}
         except Exception:
             logger.exception("the background response %s failed", recorder.response_id)
             message = "The gateway failed on this request."
-            error = {"code": "server_error", "message": message}
         finally:
             call.drop_body()
-            if started.is_set():
-                self._on_end(call)
+        if message:
+            error = {"code": "server_error", "message": message}
+        call.error = None if error is None else error["code"]
+        self._on_end(call)
         if error is not None:
-            call.error = error["code"]
             with contextlib.suppress(ApiError):
                 ended = TenantState.end_response
                 await self._state.run(call.tenant, ended, recorder.response_id, FAILED, error)
@@ -199,9 +203,14 @@ class BackgroundResponses:
                     await asyncio.sleep(PLACE_S)
                     continue
                 return {"code": error.code or "server_error", "message": error.message}
-        if answer.status == 200:
-            return None
-        return answer.error()
+        if answer.status != 200:
+            return answer.error()
+        assert isinstance(call.recorder, TurnRecorder)
+        check, given = TenantState.is_unfinished, call.recorder.response_id
+        if await self._state.run(call.tenant, check, given):
+            message = "The answer is too long, or the store failed, so that it is not kept."
+            return {"code": "server_error", "message": message}
+        return None
 
     async def _on_place(self, call: Call) -> None:
         """Set the response's status when its call has got a place."""
