@@ -109,7 +109,7 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
         document: the result of `openapi_document`.
         vllm: the version of vLLM whose routes the document holds.
     """
-    ours = own_operations(GatewaySettings(), has_adapters=False)
+    ours = own_operations(GatewaySettings())
     own = {(operation.method.lower(), operation.path) for operation in ours}
     sections: dict[str, list[str]] = {"Relayed to vLLM": [], "The gateway's own": []}
     for path, operations in document["paths"].items():

@@ -9,16 +9,15 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.conversations.history import history_limits
-from headrace.gateway.conversations.items import count_entries, entries_of
+from headrace.gateway.conversations.items import count_entries, size_of
 from headrace.gateway.conversations.record_cipher import RecordCipher
-from headrace.gateway.conversations.records import StoredResponse, TurnItems
+from headrace.gateway.conversations.records import Size, StoredResponse, TurnItems
 from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.conversations.state_ids import RESPONSE, new_response_id, parse_id
 from headrace.gateway.conversations.tenant_state import TenantState
 from headrace.gateway.errors import ApiError
 
-LIMITS = history_limits(2_000)
+MAX_BYTES = 2_000
 Step = tuple[str, int, int, int]
 STEPS = st.lists(
     st.tuples(
@@ -71,9 +70,9 @@ def test_a_chain_is_what_a_walk_back_finds(steps: list[Step]) -> None:
                 continue
             expected = naive.history(target)
             try:
-                had = None if target is None else state.history_of_response(target, LIMITS)
+                had = None if target is None else state.history_of_response(target, MAX_BYTES)
             except ApiError as error:
-                too_long = target in naive.items and naive.bytes[target] > LIMITS.max_bytes
+                too_long = target in naive.items and naive.bytes[target] > MAX_BYTES
                 assert error.status == (400 if too_long else 404)
                 assert too_long or expected is None
                 continue
@@ -87,9 +86,7 @@ def test_a_chain_is_what_a_walk_back_finds(steps: list[Step]) -> None:
                 [] if had is None else had.earlier,
                 own,
                 out,
-                total_bytes=sum(map(len, both)) + (0 if had is None else had.total_bytes),
-                total_items=len(both) + (0 if had is None else len(had.items)),
-                total_entries=entries_of(both) + (0 if had is None else had.total_entries),
+                total=size_of(both) + (Size() if had is None else had.size),
             )
             state.save_response(where, StoredResponse(b"{}"), turn, is_new=True)
             made.append(response_id)
@@ -111,7 +108,7 @@ def delete(state: TenantState, naive: Naive, target: str | None) -> None:
 
 
 @given(st.lists(st.lists(st.integers(), max_size=5), max_size=5))
-def test_entries_of_items_are_those_of_the_whole_list(contents: list[list[int]]) -> None:
+def test_the_size_of_items_is_that_of_the_whole_list(contents: list[list[int]]) -> None:
     items = [{"role": "user", "content": content} for content in contents]
     raw = [msgspec.json.encode(item) for item in items]
-    assert entries_of(raw) == count_entries(items)
+    assert size_of([*raw, b"null"]) == Size(sum(map(len, raw)), len(raw), count_entries(items))

@@ -48,7 +48,7 @@ def response_to(sent: dict[str, Any], status: str = "completed") -> dict[str, An
         "object": "response",
         "created_at": 1,
         "status": status,
-        "model": MODEL,
+        "model": sent.get("model", MODEL),
         "output": [{**message, "status": "completed", "content": [text]}],
         "parallel_tool_calls": True,
         "tool_choice": "auto",

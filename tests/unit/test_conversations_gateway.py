@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,38 @@ async def test_tool_calls_and_their_results_are_items_like_any(tmp_path: Path) -
             previous_response_id=first.id,  # type: ignore[list-item]
         )
         assert sent(bench)["input"] == [{"role": "user", "content": "Call"}, call, result]
+
+
+async def test_each_turn_may_name_another_model(bench: Bench, client: openai.AsyncOpenAI) -> None:
+    """The replica gets the model of the turn, such as a LoRA adapter."""
+    first = await client.responses.create(model=MODEL, input="One")
+    second = await client.responses.create(model="sql", input="Two", previous_response_id=first.id)
+    assert (second.model, sent(bench)["model"]) == ("sql", "sql")
+    assert texts_of(sent(bench)) == ["One", "1: One", "Two"]
+    made = await client.responses.create(
+        model="sql", input="Three", previous_response_id=second.id, background=True
+    )
+    assert made.model == "sql"
+    assert (await until_ended(client, made.id)).model == "sql"
+    await client.responses.create(model=MODEL, input="Four", previous_response_id=made.id)
+    assert sent(bench)["model"] == MODEL
+
+
+async def test_images_are_kept_and_sent_again_as_they_came(
+    bench: Bench, client: openai.AsyncOpenAI
+) -> None:
+    """Longer than what is joined on the event loop."""
+    image = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 300_000}
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Look"}, image]}
+    given: Any = [item]
+    first = await client.responses.create(model=MODEL, input=given)
+    await client.responses.create(model=MODEL, input="Two", previous_response_id=first.id)
+    assert sent(bench)["input"][0] == item
+    conversation = await client.conversations.create(items=given)
+    await client.responses.create(model=MODEL, input="Two", conversation=conversation.id)
+    assert sent(bench)["input"][0] == item
+    [listed, *_] = (await client.conversations.items.list(conversation.id, order="asc")).data
+    assert listed.to_dict()["content"] == item["content"]
 
 
 async def test_another_gateway_of_the_machine_finds_it(tmp_path: Path) -> None:
@@ -557,6 +590,22 @@ async def test_a_background_response_is_queued_then_run_and_kept(tmp_path: Path)
         await soon(lambda: bench.app.body_reader.held_bytes == 0)
 
 
+async def test_a_background_response_is_made_even_if_its_client_hangs_up(
+    bench: Bench, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.responses.create(model=MODEL, input="One")
+    state = bench.app._conversations
+    assert state is not None and state._opened is not None
+    write = state._opened[0].write
+    monkeypatch.setattr(state._opened[0], "write", lambda *args: time.sleep(0.3) or write(*args))
+    with pytest.raises(openai.APITimeoutError):
+        await client.responses.create(model=MODEL, input="Two", background=True, timeout=0.1)
+    await soon(lambda: len(bench.replica.seen) == 2)
+    made = sent(bench)["request_id"]
+    assert (await until_ended(client, made)).output_text == "1: Two"
+    await soon(lambda: bench.app.body_reader.held_bytes == 0)
+
+
 async def test_a_background_response_is_cancelled_and_its_replica_stops(tmp_path: Path) -> None:
     never = asyncio.Event()
     async with (
@@ -690,8 +739,6 @@ async def test_a_dead_gateways_background_responses_have_failed(
         later = state_in(tmp_path)
         async with gateway_over(respond, state=later) as two, client_of(two) as other:
             assert (await other.responses.retrieve(made.id)).status in ("queued", "in_progress")
-            import time
-
             later._clock = lambda: time.time() + 21
             found = await other.responses.retrieve(made.id)
             assert found.status == "failed" and found.error is not None
@@ -734,8 +781,6 @@ async def test_a_store_that_hangs_costs_a_request_a_few_seconds(
     monkeypatch.setattr(state_module, "WAIT_S", 0.2)
     state = bench.app._conversations
     assert state is not None and state._opened is not None
-    import time
-
     monkeypatch.setattr(state._opened[0], "read", lambda *_: time.sleep(1.0) or {})
     began = time.monotonic()
     with pytest.raises(openai.InternalServerError):

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.gateway_fakes import MODEL, FakeReplica
 from tests.unit.responses_replica import respond
 
-KILLS, CLIENTS = 20, 3
+KILLS, CLIENTS = 10, 3
 GATEWAY = """
 import asyncio, sys
 from pathlib import Path

@@ -261,9 +261,9 @@ for number in range(1 << 30):
 
 @pytest.mark.slow
 def test_a_killed_writer_leaves_each_turn_whole_or_not_at_all(tmp_path: Path) -> None:
-    """20 kills: every turn that was reported as written is there, with both of its records."""
+    """Every turn that was reported as written is there, with both of its records."""
     wait_s = random.Random(1)
-    for kill in range(20):
+    for kill in range(8):
         folder = tmp_path / str(kill % 4)
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(folder)],
@@ -354,7 +354,7 @@ def test_neither_text_nor_tenant_can_be_read_in_the_store(tmp_path: Path) -> Non
 def test_keys_of_many_tenants_do_not_pile_up() -> None:
     cipher = RecordCipher(b"s" * 16)
     tags = [cipher.tag(f"tenant-{number}") for number in range(1100)]
-    assert len(set(tags)) == 1100 and len(cipher._keys) == 1024
+    assert len(set(tags)) == 1100 and cipher._of.cache_info().currsize == 1024
     assert cipher.tag("tenant-0") == tags[0]
 
 

@@ -39,7 +39,6 @@ from headrace.gateway.builtin_routes import (
     open_console,
     redirect,
 )
-from headrace.gateway.conversations.history import history_limits
 from headrace.gateway.conversations.routes import ConversationRoutes
 from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.corpora import CorpusAdmin
@@ -211,9 +210,10 @@ class GatewayApp:
         )
         routes = None
         if self._conversations is not None and relayed.background is not None:
-            limits = history_limits(settings.max_body_bytes)
             routes = ConversationRoutes(
-                self._conversations, self.body_reader, relayed.background, limits
+                *(self._conversations, self.body_reader),
+                background=relayed.background,
+                max_bytes=settings.max_body_bytes,
             )
         builtin = BuiltinRoutes(
             *(self._admin, self._corpora, self._adapters, self.body_reader),

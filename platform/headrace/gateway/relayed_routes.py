@@ -22,7 +22,6 @@ from headrace.gateway.asgi import JSON_TYPE, Send
 from headrace.gateway.backend import GatewayMetrics
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations.background import BackgroundResponses
-from headrace.gateway.conversations.history import history_limits
 from headrace.gateway.conversations.routes import RESPONSES
 from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.conversations.turn import prepare
@@ -82,7 +81,6 @@ class RelayedRoutes:
         self.relaying = 0
         """Number of requests that replicas work on, or that wait for one."""
         self._conversations = conversations
-        self._limits = history_limits(settings.max_body_bytes)
         self.background: BackgroundResponses | None = None
         if conversations is not None:
             self.background = BackgroundResponses(
@@ -245,7 +243,8 @@ class RelayedRoutes:
         Raises:
             ApiError: as `turn.prepare`; 429, there is no room for the body.
         """
-        turn = await prepare(state, call.tenant, call.body, request, self._limits, call.received)
+        max_bytes = self._settings.max_body_bytes
+        turn = await prepare(state, call.tenant, call.body, request, max_bytes, call.received)
         if turn is None:
             return request
         if call.reservation is not None and len(turn.body) > len(call.body):

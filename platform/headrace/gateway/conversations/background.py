@@ -23,7 +23,7 @@ import msgspec
 from headrace.gateway.admission.slo_classes import SloClass
 from headrace.gateway.conversations import refusals
 from headrace.gateway.conversations.record_cipher import GATEWAYS
-from headrace.gateway.conversations.records import CANCELLED, FAILED, IN_PROGRESS
+from headrace.gateway.conversations.records import FAILED, IN_PROGRESS
 from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.conversations.tenant_state import BEAT_S, TenantState
 from headrace.gateway.conversations.turn import TurnRecorder
@@ -52,7 +52,7 @@ class _Running:
     """A response that this gateway makes: its tenant and its task."""
 
     tenant: str | None
-    task: asyncio.Task[None]
+    task: asyncio.Task[Any]
 
 
 class BackgroundResponses:
@@ -88,12 +88,8 @@ class BackgroundResponses:
     def __len__(self) -> int:
         return len(self._running)
 
-    async def start(
-        self,
-        call: Call,
-        rate_limit: RateLimit,
-    ) -> bytes:
-        """Queue the response to a call; return it as JSON.
+    async def start(self, call: Call, rate_limit: RateLimit) -> bytes:
+        """Queue the response to a call; return it as JSON. It is made even if the client hangs up.
 
         Args:
             call: the client's call; its body is taken from it.
@@ -104,41 +100,40 @@ class BackgroundResponses:
         """
         if len(self._running) >= self._max_responses:
             raise refusals.too_many_background(self._max_responses)
-        loop, recorder = asyncio.get_running_loop(), call.recorder
-        assert isinstance(recorder, TurnRecorder)
-        response_id = recorder.response_id
         own = replace(call, started=time.perf_counter(), journal=None, resume_lines=b"")
         own.write_nowait = lambda piece: False
-        started = asyncio.Event()
-        task = loop.create_task(self._work(own, rate_limit, started))
-        self._running[response_id] = _Running(call.tenant, task)
-        task.add_done_callback(lambda _: self._running.pop(response_id, None))
+        call.body, call.reservation = b"", None
+        begun = asyncio.create_task(self._begin(own, rate_limit))
+        self._running[_recorder(own).response_id] = _Running(own.tenant, begun)
+        return await asyncio.shield(begun)
+
+    async def _begin(self, call: Call, rate_limit: RateLimit) -> bytes:
+        """Keep a response as queued, and begin to run it; return it as JSON."""
+        recorder = _recorder(call)
+        response_id, at_s = recorder.response_id, int(time.time())
         try:
             await self._state.run(GATEWAYS, TenantState.beat, self._owner)
-            at_s = int(time.time())
             body = await recorder.begin_background(call.body, self._owner, self._model, at_s)
         except BaseException:
-            own.reservation = None  # the client's call releases it
-            task.cancel()
+            call.drop_body()
+            del self._running[response_id]
             raise
-        call.body, call.reservation = b"", None
+        task = asyncio.create_task(self._work(call, rate_limit))
+        self._running[response_id] = _Running(call.tenant, task)
+        task.add_done_callback(lambda _: self._running.pop(response_id))
         if self._beating is None:
-            self._beating = loop.create_task(self._beat())
-        started.set()
+            self._beating = asyncio.create_task(self._beat())
         return body
 
     async def cancel(self, tenant: str | None, response_id: str) -> bytes:
         """Cancel a response, whichever gateway runs it; return it as JSON.
 
         Raises:
-            ApiError: 404, it is not kept; 400, it was not made in the background.
+            ApiError: as `TenantState.cancel`.
         """
-        stored = await self._state.run(tenant, TenantState.response, response_id)
-        if not stored.is_background:
-            raise refusals.not_in_background(response_id)
-        await self._state.run(tenant, TenantState.end_response, response_id, CANCELLED)
+        document = await self._state.run(tenant, TenantState.cancel, response_id)
         self.stop(tenant, response_id)
-        return await self._state.run(tenant, TenantState.document, response_id)
+        return document
 
     def stop(self, tenant: str | None, response_id: str) -> None:
         """Stop a response if this gateway runs it; it was cancelled or deleted before."""
@@ -157,28 +152,25 @@ class BackgroundResponses:
         if self._beating is not None:
             self._beating.cancel()
 
-    async def _work(self, call: Call, rate_limit: RateLimit, started: asyncio.Event) -> None:
+    async def _work(self, call: Call, rate_limit: RateLimit) -> None:
         """Run one response to its end."""
-        recorder = call.recorder
-        assert isinstance(recorder, TurnRecorder)
+        response_id = _recorder(call).response_id
         error: dict[str, str] | None = None
         message = ""
         try:
             with rate_limit.hold():
-                await started.wait()
                 async with asyncio.timeout(self._timeout_s):
                     error = await self._relay(call)
         except TimeoutError:
             message = f"The response was not finished within {self._timeout_s:g} s."
         except asyncio.CancelledError:
-            if not self._is_closing or not started.is_set():
-                if started.is_set():
-                    call.status = CANCELLED_STATUS
-                    self._on_end(call)
+            if not self._is_closing:
+                call.status = CANCELLED_STATUS
+                self._on_end(call)
                 raise
             message = "The gateway that ran this response in the background was stopped."
         except Exception:
-            logger.exception("the background response %s failed", recorder.response_id)
+            logger.exception("the background response %s failed", response_id)
             message = "The gateway failed on this request."
         finally:
             call.drop_body()
@@ -188,8 +180,8 @@ class BackgroundResponses:
         self._on_end(call)
         if error is not None:
             with contextlib.suppress(ApiError):
-                ended = TenantState.end_response
-                await self._state.run(call.tenant, ended, recorder.response_id, FAILED, error)
+                end = TenantState.set_status
+                await self._state.run(call.tenant, end, response_id, FAILED, error)
 
     async def _relay(self, call: Call) -> dict[str, str] | None:
         """Relay the call; return its error, or None if the answer is kept."""
@@ -205,8 +197,7 @@ class BackgroundResponses:
                 return {"code": error.code or "server_error", "message": error.message}
         if answer.status != 200:
             return answer.error()
-        assert isinstance(call.recorder, TurnRecorder)
-        check, given = TenantState.is_unfinished, call.recorder.response_id
+        check, given = TenantState.is_unfinished, _recorder(call).response_id
         if await self._state.run(call.tenant, check, given):
             message = "The answer is too long, or the store failed, so that it is not kept."
             return {"code": "server_error", "message": message}
@@ -214,9 +205,7 @@ class BackgroundResponses:
 
     async def _on_place(self, call: Call) -> None:
         """Set the response's status when its call has got a place."""
-        recorder = call.recorder
-        assert isinstance(recorder, TurnRecorder)
-        set_status, given = TenantState.set_status, recorder.response_id
+        set_status, given = TenantState.set_status, _recorder(call).response_id
         with contextlib.suppress(ApiError):
             await self._state.run(call.tenant, set_status, given, IN_PROGRESS)
 
@@ -236,6 +225,11 @@ class BackgroundResponses:
                     continue  # the store cannot be used now, as the log says
         finally:
             self._beating = None
+
+
+def _recorder(call: Call) -> TurnRecorder:
+    assert isinstance(call.recorder, TurnRecorder)
+    return call.recorder
 
 
 class _Collector:

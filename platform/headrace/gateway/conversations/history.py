@@ -10,32 +10,12 @@ from dataclasses import dataclass, field
 
 from headrace.gateway.conversations import refusals
 from headrace.gateway.conversations.items import DELETED
-from headrace.gateway.conversations.records import UNFINISHED, ItemBatch, TurnItems
+from headrace.gateway.conversations.records import UNFINISHED, ItemBatch, Size, TurnItems
 from headrace.gateway.conversations.state_ids import ThreadId, response_id
 from headrace.gateway.ingress.limits import MAX_ITEMS, MAX_MESSAGE_PARTS
 
 MAX_TURNS = 1000
 """Maximum number of responses in a chain, and of batches in a conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryLimits:
-    """The limits of a conversation with a request's own items.
-
-    Attributes:
-        max_bytes: bytes of the items as JSON.
-        max_items: number of items.
-        max_entries: number of entries of all lists, as `limits.count_entries` counts them.
-    """
-
-    max_bytes: int
-    max_items: int
-    max_entries: int
-
-
-def history_limits(max_bytes: int) -> HistoryLimits:
-    """Return the limits of a conversation: those of a request that sends it whole."""
-    return HistoryLimits(max_bytes, MAX_ITEMS["input"], MAX_MESSAGE_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +27,22 @@ class History:
         earlier: names of the responses that they are from; empty for a conversation.
         thread: the thread that the request continues; None if it continues none.
         conversation: id of the conversation that it continues; None if it continues none.
-        total_bytes, total_entries: bytes of the items, and the number of entries of their lists.
+        size: of the items.
     """
 
     items: list[bytes] = field(default_factory=list)
     earlier: list[str] = field(default_factory=list)
     thread: str | None = None
     conversation: str | None = None
-    total_bytes: int = 0
-    total_entries: int = 0
+    size: Size = field(default_factory=Size)
 
 
-def check_turn(turn: TurnItems, given: str, limits: HistoryLimits) -> None:
+def check_turn(turn: TurnItems, given: str, max_bytes: int) -> None:
     """Refuse a request that continues this response, before the earlier ones are read.
 
     Args:
         given: the response's id.
+        max_bytes: as in `check_size`.
 
     Raises:
         ApiError: 400, the response has not ended, belongs to a conversation, or is too long.
@@ -74,23 +54,22 @@ def check_turn(turn: TurnItems, given: str, limits: HistoryLimits) -> None:
     if len(turn.earlier) + 1 >= MAX_TURNS:
         count = len(turn.earlier) + 2
         raise refusals.too_long("previous_response_id", count, MAX_TURNS, "responses")
-    check_totals(
-        "previous_response_id", turn.total_bytes, turn.total_items, turn.total_entries, limits
-    )
+    check_size("previous_response_id", turn.total, max_bytes)
 
 
-def check_totals(
-    param: str, total_bytes: int, total_items: int, total_entries: int, limits: HistoryLimits
-) -> None:
-    """Refuse a conversation that is too long.
+def check_size(param: str, size: Size, max_bytes: int) -> None:
+    """Refuse a conversation that is longer than a request may be that sends it whole.
+
+    Args:
+        max_bytes: of the items as JSON.
 
     Raises:
         ApiError: 400.
     """
     for has, maximum, unit in (
-        (total_bytes, limits.max_bytes, "bytes"),
-        (total_items, limits.max_items, "items"),
-        (total_entries, limits.max_entries, "items and parts of items"),
+        (size.size_bytes, max_bytes, "bytes"),
+        (size.items, MAX_ITEMS["input"], "items"),
+        (size.entries, MAX_MESSAGE_PARTS, "items and parts of items"),
     ):
         if has > maximum:
             raise refusals.too_long(param, has, maximum, unit)
@@ -120,30 +99,23 @@ def of_responses(last: ThreadId, turn: TurnItems, earlier: Mapping[str, TurnItem
         items=items,
         earlier=[*turn.earlier, last.name],
         thread=last.thread,
-        total_bytes=turn.total_bytes,
-        total_entries=turn.total_entries,
+        size=turn.total,
     )
 
 
 def of_conversation(
-    conversation_id: str, thread: str, batches: Sequence[ItemBatch], limits: HistoryLimits
+    conversation_id: str, thread: str, batches: Sequence[ItemBatch], max_bytes: int
 ) -> History:
     """Return the items of a conversation that are not deleted.
 
     Args:
         batches: its batches of items, oldest first.
+        max_bytes: as in `check_size`.
 
     Raises:
         ApiError: 400, it is too long.
     """
+    size = sum((batch.size for batch in batches), Size())
+    check_size("conversation", size, max_bytes)
     items = [item for batch in batches for item in batch.items if item != DELETED]
-    history = History(
-        items=items,
-        thread=thread,
-        conversation=conversation_id,
-        total_bytes=sum(map(len, items)),
-        total_entries=sum(batch.entries for batch in batches),
-    )
-    totals = history.total_bytes, len(items), history.total_entries
-    check_totals("conversation", *totals, limits)
-    return history
+    return History(items=items, thread=thread, conversation=conversation_id, size=size)

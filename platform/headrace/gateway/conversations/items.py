@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.gateway.conversations.records import Size
 from headrace.gateway.errors import bad_field
 from headrace.gateway.ingress.limits import count_entries
 from headrace_decode.apis.request_checks import ITEM_TYPES
@@ -55,9 +56,11 @@ def joined(items: Sequence[bytes]) -> msgspec.Raw:
     return msgspec.Raw(b"[" + b",".join(items) + b"]")
 
 
-def entries_of(items: Sequence[bytes]) -> int:
-    """Return the number of entries of the items' lists, the items included."""
-    return count_entries([msgspec.json.decode(item) for item in items])
+def size_of(items: Sequence[bytes]) -> Size:
+    """Return the size of the items that are not deleted."""
+    left = [item for item in items if item != DELETED]
+    entries = count_entries([msgspec.json.decode(item) for item in left])
+    return Size(sum(map(len, left)), len(left), entries)
 
 
 def item_id(item: Item, scope: str, number: int) -> str:

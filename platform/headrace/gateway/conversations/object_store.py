@@ -18,6 +18,8 @@ from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreCli
 
 TIMEOUT_S = 5.0
 """Time limit of one request."""
+THREADS = 8
+"""Threads that use the store at once."""
 READS_AT_ONCE = 16
 """Objects of a thread that are read at once."""
 MAX_OBJECT_BYTES = 1 << 30
@@ -26,7 +28,7 @@ _NAME = re.compile(r"([0-9a-f]{32})/([0-9a-f]{16})/([a-z0-9-]{1,64})")
 
 
 class ObjectRecordStore:
-    """The store of records in an object store.
+    """The store of records in an object store. Thread-safe.
 
     Args:
         url: such as `s3://bucket/prefix`; it is used for nothing else.
@@ -37,8 +39,6 @@ class ObjectRecordStore:
     Raises:
         StoreError: the client refuses the URL or an option, or is not installed.
     """
-
-    threads = 8
 
     def __init__(
         self, url: str, options: Mapping[str, Any], ttl_s: float, max_tenant_bytes: int

@@ -11,9 +11,8 @@ Tenants are named in the store by tags, which follow from the secret, too.
 from __future__ import annotations
 
 import os
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -61,9 +60,7 @@ class RecordCipher:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < 16:
             raise ValueError("the app's secret must have at least 16 bytes")
-        self._secret = secret
-        self._keys: OrderedDict[str | None, _Keys] = OrderedDict()
-        self._lock = threading.Lock()
+        self._of = lru_cache(MAX_TENANTS)(partial(_keys_of, secret))
 
     def tag(self, tenant: str | None) -> str:
         """Return the name of a tenant in the store: 32 hexadecimal digits."""
@@ -91,19 +88,11 @@ class RecordCipher:
         except InvalidTag:
             raise DamagedRecordError(thread, name) from None
 
-    def _of(self, tenant: str | None) -> _Keys:
-        with self._lock:
-            found = self._keys.get(tenant)
-            if found is None:
-                who = b"" if tenant is None else b"=" + tenant.encode()
-                tag = _derived(self._secret, b"tag" + who, 16).hex()
-                found = _Keys(tag, AESGCM(_derived(self._secret, b"key" + who, 32)))
-                self._keys[tenant] = found
-                if len(self._keys) > MAX_TENANTS:
-                    self._keys.popitem(last=False)
-            else:
-                self._keys.move_to_end(tenant)
-            return found
+
+def _keys_of(secret: bytes, tenant: str | None) -> _Keys:
+    who = b"" if tenant is None else b"=" + tenant.encode()
+    tag = _derived(secret, b"tag" + who, 16).hex()
+    return _Keys(tag, AESGCM(_derived(secret, b"key" + who, 32)))
 
 
 def _place(tag: str, thread: str, name: str) -> bytes:

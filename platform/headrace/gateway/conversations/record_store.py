@@ -23,13 +23,7 @@ class ThreadFullError(StoreError):
 
 
 class RecordStore(Protocol):
-    """A store of records. All methods block; those of one object are called from `threads` threads.
-
-    Attributes:
-        threads: number of threads that may call it at once.
-    """
-
-    threads: int
+    """A store of records. All methods block."""
 
     def read(
         self, tenant: str, thread: str, names: Sequence[str], now_s: float

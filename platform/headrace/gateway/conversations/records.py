@@ -15,6 +15,27 @@ FAILED, CANCELLED = "failed", "cancelled"
 UNFINISHED = frozenset({QUEUED, IN_PROGRESS})
 
 
+class Size(msgspec.Struct, frozen=True):
+    """The size of items.
+
+    Attributes:
+        size_bytes: bytes of their JSON.
+        items: number of them.
+        entries: number of entries of their lists, as `limits.count_entries` counts them.
+    """
+
+    size_bytes: int = 0
+    items: int = 0
+    entries: int = 0
+
+    def __add__(self, more: Size) -> Size:
+        return Size(
+            self.size_bytes + more.size_bytes,
+            self.items + more.items,
+            self.entries + more.entries,
+        )
+
+
 class TurnItems(msgspec.Struct, frozen=True, omit_defaults=True):
     """The items of a response.
 
@@ -24,9 +45,7 @@ class TurnItems(msgspec.Struct, frozen=True, omit_defaults=True):
         output: the answer's items, each as JSON.
         status: OpenAI's status of the response.
         conversation: id of the conversation that has the earlier items; None if `earlier` has them.
-        total_bytes: bytes of all items up to this turn's last.
-        total_items: number of them.
-        total_entries: number of entries of their lists, as `limits.count_entries` counts them.
+        total: size of all items up to this turn's last.
     """
 
     earlier: list[str]
@@ -34,9 +53,7 @@ class TurnItems(msgspec.Struct, frozen=True, omit_defaults=True):
     output: list[bytes]
     status: str = COMPLETED
     conversation: str | None = None
-    total_bytes: int = 0
-    total_items: int = 0
-    total_entries: int = 0
+    total: Size = Size()
 
 
 class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,11 +89,11 @@ class ItemBatch(msgspec.Struct, frozen=True):
 
     Attributes:
         items: each as JSON; `null` in the place of one that was deleted.
-        entries: number of entries of their lists.
+        size: of those that are not deleted.
     """
 
     items: list[bytes]
-    entries: int
+    size: Size
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.gateway.errors import ApiError, bad_field
+from headrace.gateway.errors import ApiError
 
 
 def response_not_found(response_id: str) -> ApiError:
@@ -80,23 +80,6 @@ def too_long(what: str, has: int, maximum: int, unit: str) -> ApiError:
         "limit. Begin a new conversation, or send the items that the model still needs as input.",
         code="conversation_too_long",
         param=what,
-    )
-
-
-def both_given() -> ApiError:
-    """400: the request continues a response and a conversation."""
-    return bad_field("previous_response_id", "cannot be sent together with conversation")
-
-
-def needs_store() -> ApiError:
-    """400: a background response that is not stored could not be found."""
-    return bad_field("background", "needs store: true")
-
-
-def background_stream() -> ApiError:
-    """400: a background response is not streamed."""
-    return bad_field(
-        "stream", "is not possible with background: true; poll GET /v1/responses/ID instead"
     )
 
 

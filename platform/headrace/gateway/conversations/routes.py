@@ -14,7 +14,6 @@ from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations import items, refusals
 from headrace.gateway.conversations.background import BackgroundResponses
-from headrace.gateway.conversations.history import HistoryLimits
 from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.conversations.tenant_state import TenantState
 from headrace.gateway.errors import bad_field
@@ -71,7 +70,7 @@ class ConversationRoutes:
         state: the conversation state.
         body_reader: reads bodies.
         background: the background responses of this gateway.
-        limits: the limits of a conversation.
+        max_bytes: of a conversation's items as JSON.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class ConversationRoutes:
         state: ConversationState,
         body_reader: BodyReader,
         background: BackgroundResponses,
-        limits: HistoryLimits,
+        max_bytes: int,
     ) -> None:
         self._state, self._body_reader = state, body_reader
-        self._background, self._limits = background, limits
+        self._background, self._max_bytes = background, max_bytes
 
     def has(self, path: str) -> bool:
         """Return whether a path is one of these routes'."""
@@ -160,18 +159,16 @@ class ConversationRoutes:
             wanted = await self._body(context, ConversationItems)
             items.check_items(wanted.items)
             add = TenantState.add_items
-            added = await self._run(context, add, given, wanted.items, self._limits)
+            added = await self._run(context, add, given, wanted.items, self._max_bytes)
             return items.page(added, {"order": "asc"}.get)
-        maximum = self._limits.max_bytes
-        found = await self._run(context, TenantState.conversation_items, given, maximum)
+        found = await self._run(context, TenantState.conversation_items, given, self._max_bytes)
         return items.page(found, _query(context))
 
     async def _item(self, context: RequestContext, given: str, item: str) -> dict[str, Any]:
         context.allow_methods(*READS, "DELETE")
-        maximum = self._limits.max_bytes
         if context.call.method == "DELETE":
-            return await self._run(context, TenantState.delete_item, given, item, maximum)
-        found = await self._run(context, TenantState.conversation_items, given, maximum)
+            return await self._run(context, TenantState.delete_item, given, item, self._max_bytes)
+        found = await self._run(context, TenantState.conversation_items, given, self._max_bytes)
         for each in found:
             if each["id"] == item:
                 return each

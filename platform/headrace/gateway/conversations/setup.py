@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from headrace.config.conversations import ConversationSettings
-from headrace.gateway.conversations.object_store import ObjectRecordStore
+from headrace.gateway.conversations.object_store import THREADS, ObjectRecordStore
 from headrace.gateway.conversations.record_store import RecordStore
 from headrace.gateway.conversations.sqlite_store import SqliteStore
 from headrace.gateway.conversations.state import ConversationState
@@ -58,7 +58,8 @@ class StateSetup:
             own = settings.folder
             return SqliteStore(folder() if own is None else Path(own), *limits)
 
-        return ConversationState(open_store, read_secret)
+        threads = 1 if settings.object_url is None else THREADS
+        return ConversationState(open_store, read_secret, threads=threads)
 
 
 def folder_of(session: Path, app: str) -> Path:

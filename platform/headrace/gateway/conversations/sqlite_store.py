@@ -60,8 +60,6 @@ class SqliteStore:
         StoreError: the file can neither be opened nor made.
     """
 
-    threads = 1
-
     def __init__(self, folder: Path, ttl_s: float, max_tenant_bytes: int) -> None:
         self._file, self._ttl_s, self._max_tenant_bytes = folder / FILE, ttl_s, max_tenant_bytes
         self._connection: sqlite3.Connection | None = None

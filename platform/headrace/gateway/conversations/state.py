@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ class ConversationState:
         open_store: opens the store of records; it may block and raise StoreError.
         read_secret: returns the app's secret; it may block and raise.
         clock: Unix seconds.
+        threads: number of threads that use the store at once.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class ConversationState:
         open_store: Callable[[], RecordStore],
         read_secret: Callable[[], bytes],
         clock: Callable[[], float] = time.time,
+        *,
+        threads: int = 1,
     ) -> None:
         self._open_store, self._read_secret, self._clock = open_store, read_secret, clock
         self._opened: tuple[RecordStore, RecordCipher] | None = None
-        self._opener = ThreadPoolExecutor(1, "conversations")
-        self._workers = self._opener  # until the store is open and says how many it takes
+        self._opening = threading.Lock()
+        self._workers = ThreadPoolExecutor(threads, "conversations")
         self._sweeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -63,9 +67,8 @@ class ConversationState:
             self._sweeping = None
         loop = asyncio.get_running_loop()
         with contextlib.suppress(RuntimeError):
-            await loop.run_in_executor(self._opener, self._close)
+            await loop.run_in_executor(self._workers, self._close)
         self._workers.shutdown(wait=False, cancel_futures=True)
-        self._opener.shutdown(wait=False, cancel_futures=True)
 
     async def run(
         self,
@@ -103,16 +106,14 @@ class ConversationState:
 
     def _open(self) -> tuple[RecordStore, RecordCipher]:
         """Open the store at its first use. Blocks."""
-        if self._opened is None:
-            try:
-                cipher = RecordCipher(self._read_secret())
-            except Exception as error:
-                raise StoreError(f"the app's secret cannot be read: {error!r}") from error
-            store = self._open_store()
-            self._opened = store, cipher
-            if store.threads > 1:
-                self._workers = ThreadPoolExecutor(store.threads, "conversations")
-        return self._opened
+        with self._opening:
+            if self._opened is None:
+                try:
+                    cipher = RecordCipher(self._read_secret())
+                except Exception as error:
+                    raise StoreError(f"the app's secret cannot be read: {error!r}") from error
+                self._opened = self._open_store(), cipher
+            return self._opened
 
     def _close(self) -> None:
         opened, self._opened = self._opened, None

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.conversations import history, items, refusals
-from headrace.gateway.conversations.history import MAX_TURNS, History, HistoryLimits
+from headrace.gateway.conversations.history import MAX_TURNS, History
 from headrace.gateway.conversations.record_cipher import (
     GATEWAYS,
     OVERHEAD_BYTES,
@@ -22,6 +22,7 @@ from headrace.gateway.conversations.record_cipher import (
 )
 from headrace.gateway.conversations.record_store import RecordStore
 from headrace.gateway.conversations.records import (
+    CANCELLED,
     FAILED,
     UNFINISHED,
     Conversation,
@@ -78,34 +79,40 @@ class TenantState:
 
     # Histories.
 
-    def history_of_response(self, given: str, limits: HistoryLimits) -> History:
+    def history_of_response(self, given: str, max_bytes: int) -> History:
         """Return the items of a response and of those that it continues.
+
+        Args:
+            max_bytes: of the items as JSON.
 
         Raises:
             ApiError: 404, it or an earlier one is not kept; 400, it cannot be continued.
         """
-        last = parse_id(RESPONSE, given)
-        turn = None if last is None else self._one(last.thread, turn_record(last.name), TurnItems)
-        if last is None or turn is None:
+        found = self._find(given, turn_record, TurnItems)
+        if found is None:
             raise refusals.previous_not_found(given)
+        last, turn = found
         if turn.status in UNFINISHED:
             self._known_response(given)  # ends it if its gateway died
             turn = self._one(last.thread, turn_record(last.name), TurnItems) or turn
-        history.check_turn(turn, given, limits)
+        history.check_turn(turn, given, max_bytes)
         names = {turn_record(name): name for name in turn.earlier}
-        found = self._read(last.thread, list(names), TurnItems)
-        earlier = {names[name]: each for name, each in found.items()}
+        read = self._read(last.thread, list(names), TurnItems)
+        earlier = {names[name]: each for name, each in read.items()}
         return history.of_responses(last, turn, earlier)
 
-    def history_of_conversation(self, given: str, limits: HistoryLimits) -> History:
+    def history_of_conversation(self, given: str, max_bytes: int) -> History:
         """Return the items of a conversation.
+
+        Args:
+            max_bytes: of the items as JSON.
 
         Raises:
             ApiError: 404, it is not kept; 400, it is too long.
         """
-        thread = self._conversation_thread(given)
-        batches = self._batches(thread, limits.max_bytes)
-        return history.of_conversation(given, thread, list(batches.values()), limits)
+        thread, _ = self._conversation(given)
+        batches = self._batches(thread, max_bytes)
+        return history.of_conversation(given, thread, list(batches.values()), max_bytes)
 
     # Responses.
 
@@ -121,7 +128,7 @@ class TenantState:
             Whether it is kept: a background response that was cancelled or deleted is not.
         """
         if not is_new:
-            had = self._response(place)
+            had = self._one(place.thread, response_record(place.name), StoredResponse)
             if had is None or had.status not in UNFINISHED:
                 return False
         records: dict[str, msgspec.Struct] = {
@@ -132,23 +139,15 @@ class TenantState:
             known = self._store.sizes(self._tag, place.thread, self._clock())
             if CONVERSATION_RECORD in known:
                 added = [*turn.input, *turn.output]
-                batch = ItemBatch(added, items.entries_of(added))
+                batch = ItemBatch(added, items.size_of(added))
                 records[self._next_batch(known)] = batch
         self._write(place.thread, records)
         return True
 
-    def response(self, given: str) -> StoredResponse:
-        """Return a response.
-
-        A background response whose gateway died is kept as failed from then on.
-
-        Raises:
-            ApiError: 404, it is not kept.
-        """
-        return self._known_response(given)[1]
-
     def document(self, given: str) -> bytes:
         """Return a response as JSON, with its output.
+
+        A background response whose gateway died is kept as failed from then on.
 
         Raises:
             ApiError: 404, it is not kept.
@@ -165,13 +164,10 @@ class TenantState:
         Raises:
             ApiError: 404, it is not kept.
         """
-        place = parse_id(RESPONSE, given)
-        turn = (
-            None if place is None else self._one(place.thread, turn_record(place.name), TurnItems)
-        )
-        if turn is None:
+        found = self._find(given, turn_record, TurnItems)
+        if found is None:
             raise refusals.response_not_found(given)
-        return items.numbered(turn.input, given)
+        return items.numbered(found[1].input, given)
 
     def delete_response(self, given: str) -> None:
         """Delete a response; requests can no longer continue it, nor one that continues it.
@@ -183,43 +179,33 @@ class TenantState:
         names = [response_record(place.name), turn_record(place.name)]
         self._store.remove(self._tag, place.thread, names)
 
-    def end_response(
-        self, given: str, status: str, error: Mapping[str, str] | None = None
-    ) -> bytes | None:
-        """End a background response that gave no answer; return it as JSON.
+    def cancel(self, given: str) -> bytes:
+        """Cancel a background response, unless it has ended; return it as JSON.
+
+        Raises:
+            ApiError: 404, it is not kept; 400, it was not made in the background.
+        """
+        place, stored = self._known_response(given)
+        if not stored.is_background:
+            raise refusals.not_in_background(given)
+        if stored.status in UNFINISHED:
+            self._with_status(place, stored, CANCELLED)
+        return self.document(given)
+
+    def set_status(self, given: str, status: str, error: Mapping[str, str] | None = None) -> None:
+        """Set the status of a background response, if it is kept and has not ended.
 
         Args:
-            status: `failed` or `cancelled`.
             error: its code and message, if it failed.
-
-        Returns:
-            None if it is not kept. One that has ended stays as it is.
         """
-        place = parse_id(RESPONSE, given)
-        stored = None if place is None else self._response(place)
-        if place is None or stored is None:
-            return None
-        if stored.status in UNFINISHED:
-            stored = self._ended(place, stored, status, error)
-        return stored.document
-
-    def set_status(self, given: str, status: str) -> bool:
-        """Set the status of a background response; return whether it is still to be run."""
-        place = parse_id(RESPONSE, given)
-        stored = None if place is None else self._response(place)
-        if place is None or stored is None or stored.status not in UNFINISHED:
-            return False
-        if stored.status != status:
-            document = _with(stored.document, status=status)
-            changed = msgspec.structs.replace(stored, document=document, status=status)
-            self._write(place.thread, {response_record(place.name): changed})
-        return True
+        found = self._find(given, response_record, StoredResponse)
+        if found is not None and found[1].status in UNFINISHED:
+            self._with_status(*found, status, error)
 
     def is_unfinished(self, given: str) -> bool:
         """Return whether a response is kept and has not ended."""
-        place = parse_id(RESPONSE, given)
-        stored = None if place is None else self._response(place)
-        return stored is not None and stored.status in UNFINISHED
+        found = self._find(given, response_record, StoredResponse)
+        return found is not None and found[1].status in UNFINISHED
 
     def beat(self, gateway: str) -> None:
         """Record a gateway's sign of life. Only the state of `GATEWAYS` is asked for this.
@@ -271,28 +257,28 @@ class TenantState:
         Raises:
             ApiError: 404, it is not kept.
         """
-        thread = self._conversation_thread(given)
+        thread, _ = self._conversation(given)
         known = self._store.sizes(self._tag, thread, self._clock())
         names = [name for name in known if name == CONVERSATION_RECORD or name.startswith(ITEMS)]
         self._store.remove(self._tag, thread, names)
 
     def add_items(
-        self, given: str, added: Sequence[items.Item], limits: HistoryLimits
+        self, given: str, added: Sequence[items.Item], max_bytes: int
     ) -> list[items.Item]:
         """Add items to a conversation; return them as lists show them.
 
         Raises:
             ApiError: 404, it is not kept; 400, it would be too long.
         """
-        thread = self._conversation_thread(given)
+        thread, _ = self._conversation(given)
         known = self._store.sizes(self._tag, thread, self._clock())
         batch, name = _batch(added), self._next_batch(known)
         sizes = [size for each, size in known.items() if each.startswith(ITEMS)]
         if len(sizes) >= MAX_TURNS:
             raise refusals.too_long("items", len(sizes) + 1, MAX_TURNS, "additions")
         total = sum(sizes) + sum(map(len, batch.items))
-        if total > limits.max_bytes:
-            raise refusals.too_long("items", total, limits.max_bytes, "bytes")
+        if total > max_bytes:
+            raise refusals.too_long("items", total, max_bytes, "bytes")
         self._write(thread, {name: batch})
         return items.numbered(batch.items, f"{thread}/{name}")
 
@@ -302,7 +288,7 @@ class TenantState:
         Raises:
             ApiError: 404, it is not kept; 400, it has more than `max_bytes`.
         """
-        thread = self._conversation_thread(given)
+        thread, _ = self._conversation(given)
         return [
             item
             for name, batch in self._batches(thread, max_bytes).items()
@@ -322,8 +308,7 @@ class TenantState:
                     continue
                 if items.item_id(msgspec.json.decode(raw), f"{thread}/{name}", number) == item:
                     left = [*batch.items[:number], items.DELETED, *batch.items[number + 1 :]]
-                    entries = items.entries_of([each for each in left if each != items.DELETED])
-                    self._write(thread, {name: ItemBatch(left, entries)})
+                    self._write(thread, {name: ItemBatch(left, items.size_of(left))})
                     return _shown(given, record)
         raise refusals.item_not_found(item)
 
@@ -349,18 +334,23 @@ class TenantState:
         }
         self._store.write(self._tag, thread, sealed, self._clock())
 
-    def _response(self, place: ThreadId) -> StoredResponse | None:
-        return self._one(place.thread, response_record(place.name), StoredResponse)
+    def _find(
+        self, given: str, record: Callable[[str], str], kind: type[Record]
+    ) -> tuple[ThreadId, Record] | None:
+        """Return the place of a response and one of its records; None if it is not kept."""
+        place = parse_id(RESPONSE, given)
+        found = None if place is None else self._one(place.thread, record(place.name), kind)
+        return None if place is None or found is None else (place, found)
 
     def _known_response(self, given: str) -> tuple[ThreadId, StoredResponse]:
-        place = parse_id(RESPONSE, given)
-        stored = None if place is None else self._response(place)
-        if place is None or stored is None:
+        found = self._find(given, response_record, StoredResponse)
+        if found is None:
             raise refusals.response_not_found(given)
+        place, stored = found
         if stored.status in UNFINISHED and not self._lives(stored.owner):
             message = "The gateway that ran this response in the background died."
             error = {"code": "server_error", "message": message}
-            stored = self._ended(place, stored, FAILED, error)
+            stored = self._with_status(place, stored, FAILED, error)
         return place, stored
 
     def _lives(self, gateway: str) -> bool:
@@ -368,21 +358,22 @@ class TenantState:
         beat = gateways._one(gateway, _BEAT, Heartbeat)
         return beat is not None and self._clock() - beat.at_s < DEAD_S
 
-    def _ended(
+    def _with_status(
         self,
         place: ThreadId,
         stored: StoredResponse,
         status: str,
-        error: Mapping[str, str] | None,
+        error: Mapping[str, str] | None = None,
     ) -> StoredResponse:
+        """Set the status of a response; return it."""
         document = _with(stored.document, status=status, error=error)
-        ended = msgspec.structs.replace(stored, document=document, status=status)
-        records: dict[str, msgspec.Struct] = {response_record(place.name): ended}
+        changed = msgspec.structs.replace(stored, document=document, status=status)
+        records: dict[str, msgspec.Struct] = {response_record(place.name): changed}
         turn = self._one(place.thread, turn_record(place.name), TurnItems)
         if turn is not None:
             records[turn_record(place.name)] = msgspec.structs.replace(turn, status=status)
         self._write(place.thread, records)
-        return ended
+        return changed
 
     def _conversation(self, given: str) -> tuple[str, Conversation]:
         place = parse_id(CONVERSATION, given)
@@ -392,9 +383,6 @@ class TenantState:
         if place is None or record is None:
             raise refusals.conversation_not_found(given)
         return place.thread, record
-
-    def _conversation_thread(self, given: str) -> str:
-        return self._conversation(given)[0]
 
     def _batches(self, thread: str, max_bytes: int) -> dict[str, ItemBatch]:
         """Return a conversation's batches of items by name, oldest first."""
@@ -423,7 +411,7 @@ def _with(document: bytes, **fields: Any) -> bytes:
 
 def _batch(added: Sequence[items.Item]) -> ItemBatch:
     raw = [msgspec.json.encode(item) for item in added]
-    return ItemBatch(raw, items.entries_of(raw))
+    return ItemBatch(raw, items.size_of(raw))
 
 
 def _shown(given: str, record: Conversation) -> Document:

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.gateway.conversations import history, items, refusals
-from headrace.gateway.conversations.history import History, HistoryLimits
-from headrace.gateway.conversations.records import QUEUED, StoredResponse, TurnItems
+from headrace.gateway.conversations import history, items
+from headrace.gateway.conversations.history import History
+from headrace.gateway.conversations.records import QUEUED, Size, StoredResponse, TurnItems
 from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.conversations.state_ids import (
     RESPONSE,
@@ -83,13 +83,16 @@ class StateFields:
             if not isinstance(request.get(name), (bool, type(None))):
                 raise bad_field(name, "must be true or false")
         if previous is not None and conversation is not None:
-            raise refusals.both_given()
+            name = "previous_response_id"
+            raise bad_field(name, "cannot be sent together with conversation")
         background = request.get("background") is True
         stored = request.get("store") is not False
         if background and not stored:
-            raise refusals.needs_store()
+            raise bad_field("background", "needs store: true")
         if background and request.get("stream") is True:
-            raise refusals.background_stream()
+            raise bad_field(
+                "stream", "is not possible with background: true; poll GET /v1/responses/ID instead"
+            )
         return cls(previous, conversation, stored, background)
 
     @property
@@ -135,7 +138,7 @@ async def prepare(
     tenant: str | None,
     body: bytes,
     request: Mapping[str, Any],
-    limits: HistoryLimits,
+    max_bytes: int,
     received: bytes = b"",
 ) -> PreparedTurn | None:
     """Return a request with its earlier items; None if it has nothing to do with the state.
@@ -143,6 +146,7 @@ async def prepare(
     Args:
         body: the request's body.
         request: the same, decoded.
+        max_bytes: of all items as JSON.
         received: the beginning of the stream that the client has and wants to resume.
 
     Raises:
@@ -155,13 +159,13 @@ async def prepare(
     had = History()
     if fields.previous is not None:
         read = TenantState.history_of_response
-        had = await state.run(tenant, read, fields.previous, limits)
+        had = await state.run(tenant, read, fields.previous, max_bytes)
     elif fields.conversation is not None:
         read = TenantState.history_of_conversation
-        had = await state.run(tenant, read, fields.conversation, limits)
+        had = await state.run(tenant, read, fields.conversation, max_bytes)
     entries = count_entries(request["input"])
-    join = partial(_joined, body, fields, had, entries, limits, first_response_id(received))
-    is_long = len(body) + had.total_bytes > INLINE_BYTES
+    join = partial(_joined, body, fields, had, entries, max_bytes, first_response_id(received))
+    is_long = len(body) + had.size.size_bytes > INLINE_BYTES
     sent, own_id_bytes, response_id, turn = await asyncio.to_thread(join) if is_long else join()
     first = msgspec.json.decode(had.items[0]) if had.items else None
     recorder = TurnRecorder(state, tenant, response_id, fields, turn)
@@ -173,7 +177,7 @@ def _joined(
     fields: StateFields,
     had: History,
     entries: int,
-    limits: HistoryLimits,
+    max_bytes: int,
     resumed: str | None,
 ) -> tuple[bytes, int, str, TurnItems]:
     """Put the earlier items into a body.
@@ -184,15 +188,12 @@ def _joined(
     """
     parsed: Fields = _decode_fields(body)
     own = items.split_input(bytes(parsed["input"])) or []
-    total_bytes = had.total_bytes + sum(map(len, own))
-    total_items, total_entries = len(had.items) + len(own), had.total_entries + entries
+    total = had.size + Size(sum(map(len, own)), len(own), entries)
     if had.items:
         param = "conversation" if fields.previous is None else "previous_response_id"
-        history.check_totals(param, total_bytes, total_items, total_entries, limits)
+        history.check_size(param, total, max_bytes)
         parsed["input"] = items.joined([*had.items, *own])
-    turn = TurnItems(
-        had.earlier, own, [], "", had.conversation, total_bytes, total_items, total_entries
-    )
+    turn = TurnItems(had.earlier, own, [], "", had.conversation, total)
     response_id = resumed or new_response_id(had.thread)
     place = parse_id(RESPONSE, response_id)
     if place is None or had.thread not in (None, place.thread):
@@ -367,9 +368,7 @@ class TurnRecorder:
             had,
             output=output,
             status=msgspec.json.decode(response["status"], type=str),
-            total_bytes=had.total_bytes + sum(map(len, output)),
-            total_items=had.total_items + len(output),
-            total_entries=had.total_entries + items.entries_of(output),
+            total=had.total + items.size_of(output),
         )
         rest = response | self._echo(True) | {"output": msgspec.Raw(b"[]")}
         is_background = self.fields.is_background
