@@ -115,6 +115,18 @@ def test_each_adapter_answers_as_a_plain_engine(
     set_policy(app, "cost")
 
 
+def test_a_conversation_is_continued_by_an_adapter(client: openai.OpenAI) -> None:
+    """Its prompt is the one that a client sends whole to the adapter."""
+    short: Any = {"temperature": 0, "max_output_tokens": TOKENS}
+    first = client.responses.create(model=MODEL, input="One", **short)
+    kept = client.responses.create(model="sql", input="Two", previous_response_id=first.id, **short)
+    whole: Any = [{"role": "user", "content": "One"}, *first.output]
+    whole.append({"role": "user", "content": "Two"})
+    sent = client.responses.create(model="sql", input=whole, store=False, **short)
+    assert kept.model == "sql" and kept.output_text == sent.output_text
+    assert kept.usage and sent.usage and kept.usage.input_tokens == sent.usage.input_tokens
+
+
 def test_an_unknown_adapter_is_no_model(client: openai.OpenAI) -> None:
     for name in ("none", f"{MODEL}:none", "../sql"):
         with pytest.raises(openai.NotFoundError):

@@ -80,6 +80,20 @@ def test_a_text_and_the_message_of_it_render_alike() -> None:
     ), f"mend {ITEMS}"
 
 
+def test_an_image_renders_alike_alone_and_after_earlier_items() -> None:
+    """Its part reaches vLLM's processing of media as a client's own part does."""
+    image = {"type": "input_image", "detail": "auto", "image_url": "data:image/png;base64,AAAA"}
+    own = msgspec.json.encode([{"role": "user", "content": [image]}])
+    alone = ResponsesRequest.model_validate_json(b'{"input": ' + own + b"}")
+    earlier = [*items.split_items(own), *items.split_items(msgspec.json.encode(made(content="A")))]
+    whole = items.joined([*earlier, b'{"role": "user", "content": "And now?"}'])
+    longer = ResponsesRequest.model_validate_json(b'{"input": ' + bytes(whole) + b"}")
+    [expected] = construct_input_messages(request_input=alone.input)
+    messages: list[Any] = construct_input_messages(request_input=longer.input)
+    assert messages[0] == expected, f"mend {ITEMS}"
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+
+
 def test_the_request_id_becomes_the_id_of_the_response() -> None:
     """So the gateway knows it before the answer, and a resumed stream keeps it."""
     given = new_response_id()
