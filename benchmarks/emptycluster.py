@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.gateway.backend import Backend
+from headrace.gateway.backend import OneModelBackend
 
 
-class EmptyCluster(Backend):
+class EmptyCluster(OneModelBackend):
     """Answers everything with nothing, and lists no replicas."""
 
     async def status(self) -> dict[str, Any]:

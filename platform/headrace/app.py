@@ -39,6 +39,7 @@ from headrace.replica.prefill_fallback import PrefillFallback
 from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DPDecodeServer
 from headrace_decode.wiring import DecodeWiring
+from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
 from headrace_engine.ray.engine import LEFT_OUT_KEY
 from headrace_engine.ray.llm import (
@@ -135,7 +136,7 @@ def build_app(args: dict[str, Any]) -> Application:
     )
     if section.token_path == "classic":
         return _classic(pd, decode)
-    return _relay(pd, section, decode, prefill, store, setup, has_adapters=adapters is not None)
+    return _relay(pd, section, decode, prefill, store, setup, adapters=adapters)
 
 
 def build_configured(args: dict[str, Any]) -> Application:
@@ -250,10 +251,10 @@ def _relay(
     store: Application | None,
     setup: ProcessSetup,
     *,
-    has_adapters: bool,
+    adapters: AdapterSettings | None,
 ) -> Application:
     from headrace.gateway.conversations.setup import StateSetup
-    from headrace.gateway.deployment import GatewayServer
+    from headrace.gateway.deployment import GatewayServer, ModelDeployments
 
     given = pd.ingress_deployment_config or {}
     tied = bool(section.gateway.resources)
@@ -273,20 +274,22 @@ def _relay(
         serve.deployment(serve.ingress()(GatewayServer))
         .options(**options)
         .bind(
-            decode,
-            prefill,
+            [
+                ModelDeployments(
+                    *(pd.decode_config.model_id, decode, prefill, section.router.to_settings()),
+                    adapters=adapters,
+                    starts_on_demand=_may_be_zero(pd.prefill_config)
+                    and _may_be_zero(pd.decode_config),
+                )
+            ],
             store,
             section.gateway,
-            pd.decode_config.model_id,
             setup,
-            section.router.to_settings(),
             StateSetup(
                 section.gateway.conversations,
                 section.store.node.get("secret"),
                 section.store.object_options,
             ),
-            has_adapters,
-            _may_be_zero(pd.prefill_config) and _may_be_zero(pd.decode_config),
         )
     )
 

@@ -18,6 +18,7 @@ from headrace.config.tls_files import TlsFiles
 from headrace.gateway import ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace.gateway.app import GatewayApp
 from headrace_decode.http.public_routes import Route
+from headrace_engine.adapters.settings import AdapterSettings
 
 TOKEN = "internal-secret"
 MODEL = "smollm2-135m-instruct"
@@ -197,7 +198,7 @@ async def gateway_over(
         *(settings, backend or cluster, MODEL, metrics),
         make_placer=make_placer,
         conversations=state,
-        has_adapters=has_adapters,
+        adapters=AdapterSettings(MODEL) if has_adapters else None,
     )
     limit = settings.max_body_bytes
     gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls, max_body_bytes=limit)
@@ -230,7 +231,8 @@ async def asked_from_elsewhere(
     cluster: FakeCluster, method: str, path: str, body: bytes, *, has_adapters: bool = False
 ) -> dict[str, Any]:
     """How a gateway begins its answer to a JSON body from another machine, as ASGI says it."""
-    app = build_gateway_app(GatewaySettings(), cluster, MODEL, has_adapters=has_adapters)
+    adapters = AdapterSettings(MODEL) if has_adapters else None
+    app = build_gateway_app(GatewaySettings(), cluster, MODEL, adapters=adapters)
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

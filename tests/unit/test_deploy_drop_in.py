@@ -173,7 +173,8 @@ def test_gateways_take_requests_without_replicas_if_both_roles_may_be_zero(
     for role, least in (("prefill", prefill), ("decode", decode)):
         if least is not None:
             document[role] = {"autoscaling": {"min_replicas": least, "max_replicas": 3}}
-    assert deployment(build_configured(document), "gateway").init_args[-1] is on_demand
+    [model] = deployment(build_configured(document), "gateway").init_args[0]
+    assert model.starts_on_demand is on_demand
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
     MESSAGES,
+    MODEL,
     PROMPT,
     Bench,
     FakeCluster,
@@ -88,8 +89,10 @@ async def queued(
 
 
 def queue_of(bench: Bench) -> AdmissionQueue:
-    assert bench.app.parts is not None and bench.app.parts.queue is not None
-    return bench.app.parts.queue
+    assert bench.app.parts is not None
+    (model,) = bench.app.parts.models
+    assert model.queue is not None
+    return model.queue
 
 
 async def queue_stats(bench: Bench) -> dict[str, Any]:
@@ -300,7 +303,7 @@ async def test_a_plan_tells_the_queue_what_a_prompt_takes() -> None:
         queue = await queue_stats(bench)
         assert (queue["priced"], queue["admitted"], queue["engines"]) == (True, 3, 2)
         assert queue_of(bench).controller.costs.predict("", 1000, 1.0).prefill_s > 0.1
-        assert bench.app.charged_s[""] > 0.0
+        assert bench.app.charged_s[MODEL][""] > 0.0
 
 
 async def test_plans_are_made_by_the_targets_of_a_request_s_class() -> None:

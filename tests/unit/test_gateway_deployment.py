@@ -15,8 +15,15 @@ from ray.serve.schema import ApplicationStatus
 
 from headrace.gateway import deployment
 from headrace.gateway.conversations.setup import folder_of
-from headrace.gateway.deployment import ServeBackend, ServeLifespanFilter
+from headrace.gateway.deployment import (
+    Gateways,
+    ModelDeployments,
+    ServeBackend,
+    ServeLifespanFilter,
+    ServeModelBackend,
+)
 from headrace.observability import metrics
+from headrace.router.plan import RouterSettings
 from headrace_engine.serving.settings_override import prefix
 from tests.support.only_ipv6 import HOSTS
 
@@ -66,11 +73,15 @@ def cluster_values(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     return kept
 
 
-def backend(decode: Handle, prefill: Handle | None = None) -> ServeBackend:
-    return ServeBackend(decode, prefill or Handle([]))  # type: ignore[arg-type]
+def backend(
+    decode: Handle, prefill: Handle | None = None, group: str = "", gateways: Gateways | None = None
+) -> ServeModelBackend:
+    handles: Any = (decode, prefill or Handle([]))
+    model = ModelDeployments(group or "only", *handles, RouterSettings(), group)
+    return ServeModelBackend(model, gateways or Gateways())
 
 
-def wanted(cluster: ServeBackend, is_wanted: bool) -> None:
+def wanted(cluster: ServeModelBackend, is_wanted: bool) -> None:
     cluster._is_wanted = lambda: is_wanted
 
 
@@ -183,8 +194,8 @@ async def test_the_metrics_are_those_of_all_nodes_that_answer(
         for server in servers
     ]
     monkeypatch.setattr(metrics.ray, "nodes", lambda: [*nodes, {"Alive": False}])
-    backend = ServeBackend(Handle([]), Handle([]))
-    assert await backend.metrics() == b"# TYPE ray_vllm_x counter\nray_vllm_x 1\n"
+    page = await ServeBackend([], Gateways()).metrics()
+    assert page == b"# TYPE ray_vllm_x counter\nray_vllm_x 1\n"
     for server in servers:
         server.close()
 
@@ -227,9 +238,11 @@ class TestStatus:
         app = SimpleNamespace(deployments=deployments)
         monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
         monkeypatch.setenv(deployment.GRAFANA_VARIABLE, "https://grafana.example")
-        backend_ = backend(Handle([]))
-        backend_._gateways = Handle([("a", {"shop": 2.0, "bank": 1.0}), ("b", {"shop": 0.5})])  # type: ignore[assignment, list-item]
-        return backend_
+        gateways = Gateways()
+        gateways._handle = Handle(  # type: ignore[assignment]
+            [("a", {"only": {"shop": 2.0, "bank": 1.0}}), ("b", {"only": {"shop": 0.5}})]  # type: ignore[list-item]
+        )
+        return ServeBackend([backend(Handle([]), gateways=gateways)], gateways)
 
     async def test_counts_the_replicas_that_run_or_start(self, asked: ServeBackend) -> None:
         assert (await asked.status())["expected_replicas"] == {"decode": 2, "prefill": 1}

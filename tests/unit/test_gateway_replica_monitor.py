@@ -92,7 +92,7 @@ async def test_a_suspect_replica_gets_no_request_while_another_is_healthy() -> N
         asked = ask(bench)
         await soon(lambda: bool(first.seen))
         first.health_s = 1.3 * PROBE_S
-        pool = bench.app.parts.pool  # type: ignore[union-attr]
+        (pool,) = (model.pool for model in bench.app.parts.models)  # type: ignore[union-attr]
         await soon(lambda: bool(pool.down))
         assert (await ask(bench)[0])[1]["by"] == "decode-2"
         gate.opened.set()
@@ -226,7 +226,7 @@ async def test_a_dead_engine_that_comes_back_is_found_without_a_request() -> Non
         first = await at_first(bench)
         first.healthy = False
         assert (await ask(bench)[0])[1]["by"] == "decode-2"
-        pool = bench.app.parts.pool  # type: ignore[union-attr]
+        (pool,) = (model.pool for model in bench.app.parts.models)  # type: ignore[union-attr]
         assert set(pool.down) == {"decode-1"}
         await asyncio.sleep(3 * PROBE_S)
         assert len(first.seen) == 1

@@ -17,16 +17,18 @@ _decode = msgspec.json.Decoder(dict[str, str]).decode
 
 @dataclass(slots=True)
 class AddedAdapters:
-    """Sources of an app's added adapters, by name. Every method blocks for about a millisecond.
+    """Sources of a model's added adapters, by name. Every method blocks for about a millisecond.
 
     Args:
         app: the Serve application's name.
         read, write: read and write the cluster's values, by key.
+        group: the model's name in the configuration; empty if it is the app's only model.
     """
 
     app: str
     read: Callable[[str], bytes | None]
     write: Callable[[str, bytes], None]
+    group: str = ""
 
     def all(self) -> dict[str, str]:
         """Return the sources of all added adapters."""
@@ -46,4 +48,4 @@ class AddedAdapters:
 
     @property
     def _key(self) -> str:
-        return prefix(self.app) + "adapters"
+        return prefix(self.app) + (f"{self.group}/adapters" if self.group else "adapters")

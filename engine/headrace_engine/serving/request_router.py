@@ -52,8 +52,22 @@ class NamedReplicaRouter(RequestRouter):
         MEMBERS.update(self._role, (each.unique_id for each in self.curr_replicas))
 
 
+def deployment_name(role: str, group: str = "") -> str:
+    """Return the name of a deployment, under which `MEMBERS` also keeps its replicas.
+
+    Args:
+        role: `prefill` or `decode`.
+        group: the model's name in the configuration; empty if it is the app's only model.
+    """
+    return f"{role}-{group}" if group else role
+
+
 def routed_as(role: str) -> RequestRouterConfig:
-    """Return the Serve option `request_router_config` that makes handles use this router."""
+    """Return the Serve option `request_router_config` that makes handles use this router.
+
+    Args:
+        role: the name under which `MEMBERS` keeps the replicas.
+    """
     return RequestRouterConfig(
         request_router_class="headrace_engine.serving.request_router:NamedReplicaRouter",
         request_router_kwargs={"role": role},

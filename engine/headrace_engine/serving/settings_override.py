@@ -59,24 +59,29 @@ class OverrideStore:
     Args:
         app: the Serve application's name.
         read, write: read and write the cluster's values, by key.
+        group: the model's name in the configuration; empty if it is the app's only model.
     """
 
     app: str
     read: Callable[[str], bytes | None]
     write: Callable[[str, bytes], None]
+    group: str = ""
 
     def set_override(self, override: Mapping[str, Any], now_s: float) -> None:
         """Store an override: any of `FIELDS`, and `for_s` if it holds for so many seconds only."""
         for name in FIELDS:
             if name in override:
-                key = prefix(self.app) + name
+                key = self._key(name)
                 stored = Override.of(self.read(key))
                 stored = stored.with_override(override[name], now_s, override.get("for_s"))
                 self.write(key, msgspec.json.encode(stored))
 
     def all(self) -> dict[str, Override]:
         """Return the overrides that are stored for each field."""
-        return {name: Override.of(self.read(prefix(self.app) + name)) for name in FIELDS}
+        return {name: Override.of(self.read(self._key(name))) for name in FIELDS}
+
+    def _key(self, name: str) -> str:
+        return prefix(self.app) + (f"{self.group}/{name}" if self.group else name)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.gateway.backend import Backend
+from headrace.gateway.backend import ModelBackend
 from headrace.gateway.errors import ApiError, bad_field
 from headrace.gateway.ingress.limits import validated
 from headrace_engine.adapters.settings import MAX_NAME_CHARS, normal_source, why_bad_name
@@ -49,11 +49,11 @@ class AdapterAdmin:
     """The operations on LoRA adapters.
 
     Args:
-        backend: the cluster.
+        backend: the base model's replicas.
         model_id: the base model's name.
     """
 
-    def __init__(self, backend: Backend, model_id: str) -> None:
+    def __init__(self, backend: ModelBackend, model_id: str) -> None:
         self._backend, self._model_id = backend, model_id
 
     async def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -17,8 +17,10 @@ from headrace.config.gateway import GatewaySettings
 from headrace.disaggregation import advice_of
 from headrace.gateway import errors
 from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
-from headrace.gateway.backend import Backend
+from headrace.gateway.backend import Backend, ModelBackend
 from headrace.gateway.ingress.limits import validated
+from headrace.gateway.models.model_table import ModelTable
+from headrace.gateway.models.served_model import ModelSource
 from headrace.gateway.openapi import (
     CONSOLE_STATE,
     HISTORY,
@@ -28,7 +30,6 @@ from headrace.gateway.openapi import (
     openapi_document,
     own_operations,
 )
-from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.route_table import RouteTable
 from headrace.observability.health import assess
 from headrace_kvstore.identity.salts import tenant_salt
@@ -47,7 +48,7 @@ _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 Answer = tuple[int, bytes, bytes]
-Document = Callable[[ReplicaPool], Awaitable[Answer]]
+Document = Callable[[ModelTable], Awaitable[Answer]]
 
 
 def headrace_version() -> str:
@@ -69,10 +70,10 @@ class _Recent:
         self._make = make
         self._made: tuple[float, asyncio.Future[Answer]] | None = None
 
-    async def __call__(self, pool: ReplicaPool) -> Answer:
+    async def __call__(self, models: ModelTable) -> Answer:
         """Return the document, which is at most `RECENT_S` old."""
         if self._made is None or monotonic() - self._made[0] > RECENT_S:
-            self._made = monotonic(), asyncio.ensure_future(self._make(pool))
+            self._made = monotonic(), asyncio.ensure_future(self._make(models))
         return await asyncio.shield(self._made[1])
 
 
@@ -97,26 +98,25 @@ class Admin:
 
     Args:
         backend: the cluster.
-        model_id: the model's name.
+        models: the models.
         settings: the limits that the schema states.
         keys_on: whether the schema asks for an API key.
-        has_adapters: whether the app has LoRA adapters.
         gateway: this gateway's own state.
     """
 
     def __init__(
         self,
         backend: Backend,
-        model_id: str,
+        models: Sequence[ModelSource],
         settings: GatewaySettings,
         *,
         keys_on: bool,
-        has_adapters: bool = False,
         gateway: GatewayState,
     ) -> None:
-        self._has_adapters = has_adapters
+        self._has_adapters = any(model.adapters is not None for model in models)
         self._backend = backend
-        self._model_id = model_id
+        self._models = tuple(models)
+        self._model_id = models[0].model_id
         self._version = headrace_version()
         self._settings, self._keys_on, self._gateway = settings, keys_on, gateway
         self._schema: tuple[RouteTable, bytes] | None = None
@@ -136,10 +136,10 @@ class Admin:
         """Return the document at a path, or None."""
         if path.startswith(PLANS) and len(path) > len(PLANS):
             request_id = path[len(PLANS) :]
-            return lambda pool: self._plan(request_id)
+            return lambda models: self._plan(request_id)
         return self._documents.get(path)
 
-    async def answer(self, document: Document, pool: ReplicaPool) -> Answer:
+    async def answer(self, document: Document, models: ModelTable) -> Answer:
         """Return the status, body and content type of a document.
 
         Raises:
@@ -147,7 +147,7 @@ class Admin:
         """
         try:
             async with asyncio.timeout(BACKEND_TIMEOUT_S):
-                return await document(pool)
+                return await document(models)
         except TimeoutError:
             raise errors.request_timeout(BACKEND_TIMEOUT_S) from None
 
@@ -158,7 +158,8 @@ class Admin:
             ApiError: 400 when the document is not a `RouterPolicy`.
         """
         policy = validated(RouterPolicy, wanted).policy
-        return _json({"policy": policy, "replicas": await self._backend.set_policy(policy)})
+        reached = [await model.backend.set_policy(policy) for model in self._models]
+        return _json({"policy": policy, "replicas": sum(reached)})
 
     async def set_speculation(self, wanted: Mapping[str, Any]) -> bytes:
         """Change how decode replicas draft; return the state of each, and a note if none drafts.
@@ -167,7 +168,11 @@ class Admin:
             ApiError: 400 when the document is not a `SpeculationUpdate`.
         """
         command = validated(SpeculationUpdate, wanted).model_dump(exclude_unset=True)
-        replicas = await self._backend.set_speculation(command)
+        replicas = [
+            replica
+            for model in self._models
+            for replica in await model.backend.set_speculation(command)
+        ]
         return _json({"replicas": replicas, **({} if replicas else {"note": NONE_DRAFTS})})
 
     async def store(self, wanted: Mapping[str, Any] | None) -> bytes:
@@ -187,6 +192,7 @@ class Admin:
     async def warm(
         self,
         wanted: Mapping[str, Any],
+        backend: ModelBackend,
         *,
         tenant: str | None,
         admitted: Callable[[int], AbstractAsyncContextManager[object]],
@@ -197,6 +203,7 @@ class Admin:
         each replica, and soon none after the client hung up.
 
         Args:
+            backend: the replicas of the model whose KV it is.
             tenant: tenant of the request's key; None if no keys are configured.
             admitted: passes a request with this number of bytes through the admission queue.
 
@@ -211,7 +218,7 @@ class Admin:
         prompts: list[list[dict[str, Any]]] = []
         for body in request.bodies:
             async with admitted(len(_json(body))):
-                prompts.append(await self._backend.warm(body, salt, request.pin))
+                prompts.append(await backend.warm(body, salt, request.pin))
         return _json({"prompts": prompts})
 
     def model(self, listing: bytes, model_id: str) -> bytes:
@@ -229,10 +236,10 @@ class Admin:
             raise errors.model_not_found(model_id)
         return _json(found[0])
 
-    async def _index(self, pool: ReplicaPool) -> Answer:
+    async def _index(self, models: ModelTable) -> Answer:
         operations = own_operations(self._settings, has_adapters=self._has_adapters)
         paths = {operation.path for operation in operations}
-        paths |= {route.path for route in pool.routes.routes}
+        paths |= {route.path for route in models.routes.routes}
         index = {
             "name": "headrace",
             "version": self._version,
@@ -241,30 +248,30 @@ class Admin:
         }
         return 200, _json(index), _JSON
 
-    async def _health(self, pool: ReplicaPool) -> Answer:
-        ready = await pool.ready()
-        is_ready = bool(ready or pool.fallbacks_ready)
+    async def _health(self, models: ModelTable) -> Answer:
+        ready = await models.ready()
+        is_ready = bool(ready or models.fallbacks_ready)
         health = {
             "status": "ok" if is_ready else "unavailable",
             "model": self._model_id,
             "replicas_ready": ready,
-            "standing_in": pool.fallbacks_ready,
+            "standing_in": models.fallbacks_ready,
         }
         # With no replica left, the request that would start one must still come through.
-        takes_requests = is_ready or self._backend.starts_on_demand
+        takes_requests = is_ready or any(model.backend.starts_on_demand for model in models)
         return (200 if takes_requests else 503), _json(health), _JSON
 
-    async def _get_version(self, pool: ReplicaPool) -> Answer:
+    async def _get_version(self, models: ModelTable) -> Answer:
         return 200, _json({"version": self._version}), _JSON
 
-    async def _metrics(self, pool: ReplicaPool) -> Answer:
+    async def _metrics(self, models: ModelTable) -> Answer:
         return 200, await self._backend.metrics(), _PROMETHEUS
 
-    async def _openapi(self, pool: ReplicaPool) -> Answer:
+    async def _openapi(self, models: ModelTable) -> Answer:
         """Return the OpenAPI schema, which is made again when the replicas' routes change."""
-        table = pool.routes
+        table = models.routes
         if self._schema is None or self._schema[0] is not table:
-            replica = await self._backend.openapi()
+            replica = await self._models[0].backend.openapi()
             document = openapi_document(
                 self._version,
                 self._settings,
@@ -278,7 +285,7 @@ class Admin:
             self._schema = table, _json(document)
         return 200, self._schema[1], _JSON
 
-    async def _status(self, pool: ReplicaPool) -> Answer:
+    async def _status(self, models: ModelTable) -> Answer:
         """Return the status; a part that fails is left out, and named in `incomplete`."""
         status: dict[str, Any] = {}
         incomplete: list[str] = []
@@ -304,14 +311,14 @@ class Admin:
             status["incomplete"] = incomplete
         return 200, _json(status), _JSON
 
-    async def _requests(self, pool: ReplicaPool) -> Answer:
+    async def _requests(self, models: ModelTable) -> Answer:
         return 200, _json(self._gateway.requests()), _JSON
 
-    async def _history(self, pool: ReplicaPool) -> Answer:
+    async def _history(self, models: ModelTable) -> Answer:
         return 200, _json(self._gateway.history()), _JSON
 
     async def _plan(self, request_id: str) -> Answer:
-        plan = await self._backend.plan(request_id)
-        if plan is None:
-            raise errors.plan_not_found(request_id)
-        return 200, _json(plan), _JSON
+        for model in self._models:
+            if (plan := await model.backend.plan(request_id)) is not None:
+                return 200, _json(plan), _JSON
+        raise errors.plan_not_found(request_id)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.config.gateway import GatewaySettings
 from headrace.gateway import errors, tracing
 from headrace.gateway.adapters import AdapterAdmin
 from headrace.gateway.admin import Admin
-from headrace.gateway.admission.admission_queue import AdmissionQueue
 from headrace.gateway.asgi import (
     ClientGone,
     Interrupts,
@@ -30,7 +29,7 @@ from headrace.gateway.asgi import (
     path_of,
     write_nowait,
 )
-from headrace.gateway.backend import Backend, GatewayMetrics, NoMetrics
+from headrace.gateway.backend import Backend, GatewayMetrics, NoMetrics, OneModelBackend
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.builtin_routes import (
     OURS,
@@ -47,16 +46,15 @@ from headrace.gateway.ingress import limits
 from headrace.gateway.ingress.allowed_hosts import AllowedHosts
 from headrace.gateway.ingress.api_keys import ADMIN, OPERATOR, ApiKeys
 from headrace.gateway.ingress.cors import cors
-from headrace.gateway.placement.placer import Placer
+from headrace.gateway.models.model_table import ModelTable
+from headrace.gateway.models.served_model import MakePlacer, ModelSource, ServedModel
 from headrace.gateway.relay.call import Call, finished
 from headrace.gateway.relay.headers import forwarded
-from headrace.gateway.relay.relay import Relay
 from headrace.gateway.relay.request_history import RequestHistory
-from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.relayed_routes import RelayedRoutes
-from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.request_context import BODY_LATE, TIME_UP, RequestContext
 from headrace.gateway.upstream import Upstream
+from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.loop_stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
@@ -64,23 +62,17 @@ logger = logging.getLogger("headrace.gateway")
 CLIENT_GONE_STATUS = 499  # as in nginx; only in logs and metrics
 
 
-class MakePlacer(Protocol):
-    """Maker of a gateway's `Placer`."""
-
-    def __call__(self, pool: ReplicaPool, upstream: Upstream, min_replicas: int, /) -> Placer: ...
-
-
 def build_gateway_app(
     settings: GatewaySettings,
-    backend: Backend,
+    backend: OneModelBackend,
     model_id: str,
     metrics: GatewayMetrics | None = None,
     make_placer: MakePlacer | None = None,
     conversations: ConversationState | None = None,
     *,
-    has_adapters: bool = False,
+    adapters: AdapterSettings | None = None,
 ) -> GatewayApp:
-    """Return the gateway for `backend`'s replicas.
+    """Return the gateway of an app that serves one model.
 
     Args:
         settings: the `gateway` section of the configuration.
@@ -89,62 +81,60 @@ def build_gateway_app(
         metrics: receives the gateway's metrics.
         make_placer: makes the `Placer` that plans requests; None to let the pool choose replicas.
         conversations: keeps responses and conversations; None to keep none.
-        has_adapters: whether the app has LoRA adapters, so that administrators can add more.
+        adapters: the configured LoRA adapters; None for an app without adapters.
 
     Raises:
         ValueError: the key file cannot be used.
     """
-    return GatewayApp(
-        *(settings, backend, model_id, metrics or NoMetrics(), make_placer, conversations),
-        has_adapters=has_adapters,
-    )
+    source = ModelSource(model_id, backend, make_placer, adapters)
+    return GatewayApp(settings, backend, [source], metrics or NoMetrics(), conversations)
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayParts:
     """The objects that belong to one event loop."""
 
-    pool: ReplicaPool
     upstream: Upstream
-    relay: Relay
+    models: ModelTable
     builtin: BuiltinRoutes
     relayed: RelayedRoutes
-    placer: Placer | None
-    queue: AdmissionQueue | None
 
 
 class GatewayApp:
-    """The ASGI callable, bound to the event loop of its first request; see `build_gateway_app`."""
+    """The ASGI callable, bound to the event loop of its first request.
+
+    Args:
+        settings: the `gateway` section of the configuration.
+        backend: the cluster.
+        models: the models, at least one.
+        metrics: receives the gateway's metrics.
+
+    Raises:
+        ValueError: the key file cannot be used.
+    """
 
     def __init__(
         self,
         settings: GatewaySettings,
         backend: Backend,
-        model_id: str,
+        models: Sequence[ModelSource],
         metrics: GatewayMetrics,
-        make_placer: MakePlacer | None = None,
         conversations: ConversationState | None = None,
-        *,
-        has_adapters: bool = False,
     ) -> None:
-        self.settings, self._model_id = settings, model_id
-        self._conversations = conversations
-        self._adapters = AdapterAdmin(backend, model_id) if has_adapters else None
-        self._make_placer = make_placer
-        self._backend = backend
+        self.settings, self._conversations = settings, conversations
+        self._sources = tuple(models)
+        only = models[0]
+        self._adapters = None
+        if only.adapters is not None:
+            self._adapters = AdapterAdmin(only.backend, only.model_id)
         self._metrics = metrics
         classes = None if settings.admission is None else settings.admission.classes
         hashes = {ADMIN: settings.admin_key_hash, OPERATOR: settings.operator_key_hash}
         admins = {name: hashed for name, hashed in hashes.items() if hashed is not None}
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file, admins, classes=classes)
         keys_on = bool(self._keys)
-        self._corpora = CorpusAdmin(backend, keys_on=keys_on)
-        self._admin = Admin(
-            *(backend, model_id, settings),
-            keys_on=keys_on,
-            has_adapters=has_adapters,
-            gateway=self,
-        )
+        self._corpora = CorpusAdmin(models[0].backend, keys_on=keys_on)
+        self._admin = Admin(backend, models, settings, keys_on=keys_on, gateway=self)
         self.body_reader = BodyReader(settings, keys_on=keys_on)
         self._stall = LoopStall()
         self._history = RequestHistory()
@@ -170,42 +160,29 @@ class GatewayApp:
             self.parts = parts = self._make_parts()
             self._traced = tracing.tracing_is_configured()
             self._keys.start()
-            parts.pool.start()
-            if parts.placer is not None:
-                parts.placer.start()
+            for model in parts.models:
+                model.start()
             if self._conversations is not None:
                 self._conversations.start()
-            if parts.queue is not None:
-                parts.queue.start()
 
     def _make_parts(self) -> GatewayParts:
         settings, metrics = self.settings, self._metrics
-        pool = ReplicaPool(self._backend, self._export_metrics)
         upstream = Upstream(settings.connect_timeout_s)
-        placer = queue = None
-        if self._make_placer is not None:
-            min_replicas = 2 if settings.admission is None else 1
-            placer = self._make_placer(pool, upstream, min_replicas)
-        if settings.admission is not None:
-            queue = AdmissionQueue(
-                *(settings.admission, pool, None if placer is None else placer.cluster),
-                one_tenant=not self._keys,
-                peer_usage=self._backend.admitted,
-                on_waited=metrics.queued,
-            )
-        fetcher = RetryingFetcher(
-            *(pool, upstream, settings.queue_timeout_s, placer),
-            on_lost=metrics.replica_lost,
-            reserve=self.body_reader.reserve,
+        models = ModelTable(
+            [
+                ServedModel(
+                    *(source, settings, metrics),
+                    upstream=upstream,
+                    body_reader=self.body_reader,
+                    one_tenant=not self._keys,
+                    on_poll=self._export_metrics,
+                )
+                for source in self._sources
+            ]
         )
-        relay = Relay(pool, fetcher, metrics.replica_lost, metrics.techniques)
         relayed = RelayedRoutes(
-            *(settings, self.body_reader, metrics),
-            pool=pool,
-            relay=relay,
-            queue=queue,
+            *(settings, self.body_reader, metrics, models),
             conversations=self._conversations,
-            model=self._model_id,
             on_end=lambda call: self._log_and_count(call, call.path),
         )
         routes = None
@@ -218,11 +195,10 @@ class GatewayApp:
         builtin = BuiltinRoutes(
             *(self._admin, self._corpora, self._adapters, self.body_reader),
             relayed=relayed,
-            pool=pool,
-            fetcher=fetcher,
+            models=models,
             conversations=routes,
         )
-        return GatewayParts(pool, upstream, relay, builtin, relayed, placer, queue)
+        return GatewayParts(upstream, models, builtin, relayed)
 
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""
@@ -231,22 +207,18 @@ class GatewayApp:
             await self._keys.aclose()
             if parts.relayed.background is not None:
                 await parts.relayed.background.aclose()
-            if parts.queue is not None:
-                await parts.queue.aclose()
-            await parts.relay.aclose()
-            if parts.placer is not None:
-                await parts.placer.aclose()
-            await parts.pool.aclose()
+            for model in parts.models:
+                await model.aclose()
             await parts.upstream.aclose()
             if self._conversations is not None:
                 await self._conversations.aclose()
 
     # State
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether there is work for a replica, or was a short time ago."""
-        return self.parts is not None and self.parts.relayed.is_wanted
+    def is_wanted(self, model_id: str) -> bool:
+        """Return whether there is work for a model's replica, or was a short time ago."""
+        model = self._model(model_id)
+        return model is not None and model.is_wanted
 
     @property
     def relaying(self) -> int:
@@ -254,25 +226,27 @@ class GatewayApp:
         return 0 if self.parts is None else self.parts.relayed.relaying
 
     @property
-    def charged_s(self) -> dict[str, float]:
-        """Seconds of engine time that each tenant has had from this gateway."""
-        queue = None if self.parts is None else self.parts.queue
-        return {} if queue is None else dict(queue.controller.charged_s)
+    def charged_s(self) -> dict[str, dict[str, float]]:
+        """Seconds of engine time that tenants have had from this gateway: by model, by tenant."""
+        models = () if self.parts is None else self.parts.models
+        return {model.model_id: model.charged_s for model in models}
 
-    def set_members(self, replica_ids: frozenset[str]) -> None:
-        """Set the replicas that run, as Ray Serve reports them; others get no more requests."""
-        if self.parts is not None:
-            self.parts.pool.set_members(replica_ids)
+    def set_members(self, model_id: str, replica_ids: frozenset[str]) -> None:
+        """Set a model's replicas that run, as Ray Serve reports them; others get no requests."""
+        if (model := self._model(model_id)) is not None:
+            model.pool.set_members(replica_ids)
+
+    def _model(self, model_id: str) -> ServedModel | None:
+        models = () if self.parts is None else self.parts.models
+        return next((model for model in models if model.model_id == model_id), None)
 
     def state(self) -> dict[str, Any]:
         """Return this gateway's state, for the status."""
-        parts = self.parts
+        states = [] if self.parts is None else [model.state() for model in self.parts.models]
         return {
-            **({} if parts is None or parts.placer is None else {"router": parts.placer.stats()}),
-            **({} if parts is None or parts.queue is None else {"queue": parts.queue.stats()}),
+            **(states[0] if states else {"standing_in": 0}),
             "pid": os.getpid(),
             "relaying": self.relaying,
-            "standing_in": 0 if parts is None else parts.pool.fallbacks_ready,
             "body_bytes": self.body_reader.held_bytes,
             "keys_stale": self._keys.are_stale,
             **self._stall.snapshot(),
@@ -292,16 +266,13 @@ class GatewayApp:
         """Return the key figures since this gateway's start."""
         return self._history.history()
 
-    def _export_metrics(self) -> None:
-        """Export this gateway's state as metrics."""
-        if self.parts is not None:
-            placer, queue = self.parts.placer, self.parts.queue
-            oldest_s = 0.0 if placer is None else placer.oldest_report_s
-            self._metrics.state(self.parts.pool.ready_now, self.relaying, oldest_s)
-            self._metrics.keys_stale(self._keys.are_stale)
-            if queue is not None:
-                stats = queue.stats()
-                self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
+    def _export_metrics(self, model: ServedModel) -> None:
+        """Export a model's state, and this gateway's, as metrics."""
+        self._metrics.state(model.pool.ready_now, self.relaying, model.oldest_report_s)
+        self._metrics.keys_stale(self._keys.are_stale)
+        if model.queue is not None:
+            stats = model.queue.stats()
+            self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
 
     # Requests
 
@@ -358,7 +329,7 @@ class GatewayApp:
         builtin = parts.builtin.find(path)
         if builtin is not None:
             return builtin
-        context.call.route = parts.pool.routes.at(path).get(context.call.method)
+        context.call.route = parts.models.routes.at(path).get(context.call.method)
         return parts.relayed.handle
 
     async def _guarded(

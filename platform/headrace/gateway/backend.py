@@ -1,4 +1,4 @@
-"""The gateway's interfaces to its environment: replicas and metrics.
+"""The gateway's interfaces to its environment: models, their replicas, and metrics.
 
 They let the gateway run the same on Ray, in a test and in a benchmark.
 """
@@ -61,8 +61,8 @@ def _known(cls: type[Known], answer: Mapping[str, Any]) -> Known:
     return cls(**{name: value for name, value in answer.items() if name in names})
 
 
-class Backend(Protocol):
-    """The cluster as the gateway sees it.
+class ModelBackend(Protocol):
+    """The replicas of one model as the gateway sees them.
 
     Attributes:
         starts_on_demand: whether Serve may have stopped every replica that answers clients, and
@@ -78,9 +78,6 @@ class Backend(Protocol):
         the gateway keeps the last list.
         """
 
-    async def status(self) -> dict[str, Any]:
-        """Return the JSON document of `GET /headrace/v1/status`."""
-
     async def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document of a replica's own application; empty without a replica."""
 
@@ -89,16 +86,6 @@ class Backend(Protocol):
 
     async def warm(self, body: dict[str, Any], salt: str, pin: bool) -> list[dict[str, Any]]:
         """Make a prompt's KV and have it stored; return the answer of each decode replica."""
-
-    async def store(
-        self, action: str, namespace: str | None = None, hash: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Have each machine's StoreNode carry out an operator's action.
-
-        Returns:
-            The answer of each machine; empty without a store.
-        """
-        return []
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; return the state of each that drafts."""
@@ -132,9 +119,6 @@ class Backend(Protocol):
             The number of replicas reached.
         """
 
-    async def metrics(self) -> bytes:
-        """Return the metrics in Prometheus' text format, for `GET /metrics`."""
-
     async def admitted(self) -> dict[str, dict[str, float]]:
         """Return the engine time that each other gateway has given each tenant since it started.
 
@@ -144,6 +128,30 @@ class Backend(Protocol):
             Predicted seconds of engine time, by gateway, then by tenant.
         """
         return {}
+
+
+class Backend(Protocol):
+    """The cluster as the gateway sees it: what its models share."""
+
+    async def status(self) -> dict[str, Any]:
+        """Return the JSON document of `GET /headrace/v1/status`."""
+
+    async def store(
+        self, action: str, namespace: str | None = None, hash: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Have each machine's StoreNode carry out an operator's action.
+
+        Returns:
+            The answer of each machine; empty without a store.
+        """
+        return []
+
+    async def metrics(self) -> bytes:
+        """Return the metrics in Prometheus' text format, for `GET /metrics`."""
+
+
+class OneModelBackend(Backend, ModelBackend, Protocol):
+    """The cluster of an app that serves one model."""
 
 
 class GatewayMetrics(Protocol):

@@ -21,10 +21,9 @@ from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations.routes import ConversationRoutes
 from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
+from headrace.gateway.models.model_table import ModelTable
 from headrace.gateway.openapi import METRICS, MODELS, ROUTER, SPECULATION, STORE, WARM
-from headrace.gateway.relay.retry import RetryingFetcher
 from headrace.gateway.relayed_routes import RelayedRoutes
-from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.request_context import RequestContext
 from headrace.observability.metrics_filter import filter_metrics, wanted_names
 
@@ -66,8 +65,7 @@ class BuiltinRoutes:
         adapters: handles the operations on LoRA adapters; None for an app without them.
         body_reader: reads bodies.
         relayed: counts the gateway's own requests to replicas, and admits them.
-        pool: the replicas.
-        fetcher: sends a request to a replica.
+        models: the models.
         conversations: the routes of kept responses and conversations; None if none are kept.
     """
 
@@ -79,12 +77,11 @@ class BuiltinRoutes:
         body_reader: BodyReader,
         *,
         relayed: RelayedRoutes,
-        pool: ReplicaPool,
-        fetcher: RetryingFetcher,
+        models: ModelTable,
         conversations: ConversationRoutes | None = None,
     ) -> None:
         self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
-        self._relayed, self._pool, self._fetcher = relayed, pool, fetcher
+        self._relayed, self._models = relayed, models
         self._conversations = conversations
         self._handlers: dict[str, Handler] = {
             ROUTER: self._command,
@@ -118,7 +115,7 @@ class BuiltinRoutes:
         if path in self._handlers or self._admin.find(path) is not None or console_file(path):
             return True
         ours = self._conversations is not None and self._conversations.has(path)
-        return ours or bool(self._pool.routes.at(path))
+        return ours or bool(self._models.routes.at(path))
 
     async def _command(self, context: RequestContext) -> None:
         """Change the plan policy or the speculative decoding of the app."""
@@ -135,11 +132,13 @@ class BuiltinRoutes:
         with self._relayed.take_place():
             wanted = await self._body_reader.json(context)
             self._body_reader.limit_answer_time(context)
-            body = await self._admin.warm(
-                wanted,
-                tenant=context.call.tenant,
-                admitted=partial(self._relayed.admit, context.caller),
-            )
+            model = await self._models.choose(context)
+            with model.take_place():
+                body = await self._admin.warm(
+                    *(wanted, model.backend),
+                    tenant=context.call.tenant,
+                    admitted=partial(self._relayed.admit, model, context.caller),
+                )
         await context.answer(200, body, JSON_TYPE)
 
     async def _store(self, context: RequestContext) -> None:
@@ -185,7 +184,7 @@ class BuiltinRoutes:
         if context.path.startswith(OURS):
             self._body_reader.check_admin(context)
         context.allow_methods(*READS)
-        status, body, content_type = await self._admin.answer(document, self._pool)
+        status, body, content_type = await self._admin.answer(document, self._models)
         if context.path == METRICS and (names := wanted_names(context.call.target)):
             body = await asyncio.to_thread(filter_metrics, body, names)  # a page may have megabytes
         await context.answer(status, body, (b"content-type", content_type))
@@ -206,7 +205,8 @@ class BuiltinRoutes:
         context.allow_methods(*READS)
         self._body_reader.limit_answer_time(context)
         context.call.method, context.call.target = "GET", MODELS
-        answer = await self._fetcher.fetch(context.call)
+        model = await self._models.choose(context)
+        answer = await model.fetcher.fetch(context.call)
         answer.close()
         if answer.reply.status != 200:  # pass on the replica's own error
             headers = dict(answer.reply.headers)

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace.gateway.backend import Backend
+from headrace.gateway.backend import ModelBackend
 from headrace.gateway.errors import ApiError, bad_field
 from headrace.gateway.ingress.limits import validated, wrong_field
 from headrace_kvstore.identity.salts import tenant_salt
@@ -67,13 +67,17 @@ class CorpusAdmin:
     """The operations on corpora.
 
     Args:
-        backend: the cluster.
+        backend: the replicas of the model.
         clock: seconds since 1970.
         keys_on: whether API keys prove tenants; otherwise a tenant is a cache salt.
     """
 
     def __init__(
-        self, backend: Backend, clock: Callable[[], float] = time.time, *, keys_on: bool = False
+        self,
+        backend: ModelBackend,
+        clock: Callable[[], float] = time.time,
+        *,
+        keys_on: bool = False,
     ) -> None:
         self._backend, self._clock, self._keys_on = backend, clock, keys_on
         self._newest = 0

@@ -12,7 +12,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,17 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.schema import ApplicationStatus
 
 from headrace.config.gateway import GatewaySettings
-from headrace.gateway import ReplicaInfo, build_gateway_app
+from headrace.gateway import GatewayApp, ReplicaInfo
 from headrace.gateway.asgi import Receive, Scope, Send
 from headrace.gateway.conversations.setup import StateSetup, folder_of
 from headrace.gateway.ingress.http_server import serve_gateway
+from headrace.gateway.models.served_model import ModelSource
 from headrace.gateway.placement.endpoint_info import EndpointInfo
 from headrace.gateway.placement.placer import Placer
 from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
+from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.ray.serve import (
     add_cluster_value,
     dashboard_address,
@@ -46,6 +49,7 @@ from headrace_engine.serving.added_adapters import AddedAdapters
 from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS
+from headrace_engine.serving.request_router import deployment_name
 from headrace_engine.serving.settings_override import OverrideStore, prefix
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 
@@ -65,35 +69,71 @@ STORE_TIMEOUT_S = 35.0
 """Time limit of store operations, longer than the one of `StoreNodeManager` (`CLEAR_S`)."""
 
 
-class ServeBackend:
-    """The gateway's requests to the cluster, over Serve's handles (`headrace.gateway.Backend`).
+@dataclass(frozen=True)
+class ModelDeployments:
+    """The deployments of one model, and how the gateway places its requests.
+
+    Attributes:
+        model_id: the name by which its replicas know it.
+        decode, prefill: handles of the deployments of its decode and prefill replicas.
+        router: settings of the router, such as the placement policy.
+        group: tells its replicas and settings from those of the app's other models; empty if it is
+            the only one.
+        adapters: its configured LoRA adapters; None for a model without adapters.
+        starts_on_demand: whether both of its roles may be scaled to zero.
+    """
+
+    model_id: str
+    decode: DeploymentHandle
+    prefill: DeploymentHandle
+    router: RouterSettings
+    group: str = ""
+    adapters: AdapterSettings | None = None
+    starts_on_demand: bool = False
+
+
+class Gateways:
+    """The app's gateways, asked over Serve's handle of their deployment."""
+
+    def __init__(self) -> None:
+        self._handle: DeploymentHandle | None = None
+
+    async def admitted(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return the seconds of engine time that tenants have had: by gateway, also this one, then
+        by model, then by tenant."""
+        if self._handle is None:
+            context = serve.get_replica_context()
+            self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
+        return dict(await _broadcast(self._handle, "headrace_admitted"))
+
+
+class ServeModelBackend:
+    """Requests to one model's replicas, over Serve's handles (`headrace.gateway.ModelBackend`).
 
     Args:
-        decode, prefill: handles of the deployments of decode and prefill replicas.
-        store: handle of the deployment that runs the KV store's nodes; None without a store.
+        model: the model's deployments.
+        gateways: the app's gateways.
         is_wanted: returns whether requests wait for a replica.
-        starts_on_demand: whether both roles may be scaled to zero.
     """
 
     def __init__(
         self,
-        decode: DeploymentHandle,
-        prefill: DeploymentHandle,
-        store: DeploymentHandle | None = None,
+        model: ModelDeployments,
+        gateways: Gateways,
         is_wanted: Callable[[], bool] = lambda: False,
-        *,
-        starts_on_demand: bool = False,
-    ):
-        self.starts_on_demand = starts_on_demand
-        self._decode, self._prefill, self._store = decode, prefill, store
-        self._is_wanted = is_wanted
-        self._nodes: Upstream | None = None
-        self._gateways: DeploymentHandle | None = None
+    ) -> None:
+        self.model_id = model.model_id
+        self.starts_on_demand = model.starts_on_demand
+        self._decode, self._prefill = model.decode, model.prefill
+        self._gateways, self._is_wanted = gateways, is_wanted
         self._wake_call: DeploymentResponse[Any] | None = None
-        self._app_name = serve.get_replica_context().app_name
-        self._dashboard = dashboard_address() if ray.is_initialized() else ""
-        self._overrides = OverrideStore(self._app_name, read_cluster_value, write_cluster_value)
-        self._added = AddedAdapters(self._app_name, read_cluster_value, write_cluster_value)
+        kept: Any = (
+            serve.get_replica_context().app_name,
+            read_cluster_value,
+            write_cluster_value,
+            model.group,
+        )
+        self._overrides, self._added = OverrideStore(*kept), AddedAdapters(*kept)
 
     async def replicas(self) -> list[ReplicaInfo]:
         """Return the replicas that answer now; a dead one is left out.
@@ -134,51 +174,13 @@ class ServeBackend:
         elif self._wake_call is None:
             self._wake_call = self._decode.headrace_replica.remote()
 
-    async def status(self) -> dict[str, Any]:
-        """Return the state of every replica, and the app's totals."""
-        decode, prefill, store, expected, admitted = await asyncio.gather(
+    async def status(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the state of every prefill replica, and of every decode replica."""
+        decode, prefill = await asyncio.gather(
             _broadcast(self._decode, "headrace_status"),
             _broadcast(self._prefill, "headrace_status"),
-            self._store_status(),
-            self._expected_replicas(),
-            self._admitted_by_gateway(),
         )
-        plans: dict[str, int] = {}
-        for replica in decode:
-            for kind, count in replica["router"].get("plans", {}).items():
-                plans[kind] = plans.get(kind, 0) + count
-        return {
-            "replicas": [*prefill, *decode],
-            "plans": plans,
-            "nixl_bytes": sum(replica["nixl"]["bytes"] for replica in decode),
-            "store": store,
-            "expected_replicas": expected,
-            "engine_s_by_tenant": _sum_by_tenant(admitted.values()),
-            "ray": {
-                "dashboard": self._dashboard,
-                "app": self._app_name,
-                "grafana": os.environ.get(GRAFANA_VARIABLE, ""),
-            },
-        }
-
-    async def _expected_replicas(self) -> dict[str, int]:
-        """Return how many replicas Serve runs or starts, by deployment; empty if it is not known.
-
-        A replica that is in this count and gives no status is starting, hangs or is dead.
-        """
-        try:
-            async with asyncio.timeout(BROADCAST_TIMEOUT_S):
-                return await asyncio.to_thread(_expected_replicas, self._app_name)
-        except Exception as error:
-            logger.debug("Serve does not tell its replicas: %r", error)
-            return {}
-
-    async def _store_status(self) -> list[dict[str, Any]]:
-        """Return the status of each machine's StoreNode; empty without a store."""
-        if self._store is None:
-            return []
-        nodes = await _broadcast(self._store, "status")
-        return [dict(node) for answer in nodes for node in answer]
+        return prefill, decode
 
     async def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document of one decode replica; empty if no replica runs."""
@@ -198,17 +200,6 @@ class ServeBackend:
         """Have every decode replica make the prompt's KV; replicas of one machine share it."""
         answers = await _ask_all(self._decode, "headrace_warm", [body], salt, pin, timeout_s=None)
         return [outcome for answer in answers for outcome in answer]
-
-    async def store(
-        self, action: str, namespace: str | None = None, hash: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Ask the store's manager, which asks each machine's node; empty without a store."""
-        if self._store is None:
-            return []
-        answers = await _ask_all(
-            self._store, "administer", action, namespace, hash, timeout_s=STORE_TIMEOUT_S
-        )
-        return [dict(machine) for answer in answers for machine in answer]
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; return the state of each that drafts."""
@@ -263,15 +254,88 @@ class ServeBackend:
     async def admitted(self) -> dict[str, dict[str, float]]:
         """Return the engine time that tenants have had from the app's other gateways."""
         me = serve.get_replica_context().replica_id.unique_id
-        used = await self._admitted_by_gateway()
-        return {name: by_tenant for name, by_tenant in used.items() if name != me}
+        used = await self._gateways.admitted()
+        return {name: models.get(self.model_id, {}) for name, models in used.items() if name != me}
 
-    async def _admitted_by_gateway(self) -> dict[str, dict[str, float]]:
-        """Return the seconds of engine time that tenants have had, by gateway, also this one."""
-        if self._gateways is None:
-            deployment = serve.get_replica_context().deployment
-            self._gateways = serve.get_deployment_handle(deployment, self._app_name)
-        return dict(await _broadcast(self._gateways, "headrace_admitted"))
+
+class ServeBackend:
+    """Requests to the whole app, over Serve's handles (`headrace.gateway.Backend`).
+
+    Args:
+        models: the models' replicas.
+        gateways: the app's gateways.
+        store: handle of the deployment that runs the KV store's nodes; None without a store.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServeModelBackend],
+        gateways: Gateways,
+        store: DeploymentHandle | None = None,
+    ) -> None:
+        self._models, self._gateways, self._store = tuple(models), gateways, store
+        self._nodes: Upstream | None = None
+        self._app_name = serve.get_replica_context().app_name
+        self._dashboard = dashboard_address() if ray.is_initialized() else ""
+
+    async def status(self) -> dict[str, Any]:
+        """Return the state of every replica, and the app's totals."""
+        models, store, expected, admitted = await asyncio.gather(
+            asyncio.gather(*(model.status() for model in self._models)),
+            self._store_status(),
+            self._expected_replicas(),
+            self._gateways.admitted(),
+        )
+        decode = [replica for _, replicas in models for replica in replicas]
+        plans: dict[str, int] = {}
+        for replica in decode:
+            for kind, count in replica["router"].get("plans", {}).items():
+                plans[kind] = plans.get(kind, 0) + count
+        return {
+            "replicas": [replica for roles in models for role in roles for replica in role],
+            "plans": plans,
+            "nixl_bytes": sum(replica["nixl"]["bytes"] for replica in decode),
+            "store": store,
+            "expected_replicas": expected,
+            "engine_s_by_tenant": _sum_by_tenant(
+                by_tenant for models in admitted.values() for by_tenant in models.values()
+            ),
+            "ray": {
+                "dashboard": self._dashboard,
+                "app": self._app_name,
+                "grafana": os.environ.get(GRAFANA_VARIABLE, ""),
+            },
+        }
+
+    async def _expected_replicas(self) -> dict[str, int]:
+        """Return how many replicas Serve runs or starts, by deployment; empty if it is not known.
+
+        A replica that is in this count and gives no status is starting, hangs or is dead.
+        """
+        try:
+            async with asyncio.timeout(BROADCAST_TIMEOUT_S):
+                return await asyncio.to_thread(_expected_replicas, self._app_name)
+        except Exception as error:
+            logger.debug("Serve does not tell its replicas: %r", error)
+            return {}
+
+    async def _store_status(self) -> list[dict[str, Any]]:
+        """Return the status of each machine's StoreNode; empty without a store."""
+        if self._store is None:
+            return []
+        nodes = await _broadcast(self._store, "status")
+        return [dict(node) for answer in nodes for node in answer]
+
+    async def store(
+        self, action: str, namespace: str | None = None, hash: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Ask the store's manager, which asks each machine's node; empty without a store."""
+        if self._store is None:
+            return []
+        answers = await _ask_all(
+            self._store, "administer", action, namespace, hash, timeout_s=STORE_TIMEOUT_S
+        )
+        return [dict(machine) for answer in answers for machine in answer]
 
     async def metrics(self) -> bytes:
         """Return the metrics of the whole cluster in Prometheus' text format."""
@@ -320,57 +384,54 @@ class GatewayServer:
     """The ingress deployment.
 
     Args:
-        decode, prefill: handles of the deployments of decode and prefill replicas.
+        models: the deployments of each model, at least one.
         store: handle of the deployment that runs the KV store's nodes; None without a store.
         settings: the `gateway` section of the configuration.
-        model_id: the served model's name.
         setup: prepares the process (logs, traces).
-        router: settings of the router, such as the placement policy.
         state: how conversation state is opened.
-        has_adapters: whether the app has LoRA adapters.
-        starts_on_demand: whether both roles may be scaled to zero.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
-        decode: DeploymentHandle,
-        prefill: DeploymentHandle,
+        models: Sequence[ModelDeployments],
         store: DeploymentHandle | None,
         settings: GatewaySettings,
-        model_id: str,
         setup: Callable[[str], None],
-        router: RouterSettings,
         state: StateSetup,
-        has_adapters: bool = False,
-        starts_on_demand: bool = False,
     ):
         setup("gateway")
         app = serve.get_replica_context().app_name
-        backend = ServeBackend(
-            decode,
-            prefill,
-            store,
-            lambda: self._app.is_wanted,
-            starts_on_demand=starts_on_demand,
-        )
-        self._app = build_gateway_app(
+        gateways = Gateways()
+        backends = [
+            ServeModelBackend(model, gateways, partial(self._is_wanted, model.model_id))
+            for model in models
+        ]
+        self._app = GatewayApp(
             settings,
-            backend,
-            model_id,
-            metrics=RayGatewayMetrics(model_id),
-            make_placer=partial(Placer, router, backend.endpoints),
-            conversations=state.make(
+            ServeBackend(backends, gateways, store),
+            [
+                ModelSource(
+                    *(model.model_id, each),
+                    partial(Placer, model.router, each.endpoints),
+                    model.adapters,
+                )
+                for model, each in zip(models, backends, strict=True)
+            ],
+            RayGatewayMetrics(models[0].model_id),
+            state.make(
                 lambda: folder_of(session_folder(), app),
                 partial(add_cluster_value, prefix(app) + SECRET),
             ),
-            has_adapters=has_adapters,
         )
         loop = asyncio.get_running_loop()
 
-        def on_members(replicas: frozenset[str]) -> None:
-            loop.call_soon_threadsafe(self._app.set_members, replicas)
+        def on_members(model_id: str, replicas: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(self._app.set_members, model_id, replicas)
 
-        MEMBERS.watch("decode", on_members)
+        for model in models:
+            MEMBERS.watch(
+                deployment_name("decode", model.group), partial(on_members, model.model_id)
+            )
         self._requests = InFlight(self._app)
         self._listener = None
         freeze_startup_heap()
@@ -385,6 +446,9 @@ class GatewayServer:
                 max_body_bytes=settings.max_body_bytes,
             )
 
+    def _is_wanted(self, model_id: str) -> bool:
+        return self._app.is_wanted(model_id)
+
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI app that Serve's proxy calls."""
         return ServeLifespanFilter(self._requests)
@@ -393,8 +457,8 @@ class GatewayServer:
         """Return the number of this gateway's requests; Serve itself counts only its proxy's."""
         return ongoing_requests(self._requests.count)
 
-    async def headrace_admitted(self) -> tuple[str, dict[str, float]]:
-        """Return this gateway's id, and the engine time that it has given each tenant."""
+    async def headrace_admitted(self) -> tuple[str, dict[str, dict[str, float]]]:
+        """Return this gateway's id, and the engine time that it has given each tenant, by model."""
         return serve.get_replica_context().replica_id.unique_id, self._app.charged_s
 
     async def __del__(self) -> None:

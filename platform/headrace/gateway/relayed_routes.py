@@ -26,20 +26,16 @@ from headrace.gateway.conversations.routes import RESPONSES
 from headrace.gateway.conversations.state import ConversationState
 from headrace.gateway.conversations.turn import prepare
 from headrace.gateway.ingress.api_keys import Caller
+from headrace.gateway.models.model_table import ModelTable
+from headrace.gateway.models.served_model import ServedModel
 from headrace.gateway.placement.placer import PLACED
 from headrace.gateway.relay import client_resume
 from headrace.gateway.relay.call import Call, in_flight
-from headrace.gateway.relay.relay import Relay
-from headrace.gateway.replica_pool import ReplicaPool
 from headrace.gateway.replica_selection import affinity_key
 from headrace.gateway.request_context import RequestContext
 from headrace_decode.http.public_routes import Route
 from headrace_decode.resume.emitted import RESUME
 from headrace_decode.techniques import TechniqueError, requested_techniques
-
-WANTED_S = 10.0
-"""Time after a request during which it still wakes a decode deployment that is scaled to zero: a
-prefill replica may have answered it."""
 
 
 class RelayedRoutes:
@@ -49,11 +45,8 @@ class RelayedRoutes:
         settings: the gateway's settings.
         body_reader: reads bodies.
         metrics: receives the gateway's metrics.
-        pool: the replicas.
-        relay: sends a request to a replica.
-        queue: the admission queue; None if none is configured.
+        models: the models, which send requests to their replicas.
         conversations: the conversation state; None if none is kept.
-        model: the model of background responses that name none.
         on_end: called with the call of each background response that has ended.
 
     Attributes:
@@ -65,18 +58,14 @@ class RelayedRoutes:
         settings: GatewaySettings,
         body_reader: BodyReader,
         metrics: GatewayMetrics,
+        models: ModelTable,
         *,
-        pool: ReplicaPool,
-        relay: Relay,
-        queue: AdmissionQueue | None,
         conversations: ConversationState | None = None,
-        model: str = "",
         on_end: Callable[[Call], None] = lambda call: None,
     ) -> None:
         self._settings, self._body_reader, self._metrics = settings, body_reader, metrics
-        self._pool, self._relay, self._queue = pool, relay, queue
+        self._models = models
         self._slo_classes = SloClasses.from_settings(settings.admission)
-        self._relayed_s = -WANTED_S
         self._calls: dict[int, Call] = {}  # in order of their start, at most `max_concurrent`
         self.relaying = 0
         """Number of requests that replicas work on, or that wait for one."""
@@ -85,16 +74,11 @@ class RelayedRoutes:
         if conversations is not None:
             self.background = BackgroundResponses(
                 *(conversations, self._run_in_background),
-                model=model,
+                model=next(iter(models)).model_id,
                 max_responses=settings.conversations.max_background,
                 timeout_s=settings.request_timeout_s,
                 on_end=on_end,
             )
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether there is work for a replica, or was within `WANTED_S`."""
-        return self.relaying > 0 or perf_counter() - self._relayed_s < WANTED_S
 
     def in_flight(self, unix_s: float) -> list[dict[str, Any]]:
         """Describe the oldest calls that replicas work on.
@@ -114,48 +98,49 @@ class RelayedRoutes:
         if self.relaying >= self._settings.max_concurrent:
             raise errors.too_many_requests(self._settings.max_concurrent)
         self.relaying += 1
-        self._relayed_s = perf_counter()
         try:
             yield
         finally:
             self.relaying -= 1
 
     @contextlib.asynccontextmanager
-    async def admit(self, caller: Caller, body_bytes: int) -> AsyncIterator[None]:
-        """Pass a request of the gateway's own through the queue, and count it until it ends.
+    async def admit(
+        self, model: ServedModel, caller: Caller, body_bytes: int
+    ) -> AsyncIterator[None]:
+        """Pass a request of the gateway's own through a model's queue.
 
         Raises:
             ApiError: 429, the request would be late, it waited too long, or the queue is full.
         """
-        if self._queue is None:
-            yield
-            return
         slo = self._slo_classes.choose(None, {}, caller.slo, caller.slo_classes)
-        ticket = await self._queue.enter(caller.tenant, slo, body_bytes)
-        try:
+        async with model.admit(caller.tenant, slo, body_bytes):
             yield
-        finally:
-            self._queue.on_end(ticket, None, None)
 
     async def handle(self, context: RequestContext) -> None:
         """Check a request, then relay it."""
-        call, pool, route = context.call, self._pool, context.call.route
-        if route is None and pool.routes:
-            raise pool.routes.refusal(context.path, call.method)
+        call, models, route = context.call, self._models, context.call.route
+        if route is None and models.all_routes_known:
+            raise models.routes.refusal(context.path, call.method)
         with self.take_place():
             if call.method == "POST" and (route is None or route.takes_json):
                 await self._body_reader.read_into_call(context)
             self._body_reader.limit_answer_time(context, spent_s=perf_counter() - call.started)
-            if route is None:
-                route = await self._wait_for_route(context)
-            await client_resume.prepare(call, context.headers.get(RESUME))
-            slo = await self._read_body(context) if route.takes_json else DEFAULT
-            if call.recorder is not None and call.recorder.is_background:
-                await self._start_background(context)
-            elif self._queue is None or route.path not in PLACED:
-                await self._run(call, context.send)
-            else:
-                await self._run_in_turn(call, context.send, slo, self._queue)
+            model = await models.choose(context)
+            with model.take_place():
+                await self._relay(context, model)
+
+    async def _relay(self, context: RequestContext, model: ServedModel) -> None:
+        """Relay a request to a model's replicas, after the checks that its route takes."""
+        call = context.call
+        route = call.route or await self._wait_for_route(context, model)
+        await client_resume.prepare(call, context.headers.get(RESUME))
+        slo = await self._read_body(context) if route.takes_json else DEFAULT
+        if call.recorder is not None and call.recorder.is_background:
+            await self._start_background(context)
+        elif model.queue is None or route.path not in PLACED:
+            await self._run(call, context.send, model)
+        else:
+            await self._run_in_turn(call, context.send, model, slo, model.queue)
 
     async def _start_background(self, context: RequestContext) -> None:
         """Answer with a background response, which is run after the answer."""
@@ -169,15 +154,16 @@ class RelayedRoutes:
         self, call: Call, send: Send, slo: SloClass, on_place: Callable[[], Awaitable[None]]
     ) -> None:
         """Relay the call of a background response; see `background.Run`."""
-        with self.take_place():
+        model = next(iter(self._models))
+        with self.take_place(), model.take_place():
             await on_place()
-            if self._queue is None:
-                await self._run(call, send)
+            if model.queue is None:
+                await self._run(call, send, model)
             else:
-                await self._run_in_turn(call, send, slo, self._queue)
+                await self._run_in_turn(call, send, model, slo, model.queue)
 
     async def _run_in_turn(
-        self, call: Call, send: Send, slo: SloClass, queue: AdmissionQueue
+        self, call: Call, send: Send, model: ServedModel, slo: SloClass, queue: AdmissionQueue
     ) -> None:
         """Relay a call when the admission queue sends it."""
         began = perf_counter()
@@ -188,7 +174,7 @@ class RelayedRoutes:
         call.on_plan = partial(queue.on_plan, ticket)
         call.on_first = partial(queue.on_first_token, ticket)
         try:
-            await self._run(call, send)
+            await self._run(call, send, model)
         finally:
             first_s = total_s = None
             if call.status == 200:
@@ -197,10 +183,10 @@ class RelayedRoutes:
                     first_s = call.started + call.ttft_s - sent
             queue.on_end(ticket, first_s, total_s)
 
-    async def _run(self, call: Call, send: Send) -> None:
+    async def _run(self, call: Call, send: Send, model: ServedModel) -> None:
         self._calls[id(call)] = call
         try:
-            await self._relay.run(call, send)
+            await model.relay.run(call, send)
         finally:
             del self._calls[id(call)]
             if call.gateway_s is not None:
@@ -252,15 +238,15 @@ class RelayedRoutes:
         call.body, call.own_id_bytes, call.recorder = turn.body, turn.own_id_bytes, turn.recorder
         return request if turn.first is None else {**request, "input": [turn.first]}
 
-    async def _wait_for_route(self, context: RequestContext) -> Route:
-        """Return the route, as soon as a replica has reported its routes.
+    async def _wait_for_route(self, context: RequestContext, model: ServedModel) -> Route:
+        """Return the route, as soon as a replica of the model has reported its routes.
 
         Raises:
             ApiError: 404 there is no such path, 405 it takes other methods, 503 no replica has
                 reported its routes in time.
         """
         call, began = context.call, perf_counter()
-        table = await self._pool.known_routes(self._settings.queue_timeout_s)
+        table = await model.pool.known_routes(self._settings.queue_timeout_s)
         call.waited_s += perf_counter() - began
         call.route = table.at(context.path).get(call.method)
         if call.route is None:
