@@ -44,6 +44,7 @@ def dealt(name: str, found: list[Path], pieces: int, *needs: float) -> list[Part
 
 
 APPS, UNIT, INTEGRATION = files("e2e"), files("unit"), files("integration")
+MODELS = taken(APPS, "models")
 SERVED = taken(APPS, "adapters", "sparse", "placement", "scaling", "keys")
 RAY = taken(UNIT, "cli_up", "cli_cluster", "cli_process_matcher")
 INTERPRETED = taken(
@@ -73,6 +74,7 @@ PARTS = [
     Part("ray", RAY, 0.4, 2.0),
     Part("changes", CHANGES, 0.8, 5.5),
     Part("served", SERVED, 1.0, 9.0),
+    Part("models", MODELS, 0.9, 9.0),
     *dealt("unit", UNIT, 2, 0.4, 3.0),
     Part("rest", REST, 0.7, 4.0),
     Part("interpreted", INTERPRETED, 0.8, 2.5),

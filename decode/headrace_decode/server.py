@@ -65,6 +65,7 @@ from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.ready_file import start_ready_file
 from headrace_engine.serving.replica_adapters import ReplicaAdapters
+from headrace_engine.serving.request_router import deployment_name
 from headrace_engine.serving.settings_override import AppliedOverrides, OverrideStore
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 from headrace_engine.store_nodes.manager import join_store
@@ -101,7 +102,9 @@ class DecodeServer(PDDecodeServer):
             wiring.setup("decode")
         self._wiring = wiring
         app_name = serve.get_replica_context().app_name
-        self._overrides = OverrideStore(app_name, read_cluster_value, write_cluster_value)
+        self._overrides = OverrideStore(
+            app_name, read_cluster_value, write_cluster_value, wiring.model_key
+        )
         self._applied_overrides = AppliedOverrides()
         self._prefills = prefill_server
         self._listener: Listener | None = None
@@ -127,7 +130,7 @@ class DecodeServer(PDDecodeServer):
             self._adapters = adapters = ReplicaAdapters(
                 wiring.adapters,
                 self.engine.llm,
-                AddedAdapters(app_name, read_cluster_value, write_cluster_value),
+                AddedAdapters(app_name, read_cluster_value, write_cluster_value, wiring.model_key),
                 serve.get_replica_context().replica_id.unique_id,
             )
             await adapters.start()
@@ -269,7 +272,7 @@ class DecodeServer(PDDecodeServer):
         def update(replicas: frozenset[str]) -> None:
             loop.call_soon_threadsafe(self._orchestrator.prefill_members, replicas)
 
-        MEMBERS.watch("prefill", update)
+        MEMBERS.watch(deployment_name("prefill", self._wiring.model_key), update)
 
     async def _watch_prefill(self) -> None:
         """Probe the failing prefill replicas, at an interval."""

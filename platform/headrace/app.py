@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -21,7 +23,7 @@ from ray.serve.llm.ingress import make_fastapi_ingress
 from headrace.config import AppSection, to_app_args
 from headrace.config.integrity import IntegritySection
 from headrace.config.load import validate
-from headrace.deploy.adapters import take_adapters, with_readable_paths
+from headrace.deploy.app_models import AppModel, app_models
 from headrace.deploy.blending import add_blending
 from headrace.deploy.drop_in import refusals
 from headrace.deploy.sparse_attention import add_sparse_attention
@@ -39,7 +41,6 @@ from headrace.replica.prefill_fallback import PrefillFallback
 from headrace_decode.llm.vllm_engine import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DPDecodeServer
 from headrace_decode.wiring import DecodeWiring
-from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
 from headrace_engine.ray.engine import LEFT_OUT_KEY
 from headrace_engine.ray.llm import (
@@ -64,7 +65,7 @@ def build_app(args: dict[str, Any]) -> Application:
     Args:
         args: what `build_pd_openai_app` takes (`prefill_config`, `decode_config`,
         `ingress_cls_config`, `ingress_deployment_config`), and `headrace`, the section
-        `headrace.config.AppSection`.
+        `headrace.config.AppSection`. Several models are in `models` (`deploy.app_models`).
 
     Raises:
         pydantic.ValidationError: a field is unknown or its value impossible.
@@ -80,63 +81,89 @@ def build_app(args: dict[str, Any]) -> Application:
             )
         gateway = section.gateway.model_copy(update={"port": None})
         section = section.model_copy(update={"gateway": gateway})
-    rays = with_readable_paths({k: v for k, v in args.items() if k != "headrace"})
-    pd = PDServingArgs.model_validate(rays)
-    if wrong := refusals(pd, section.token_path, own_port=section.gateway.port is not None):
-        raise ValueError("; and ".join(wrong))
+    models = app_models(args, section)
+    own_port = section.gateway.port is not None
+    wrong = [
+        line
+        for model in models
+        for line in refusals(model.pd, section.token_path, own_port=own_port, key=model.key)
+    ]
+    if wrong:
+        raise ValueError("; and ".join(dict.fromkeys(wrong)))
     setup = ProcessSetup(**section.observability.model_dump())
-    if section.observability.otlp_endpoint:
-        for config in (pd.prefill_config, pd.decode_config):
-            _trace_engine(config, section.observability.otlp_endpoint)
-    adapters = take_adapters(pd) if section.token_path == "relay" else None
-    engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
-    engines[0].update(shared(decode=engines[1], prefill=engines[0]))
-    for engine in engines:
-        _use_own_nixl(engine, section.integrity)
-    for config in (pd.prefill_config, pd.decode_config):
-        is_decode = config is pd.decode_config
-        if left_out := _left_out(section, config.engine_kwargs, is_decode=is_decode):
-            more = {LEFT_OUT_KEY: left_out}
-            config.experimental_configs = {**config.experimental_configs, **more}
-    saves = section.speculation.enabled and section.speculation.save
-    store = add_store(section.store, engines, setup, save_gossip=saves)
-    add_speculative_decoding(section.speculation, pd.decode_config.engine_kwargs)
-    make_blending_planner = add_blending(section.techniques.blending, engines)
-    add_sparse_attention(section.techniques, engines, engines[1:])
+    for model in models:
+        if section.observability.otlp_endpoint:
+            for config in (model.pd.prefill_config, model.pd.decode_config):
+                _trace_engine(config, section.observability.otlp_endpoint)
+        prefill, decode = model.engines
+        prefill.update(shared(decode=decode, prefill=prefill))
+        for engine in model.engines:
+            _use_own_nixl(engine, section.integrity)
+        _note_left_out(model, store=section.store.enabled)
+    store = add_store(
+        *(section.store, [engine for model in models for engine in model.engines], setup),
+        save_gossip=any(
+            model.section.speculation.enabled and model.section.speculation.save for model in models
+        ),
+    )
+    deployed = [_deploy(model, section, store, setup) for model in models]
+    if section.token_path == "direct":
+        return _direct(models[0].pd, deployed[0].bind, section.drain_s)
+    if section.token_path == "classic":
+        return _classic(deployed, section.drain_s)
+    return _relay(deployed, section, store, setup)
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A model's prefill deployment, and the arguments of its decode deployment."""
+
+    model: AppModel
+    prefill: Application
+    bind: dict[str, Any]
+
+    def decode(self, drain_s: float) -> Application:
+        """Return the decode deployment."""
+        config = self.model.pd.decode_config
+        name = self.model.deployment("decode")
+        return _deployment(config, name, DecodeServer, DPDecodeServer, self.bind, drain_s)
+
+
+def _deploy(
+    model: AppModel, section: AppSection, store: Application | None, setup: ProcessSetup
+) -> Deployed:
+    """Put a model's techniques into its engines' arguments, and deploy its prefill role."""
+    pd, own, engines = model.pd, model.section, model.engines
+    add_speculative_decoding(own.speculation, pd.decode_config.engine_kwargs)
+    make_blending_planner = add_blending(own.techniques.blending, engines)
+    add_sparse_attention(own.techniques, engines, engines[1:])
     prefill = _deployment(
         pd.prefill_config,
-        "prefill",
+        model.deployment("prefill"),
         PrefillServer,
         DPPrefillServer,
         {
             "setup": setup,
             "store": store,
             "fallback": _prefill_fallback(pd, section.token_path),
-            "adapters": adapters,
+            "adapters": model.adapters,
             "export_left_out": export_left_out,
         },
         section.drain_s,
     )
     wiring = DecodeWiring(
-        make_planner=RouterPlanner(section.router.to_settings()),
+        make_planner=RouterPlanner(own.router.to_settings()),
         listen=_listen if section.token_path == "relay" else None,
         setup=setup,
-        adapters=adapters,
-        tenants=tenants_of(section.speculation),
+        adapters=model.adapters,
+        tenants=tenants_of(own.speculation),
         drafting_metrics=RaySpeculationMetrics,
         export_left_out=export_left_out,
         make_blending_planner=make_blending_planner,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
+        model_key=model.key,
     )
-    bind = {"prefill_server": prefill, "wiring": wiring, "store": store}
-    if section.token_path == "direct":
-        return _direct(pd, bind, section.drain_s)
-    decode = _deployment(
-        pd.decode_config, "decode", DecodeServer, DPDecodeServer, bind, section.drain_s
-    )
-    if section.token_path == "classic":
-        return _classic(pd, decode)
-    return _relay(pd, section, decode, prefill, store, setup, adapters=adapters)
+    return Deployed(model, prefill, {"prefill_server": prefill, "wiring": wiring, "store": store})
 
 
 def build_configured(args: dict[str, Any]) -> Application:
@@ -151,13 +178,27 @@ def build_configured(args: dict[str, Any]) -> Application:
     return build_app(to_app_args(validate(args, files_here=False)))
 
 
-def _left_out(section: AppSection, engine: dict[str, Any], *, is_decode: bool) -> dict[str, str]:
-    """Return the configured parts that an engine's own arguments leave out, with the reasons."""
+def _note_left_out(model: AppModel, *, store: bool) -> None:
+    """Tell a model's engines which configured parts their own arguments leave out."""
+    drafts = model.section.speculation.enabled
+    for config, speculation in ((model.pd.prefill_config, False), (model.pd.decode_config, drafts)):
+        left_out = _left_out(config.engine_kwargs, store=store, speculation=speculation)
+        if left_out:
+            more = {LEFT_OUT_KEY: left_out}
+            config.experimental_configs = {**config.experimental_configs, **more}
+
+
+def _left_out(engine: dict[str, Any], *, store: bool, speculation: bool) -> dict[str, str]:
+    """Return the configured parts that an engine's own arguments leave out, with the reasons.
+
+    Args:
+        engine: `engine_kwargs`.
+        store: whether a KV store is configured.
+        speculation: whether speculative decoding is configured for this role.
+    """
     reasons = {
-        "store": why_no_store(engine) if section.store.enabled else None,
-        "speculation": (
-            why_no_speculation(engine) if section.speculation.enabled and is_decode else None
-        ),
+        "store": why_no_store(engine) if store else None,
+        "speculation": why_no_speculation(engine) if speculation else None,
     }
     return {part: why for part, why in reasons.items() if why is not None}
 
@@ -201,7 +242,7 @@ async def _listen(app: Any, host: str, port: int) -> Any:
 
 def _deployment(
     config: Any,
-    role: str,
+    name: str,
     plain: type,
     data_parallel: type,
     bind_kwargs: dict[str, Any],
@@ -212,7 +253,7 @@ def _deployment(
     return build(
         config,
         bind_kwargs=bind_kwargs,
-        override_serve_options=_options(config, role, drain_s, routed=True),
+        override_serve_options=_options(config, name, drain_s, routed=True),
         deployment_cls=data_parallel if grouped else plain,
     )
 
@@ -230,33 +271,30 @@ def _may_be_zero(config: Any) -> bool:
     return scaling.get("min_replicas", 1) == 0
 
 
-def _options(config: Any, role: str, drain_s: float, *, routed: bool) -> dict[str, Any]:
-    """Return a role's deployment options, without those that the user has set.
+def _options(config: Any, name: str, drain_s: float, *, routed: bool) -> dict[str, Any]:
+    """Return a deployment's options, without those that the user has set.
 
     Args:
+        name: the deployment's name.
         routed: whether handles let the caller name a replica.
     """
     options: dict[str, Any] = dict(drain_options(drain_s))
     if routed:
-        options["request_router_config"] = routed_as(role)
+        options["request_router_config"] = routed_as(name)
     given = config.deployment_config
-    return {"name": role} | {key: value for key, value in options.items() if key not in given}
+    return {"name": name} | {key: value for key, value in options.items() if key not in given}
 
 
 def _relay(
-    pd: PDServingArgs,
+    deployed: Sequence[Deployed],
     section: AppSection,
-    decode: Application,
-    prefill: Application,
     store: Application | None,
     setup: ProcessSetup,
-    *,
-    adapters: AdapterSettings | None,
 ) -> Application:
     from headrace.gateway.conversations.setup import StateSetup
     from headrace.gateway.deployment import GatewayServer, ModelDeployments
 
-    given = pd.ingress_deployment_config or {}
+    given = deployed[0].model.pd.ingress_deployment_config or {}
     tied = bool(section.gateway.resources)
     options = {
         "name": "gateway",
@@ -276,11 +314,16 @@ def _relay(
         .bind(
             [
                 ModelDeployments(
-                    *(pd.decode_config.model_id, decode, prefill, section.router.to_settings()),
-                    adapters=adapters,
-                    starts_on_demand=_may_be_zero(pd.prefill_config)
-                    and _may_be_zero(pd.decode_config),
+                    each.model.model_id,
+                    each.decode(section.drain_s),
+                    each.prefill,
+                    each.model.section.router.to_settings(),
+                    each.model.key,
+                    each.model.adapters,
+                    _may_be_zero(each.model.pd.prefill_config)
+                    and _may_be_zero(each.model.pd.decode_config),
                 )
+                for each in deployed
             ],
             store,
             section.gateway,
@@ -311,18 +354,23 @@ def _direct(pd: PDServingArgs, bind: dict[str, Any], drain_s: float) -> Applicat
     )
 
 
-def _classic(pd: PDServingArgs, decode: Application) -> Application:
+def _classic(deployed: Sequence[Deployed], drain_s: float) -> Application:
+    pd = deployed[0].model.pd
     ingress = pd.ingress_cls_config
-    model_id, lora = pd.decode_config.model_id, pd.decode_config.lora_config
+    configs = {each.model.model_id: each.model.pd.decode_config for each in deployed}
     options = maybe_apply_llm_deployment_config_defaults(
-        ingress.ingress_cls.get_deployment_options([pd.decode_config]),
+        ingress.ingress_cls.get_deployment_options(list(configs.values())),
         pd.ingress_deployment_config,
     )
     return serve.deployment(
         make_fastapi_ingress(ingress.ingress_cls), **{"name": "gateway", **options}
     ).bind(
-        llm_deployments={model_id: decode},
-        model_cards={model_id: to_model_metadata(model_id, pd.decode_config)},
-        lora_paths={model_id: lora.dynamic_lora_loading_path} if lora is not None else {},
+        llm_deployments={each.model.model_id: each.decode(drain_s) for each in deployed},
+        model_cards={name: to_model_metadata(name, config) for name, config in configs.items()},
+        lora_paths={
+            name: config.lora_config.dynamic_lora_loading_path
+            for name, config in configs.items()
+            if config.lora_config is not None
+        },
         **ingress.ingress_extra_kwargs,
     )

@@ -144,7 +144,7 @@ class PrefillServer(PDPrefillServer):
 
     async def _start_adapters(self, settings: AdapterSettings) -> None:
         app_name = serve.get_replica_context().app_name
-        added = AddedAdapters(app_name, read_cluster_value, write_cluster_value)
+        added = AddedAdapters(app_name, read_cluster_value, write_cluster_value, settings.group)
         llm = self.engine.llm
         self._adapters = ReplicaAdapters(settings, llm, added, self._replica_id)
         await self._adapters.start()

@@ -36,6 +36,7 @@ ORDER = (
     "test_soak",
     "test_down",
     "test_adapters",
+    "test_models",
     "test_sparse",
     "test_placement",
     "test_scaling",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from headrace.config import GatewaySettings
 from headrace.config.tls_files import TlsFiles
 from headrace.gateway import ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace.gateway.app import GatewayApp
+from headrace.gateway.backend import NoMetrics
+from headrace.gateway.models.served_model import ModelSource
 from headrace_decode.http.public_routes import Route
 from headrace_engine.adapters.settings import AdapterSettings
 
@@ -120,6 +122,7 @@ class FakeCluster:
     told_status: dict[str, Any] | None = None
     elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
     starts_on_demand: bool = False
+    added: dict[str, str] = field(default_factory=dict)
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1
@@ -144,6 +147,15 @@ class FakeCluster:
     async def send_corpus_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         self.told.append(command)
         return [{"replica_id": each.replica_id, **self.memories} for each in self.members]
+
+    async def added_adapters(self) -> dict[str, str]:
+        return dict(self.added)
+
+    async def set_adapter(self, name: str, source: str | None) -> list[dict[str, Any]]:
+        self.added.pop(name, None)
+        if source is not None:
+            self.added[name] = source
+        return [{"replica_id": member.replica_id} for member in self.members]
 
     async def openapi(self) -> dict[str, Any]:
         return self.document
@@ -211,6 +223,43 @@ async def gateway_over(
         await client.close()
         for member in cluster.members:
             await member.stop()
+        await gateway.stop(grace_s=1)
+
+
+@contextlib.asynccontextmanager
+async def gateway_of_models(
+    models: Mapping[str, Sequence[Handler]],
+    *,
+    metrics: Any = None,
+    adapters: Mapping[str, AdapterSettings] | None = None,
+    **options: Any,
+) -> AsyncIterator[tuple[aiohttp.ClientSession, dict[str, FakeCluster], GatewayApp]]:
+    """A client of a running gateway over several models, with a fake replica for each handler."""
+    clusters = {
+        model: FakeCluster(
+            [await FakeReplica(each, f"{model}-{n}").start() for n, each in enumerate(handlers, 1)]
+        )
+        for model, handlers in models.items()
+    }
+    settings = GatewaySettings.model_validate(options)
+    app = GatewayApp(
+        settings,
+        FakeCluster(),
+        [
+            ModelSource(model, cluster, adapters=(adapters or {}).get(model))
+            for model, cluster in clusters.items()
+        ],
+        metrics or NoMetrics(),
+    )
+    gateway = await serve_gateway(app, "127.0.0.1", 0, max_body_bytes=settings.max_body_bytes)
+    url = f"http://127.0.0.1:{gateway.port}"
+    try:
+        async with aiohttp.ClientSession(url, auto_decompress=False) as client:
+            yield client, clusters, app
+    finally:
+        for cluster in clusters.values():
+            for member in cluster.members:
+                await member.stop()
         await gateway.stop(grace_s=1)
 
 

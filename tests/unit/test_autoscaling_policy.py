@@ -360,3 +360,12 @@ def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None
     assert app.load is not None
     assert (app.load.prompt_tokens, app.load.answer_tokens) == pytest.approx((100.0, 20.0))
     assert app.decide() is not None
+
+
+def test_models_of_one_app_have_states_of_their_own() -> None:
+    shared = (Slo(2.0, 0.0, 0.1, 0.9), ReplicaCosts(10.0, 20.0), ReplicaBounds((1, 1), (1, 1)))
+    states = [autoscaler_state.state_of(APP, *shared, model) for model in ("", "a", "b", "a")]
+    assert states[1] is states[3] and len({id(state) for state in states}) == 3
+    for model in ("a", "b"):
+        autoscaler_state.remove_state(APP, model)
+    assert autoscaler_state.state_of(APP, *shared) is states[0]

@@ -87,6 +87,20 @@ def test_running_apps_tell_what_their_engines_run_without() -> None:
     assert left_out.running({}) == []
 
 
+def test_what_is_left_out_is_told_by_model() -> None:
+    found = left_out.expected(LAPTOP, LAPTOP.roles().values(), GRANITE, "small")
+    assert found and all("(models.small)" in one.found for one in found)
+    replicas = [
+        {"role": "decode", "model": "a", "left_out": {"store": "no"}},
+        {"role": "prefill", "model": "b", "left_out": {"store": "no"}},
+    ]
+    found = left_out.running({"app": replicas})
+    assert [one.found for one in found] == [
+        'store ("app", a, decode): no',
+        'store ("app", b, prefill): no',
+    ]
+
+
 def test_a_models_configuration_is_read_or_none(tmp_path: Path) -> None:
     assert probes.model_config(None) is None and probes.model_config(tmp_path) is None
     file = tmp_path / "config.json"

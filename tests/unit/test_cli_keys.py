@@ -63,6 +63,7 @@ def test_a_revoked_key_is_gone_and_the_others_stay(
         "requests_per_minute": None,
         "slo": None,
         "slo_classes": None,
+        "models": None,
     }
 
 
@@ -110,3 +111,16 @@ def test_keys_added_at_once_are_all_kept(file: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(add, range(12)))
     assert {each.name for each in read_keys(file).keys} == {f"key-{n}" for n in range(12)}
+
+
+def test_a_key_can_be_limited_to_models_and_the_list_shows_it(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("add", "all", "-f", str(file))
+    run("list", "-f", str(file))
+    assert "models" not in capsys.readouterr().out
+    assert run("add", "shop", "-f", str(file), "--model", "chat", "--model", "org/small") == 0
+    assert read_keys(file).keys[1].models == ["chat", "org/small"]
+    capsys.readouterr()
+    run("list", "-f", str(file))
+    assert "chat, org/small" in capsys.readouterr().out

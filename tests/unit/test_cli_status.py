@@ -165,6 +165,18 @@ def test_a_queue_and_a_placement_that_say_something_are_shown() -> None:
     assert "queue of this gateway: 3 wait, of 2 tenants" in text and "7 refused" in text
 
 
+def test_several_models_are_named_and_each_has_its_queue() -> None:
+    router = {"unhealthy": {DECODE["replica_id"]: "suspect"}}
+    models = {
+        "small": {"router": router, "queue": {**QUEUE, "waiting": 3, "refused": 7}},
+        "large": {"queue": {**QUEUE, "waiting": 0, "waited": 0, "refused": 0, "expired": 0}},
+    }
+    text = " ".join(shown(changed(gateway={"models": models})).split())
+    assert "small, large at http://127.0.0.1:8000/v1" in text and "suspect" in text
+    assert "queue of this gateway for small: 3 wait" in text
+    assert "queue of this gateway for large" not in text
+
+
 def test_details_are_shown_when_asked() -> None:
     hidden = ("1,300", "3.0 MiB, 1 failed", "base_s 0.0218", "estimated loss", "moved over NIXL")
     assert [part for part in hidden if part in shown()] == []

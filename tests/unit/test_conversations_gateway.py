@@ -834,7 +834,8 @@ async def test_with_admission_a_background_response_has_a_class_of_its_own(
         await bench.app.start()
         assert bench.app.parts is not None
         (model,) = bench.app.parts.models
-        assert (queue := model.queue) is not None
+        queue = model.queue
+        assert queue is not None
         enter = queue.enter
 
         async def recorded(tenant: str | None, slo: SloClass, body_bytes: int) -> Any:

@@ -62,7 +62,7 @@ def of_ours() -> dict[str, set[str]]:
                 found[f"ray_{info['name']}{suffix}"] = set(info["tag_keys"])
 
     kinds = (RayPlanMetrics, RaySpeculationMetrics, RayStoreMetrics)
-    for made in (RayGatewayMetrics("a-model"), *(kind() for kind in kinds)):
+    for made in (RayGatewayMetrics(), *(kind() for kind in kinds)):
         take(vars(made))
     return found
 

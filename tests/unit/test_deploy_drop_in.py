@@ -15,6 +15,7 @@ from headrace.config import ConfigError
 from headrace.config.autoscaling import POLICY
 from headrace.deploy.drop_in import refusals
 from headrace_decode.http.vllm_environment import refuse_api_key
+from headrace_engine.adapters.settings import AdapterSettings
 from headrace_engine.ray.llm import PDServingArgs
 from headrace_kvstore.protocol.address import base_url
 
@@ -135,6 +136,8 @@ def deployment(app: Any, name: str) -> Any:
     found, todo, seen = None, [app], set()
     while todo:
         each = todo.pop()
+        if isinstance(each, list):
+            todo += [part for model in each for part in (model.decode, model.prefill)]
         if id(each) in seen or not hasattr(each, "_bound_deployment"):
             continue
         seen.add(id(each))
@@ -147,6 +150,105 @@ def deployment(app: Any, name: str) -> Any:
 
 
 STORE_OFF = {"store": {"enabled": False}}
+
+
+class TestSeveralModels:
+    """The arguments `models`."""
+
+    def entry(self, model_id: str, **section: Any) -> dict[str, Any]:
+        both = args()
+        configs = {name: both[name] for name in ("prefill_config", "decode_config")}
+        for config in configs.values():
+            config["model_loading_config"] = {"model_id": model_id, "model_source": "/m"}
+        return {**configs, **({"headrace": section} if section else {})}
+
+    def test_each_model_has_deployments_of_its_own_and_one_gateway_and_store(self) -> None:
+        models = {"a": self.entry("org/a"), "b": self.entry("b", router={"policy": "local"})}
+        app = build_app({"models": models, "headrace": {"router": {"itl_target_s": 0.5}}})
+        first, second = deployment(app, "gateway").init_args[0]
+        assert [(one.model_id, one.group) for one in (first, second)] == [
+            ("org/a", "a"),
+            ("b", "b"),
+        ]
+        assert (first.router.policy, second.router.policy) == ("cost", "local")
+        assert first.router.itl_target_s == second.router.itl_target_s == 0.5
+        stores, roles = set(), {}
+        for role in ("decode", "prefill"):
+            for key in "ab":
+                made = deployment(app, f"{role}-{key}")
+                router = made._deployment_config.request_router_config
+                roles[made.name] = router.request_router_kwargs["role"]
+                stores.add(id(made.init_kwargs["store"]))
+        assert roles == {name: name for name in ("decode-a", "decode-b", "prefill-a", "prefill-b")}
+        assert len(stores) == 1
+        wiring = deployment(app, "decode-b").init_kwargs["wiring"]
+        assert wiring.model_key == "b"
+        assert deployment(app, "decode-b").init_kwargs["prefill_server"] is second.prefill
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            ({"prefill_config": {}}, "prefill_config: has no effect beside models"),
+            ({"models": {}}, "models: must be a mapping with 1 to 64"),
+            ({"models": {"A b": {}}}, "models.A b: must have lower-case"),
+            ({"models": {"a": {"decode": 1}}}, "models.a: may have prefill_config"),
+            (
+                {"headrace": {"token_path": "direct", "gateway": {"insecure": True}}},
+                "token_path: is .direct., which serves one",
+            ),
+            ({"headrace": {"gateway": {"aliases": {"x": "c"}}}}, "gateway.aliases.x: there is no"),
+            ({"headrace": {"gateway": {"default_model": "c"}}}, "gateway.default_model: there is"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_by_name(self, change: dict[str, Any], told: str) -> None:
+        models = {"a": self.entry("one"), "b": self.entry("two")}
+        with pytest.raises(ValueError, match=told):
+            build_app({"models": models, **change})
+
+    def test_each_model_has_adapters_of_its_own(self) -> None:
+        def with_adapter(model_id: str, name: str) -> dict[str, Any]:
+            entry = self.entry(model_id)
+            modules = [{"name": name, "path": f"/{name}"}]
+            entry["decode_config"]["engine_kwargs"]["lora_modules"] = modules
+            return entry
+
+        models = {"a": with_adapter("org/a", "sql"), "b": with_adapter("b", "fr")}
+        app = build_app({"models": {**models, "c": self.entry("c")}})
+        given = [one.adapters for one in deployment(app, "gateway").init_args[0]]
+        assert given == [
+            AdapterSettings("org/a", {"sql": "/sql"}, group="a"),
+            AdapterSettings("b", {"fr": "/fr"}, group="b"),
+            None,
+        ]
+        for key, settings in zip("abc", given, strict=True):
+            assert deployment(app, f"decode-{key}").init_kwargs["wiring"].adapters == settings
+            assert deployment(app, f"prefill-{key}").init_kwargs["adapters"] == settings
+        models["b"] = with_adapter("b", "sql")
+        with pytest.raises(ValueError, match=r"models.b.model.adapters.sql: is an adapter of"):
+            build_app({"models": models})
+        models["b"] = with_adapter("b", "b")
+        with pytest.raises(ValueError, match=r"models.b.decode_config.engine_kwargs.lora_modules"):
+            build_app({"models": models})
+
+    def test_a_model_whose_roles_may_both_be_zero_starts_on_demand(self) -> None:
+        asleep = self.entry("b")
+        for name in ("prefill_config", "decode_config"):
+            scaling = {"min_replicas": 0, "max_replicas": 2}
+            asleep[name]["deployment_config"] = {"autoscaling_config": scaling}
+        app = build_app({"models": {"a": self.entry("a"), "b": asleep}})
+        models = deployment(app, "gateway").init_args[0]
+        assert [one.starts_on_demand for one in models] == [False, True]
+
+    def test_two_models_with_one_name_are_refused(self) -> None:
+        models = {"a": self.entry("one"), "b": self.entry("one")}
+        with pytest.raises(ValueError, match=r"models.b.model.id: is .one., as models.a"):
+            build_app({"models": models})
+
+    def test_an_argument_without_effect_is_named_with_its_model(self) -> None:
+        wrong = self.entry("two")
+        wrong["decode_config"]["deployment_config"] = {"max_queued_requests": 5}
+        with pytest.raises(ValueError, match=r"models\.b\.decode_config\.deployment_config"):
+            build_app({"models": {"a": self.entry("one"), "b": wrong}})
 
 
 def test_gateways_scale_by_the_ingress_options() -> None:

@@ -150,7 +150,7 @@ class Losses(NoMetrics):
     def __init__(self) -> None:
         self.when: list[str] = []
 
-    def replica_lost(self, when: str) -> None:
+    def replica_lost(self, model: str, when: str) -> None:
         self.when.append(when)
 
 

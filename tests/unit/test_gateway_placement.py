@@ -191,10 +191,27 @@ async def test_replicas_are_followed_though_compiling_the_router_fails_at_first(
             raise OSError("numba's cache is broken")
 
     monkeypatch.setattr(placing, "_compile", compiles)
+    monkeypatch.setattr(placing, "_has_compiled", False)
     monkeypatch.setattr("headrace_engine.supervise.MIN_PAUSE_S", 0.01)
     async with Followed().running() as bench:
         await bench.client.get("/v1/models")
         await asyncio.wait_for(followed.wait(), 10)
+    assert len(tries) == 3
+
+
+async def test_the_placers_of_several_models_compile_the_router_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = list[str]()
+
+    async def compiles() -> None:
+        await asyncio.sleep(0.01)
+        compiled.append("once")
+
+    monkeypatch.setattr(placing, "_compile", compiles)
+    monkeypatch.setattr(placing, "_has_compiled", False)
+    await asyncio.gather(*(placing._compile_once() for _ in range(3)))
+    assert compiled == ["once"]
 
 
 @pytest.mark.parametrize("fault", ["no process", "hangs", "fails"])

@@ -18,6 +18,7 @@ from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
     EVENTS,
+    MODEL,
     PROMPT,
     TOKEN,
     FakeReplica,
@@ -288,7 +289,7 @@ class Counts:
     def request_done(self, *args: Any) -> None:
         self.done.append(args)
 
-    def tenant_done(self, tenant: str, status: int, tokens: int | None) -> None:
+    def tenant_done(self, tenant: str, model: str, status: int, tokens: int | None) -> None:
         self.tenants.append((tenant, status, tokens))
 
     def own_seconds(self, seconds: float) -> None:
@@ -300,7 +301,7 @@ class Counts:
     def techniques(self, applied: str) -> None:
         assert applied == "exact"
 
-    def replica_lost(self, when: str) -> None:
+    def replica_lost(self, model: str, when: str) -> None:
         self.lost.append(when)
 
     def state(self, *told: Any) -> None:
@@ -315,14 +316,14 @@ async def test_metrics_tell_status_times_and_the_gateways_own_share() -> None:
         async with bench.client.post(CHAT, data=b"{") as response:
             await response.read()
         await soon(lambda: len(counts.done) == 2)
-    path, status, ttft_s, seconds, streamed = counts.done[0]
-    assert (path, status, streamed) == (CHAT, 200, True)
+    model, path, status, ttft_s, seconds, streamed = counts.done[0]
+    assert (model, path, status, streamed) == (MODEL, CHAT, 200, True)
     assert 0 < ttft_s < seconds
-    assert counts.done[1][:3] == (CHAT, 400, None)
+    assert counts.done[1][:4] == (MODEL, CHAT, 400, None)
     assert len(counts.own) == 1 and 0 < counts.own[0] < 0.1
     assert [status for status, _ in counts.refusals] == [400] and counts.refusals[0][1]
-    ready, relaying, oldest_s = counts.states[-1]
-    assert ready == 1 and relaying >= 0 and oldest_s == 0.0
+    model, ready, relaying, oldest_s = counts.states[-1]
+    assert model == MODEL and ready == 1 and relaying >= 0 and oldest_s == 0.0
     assert counts.tenants == [], "without keys there are no tenants"
 
 
@@ -362,7 +363,7 @@ async def test_a_hang_up_is_counted_as_499() -> None:
         await soon(lambda: len(bench.replica.seen) == 1)
         task.cancel()
         await soon(lambda: len(counts.done) == 1)
-    assert counts.done[0][1] == 499
+    assert counts.done[0][2] == 499
 
 
 async def test_a_whole_client_library_works_through_it() -> None:

@@ -147,7 +147,7 @@ async def test_the_metrics_know_a_route_by_its_template() -> None:
     seen: list[str] = []
 
     class Metrics(NoMetrics):
-        def request_done(self, path: str, *rest: Any) -> None:
+        def request_done(self, model: str, path: str, *rest: Any) -> None:
             seen.append(path)
 
     async with gateway_over(answer, metrics=Metrics()) as bench:

@@ -121,3 +121,42 @@ def test_more_than_five_percent_of_failed_requests_degrade_the_app(
 def test_a_tier_that_is_off_is_no_problem() -> None:
     store = [{"machine": "m1", "tiers": {"nvme": {"state": "off"}, "dram": {"state": "on"}}}]
     assert assess(status(store=store), None).state == "ok"
+
+
+def of_models(**standing_in: int) -> dict[str, Any]:
+    """The status of an app with the models `a` and `b`, whose replicas all answer."""
+    replicas = [
+        replica(f"{role}-{key}", role, deployment=f"{role}-{key}", model=key)
+        for key in "ab"
+        for role in ("decode", "prefill")
+    ]
+    expected = {f"{role}-{key}": 1 for key in "ab" for role in ("decode", "prefill")}
+    models = {key: {"standing_in": standing_in.get(key, 0)} for key in "ab"}
+    return {"replicas": replicas, "expected_replicas": expected, "gateway": {"models": models}}
+
+
+def test_several_models_whose_replicas_all_answer_are_ok() -> None:
+    found = assess(of_models(), None)
+    assert (found.state, found.answering, found.expected) == ("ok", 4, 4)
+
+
+def test_a_model_that_cannot_answer_degrades_the_app_and_is_named() -> None:
+    status = of_models()
+    status["replicas"] = [one for one in status["replicas"] if one["replica_id"] != "decode-a"]
+    found = assess(status, None)
+    assert (found.state, found.problems) == ("degraded", ["no decode replica of a answers"])
+    assert found.missing == {"decode": 1, "prefill": 0}
+
+
+def test_an_app_fails_if_none_of_its_models_can_answer() -> None:
+    status = of_models()
+    status["replicas"] = [one for one in status["replicas"] if one["role"] == "prefill"]
+    assert assess(status, None).state == "failing"
+    status["gateway"]["models"]["b"]["standing_in"] = 1
+    assert assess(status, None).state == "degraded"
+
+
+def test_a_replica_of_any_model_that_is_down_is_named() -> None:
+    status = of_models()
+    status["gateway"]["models"]["b"]["router"] = {"unhealthy": {"prefill-b": "suspect"}}
+    assert assess(status, None).problems == ["prefill prefill- is suspect"]

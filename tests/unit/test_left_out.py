@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from headrace.app import _left_out
-from headrace.config import AppSection
 from headrace.deploy.speculative_decoding import why_no_speculation
 from headrace.deploy.store import why_no_store
 from headrace.observability import engine as engine_metrics
@@ -121,13 +120,12 @@ def test_an_engine_with_a_drafter_of_its_own_keeps_it() -> None:
 
 
 def test_what_an_apps_arguments_leave_out_is_told_for_each_role() -> None:
-    section = AppSection.model_validate({"speculation": {"enabled": True}})
     kwargs = {"speculative_config": {"method": "ngram"}}
-    assert _left_out(section, kwargs, is_decode=True).keys() == {"store", "speculation"}
-    assert _left_out(section, kwargs, is_decode=False).keys() == {"store"}
-    assert _left_out(section, NIXL, is_decode=True) == {}
-    off = AppSection.model_validate({"store": {"enabled": False}})
-    assert _left_out(off, kwargs, is_decode=True) == {}
+    both = {"store": True, "speculation": True}
+    assert _left_out(kwargs, **both).keys() == {"store", "speculation"}
+    assert _left_out(kwargs, store=True, speculation=False).keys() == {"store"}
+    assert _left_out(NIXL, **both) == {}
+    assert _left_out(kwargs, store=False, speculation=False) == {}
 
 
 def test_an_engine_begins_with_what_its_apps_arguments_leave_out(

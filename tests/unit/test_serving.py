@@ -211,6 +211,16 @@ def test_apps_do_not_hear_each_others_orders() -> None:
     assert not prefix("ab").startswith(prefix("a"))
 
 
+def test_models_of_an_app_do_not_hear_each_others_orders() -> None:
+    cluster = Cluster()
+    of_a, of_b = (OverrideStore("app", cluster.get, cluster.__setitem__, key) for key in "ab")
+    of_a.set_override({"policy": "local"}, 0.0)
+    assert AppliedOverrides().pending(of_a.all(), 1.0) == [{"policy": "local"}]
+    assert AppliedOverrides().pending(of_b.all(), 1.0) == []
+    assert AppliedOverrides().pending(cluster.overrides().all(), 1.0) == []
+    assert all(key.startswith(prefix("app")) for key in cluster)
+
+
 @given(st.binary(max_size=200))
 def test_a_value_that_is_none_of_ours_is_no_order(value: bytes) -> None:
     noted = Override.of(value)

@@ -1,4 +1,4 @@
-"""The adapters of an app as it is configured, and the names that they may have. Pure."""
+"""The adapters of a model as configured, and the names that they may have. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 MAX_NAME_CHARS = 128
 MAX_ADAPTERS = 256
-"""Maximum number of adapters that one app serves."""
+"""Maximum number of adapters that one model has."""
 FETCH_TIMEOUT_S = 30.0
 """Time limit of fetching one adapter, as `download_timeout_s` in Ray's `LoraConfig`."""
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The adapters of an app.
+    """The adapters of one model.
 
     Attributes:
         model_id: the base model's name.
@@ -23,12 +23,14 @@ class AdapterSettings:
             `sql` has the name `MODEL_ID:sql`, as in Ray's app. None for none.
         fetch_timeout_s: time limit of fetching one adapter; None for none, as Ray's `lora_config`
             may say.
+        group: the model's name in the configuration; empty if it is the app's only model.
     """
 
     model_id: str
     sources: Mapping[str, str] = field(default_factory=dict)
     loading_path: str | None = None
     fetch_timeout_s: float | None = FETCH_TIMEOUT_S
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The replicas of each role that this process may ask, as Ray Serve's controller last told it.
+"""The replicas of each deployment that this process may ask, as Serve's controller last told it.
 
 Serve tells every process that holds a handle as soon as a replica starts, stops or drains. The
 request router of the handle (`request_router`) passes it on here. So no code has to poll, and a
@@ -14,32 +14,32 @@ Ids = frozenset[str]
 
 
 class Members:
-    """Replica ids by role."""
+    """Replica ids by the name of their deployment (`request_router.deployment_name`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ids: dict[str, Ids] = {}
         self._watchers: dict[str, list[Callable[[Ids], None]]] = {}
 
-    def update(self, role: str, replica_ids: Iterable[str]) -> None:
-        """Set the replicas of a role. Watchers are called only if they change."""
+    def update(self, deployment: str, replica_ids: Iterable[str]) -> None:
+        """Set the replicas of a deployment. Watchers are called only if they change."""
         ids = frozenset(replica_ids)
         with self._lock:
-            if self._ids.get(role) == ids:
+            if self._ids.get(deployment) == ids:
                 return
-            self._ids[role] = ids
-            for tell in self._watchers.get(role, ()):
+            self._ids[deployment] = ids
+            for tell in self._watchers.get(deployment, ()):
                 tell(ids)
 
-    def watch(self, role: str, tell: Callable[[Ids], None]) -> None:
-        """Call `tell` with the replicas of a role, now if they are known and after each change.
+    def watch(self, deployment: str, tell: Callable[[Ids], None]) -> None:
+        """Call `tell` with a deployment's replicas, now if they are known and after each change.
 
         It is called on any thread and must not block.
         """
         with self._lock:
-            self._watchers.setdefault(role, []).append(tell)
-            if role in self._ids:
-                tell(self._ids[role])
+            self._watchers.setdefault(deployment, []).append(tell)
+            if deployment in self._ids:
+                tell(self._ids[deployment])
 
 
 MEMBERS = Members()

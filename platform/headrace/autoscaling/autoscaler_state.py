@@ -1,4 +1,4 @@
-"""State of the autoscaler of one app, in Serve's controller; the policies of both roles share it.
+"""State of the autoscaler of one model, in Serve's controller; its roles' policies share it.
 
 Serve calls each deployment's policy separately, about ten times a second. The decode role's policy
 records its replicas' metrics; both policies read the counts that were decided. `AutoscalerState`
@@ -59,7 +59,7 @@ class RequestTotal(NamedTuple):
 
 @dataclass(slots=True)
 class AutoscalerState:
-    """State of one app.
+    """State of one model of an app.
 
     Attributes:
         counts: the last decision; None while too little is known.
@@ -201,16 +201,22 @@ def _no_fewer(counts: ReplicaCounts, now: tuple[int, int], bounds: ReplicaBounds
     )
 
 
-_STATES: dict[str, AutoscalerState] = {}
+_STATES: dict[tuple[str, str], AutoscalerState] = {}
 
 
-def state_of(app: str, slo: Slo, prices: ReplicaCosts, bounds: ReplicaBounds) -> AutoscalerState:
-    """Return the state of an app, with these bounds and targets; its learned state stays."""
-    state = _STATES.setdefault(app, AutoscalerState(slo, prices, bounds))
+def state_of(
+    app: str, slo: Slo, prices: ReplicaCosts, bounds: ReplicaBounds, model: str = ""
+) -> AutoscalerState:
+    """Return the state of a model, with these bounds and targets; its learned state stays.
+
+    Args:
+        model: its name in the configuration; empty if the app serves one model.
+    """
+    state = _STATES.setdefault((app, model), AutoscalerState(slo, prices, bounds))
     state.slo, state.bounds = slo, bounds
     return state
 
 
-def remove_state(app: str) -> None:
-    """Remove the state of an app."""
-    _STATES.pop(app, None)
+def remove_state(app: str, model: str = "") -> None:
+    """Remove the state of a model."""
+    _STATES.pop((app, model), None)

@@ -36,6 +36,7 @@ class AutoscalingPolicy:
         ttft_s, ttft_token_s, itl_s, slo_attainment: `capacity.Slo`.
         start_s: seconds that a replica takes to start, used until they are measured.
         drain_s: mean seconds that a replica takes to stop.
+        model: the model's name in the configuration; empty if the app serves one model.
 
     Raises:
         ValueError: an argument is out of bounds.
@@ -52,10 +53,11 @@ class AutoscalingPolicy:
         slo_attainment: float,
         start_s: float,
         drain_s: float = 20.0,
+        model: str = "",
     ) -> None:
         if role not in autoscaler_state.ROLES:
             raise ValueError(f"role must be one of {autoscaler_state.ROLES}, not {role!r}")
-        self.role = role
+        self.role, self.model = role, model
         self.slo = Slo(ttft_s, ttft_token_s, itl_s, slo_attainment)
         self.prices = ReplicaCosts(start_s, drain_s)
         self.bounds = ReplicaBounds((prefill[0], prefill[1]), (decode[0], decode[1]))
@@ -74,7 +76,9 @@ class AutoscalingPolicy:
         return wanted, ctx.policy_state
 
     def _wanted(self, ctx: AutoscalingContext) -> int | None:
-        app = autoscaler_state.state_of(ctx.app_name or "", self.slo, self.prices, self.bounds)
+        app = autoscaler_state.state_of(
+            *(ctx.app_name or "", self.slo, self.prices, self.bounds), self.model
+        )
         now_s = float(ctx.current_time or 0.0)
         app.record_replicas(
             self.role,
@@ -90,7 +94,8 @@ class AutoscalingPolicy:
         if wanted != ctx.target_num_replicas and counts.reason != self._logged_reason:
             self._logged_reason = counts.reason
             was = ctx.target_num_replicas
-            logger.info(f"headrace.autoscaling: {self.role} {was} -> {wanted}: {counts.reason}")
+            of = f" of {self.model}" if self.model else ""
+            logger.info(f"headrace.autoscaling: {self.role}{of} {was} -> {wanted}: {counts.reason}")
         return wanted
 
 

@@ -238,6 +238,10 @@ def keys_add(
     requests_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Requests a minute.")
     ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model or alias that requests may name; repeat it. Default: all."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a key, add its hash to the file, and print the key."""
@@ -250,6 +254,7 @@ def keys_add(
         role="admin" if admin else "user",
         max_concurrent=max_concurrent,
         requests_per_minute=requests_per_minute,
+        models=model,
         as_json=as_json,
     )
 

@@ -35,6 +35,7 @@ def add(
     role: Role,
     max_concurrent: int | None,
     requests_per_minute: int | None,
+    models: list[str] | None = None,
     as_json: bool = False,
 ) -> None:
     """Make a key, add it to the file, and print it on stdout.
@@ -51,6 +52,7 @@ def add(
             role=role,
             max_concurrent=max_concurrent,
             requests_per_minute=requests_per_minute,
+            models=models or None,
         )
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
@@ -89,10 +91,13 @@ def show_list(file: Path, *, as_json: bool) -> None:
         table.add_column(column, no_wrap=True)
     for column in ("concurrent", "a minute"):
         table.add_column(column, justify="right")
+    if some_limited := any(each.models for each in keys):
+        table.add_column("models", overflow="fold")
     for each in keys:
         limits = (each.max_concurrent, each.requests_per_minute)
         shown = ("-" if limit is None else str(limit) for limit in limits)
-        table.add_row(each.name, each.tenant, each.role, *shown)
+        models = [", ".join(each.models or ["all"])] if some_limited else []
+        table.add_row(each.name, each.tenant, each.role, *shown, *models)
     stdout().print(table)
 
 

@@ -98,7 +98,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         name=name,
         token=secrets.token_hex(8),
         endpoint=_endpoint(config),
-        model=config.model.id,
+        model=_default_model(config),
         token_path=config.token_path,
         app="headrace" if name == "default" else f"headrace-{name}",
         own_node=config.ray.address is None,
@@ -190,8 +190,7 @@ class _Start:
                 spec = _node_spec(self.instance, self.config, foreground=not self.detach)
                 node = cluster.start(spec, Path(self.instance.temp_dir))
                 _record(self.instance, node)
-            display.step(f"getting {self.config.model.source or self.config.model.id}")
-            self.config = _with_model(self.config, display)
+            self.config = _with_models(self.config, display)
             if node is not None and spec is not None:
                 display.step("waiting for Ray")
                 left_s = max(1.0, deadline - time.monotonic())
@@ -259,9 +258,13 @@ def _preview(config: HeadraceConfig) -> list[str]:
 
     The times are those of `docs/running.md`.
     """
-    engines = [f"{role.replicas} {name}" for name, role in config.roles().items() if role.replicas]
-    lines = [f"starting vLLM engines of {config.model.id} on this machine: {', '.join(engines)}"]
-    if config.model.id == DEFAULT_MODEL:
+    lines = []
+    for each in config.served_models().values():
+        roles = [f"{role.replicas} {name}" for name, role in each.roles().items() if role.replicas]
+        lines.append(
+            f"starting vLLM engines of {each.model.id} on this machine: {', '.join(roles)}"
+        )
+    if not config.models and config.model.id == DEFAULT_MODEL:
         needed, available = needed_memory_bytes(config), available_memory_bytes()
         lines.append(
             f"this takes about {human_bytes(needed)} of memory ({human_bytes(available)} are "
@@ -295,12 +298,16 @@ def _node_spec(
 
 
 def _environment_of_imports(config: HeadraceConfig) -> dict[str, str]:
-    """Return the variables that both roles' replicas have and that modules read at their import.
+    """Return the variables that all engines' replicas have and that modules read at their import.
 
     The fork server needs them, and so all processes that it forks.
     """
-    roles = [llm_config(config, role)["runtime_env"]["env_vars"] for role in config.roles()]
-    shared = dict(roles[0].items() & roles[1].items())
+    roles = [
+        llm_config(model, role)["runtime_env"]["env_vars"].items()
+        for model in config.served_models().values()
+        for role in model.roles()
+    ]
+    shared = dict(set(roles[0]).intersection(*roles[1:]))
     return {name: value for name, value in shared.items() if is_of_imports(name)}
 
 
@@ -317,11 +324,36 @@ def _save(instance: state.Instance) -> None:
     state.save(instance)
 
 
-def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:
-    """Return the configuration with the model's folder or hub id, checked against its shape."""
+def _default_model(config: HeadraceConfig) -> str:
+    """Return the name of the model that commands use by default."""
+    first = next(iter(config.served_models().values()))
+    return config.gateway.default_model or first.model.id
+
+
+def _with_models(config: HeadraceConfig, display: Display) -> HeadraceConfig:
+    """Return the configuration with each model's folder or hub id, checked against its shape."""
     from headrace.config import ConfigError, check
+
+    found = {key: _with_model(one, display) for key, one in config.served_models().items()}
+    if not config.models:
+        config = found[""]
+    else:
+        models = {
+            key: model.model_copy(update={"model": found[key].model})
+            for key, model in config.models.items()
+        }
+        config = config.model_copy(update={"models": models})
+    problems = check(config)
+    if problems:
+        raise ConfigError([f"{where}: {what}" for where, what in problems])
+    return config
+
+
+def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:
+    """Return the configuration of one model with the model's folder or hub id."""
     from headrace.model import resolve
 
+    display.step(f"getting {config.model.source or config.model.id}")
     stage_now = ""
 
     def report(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -333,11 +365,7 @@ def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:
 
     source = resolve(config.model.source or config.model.id, progress=report)
     model = config.model.model_copy(update={"source": source})
-    config = config.model_copy(update={"model": model})
-    problems = check(config)
-    if problems:
-        raise ConfigError([f"{where}: {what}" for where, what in problems])
-    return config
+    return config.model_copy(update={"model": model})
 
 
 def _serve(instance: state.Instance) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.config.load import merge
 from headrace.config.machine import cpu_computes_bfloat16
+from headrace.config.models import MODEL_SECTIONS, merge
 from headrace.config.schema import AppSection, HeadraceConfig, RoleSettings
 
 HEALTH_CHECK_PERIOD_S = 2.0
@@ -26,15 +26,31 @@ def to_app_args(config: HeadraceConfig, operator_key_hash: str | None = None) ->
     gateway = config.gateway.model_dump()
     if operator_key_hash is not None:
         gateway["operator_key_hash"] = operator_key_hash
-    return {
-        "prefill_config": llm_config(config, "prefill"),
-        "decode_config": llm_config(config, "decode"),
-        "headrace": config.model_dump(include=set(AppSection.model_fields)) | {"gateway": gateway},
+    section = config.model_dump(include=set(AppSection.model_fields)) | {"gateway": gateway}
+    if not config.models:
+        return {**_llm_configs(config), "headrace": section}
+    own = set(AppSection.model_fields) & set(MODEL_SECTIONS)
+    models = {
+        key: {**_llm_configs(model, key), "headrace": model.model_dump(include=own)}
+        for key, model in config.served_models().items()
     }
+    return {"models": models, "headrace": section}
 
 
-def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
-    """Return one role's `LLMConfig` as plain data."""
+def _llm_configs(config: HeadraceConfig, key: str = "") -> dict[str, Any]:
+    """Return the `LLMConfig`s of one model's roles. `key`: its name in `models`."""
+    roles = ("prefill", "decode")
+    return {f"{role}_config": llm_config(config, role, key) for role in roles}
+
+
+def llm_config(config: HeadraceConfig, name: str, key: str = "") -> dict[str, Any]:
+    """Return one role's `LLMConfig` as plain data.
+
+    Args:
+        config: the configuration of one model.
+        name: the role.
+        key: the model's name in `models`; empty if it is the only one.
+    """
     role = config.roles()[name]
     args: dict[str, Any] = {
         "model_loading_config": {
@@ -44,7 +60,7 @@ def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
         "accelerator_config": {"kind": "gpu" if role.gpus else "cpu"},
         "placement_group_config": _placement(role),
         "deployment_config": {
-            **_replicas(config, name),
+            **_replicas(config, name, key),
             # The replica actor runs in the first bundle and reserves nothing more.
             "ray_actor_options": {"num_cpus": 0},
             # Serve replaces a replica after three failures in a row: after 6 s, not 30 s.
@@ -60,14 +76,14 @@ def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
     return args
 
 
-def _replicas(config: HeadraceConfig, name: str) -> dict[str, Any]:
+def _replicas(config: HeadraceConfig, name: str, key: str) -> dict[str, Any]:
     """Return Serve's options for the number of a role's replicas."""
     role = config.roles()[name]
     if role.autoscaling is None:
         return {"num_replicas": role.replicas}
     bounds = {each: one.bounds for each, one in config.roles().items()}
     first = role.autoscaling.within(role.replicas)
-    return {"autoscaling_config": config.autoscaling.serve_config(name, first, bounds)}
+    return {"autoscaling_config": config.autoscaling.serve_config(name, first, bounds, key)}
 
 
 def _placement(role: RoleSettings) -> dict[str, Any]:

@@ -69,12 +69,13 @@ class AutoscalingTargets(Section):
     )
 
     def serve_config(
-        self, role: str, replicas: int, bounds: dict[str, tuple[int, int]]
+        self, role: str, replicas: int, bounds: dict[str, tuple[int, int]], model: str = ""
     ) -> dict[str, Any]:
         """Return Serve's `autoscaling_config` of a role.
 
         Args:
             replicas: initial number. bounds: minimum and maximum number of replicas of each role.
+            model: the model's name in `models`; empty if it is the only one.
         """
         minimum, maximum = bounds[role]
         return {
@@ -89,6 +90,7 @@ class AutoscalingTargets(Section):
                 "policy_function": POLICY,
                 "policy_kwargs": {
                     "role": role,
+                    **({"model": model} if model else {}),
                     **{name: list(both) for name, both in bounds.items()},
                     "ttft_s": self.ttft_s,
                     "ttft_token_s": self.ttft_token_ms / 1e3,

@@ -50,8 +50,8 @@ class ConversationSettings(Section):
         default=64,
         ge=1,
         le=10_000,
-        description="Maximum background responses that a gateway has queued or runs; a further "
-        "one is answered 429.",
+        description="Maximum background responses of a model that a gateway has queued or runs; "
+        "a further one is answered 429.",
     )
 
     @field_validator("folder")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.conversations import ConversationSettings
-from headrace.config.key_file import HASH, NAME
+from headrace.config.key_file import HASH, NAME, ModelName
+from headrace.config.models import MAX_MODELS
 from headrace.config.section import Resources, Section
 from headrace.config.tls_files import TlsFiles
 
@@ -19,6 +21,10 @@ _ORIGIN = re.compile(r"https?://[^/\s]+")
 _API_KEY = re.compile(r"[\x21-\x7e]{8,}")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+AliasWeights = Annotated[
+    dict[ModelName, Annotated[float, Field(gt=0, allow_inf_nan=False)]],
+    Field(min_length=1, max_length=MAX_MODELS),
+]
 
 
 class SloClassSettings(Section):
@@ -197,8 +203,8 @@ class GatewaySettings(Section):
     max_concurrent: int = Field(
         default=1024,
         ge=1,
-        description="Maximum requests in flight for each gateway; a further one is answered 429 "
-        "with `Retry-After`.",
+        description="Maximum requests in flight for each model of a gateway; a further one is "
+        "answered 429 with `Retry-After`.",
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
@@ -225,6 +231,18 @@ class GatewaySettings(Section):
         description="Whether browsers may send cookies and other credentials. "
         "`allowed_origins` must then name the sites.",
     )
+    aliases: dict[ModelName, AliasWeights] = Field(
+        default_factory=dict,
+        max_length=1024,
+        description="More names for models. `NAME: MODEL`, or `NAME: {MODEL: WEIGHT, ...}` to "
+        "divide conversations among models by weight, such as two versions of one. A conversation "
+        "stays with its model. The answer names the model.",
+    )
+    default_model: ModelName | None = Field(
+        default=None,
+        description="The model or alias of requests that name none, where there are several models."
+        " null: such a request is answered 400.",
+    )
     admission: AdmissionSettings | None = Field(
         default=None,
         description="SLO classes, and a queue in front of the replicas that is fair to tenants "
@@ -236,6 +254,13 @@ class GatewaySettings(Section):
         default_factory=ConversationSettings,
         description="The responses and conversations that the gateway keeps.",
     )
+
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _one_model_needs_no_weight(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {k: {v: 1.0} if isinstance(v, str) else v for k, v in value.items()}
 
     @field_validator("host")
     @classmethod

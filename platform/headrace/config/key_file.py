@@ -11,6 +11,7 @@ The file is YAML, written by `headrace keys` or by hand:
       requests_per_minute: 600          # left out: no limit
       slo: interactive                  # SLO class of requests that name none
       slo_classes: [interactive, batch] # those that requests may name; left out: all
+      models: [small, chat]             # models and aliases that requests may name; left out: all
 
 Keys are random and long, so a plain SHA-256 cannot be searched.
 """
@@ -36,6 +37,8 @@ MAX_DEPTH = 8
 
 Role = Literal["user", "admin"]
 Name = Annotated[str, Field(pattern=NAME)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+"""The name of a model, or of an alias, in a request."""
 
 
 class KeyEntry(BaseModel):
@@ -51,6 +54,8 @@ class KeyEntry(BaseModel):
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     slo: Name | None = None
     slo_classes: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
+
+    models: Annotated[list[ModelName], Field(min_length=1, max_length=256)] | None = None
 
     @model_validator(mode="after")
     def _may_have_its_own_class(self) -> KeyEntry:

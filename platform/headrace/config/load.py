@@ -6,7 +6,7 @@ The preset is the one that `--preset` names, else the one that the file names as
 
 from __future__ import annotations
 
-import copy
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from headrace.config.checks.configuration import check
 from headrace.config.checks.messages import did_you_mean, kind_of, quote
+from headrace.config.models import merge
 from headrace.config.renamed import renamed
 from headrace.config.schema import HeadraceConfig
 
@@ -116,7 +117,7 @@ def _read(data: Mapping[str, Any]) -> tuple[HeadraceConfig, list[str], set[str]]
         try:
             return HeadraceConfig.model_validate(data), lines, wrong
         except ValidationError as error:
-            found = error.errors(include_url=False)
+            found = _without_repeats(error.errors(include_url=False))
         # Later errors may be due to the values that are left out.
         lines = lines or [explain(each) for each in found]
         rest = data
@@ -126,6 +127,12 @@ def _read(data: Mapping[str, Any]) -> tuple[HeadraceConfig, list[str], set[str]]
         if rest == data:
             raise ConfigError(lines)
         data = rest
+
+
+def _without_repeats(found: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Return the errors without those that models have from a wrong value of the top level."""
+    places = {each["loc"] for each in found}
+    return [one for one in found if one["loc"][:1] != ("models",) or one["loc"][2:] not in places]
 
 
 def _without(data: Mapping[str, Any], loc: Sequence[int | str]) -> dict[str, Any]:
@@ -171,18 +178,6 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError([f"{name}: must hold `field: value` lines, got {kind_of(data)}"])
     return data
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` overridden by `over`. Mappings are merged; other values are replaced."""
-    out = dict(base)
-    for key, value in over.items():
-        old = out.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            out[key] = merge(old, value)
-        else:
-            out[key] = copy.deepcopy(value)
-    return out
 
 
 def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
@@ -233,13 +228,16 @@ FILES = (
 def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     """Make file names absolute: in a configuration file they count from the file's folder, and on
     the command line from the current one."""
-    for *sections, name in FILES:
+    models = data.get("models")
+    names = list(models) if isinstance(models, dict) else []
+    for path in (*FILES, *(("models", name, *path) for name in names for path in FILES)):
+        *sections, field = path
         section: Any = data
         for each in sections:
             section = section.get(each) if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(section.get(name), str):
+        if isinstance(section, dict) and isinstance(section.get(field), str):
             change: dict[str, Any] = {
-                name: str(folder.resolve() / Path(section[name]).expanduser())
+                field: str(folder.resolve() / Path(section[field]).expanduser())
             }
             for each in reversed(sections):
                 change = {each: change}
@@ -254,6 +252,8 @@ def explain(error: ErrorDetails) -> str:
     got = error.get("input")
     context: dict[str, Any] = dict(error.get("ctx") or {})
     kind = error["type"]
+    if loc[-1:] == ("[key]",):
+        return f"{path.removesuffix('.[key]')}: is no name that can be given here: {error['msg']}"
     if kind == "extra_forbidden":
         if now := renamed(path, got):
             return f"{path}: {now}"
@@ -278,7 +278,7 @@ def explain(error: ErrorDetails) -> str:
         "model": "a section with fields",
         "finite": "a finite number",
     }
-    if kind == "string_too_short":
+    if kind in ("string_too_short", "too_short"):
         return f"{path}: must not be empty"
     if kind == "value_error":
         reason = str(context.get("error", error["msg"]))
@@ -290,10 +290,17 @@ def explain(error: ErrorDetails) -> str:
 
 def _siblings(loc: Sequence[int | str]) -> list[str]:
     """Return the names of the fields that are allowed in place of the unknown field `loc`."""
-    model: Any = HeadraceConfig
+    kind: Any = HeadraceConfig
     for part in loc[:-1]:
-        field = model.model_fields.get(part) if isinstance(part, str) else None
-        model = field.annotation if field is not None else None
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        if typing.get_origin(kind) is dict:
+            kind = typing.get_args(kind)[1]
+            continue
+        field = kind.model_fields.get(part) if isinstance(part, str) else None
+        kind = field.annotation if field is not None else None
+        if typing.get_origin(kind) is not dict and not _is_section(kind):
             return []
-    return list(model.model_fields)
+    return list(kind.model_fields) if _is_section(kind) else []
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

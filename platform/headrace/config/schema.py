@@ -8,7 +8,7 @@ in docs/configuration.md, so each gives the unit and what happens at the limit. 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,7 @@ from headrace.config.autoscaling import AutoscalingTargets, RoleAutoscaling
 from headrace.config.conflicts import endpoint_conflicts, technique_conflicts
 from headrace.config.gateway import GatewaySettings, Port
 from headrace.config.integrity import IntegritySection
+from headrace.config.models import MAX_MODELS, MODEL_KEY, MODEL_SECTIONS, with_defaults
 from headrace.config.section import GIB, Resources, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
@@ -352,6 +353,26 @@ class AppSection(AppFields):
         return self
 
 
+class ModelAppSection(Section):
+    """The section `headrace` of one of several models in a Serve app's args."""
+
+    router: RouterSettings = Field(default_factory=RouterSettings)
+    speculation: SpeculationSection = Field(default_factory=SpeculationSection)
+    techniques: TechniquesSection = Field(default_factory=TechniquesSection)
+
+
+class ServedModelSection(Section):
+    """One of several models. The top level has the values of the fields that it leaves out."""
+
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    prefill: RoleSettings = Field(default_factory=RoleSettings)
+    decode: RoleSettings = Field(default_factory=RoleSettings)
+    autoscaling: AutoscalingTargets = Field(default_factory=AutoscalingTargets)
+    router: RouterSettings = Field(default_factory=RouterSettings)
+    speculation: SpeculationSection = Field(default_factory=SpeculationSection)
+    techniques: TechniquesSection = Field(default_factory=TechniquesSection)
+
+
 class HeadraceConfig(AppFields):
     """The whole configuration file."""
 
@@ -360,12 +381,43 @@ class HeadraceConfig(AppFields):
     decode: RoleSettings = Field(default_factory=RoleSettings)
     autoscaling: AutoscalingTargets = Field(default_factory=AutoscalingTargets)
     ray: RaySettings = Field(default_factory=RaySettings)
+    models: dict[Annotated[str, Field(pattern=MODEL_KEY)], ServedModelSection] = Field(
+        default_factory=dict,
+        max_length=MAX_MODELS,
+        description="Several models at one endpoint, by a name in lower-case letters, digits "
+        "and `-`. Each has sections of its own: "
+        + ", ".join(f"`{name}`" for name in MODEL_SECTIONS)
+        + ". Fields that it leaves out have the top level's values; only `model.id` is the name "
+        "then, and `model.source` null. All other sections are the app's. Empty: the app serves "
+        "the one model of the top level.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _models_have_all_fields(cls, data: Any) -> Any:
+        return with_defaults(data)
+
+    def served_models(self) -> dict[str, HeadraceConfig]:
+        """Return the configuration of each model as if it were the only one, by its name in
+        `models`; by the empty name without `models`."""
+        if not self.models:
+            return {"": self}
+        return {
+            name: self.model_copy(
+                update={"models": {}, **{each: getattr(model, each) for each in MODEL_SECTIONS}}
+            )
+            for name, model in self.models.items()
+        }
 
     def roles(self) -> dict[str, RoleSettings]:
-        """Return the two roles by name."""
+        """Return the two roles of the only model, by name."""
         return {"prefill": self.prefill, "decode": self.decode}
 
     def cpus_booked(self) -> float:
         """Return the logical CPUs that the maximum number of replicas reserves in Ray, without the
         control plane."""
-        return sum(r.bounds[1] * r.cpus * max(1, r.world_size) for r in self.roles().values())
+        return sum(
+            role.bounds[1] * role.cpus * max(1, role.world_size)
+            for model in self.served_models().values()
+            for role in model.roles().values()
+        )

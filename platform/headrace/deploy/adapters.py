@@ -49,14 +49,15 @@ def _readable(path: str) -> str:
     return _PYARROW + path if path.startswith(("hf://", "file://")) else path
 
 
-def take_adapters(pd: Any) -> AdapterSettings | None:
-    """Take the adapters out of the arguments, and set both engines' LoRA layers.
+def take_adapters(pd: Any, group: str = "") -> AdapterSettings | None:
+    """Take a model's adapters out of its arguments, and set both engines' LoRA layers.
 
     Args:
         pd: the validated arguments (`PDServingArgs`); its engine arguments are changed.
+        group: the model's name in the configuration; empty if it is the app's only model.
 
     Returns:
-        The adapters; None for an app without them.
+        The adapters; None for a model without them.
 
     Raises:
         ValueError: the arguments contradict each other, or a name cannot be used.
@@ -81,6 +82,7 @@ def take_adapters(pd: Any) -> AdapterSettings | None:
         sources=_sources(decode or prefill or (), pd.decode_config.model_id),
         loading_path=None if lora is None else lora.dynamic_lora_loading_path,
         fetch_timeout_s=FETCH_TIMEOUT_S if lora is None else lora.download_timeout_s,
+        group=group,
     )
     if settings.loading_path is not None and settings.loading_path.startswith("azure://"):
         raise ValueError(

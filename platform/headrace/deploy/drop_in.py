@@ -17,14 +17,23 @@ from headrace.config.autoscaling import POLICY
 API_KEY = "VLLM_API_KEY"
 
 
-def refusals(pd: Any, token_path: str, *, own_port: bool = True) -> list[str]:
+def refusals(pd: Any, token_path: str, *, own_port: bool = True, key: str = "") -> list[str]:
     """Return one line for each argument that would have no effect.
 
     Args:
         pd: the validated arguments (`PDServingArgs`).
         token_path: `relay`, `direct` or `classic`.
         own_port: whether gateways listen on a port of their own.
+        key: the model's name in `models`; empty if it is the only one.
     """
+    at = f"models.{key}." if key else ""
+    return [
+        line if line.startswith("ingress_") else at + line
+        for line in _refusals(pd, token_path, own_port=own_port)
+    ]
+
+
+def _refusals(pd: Any, token_path: str, *, own_port: bool) -> list[str]:
     wrong: list[str] = []
     prefill: Mapping[str, Any] = pd.prefill_config.deployment_config
     if _may_be_none(prefill) and not _starts_again(prefill):

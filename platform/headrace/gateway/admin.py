@@ -19,6 +19,7 @@ from headrace.gateway import errors
 from headrace.gateway.admin_schemas import RouterPolicy, SpeculationUpdate, StoreAction, WarmRequest
 from headrace.gateway.backend import Backend, ModelBackend
 from headrace.gateway.ingress.limits import validated
+from headrace.gateway.models.model_names import ModelNames
 from headrace.gateway.models.model_table import ModelTable
 from headrace.gateway.models.served_model import ModelSource
 from headrace.gateway.openapi import (
@@ -99,6 +100,7 @@ class Admin:
     Args:
         backend: the cluster.
         models: the models.
+        names: the names that requests may use for them.
         settings: the limits that the schema states.
         keys_on: whether the schema asks for an API key.
         gateway: this gateway's own state.
@@ -108,6 +110,7 @@ class Admin:
         self,
         backend: Backend,
         models: Sequence[ModelSource],
+        names: ModelNames,
         settings: GatewaySettings,
         *,
         keys_on: bool,
@@ -116,7 +119,7 @@ class Admin:
         self._has_adapters = any(model.adapters is not None for model in models)
         self._backend = backend
         self._models = tuple(models)
-        self._model_id = models[0].model_id
+        self._model_id = names.default or models[0].model_id
         self._version = headrace_version()
         self._settings, self._keys_on, self._gateway = settings, keys_on, gateway
         self._schema: tuple[RouteTable, bytes] | None = None
@@ -155,23 +158,34 @@ class Admin:
         """Set every decode replica's plan policy; return how many replicas answered.
 
         Raises:
-            ApiError: 400 when the document is not a `RouterPolicy`.
+            ApiError: 400 when the document is not a `RouterPolicy`, 404 for an unknown model.
         """
-        policy = validated(RouterPolicy, wanted).policy
-        reached = [await model.backend.set_policy(policy) for model in self._models]
-        return _json({"policy": policy, "replicas": sum(reached)})
+        change = validated(RouterPolicy, wanted)
+        models = self._named(change.model)
+        reached = [await model.backend.set_policy(change.policy) for model in models]
+        return _json({"policy": change.policy, "replicas": sum(reached)})
+
+    def _named(self, model_id: str | None) -> list[ModelSource]:
+        """Return the model of a name; None: all models.
+
+        Raises:
+            ApiError: 404, there is no such model.
+        """
+        found = [one for one in self._models if model_id in (None, one.model_id)]
+        if not found:
+            raise errors.model_not_found(str(model_id))
+        return found
 
     async def set_speculation(self, wanted: Mapping[str, Any]) -> bytes:
         """Change how decode replicas draft; return the state of each, and a note if none drafts.
 
         Raises:
-            ApiError: 400 when the document is not a `SpeculationUpdate`.
+            ApiError: 400 when the document is not a `SpeculationUpdate`, 404 for an unknown model.
         """
         command = validated(SpeculationUpdate, wanted).model_dump(exclude_unset=True)
+        models = self._named(command.pop("model", None))
         replicas = [
-            replica
-            for model in self._models
-            for replica in await model.backend.set_speculation(command)
+            replica for model in models for replica in await model.backend.set_speculation(command)
         ]
         return _json({"replicas": replicas, **({} if replicas else {"note": NONE_DRAFTS})})
 
@@ -244,19 +258,29 @@ class Admin:
             "name": "headrace",
             "version": self._version,
             "model": self._model_id,
+            **({"models": [model.model_id for model in models]} if len(models) > 1 else {}),
             "endpoints": sorted(paths),
         }
         return 200, _json(index), _JSON
 
     async def _health(self, models: ModelTable) -> Answer:
+        """Return whether a model is ready; of several, also which."""
         ready = await models.ready()
         is_ready = bool(ready or models.fallbacks_ready)
-        health = {
+        health: dict[str, Any] = {
             "status": "ok" if is_ready else "unavailable",
             "model": self._model_id,
             "replicas_ready": ready,
             "standing_in": models.fallbacks_ready,
         }
+        if len(models) > 1:
+            health["models"] = {
+                model.model_id: {
+                    "replicas_ready": model.pool.ready_now,
+                    "standing_in": model.pool.fallbacks_ready,
+                }
+                for model in models
+            }
         # With no replica left, the request that would start one must still come through.
         takes_requests = is_ready or any(model.backend.starts_on_demand for model in models)
         return (200 if takes_requests else 503), _json(health), _JSON
@@ -271,7 +295,7 @@ class Admin:
         """Return the OpenAPI schema, which is made again when the replicas' routes change."""
         table = models.routes
         if self._schema is None or self._schema[0] is not table:
-            replica = await self._models[0].backend.openapi()
+            replica = await self._replicas_openapi()
             document = openapi_document(
                 self._version,
                 self._settings,
@@ -284,6 +308,16 @@ class Admin:
                 return 200, _json(document), _JSON
             self._schema = table, _json(document)
         return 200, self._schema[1], _JSON
+
+    async def _replicas_openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI documents of a replica of each model as one; empty without any."""
+        paths: dict[str, Any] = {}
+        schemas: dict[str, Any] = {}
+        for model in self._models:
+            document = await model.backend.openapi()
+            paths = {**document.get("paths", {}), **paths}
+            schemas = {**document.get("components", {}).get("schemas", {}), **schemas}
+        return {"paths": paths, "components": {"schemas": schemas}} if paths else {}
 
     async def _status(self, models: ModelTable) -> Answer:
         """Return the status; a part that fails is left out, and named in `incomplete`."""
@@ -301,7 +335,7 @@ class Admin:
         with part("replicas"):
             status |= await self._backend.status()
         with part("advice"):
-            status["advice"] = advice_of(status.get("replicas", ()))
+            status |= self._advice(status.get("replicas", ()))
         with part("gateway"):
             status["gateway"] = self._gateway.state()
         with part("health"):
@@ -310,6 +344,18 @@ class Admin:
         if incomplete:
             status["incomplete"] = incomplete
         return 200, _json(status), _JSON
+
+    def _advice(self, replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the advice on disaggregation; of several models, by model."""
+        if len(self._models) == 1:
+            return {"advice": advice_of(replicas)}
+        by_model = {
+            model.model_id: advice_of(
+                [one for one in replicas if one.get("model") == model.model_id]
+            )
+            for model in self._models
+        }
+        return {"advice": None, "advice_by_model": by_model}
 
     async def _requests(self, models: ModelTable) -> Answer:
         return 200, _json(self._gateway.requests()), _JSON

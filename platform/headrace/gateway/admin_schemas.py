@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace.config.key_file import NAME
+from headrace.config.key_file import NAME, ModelName
 from headrace.config.speculation import MODE
 from headrace.gateway.ingress.limits import wrong_field
 from headrace_decode.speculative.timed_setting import MAX_DURATION_S
@@ -21,12 +21,19 @@ def _without_default(schema: dict[str, Any]) -> None:
     del schema["default"]
 
 
+OneModel = Annotated[
+    ModelName | None,
+    Field(default=None, description="The model that it is for; left out: all models."),
+]
+
+
 class RouterPolicy(BaseModel):
     """Where prompts are prefilled: always here, always remotely, or wherever it costs least."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     policy: Literal["cost", "local", "remote"]
+    model: OneModel
 
 
 class SpeculationUpdate(BaseModel):
@@ -47,6 +54,7 @@ class SpeculationUpdate(BaseModel):
         description="Seconds until the change is undone. Without it, the change stays.",
         json_schema_extra=_without_default,
     )
+    model: OneModel
 
     @model_validator(mode="after")
     def _says_something(self) -> SpeculationUpdate:
@@ -102,6 +110,9 @@ class WarmRequest(BaseModel):
         default=None,
         description="The tenant whose requests will use the KV; left out, the tenant of the "
         "request's own key. Only where keys are configured.",
+    )
+    model: ModelName | None = Field(
+        default=None, description="The model or alias; left out: the default model."
     )
     cache_salt: str = Field(default="", description="The tenant's cache salt; empty for none.")
     pin: bool = Field(default=False, description="Keep the blocks in DRAM until they are unpinned.")

@@ -46,6 +46,8 @@ from headrace.gateway.ingress import limits
 from headrace.gateway.ingress.allowed_hosts import AllowedHosts
 from headrace.gateway.ingress.api_keys import ADMIN, OPERATOR, ApiKeys
 from headrace.gateway.ingress.cors import cors
+from headrace.gateway.models.adapter_names import AdapterNames
+from headrace.gateway.models.model_names import ModelNames
 from headrace.gateway.models.model_table import ModelTable
 from headrace.gateway.models.served_model import MakePlacer, ModelSource, ServedModel
 from headrace.gateway.relay.call import Call, finished
@@ -123,18 +125,23 @@ class GatewayApp:
     ) -> None:
         self.settings, self._conversations = settings, conversations
         self._sources = tuple(models)
-        only = models[0]
-        self._adapters = None
-        if only.adapters is not None:
-            self._adapters = AdapterAdmin(only.backend, only.model_id)
+        self._names = names = ModelNames(
+            tuple(model.model_id for model in models),
+            settings.aliases,
+            settings.default_model,
+            AdapterNames(
+                {one.model_id: one.adapters for one in models if one.adapters is not None}
+            ),
+        )
+        self._adapters = AdapterAdmin(models, names) if names.adapters.models else None
         self._metrics = metrics
         classes = None if settings.admission is None else settings.admission.classes
         hashes = {ADMIN: settings.admin_key_hash, OPERATOR: settings.operator_key_hash}
         admins = {name: hashed for name, hashed in hashes.items() if hashed is not None}
         self._keys = ApiKeys(settings.api_keys, settings.api_keys_file, admins, classes=classes)
         keys_on = bool(self._keys)
-        self._corpora = CorpusAdmin(models[0].backend, keys_on=keys_on)
-        self._admin = Admin(backend, models, settings, keys_on=keys_on, gateway=self)
+        self._corpora = CorpusAdmin([model.backend for model in models], keys_on=keys_on)
+        self._admin = Admin(backend, models, names, settings, keys_on=keys_on, gateway=self)
         self.body_reader = BodyReader(settings, keys_on=keys_on)
         self._stall = LoopStall()
         self._history = RequestHistory()
@@ -178,7 +185,8 @@ class GatewayApp:
                     on_poll=self._export_metrics,
                 )
                 for source in self._sources
-            ]
+            ],
+            self._names,
         )
         relayed = RelayedRoutes(
             *(settings, self.body_reader, metrics, models),
@@ -207,6 +215,7 @@ class GatewayApp:
             await self._keys.aclose()
             if parts.relayed.background is not None:
                 await parts.relayed.background.aclose()
+            parts.models.added.close()
             for model in parts.models:
                 await model.aclose()
             await parts.upstream.aclose()
@@ -217,7 +226,7 @@ class GatewayApp:
 
     def is_wanted(self, model_id: str) -> bool:
         """Return whether there is work for a model's replica, or was a short time ago."""
-        model = self._model(model_id)
+        model = None if self.parts is None else self.parts.models.get(model_id)
         return model is not None and model.is_wanted
 
     @property
@@ -233,18 +242,22 @@ class GatewayApp:
 
     def set_members(self, model_id: str, replica_ids: frozenset[str]) -> None:
         """Set a model's replicas that run, as Ray Serve reports them; others get no requests."""
-        if (model := self._model(model_id)) is not None:
+        model = None if self.parts is None else self.parts.models.get(model_id)
+        if model is not None:
             model.pool.set_members(replica_ids)
 
-    def _model(self, model_id: str) -> ServedModel | None:
-        models = () if self.parts is None else self.parts.models
-        return next((model for model in models if model.model_id == model_id), None)
-
     def state(self) -> dict[str, Any]:
-        """Return this gateway's state, for the status."""
-        states = [] if self.parts is None else [model.state() for model in self.parts.models]
+        """Return this gateway's state, for the status: that of the only model in it, or of several
+        models under `models`."""
+        models = [] if self.parts is None else list(self.parts.models)
+        states = {model.model_id: model.state() for model in models}
+        if len(states) == 1:
+            (told,) = states.values()
+        else:
+            told = {"standing_in": sum(one["standing_in"] for one in states.values())}
+            told |= {"models": states} if states else {}
         return {
-            **(states[0] if states else {"standing_in": 0}),
+            **told,
             "pid": os.getpid(),
             "relaying": self.relaying,
             "body_bytes": self.body_reader.held_bytes,
@@ -268,11 +281,12 @@ class GatewayApp:
 
     def _export_metrics(self, model: ServedModel) -> None:
         """Export a model's state, and this gateway's, as metrics."""
-        self._metrics.state(model.pool.ready_now, self.relaying, model.oldest_report_s)
+        name = model.model_id
+        self._metrics.state(name, model.pool.ready_now, model.relaying, model.oldest_report_s)
         self._metrics.keys_stale(self._keys.are_stale)
         if model.queue is not None:
             stats = model.queue.stats()
-            self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
+            self._metrics.queue(name, stats["waiting"], stats["predicted_wait_s"])
 
     # Requests
 
@@ -391,9 +405,11 @@ class GatewayApp:
         level = logging.INFO if path.startswith("/v1/") or call.route else logging.DEBUG
         if call.route is not None:
             name = call.route.path
-            self._metrics.request_done(name, call.status, call.ttft_s, total_s, call.streamed)
+            self._metrics.request_done(
+                *(call.model_id, name, call.status, call.ttft_s, total_s, call.streamed)
+            )
             if call.tenant is not None:
-                self._metrics.tenant_done(call.tenant, call.status, call.tokens)
+                self._metrics.tenant_done(call.tenant, call.model_id, call.status, call.tokens)
             self._history.record(finished(call, self._history.now()))
         if not logger.isEnabledFor(level):
             return

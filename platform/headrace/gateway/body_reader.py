@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -80,10 +80,17 @@ class BodyReader:
         Raises:
             ApiError: 400, the body is in no encoding of JSON; 413, it is too large in UTF-8.
         """
-        body = encodings.as_utf8(call.body, self._settings.max_body_bytes)
-        if call.reservation is not None and len(body) > len(call.body):
-            call.reservation.add(len(body) - len(call.body))
-        call.body = body
+        _set_body(call, encodings.as_utf8(call.body, self._settings.max_body_bytes))
+
+    async def replace(self, call: Call, change: Callable[[bytes], bytes]) -> None:
+        """Replace the call's body, within its budget.
+
+        Raises:
+            ApiError: 429, there is no room for the new body.
+        """
+        is_long = len(call.body) > limits.MAX_OTHER_BYTES
+        body = await run_then_rest(change, call.body) if is_long else change(call.body)
+        _set_body(call, body)
 
     async def parsed(self, body: bytes) -> Mapping[str, Any]:
         """Return a request's body as an object, with its fields checked.
@@ -134,3 +141,9 @@ def _checked(request: Mapping[str, Any], body: bytes) -> Mapping[str, Any]:
     limits.check_fields(request)
     limits.check_logprobs(request, len(body))
     return request
+
+
+def _set_body(call: Call, body: bytes) -> None:
+    if call.reservation is not None and len(body) > len(call.body):
+        call.reservation.add(len(body) - len(call.body))
+    call.body = body

@@ -21,6 +21,7 @@ from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.body_reader import BodyReader
 from headrace.gateway.conversations.routes import ConversationRoutes
 from headrace.gateway.corpora import CORPORA, CorpusAdmin, tenant_of
+from headrace.gateway.models.model_list import ModelList
 from headrace.gateway.models.model_table import ModelTable
 from headrace.gateway.openapi import METRICS, MODELS, ROUTER, SPECULATION, STORE, WARM
 from headrace.gateway.relayed_routes import RelayedRoutes
@@ -83,6 +84,7 @@ class BuiltinRoutes:
         self._admin, self._corpora, self._body_reader = admin, corpora, body_reader
         self._relayed, self._models = relayed, models
         self._conversations = conversations
+        self._model_list = ModelList(models, MODELS)
         self._handlers: dict[str, Handler] = {
             ROUTER: self._command,
             SPECULATION: self._command,
@@ -102,6 +104,8 @@ class BuiltinRoutes:
             return self._corpus
         if path.startswith(OURS) or self._admin.find(path) is not None:
             return self._document
+        if path == MODELS:
+            return self._list_models
         if path.startswith(MODELS + "/"):
             return self._model
         if self._conversations is not None and self._conversations.has(path):
@@ -132,7 +136,7 @@ class BuiltinRoutes:
         with self._relayed.take_place():
             wanted = await self._body_reader.json(context)
             self._body_reader.limit_answer_time(context)
-            model = await self._models.choose(context)
+            model = await self._models.choose(wanted, context.caller)
             with model.take_place():
                 body = await self._admin.warm(
                     *(wanted, model.backend),
@@ -200,12 +204,34 @@ class BuiltinRoutes:
         else:
             await context.answer(200, file.body, *file.headers)
 
+    async def _list_models(self, context: RequestContext) -> None:
+        """Answer with the models that the key may use; of a single model, a replica answers."""
+        if not self._lists_models(context):
+            context.call.route = self._models.routes.at(MODELS).get(context.call.method)
+            await self._relayed.handle(context)
+            return
+        context.allow_methods(*READS)
+        self._body_reader.limit_answer_time(context)
+        cards = await self._model_list.cards(context.call, context.caller.models)
+        body = msgspec.json.encode({"object": "list", "data": cards})
+        await context.answer(200, body, JSON_TYPE)
+
+    def _lists_models(self, context: RequestContext) -> bool:
+        """Whether the gateway itself lists the models: names decide, or the key is limited."""
+        return bool(self._models.names) or context.caller.models is not None
+
     async def _model(self, context: RequestContext) -> None:
         """Answer with one model of a replica's list, since vLLM has no route for it."""
         context.allow_methods(*READS)
         self._body_reader.limit_answer_time(context)
+        wanted = context.path[len(MODELS) + 1 :]
+        if self._lists_models(context):
+            cards = await self._model_list.cards(context.call, context.caller.models)
+            body = self._admin.model(msgspec.json.encode({"data": cards}), wanted)
+            await context.answer(200, body, JSON_TYPE)
+            return
         context.call.method, context.call.target = "GET", MODELS
-        model = await self._models.choose(context)
+        (model,) = self._models
         answer = await model.fetcher.fetch(context.call)
         answer.close()
         if answer.reply.status != 200:  # pass on the replica's own error
@@ -213,5 +239,5 @@ class BuiltinRoutes:
             kind = headers.get(b"content-type", b"application/json")
             await context.answer(answer.reply.status, answer.body, (b"content-type", kind))
             return
-        body = self._admin.model(answer.body, context.path[len(MODELS) + 1 :])
+        body = self._admin.model(answer.body, wanted)
         await context.answer(200, body, JSON_TYPE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
@@ -67,19 +67,19 @@ class CorpusAdmin:
     """The operations on corpora.
 
     Args:
-        backend: the replicas of the model.
+        backends: the replicas of each model. A corpus is for all of them.
         clock: seconds since 1970.
         keys_on: whether API keys prove tenants; otherwise a tenant is a cache salt.
     """
 
     def __init__(
         self,
-        backend: ModelBackend,
+        backends: Sequence[ModelBackend],
         clock: Callable[[], float] = time.time,
         *,
         keys_on: bool = False,
     ) -> None:
-        self._backend, self._clock, self._keys_on = backend, clock, keys_on
+        self._backends, self._clock, self._keys_on = tuple(backends), clock, keys_on
         self._newest = 0
 
     async def listing(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class CorpusAdmin:
         Raises:
             ApiError: 409, no replica drafts from a memory, or each of them refuses.
         """
-        return {"replicas": await self._ask({"do": "list"})}
+        return {"replicas": _flat(await self._ask_all({"do": "list"}))}
 
     async def load(self, corpus: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Load a part, and switch to the new version after the last part.
@@ -101,12 +101,21 @@ class CorpusAdmin:
         version = part.version or self._next_version()
         names = {"corpus": corpus, "tenant": self._salt(part.tenant), "version": version}
         more = {"part": part.part, "texts": part.texts, "ttl_s": part.ttl_s}
-        answers = await self._ask({"do": "part", **names, **more, "total_chars": part.total_chars})
-        loaded = [answer for answer in answers if "error" not in answer]
+        by_model = await self._ask_all(
+            {"do": "part", **names, **more, "total_chars": part.total_chars}
+        )
+        answers = _flat(by_model)
         if not part.more:
-            teller = min(answer["replica_id"] for answer in loaded)
             missed = [answer for answer in answers if "error" in answer]
-            flipped = await self._ask({"do": "flip", **names, "teller": teller})
+            tellers = [_teller(of_model) for of_model in by_model]
+            flipped = _flat(
+                await self._ask(
+                    [
+                        None if teller is None else {"do": "flip", **names, "teller": teller}
+                        for teller in tellers
+                    ]
+                )
+            )
             known = {answer.get("replica_id") for answer in missed}
             answers = [*missed, *(each for each in flipped if each["replica_id"] not in known)]
         echoed = {**names, "tenant": part.tenant}
@@ -120,7 +129,7 @@ class CorpusAdmin:
         """
         _check_name(corpus)
         command = {"do": "drop", "corpus": corpus, "tenant": self._salt(tenant)}
-        answers = await self._ask({**command, "version": self._next_version()})
+        answers = _flat(await self._ask_all({**command, "version": self._next_version()}))
         if not any(answer.get("dropped") for answer in answers):
             whose = "all tenants" if tenant is None else "this tenant"
             raise ApiError(
@@ -140,13 +149,24 @@ class CorpusAdmin:
         except ValueError as error:
             raise bad_field("tenant", str(error)) from None
 
-    async def _ask(self, command: dict[str, Any]) -> Answers:
-        """Return the answers of the replicas that draft from a memory.
+    async def _ask_all(self, command: dict[str, Any]) -> list[Answers]:
+        """Run `_ask` with one command for all models."""
+        return await self._ask([command] * len(self._backends))
+
+    async def _ask(self, commands: Sequence[dict[str, Any] | None]) -> list[Answers]:
+        """Return, by model, the answers of the replicas that draft from a memory.
+
+        Args:
+            commands: the command to each model's replicas; None for none.
 
         Raises:
             ApiError: 409 there is no such replica, or each of them refuses.
         """
-        answers = await self._backend.send_corpus_command(command)
+        by_model = [
+            [] if command is None else await backend.send_corpus_command(command)
+            for backend, command in zip(self._backends, commands, strict=True)
+        ]
+        answers = _flat(by_model)
         if not answers:
             raise ApiError(
                 409,
@@ -155,7 +175,7 @@ class CorpusAdmin:
             )
         if all("error" in answer for answer in answers):
             raise ApiError(409, _sentence(answers[0]["error"]), code="memory_refuses")
-        return answers
+        return by_model
 
     def _next_version(self) -> int:
         """Return a version above all earlier versions: seconds since 1970.
@@ -164,6 +184,15 @@ class CorpusAdmin:
         """
         self._newest = max(int(self._clock()), self._newest + 1)
         return self._newest
+
+
+def _flat(by_model: Sequence[Answers]) -> Answers:
+    return [answer for answers in by_model for answer in answers]
+
+
+def _teller(answers: Answers) -> str | None:
+    """Return the replica that informs those of its model that start later."""
+    return min((answer["replica_id"] for answer in answers if "error" not in answer), default=None)
 
 
 def _check_name(corpus: str) -> None:

@@ -417,7 +417,7 @@ class GatewayServer:
                 )
                 for model, each in zip(models, backends, strict=True)
             ],
-            RayGatewayMetrics(models[0].model_id),
+            RayGatewayMetrics(),
             state.make(
                 lambda: folder_of(session_folder(), app),
                 partial(add_cluster_value, prefix(app) + SECRET),

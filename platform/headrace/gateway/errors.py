@@ -122,6 +122,16 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
+def no_model_named() -> ApiError:
+    """400: the request names no model, and there are several."""
+    return ApiError(
+        400,
+        "The request names no model; /v1/models lists those that there are.",
+        code="missing_required_parameter",
+        param="model",
+    )
+
+
 def plan_not_found(request_id: str) -> ApiError:
     """404: no plan is stored under this request id."""
     return ApiError(

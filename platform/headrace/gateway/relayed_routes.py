@@ -74,7 +74,6 @@ class RelayedRoutes:
         if conversations is not None:
             self.background = BackgroundResponses(
                 *(conversations, self._run_in_background),
-                model=next(iter(models)).model_id,
                 max_responses=settings.conversations.max_background,
                 timeout_s=settings.request_timeout_s,
                 on_end=on_end,
@@ -90,13 +89,14 @@ class RelayedRoutes:
 
     @contextlib.contextmanager
     def take_place(self) -> Iterator[None]:
-        """Take one of the `max_concurrent` places for requests that replicas work on.
+        """Take one of the places for requests that replicas work on: `max_concurrent` a model.
 
         Raises:
             ApiError: 429, all are taken.
         """
-        if self.relaying >= self._settings.max_concurrent:
-            raise errors.too_many_requests(self._settings.max_concurrent)
+        limit = self._settings.max_concurrent * len(self._models)
+        if self.relaying >= limit:
+            raise errors.too_many_requests(limit)
         self.relaying += 1
         try:
             yield
@@ -121,26 +121,37 @@ class RelayedRoutes:
         call, models, route = context.call, self._models, context.call.route
         if route is None and models.all_routes_known:
             raise models.routes.refusal(context.path, call.method)
+        call.model_id = models.only
         with self.take_place():
             if call.method == "POST" and (route is None or route.takes_json):
                 await self._body_reader.read_into_call(context)
             self._body_reader.limit_answer_time(context, spent_s=perf_counter() - call.started)
-            model = await models.choose(context)
+            route = route or await self._wait_for_route(context)
+            await client_resume.prepare(call, context.headers.get(RESUME))
+            if route.takes_json:
+                model, slo = await self._read_body(context)
+            else:
+                model, slo = models.choose_for(route, context.caller), DEFAULT
+            self._check_route(model, context)
+            call.model_id = model.model_id
+            if call.recorder is not None and call.recorder.is_background:
+                await self._start_background(context)
+                return
             with model.take_place():
-                await self._relay(context, model)
+                if model.queue is None or route.path not in PLACED:
+                    await self._run(call, context.send, model)
+                else:
+                    await self._run_in_turn(call, context.send, model, slo, model.queue)
 
-    async def _relay(self, context: RequestContext, model: ServedModel) -> None:
-        """Relay a request to a model's replicas, after the checks that its route takes."""
-        call = context.call
-        route = call.route or await self._wait_for_route(context, model)
-        await client_resume.prepare(call, context.headers.get(RESUME))
-        slo = await self._read_body(context) if route.takes_json else DEFAULT
-        if call.recorder is not None and call.recorder.is_background:
-            await self._start_background(context)
-        elif model.queue is None or route.path not in PLACED:
-            await self._run(call, context.send, model)
-        else:
-            await self._run_in_turn(call, context.send, model, slo, model.queue)
+    def _check_route(self, model: ServedModel, context: RequestContext) -> None:
+        """Refuse a route that other models' replicas have.
+
+        Raises:
+            ApiError: 404 or 405, the model's replicas report no such operation.
+        """
+        table, method = model.pool.routes, context.call.method
+        if table and method not in table.at(context.path):
+            raise table.refusal(context.path, method)
 
     async def _start_background(self, context: RequestContext) -> None:
         """Answer with a background response, which is run after the answer."""
@@ -154,7 +165,8 @@ class RelayedRoutes:
         self, call: Call, send: Send, slo: SloClass, on_place: Callable[[], Awaitable[None]]
     ) -> None:
         """Relay the call of a background response; see `background.Run`."""
-        model = next(iter(self._models))
+        model = self._models.get(call.model_id)
+        assert model is not None
         with self.take_place(), model.take_place():
             await on_place()
             if model.queue is None:
@@ -192,19 +204,22 @@ class RelayedRoutes:
             if call.gateway_s is not None:
                 self._metrics.own_seconds(call.gateway_s)
 
-    async def _read_body(self, context: RequestContext) -> SloClass:
-        """Set the call's fields that placing needs, and return the request's class.
+    async def _read_body(self, context: RequestContext) -> tuple[ServedModel, SloClass]:
+        """Return the request's model and class, and set the call's fields that placing needs.
 
         The parsed body, several times as large as its bytes, is freed when this returns.
 
         Raises:
-            ApiError: 400, the body is wrong, or names a class that the request cannot have.
+            ApiError: the body is wrong, or names a model or a class that the request cannot have.
         """
         call, caller = context.call, context.caller
         self._body_reader.use_utf8(call)
         request = await self._body_reader.parsed(call.body)
         if self._conversations is not None and call.path == RESPONSES:
             request = await self._with_history(call, request, self._conversations)
+        model = await self._models.choose(request, caller, call.resumed_model)
+        rename = partial(self._models.rename, request=request, model=model)
+        await self._body_reader.replace(call, rename)
         call.affinity = affinity_key(request)
         try:
             techniques = requested_techniques(request)
@@ -214,9 +229,10 @@ class RelayedRoutes:
         call.techniques = techniques if is_placed else None
         header = context.headers.get(SLO_HEADER)
         try:
-            return self._slo_classes.choose(header, request, caller.slo, caller.slo_classes)
+            slo = self._slo_classes.choose(header, request, caller.slo, caller.slo_classes)
         except SloClassError as error:
             raise errors.unknown_class(str(error), error.param) from None
+        return model, slo
 
     async def _with_history(
         self, call: Call, request: Mapping[str, Any], state: ConversationState
@@ -238,17 +254,16 @@ class RelayedRoutes:
         call.body, call.own_id_bytes, call.recorder = turn.body, turn.own_id_bytes, turn.recorder
         return request if turn.first is None else {**request, "input": [turn.first]}
 
-    async def _wait_for_route(self, context: RequestContext, model: ServedModel) -> Route:
-        """Return the route, as soon as a replica of the model has reported its routes.
+    async def _wait_for_route(self, context: RequestContext) -> Route:
+        """Return the route, as soon as replicas have reported it.
 
         Raises:
             ApiError: 404 there is no such path, 405 it takes other methods, 503 no replica has
                 reported its routes in time.
         """
         call, began = context.call, perf_counter()
-        table = await model.pool.known_routes(self._settings.queue_timeout_s)
+        call.route = await self._models.wait_for_route(
+            context.path, call.method, self._settings.queue_timeout_s
+        )
         call.waited_s += perf_counter() - began
-        call.route = table.at(context.path).get(call.method)
-        if call.route is None:
-            raise table.refusal(context.path, call.method)
         return call.route

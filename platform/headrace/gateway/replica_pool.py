@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from types import TracebackType
 
 from headrace.gateway import errors
-from headrace.gateway.backend import Backend, ReplicaInfo
+from headrace.gateway.backend import ModelBackend, ReplicaInfo
 from headrace.gateway.replica_selection import choose_replica
 from headrace.gateway.route_table import RouteTable
 from headrace.gateway.upstream_reply import ReplicaLost
@@ -80,7 +80,7 @@ class ReplicaPool:
         on_doubt: called when a replica failed, so that it is probed.
     """
 
-    def __init__(self, backend: Backend, on_poll: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, backend: ModelBackend, on_poll: Callable[[], None] = lambda: None) -> None:
         self._backend, self._on_poll = backend, on_poll
         self._replicas: list[ReplicaInfo] = []
         self._others: dict[str, int] = {}

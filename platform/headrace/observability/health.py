@@ -2,16 +2,19 @@
 
 The evidence is the status document and the key figures of the gateway's last minute:
 
-- failing: no replica can answer. A prefill replica stands in when no decode replica answers.
-- degraded: a replica is missing, suspect or down; a machine's store does not answer, or a tier of
-  it fails; a circuit breaker for remote prefill is open; a part of the status is missing; the key
-  file cannot be read again; or more than 5 % of the last minute's requests failed.
+- failing: no replica of any model can answer. A prefill replica stands in when no decode replica
+  answers.
+- degraded: one of several models cannot answer; a replica is missing, suspect or down; a machine's
+  store does not answer, or a tier of it fails; a circuit breaker for remote prefill is open; a part
+  of the status is missing; the key file cannot be read again; or more than 5 % of the last minute's
+  requests failed.
 
 Pure: no I/O.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -50,18 +53,23 @@ def assess(status: Mapping[str, Any], last: Mapping[str, Any] | None) -> Health:
     """
     replicas = list(status.get("replicas") or ())
     gateway = status.get("gateway") or {}
-    unhealthy = dict((gateway.get("router") or {}).get("unhealthy") or {})
+    unhealthy = unhealthy_replicas(gateway)
     working = [one for one in replicas if unhealthy.get(one.get("replica_id")) != "down"]
-    counts = {role: _count(status, replicas, unhealthy, role) for role in ROLES}
-    problems = []
-    is_decode_gone = not any(one.get("role") == "decode" for one in working)
-    fails = is_decode_gone and not gateway.get("standing_in")
-    if is_decode_gone:
-        instead = "" if fails else ", prefill replicas answer instead"
-        problems.append(f"no decode replica answers{instead}")
+    counts = _counts(status, replicas, by_deployment="models" in gateway)
+    problems, failing = [], []
+    for name, model in gateway_models(gateway).items():
+        of = f" of {name}" if name else ""
+        mine = [one for one in working if not name or one.get("model") == name]
+        is_decode_gone = not any(one.get("role") == "decode" for one in mine)
+        failing.append(is_decode_gone and not model.get("standing_in"))
+        if is_decode_gone:
+            instead = "" if failing[-1] else ", prefill replicas answer instead"
+            problems.append(f"no decode replica{of} answers{instead}")
+    fails = all(failing)
+    is_model_gone = bool(problems)
     if (rate := (last or {}).get("error_rate")) and rate > MAX_ERROR_RATE:
         problems.append(f"{rate:.0%} of the last minute's requests failed")
-    problems += _missing(counts, leave_out=("decode",) if is_decode_gone else ())
+    problems += _missing(counts, leaves_out_decode=is_model_gone)
     problems += _replicas(replicas, unhealthy)
     problems += _store(status.get("store") or ())
     problems += [f"the status lacks {missing}" for missing in status.get("incomplete") or ()]
@@ -71,33 +79,59 @@ def assess(status: Mapping[str, Any], last: Mapping[str, Any] | None) -> Health:
         "failing" if fails else "degraded" if problems else "ok",
         problems,
         len(working),
-        sum(expected for _, expected in counts.values()),
-        {role: expected - answering for role, (answering, expected) in counts.items()},
+        sum(expected for _, _, expected in counts.values()),
+        {role: sum(n - there for of, there, n in counts.values() if of == role) for role in ROLES},
     )
 
 
-def _count(
-    status: Mapping[str, Any],
-    replicas: Iterable[Mapping[str, Any]],
-    unhealthy: Mapping[str, str],
-    role: str,
-) -> tuple[int, int]:
-    """Return how many replicas of a role answer, and how many Ray Serve runs or starts."""
-    answering = [one for one in replicas if one.get("role") == role]
-    names = {role, *(str(one.get("deployment")) for one in answering)}
-    expected = sum(
-        count
-        for name, count in (status.get("expected_replicas") or {}).items()
-        if name in names or name.startswith(f"{role}:")
-    )
-    return len(answering), max(expected, len(answering))
+def gateway_models(gateway: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return a gateway's state of each model by the model's name; of the only model of an app, by
+    the empty name."""
+    return dict(gateway.get("models") or {"": gateway})
 
 
-def _missing(counts: Mapping[str, tuple[int, int]], leave_out: Iterable[str]) -> Iterator[str]:
-    for role, (answering, expected) in counts.items():
-        if (missing := expected - answering) and role not in leave_out:
+def unhealthy_replicas(gateway: Mapping[str, Any]) -> dict[str, str]:
+    """Return the states of the replicas of all models that are not healthy, by id."""
+    return {
+        replica: state
+        for model in gateway_models(gateway).values()
+        for replica, state in ((model.get("router") or {}).get("unhealthy") or {}).items()
+    }
+
+
+def _counts(
+    status: Mapping[str, Any], replicas: Iterable[Mapping[str, Any]], *, by_deployment: bool
+) -> dict[str, tuple[str, int, int]]:
+    """Return, by role or by deployment, the role, how many replicas answer, and how many Ray Serve
+    runs or starts."""
+    found: dict[str, tuple[str, int, int]] = {}
+    for role in ROLES:
+        answering = Counter(
+            str(one.get("deployment") or role) for one in replicas if one.get("role") == role
+        )
+        expected = Counter(
+            {
+                name: int(count)
+                for name, count in (status.get("expected_replicas") or {}).items()
+                if name == role or name.startswith((f"{role}:", f"{role}-")) or name in answering
+            }
+        )
+        if not by_deployment:
+            answering = Counter({role: answering.total()})
+            expected = Counter({role: expected.total()})
+        for name in sorted({*answering, *expected}):
+            found[name] = role, answering[name], max(expected[name], answering[name])
+    return found
+
+
+def _missing(
+    counts: Mapping[str, tuple[str, int, int]], *, leaves_out_decode: bool
+) -> Iterator[str]:
+    for name, (role, answering, expected) in counts.items():
+        is_told = leaves_out_decode and role == "decode" and not answering
+        if (missing := expected - answering) and not is_told:
             verb = "does" if missing == 1 else "do"
-            yield f"{missing} of {expected} {role} replicas {verb} not answer"
+            yield f"{missing} of {expected} {name} replicas {verb} not answer"
 
 
 def _replicas(replicas: Iterable[Mapping[str, Any]], unhealthy: Mapping[str, str]) -> Iterator[str]:

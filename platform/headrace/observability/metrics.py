@@ -23,38 +23,33 @@ EXPORTED_PREFIXES = ("ray_headrace_", "ray_vllm_", "ray_serve_", "ray_node_gpu",
 
 
 class RayGatewayMetrics:
-    """The gateway's metrics (`headrace.gateway`'s `GatewayMetrics`).
+    """The gateway's metrics (`headrace.gateway`'s `GatewayMetrics`)."""
 
-    Args:
-        model: the served model's name.
-    """
-
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._requests = Counter(
-            "headrace_gateway_requests", "Requests answered.", tag_keys=("path", "status")
+            "headrace_gateway_requests", "Requests answered.", tag_keys=("model", "path", "status")
         )
         self._ttft = Histogram(
             "headrace_gateway_ttft_seconds",
             "Seconds from a request's arrival to the first byte of its answer.",
             boundaries=TTFT_BUCKETS_S,
-            tag_keys=("path", "streamed"),
+            tag_keys=("model", "path", "streamed"),
         )
         self._seconds = Histogram(
             "headrace_gateway_request_seconds",
             "Seconds from a request's arrival to the last byte of its answer.",
             boundaries=[*TTFT_BUCKETS_S, 60.0, 120.0, 600.0],
-            tag_keys=("path",),
+            tag_keys=("model", "path"),
         )
         self._tenant_requests = Counter(
             "headrace_gateway_tenant_requests",
             "Requests answered, by the tenant that the API key proves; none without keys.",
-            tag_keys=("tenant", "status"),
+            tag_keys=("tenant", "model", "status"),
         )
         self._tenant_tokens = Counter(
             "headrace_gateway_tenant_tokens",
             "Answer tokens, by the tenant that the API key proves; none without keys.",
-            tag_keys=("tenant",),
+            tag_keys=("tenant", "model"),
         )
         self._overhead = Histogram(
             "headrace_gateway_overhead_seconds",
@@ -74,13 +69,15 @@ class RayGatewayMetrics:
         self._lost = Counter(
             "headrace_gateway_replica_losses",
             "Requests whose replica was lost, by when: before, during or after its work on them.",
-            tag_keys=("when",),
+            tag_keys=("model", "when"),
         )
         self._ready = Gauge(
             "headrace_gateway_ready_replicas", "Decode replicas that answer.", tag_keys=("model",)
         )
         self._in_flight = Gauge(
-            "headrace_gateway_requests_in_flight", "Requests at replicas, or waiting for one."
+            "headrace_gateway_requests_in_flight",
+            "Requests at replicas, or waiting for one.",
+            tag_keys=("model",),
         )
         self._keys_stale = Gauge(
             "headrace_gateway_keys_stale",
@@ -89,31 +86,45 @@ class RayGatewayMetrics:
         self._oldest = Gauge(
             "headrace_gateway_oldest_report_seconds",
             "Age of the oldest report that this gateway plans with.",
+            tag_keys=("model",),
         )
         self._queued = Histogram(
             "headrace_gateway_queue_seconds",
             "Seconds that a request waited in the gateway's queue before it went to a replica.",
             boundaries=TTFT_BUCKETS_S,
-            tag_keys=("slo",),
+            tag_keys=("model", "slo"),
         )
-        self._waiting = Gauge("headrace_gateway_queue_length", "Requests in the gateway's queue.")
+        self._waiting = Gauge(
+            "headrace_gateway_queue_length",
+            "Requests in the gateway's queue.",
+            tag_keys=("model",),
+        )
         self._wait = Gauge(
             "headrace_gateway_predicted_wait_seconds",
             "Predicted wait of the last request in the gateway's queue.",
+            tag_keys=("model",),
         )
 
     def request_done(
-        self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
+        self,
+        model: str,
+        path: str,
+        status: int,
+        ttft_s: float | None,
+        seconds: float,
+        streamed: bool,
     ) -> None:
-        self._requests.inc(tags={"path": path, "status": str(status)})
+        place = {"model": model, "path": path}
+        self._requests.inc(tags={**place, "status": str(status)})
         if ttft_s is not None:
-            self._ttft.observe(ttft_s, tags={"path": path, "streamed": "yes" if streamed else "no"})
-        self._seconds.observe(seconds, tags={"path": path})
+            self._ttft.observe(ttft_s, tags={**place, "streamed": "yes" if streamed else "no"})
+        self._seconds.observe(seconds, tags=place)
 
-    def tenant_done(self, tenant: str, status: int, tokens: int | None) -> None:
-        self._tenant_requests.inc(tags={"tenant": tenant, "status": str(status)})
+    def tenant_done(self, tenant: str, model: str, status: int, tokens: int | None) -> None:
+        whose = {"tenant": tenant, "model": model}
+        self._tenant_requests.inc(tags={**whose, "status": str(status)})
         if tokens:
-            self._tenant_tokens.inc(tokens, tags={"tenant": tenant})
+            self._tenant_tokens.inc(tokens, tags=whose)
 
     def own_seconds(self, seconds: float) -> None:
         self._overhead.observe(seconds)
@@ -124,23 +135,24 @@ class RayGatewayMetrics:
     def techniques(self, applied: str) -> None:
         self._techniques.inc(tags={"techniques": applied})
 
-    def replica_lost(self, when: str) -> None:
-        self._lost.inc(tags={"when": when})
+    def replica_lost(self, model: str, when: str) -> None:
+        self._lost.inc(tags={"model": model, "when": when})
 
-    def queued(self, slo: str, seconds: float) -> None:
-        self._queued.observe(seconds, tags={"slo": slo})
+    def queued(self, model: str, slo: str, seconds: float) -> None:
+        self._queued.observe(seconds, tags={"model": model, "slo": slo})
 
-    def queue(self, waiting: int, predicted_wait_s: float) -> None:
-        self._waiting.set(waiting)
-        self._wait.set(predicted_wait_s)
+    def queue(self, model: str, waiting: int, predicted_wait_s: float) -> None:
+        self._waiting.set(waiting, tags={"model": model})
+        self._wait.set(predicted_wait_s, tags={"model": model})
 
     def keys_stale(self, stale: bool) -> None:
         self._keys_stale.set(float(stale))
 
-    def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
-        self._ready.set(ready, tags={"model": self._model})
-        self._in_flight.set(relaying)
-        self._oldest.set(oldest_report_s)
+    def state(self, model: str, ready: int, relaying: int, oldest_report_s: float) -> None:
+        tags = {"model": model}
+        self._ready.set(ready, tags=tags)
+        self._in_flight.set(relaying, tags=tags)
+        self._oldest.set(oldest_report_s, tags=tags)
 
 
 class RayPlanMetrics:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from headrace.config import HeadraceConfig
+from headrace.config.models import MODEL_SECTIONS
 
 
 class Difference(NamedTuple):
@@ -21,8 +22,14 @@ class Difference(NamedTuple):
 
 
 def differences(data: Mapping[str, Any]) -> list[Difference]:
-    """Return the fields of a configuration's plain data that differ from the defaults."""
-    return list(_compare(data, HeadraceConfig().model_dump(), ""))
+    """Return the fields of a configuration's plain data that differ from the defaults; of several
+    models, those that differ from the top level."""
+    default = HeadraceConfig().model_dump()
+    top = {name: data[name] for name in MODEL_SECTIONS}
+    default["models"] = {
+        key: top | {"model": {**data["model"], "id": key, "source": None}} for key in data["models"]
+    }
+    return list(_compare(data, default, ""))
 
 
 def _compare(

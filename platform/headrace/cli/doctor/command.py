@@ -42,6 +42,12 @@ def doctor(
             autocompletion=lambda incomplete: [r for r in pod.ROLES if r.startswith(incomplete)],
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the pod's model in `models`. Default: the first. Needs --cluster."
+        ),
+    ] = None,
     file: FileOption = None,
     preset: PresetOption = None,
     overrides: SetOption = None,
@@ -98,7 +104,7 @@ def doctor(
     """
     if not cluster:
         pod_only = {"--role": role, "--peer": peer, "--listen": listen, "--seconds": seconds}
-        for name, value in {**pod_only, "--clock-url": clock_url}.items():
+        for name, value in {**pod_only, "--clock-url": clock_url, "--model": model}.items():
             if value is not None:
                 raise CliError(f"{name} needs --cluster", 2)
         raise typer.Exit(check_machine(load_config(file, preset, overrides or ()), as_json=as_json))
@@ -113,6 +119,10 @@ def doctor(
     except ConfigError as error:
         findings = [_wrong(problem) for problem in error.problems]
         raise typer.Exit(_tell(findings, as_json, termination_log)) from None
+    models = config.served_models()
+    if model is not None and model not in models:
+        raise CliError(f'--model: must be one of {", ".join(models)}, got "{model}"', 2)
+    config = models[model or next(iter(models))]
     this = pod.Pod(role, config, engines, expect_rdma, clock_url)  # type: ignore[arg-type]
     if listen is not None:
         from headrace.cli.probes import transfer

@@ -34,24 +34,33 @@ def running(apps: Mapping[str, Iterable[Mapping[str, Any]] | None]) -> list[Find
             remedy = f"headrace status --name {name}"
             findings.append(Finding("left out", "WARN", f'"{name}" does not answer', remedy))
             continue
-        found: dict[tuple[str, str], list[str]] = {}
+        replicas = list(replicas)
+        several = len({replica.get("model") for replica in replicas}) > 1
+        found: dict[tuple[str, str, str], list[str]] = {}
         for replica in replicas:
-            for reason in (replica.get("left_out") or {}).items():
-                found.setdefault(reason, []).append(str(replica.get("role", "replica")))
-        for (part, why), roles in found.items():
-            where = f'"{name}", {" and ".join(sorted({*roles}))}'
+            model = f"{replica.get('model')}, " if several else ""
+            for part, why in (replica.get("left_out") or {}).items():
+                roles = found.setdefault((model, part, why), [])
+                roles.append(str(replica.get("role", "replica")))
+        for (model, part, why), roles in found.items():
+            where = f'"{name}", {model}{" and ".join(sorted({*roles}))}'
             findings.append(_finding(part, why, where))
     return findings or [Finding("left out", "OK", "no part, of the running apps")] * bool(apps)
 
 
 def expected(
-    config: HeadraceConfig, roles: Iterable[RoleSettings], model: Mapping[str, Any] | None
+    config: HeadraceConfig,
+    roles: Iterable[RoleSettings],
+    model: Mapping[str, Any] | None,
+    key: str = "",
 ) -> list[Finding]:
-    """Judge what engines would run without, as far as the model's files decide it.
+    """Judge what a model's engines would run without, as far as the model's files decide it.
 
     Args:
+        config: the model's configuration.
         roles: of the engines.
         model: the model's parsed config.json; None if it is not here.
+        key: the model's name in `models`; empty if it is the only one.
     """
     if model is None:
         return []
@@ -62,7 +71,8 @@ def expected(
             for part, why in expected_left_out(model, on_cpu=role.gpus == 0).items()
             if _is_wanted(part, config, role)
         }
-    return [_finding(part, why, "the model of this configuration") for part, why in found.items()]
+    where = f"models.{key}" if key else "the model of this configuration"
+    return [_finding(part, why, where) for part, why in found.items()]
 
 
 def _is_wanted(part: str, config: HeadraceConfig, role: RoleSettings) -> bool:

@@ -31,10 +31,18 @@ def checks(config: HeadraceConfig) -> list[Check]:
         ("nixl", lambda: [nixl(probes.nixl_plugins())]),
         ("gpus", lambda: [gpus(probes.gpus(), config)]),
         ("rdma", lambda: [rdma(probes.rdma_devices(), probes.gpus())]),
-        ("model", lambda: [model(*probes.model(config.model.id))]),
+        ("model", lambda: [model(*probes.model(name)) for name in models_by_name(config)]),
         ("left out", lambda: _left_out(config)),
         ("state", lambda: [leftovers(probes.dead_instances())]),
     ]
+
+
+def models_by_name(config: HeadraceConfig) -> list[str]:
+    """Return the models whose files are found by their name: those without a `source`; of a single
+    model, its name in any case."""
+    models = list(config.served_models().values())
+    named = [one.model.id for one in models if one.model.source is None]
+    return [config.model.id] if len(models) == 1 else named
 
 
 def python(version: tuple[int, int]) -> Finding:
@@ -78,7 +86,8 @@ def needed_memory_bytes(config: HeadraceConfig) -> int:
     """
     return sum(
         role.replicas * ((role.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES)
-        for role in config.roles().values()
+        for model in config.served_models().values()
+        for role in model.roles().values()
     )
 
 
@@ -140,7 +149,11 @@ def nixl(result: tuple[list[str], str]) -> Finding:
 
 def gpus(found: list[str], config: HeadraceConfig) -> Finding:
     """Check for the GPUs that the configuration needs."""
-    wanted = sum(role.replicas * role.gpus for role in config.roles().values())
+    wanted = sum(
+        role.replicas * role.gpus
+        for model in config.served_models().values()
+        for role in model.roles().values()
+    )
     words = ", ".join(found) or "none"
     if wanted > len(found):
         remedy = f"the configuration asks for {wanted}; add machines, or use --preset laptop"
@@ -169,8 +182,10 @@ def model(name: str, folder: str | None, error: str) -> Finding:
 
 
 def _left_out(config: HeadraceConfig) -> list[Finding]:
-    folder = probes.model_folder(config.model.id, config.model.source)
-    expected = left_out.expected(config, config.roles().values(), probes.model_config(folder))
+    expected = []
+    for key, each in config.served_models().items():
+        model_config = probes.model_config(probes.model_folder(each.model.id, each.model.source))
+        expected += left_out.expected(each, each.roles().values(), model_config, key)
     return expected + left_out.running(probes.running_replicas())
 
 

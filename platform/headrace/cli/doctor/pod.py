@@ -28,6 +28,7 @@ class Pod:
     """One pod: its role, the configuration of the app, and how it was started.
 
     Attributes:
+        config: the configuration of its model, as if it were the only one.
         engines: engines that run in it at once.
         expect_rdma: whether the pod asked for an RDMA resource.
         clock_url: server whose clock counts; None takes the Kubernetes API.

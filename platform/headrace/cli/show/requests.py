@@ -63,6 +63,7 @@ TOTAL = Column("total", lambda one: _seconds("total_s" if "status" in one else "
 TOKENS = Column("tokens", lambda one: "" if one["tokens"] is None else f"{one['tokens']:,}", 5)
 ERROR = Column("error", error_of, 6, is_text=True)
 ROUTE = Column("path", lambda one: one["path"].removeprefix("/v1/"), 7, is_text=True)
+MODEL = Column("model", lambda one: str(one.get("model") or ""), 7, is_text=True)
 REPLICA = Column("replica", lambda one: str(one["replica"] or "")[:8], 8, is_text=True)
 
 
@@ -73,7 +74,8 @@ def request_table(requests: Sequence[Request], now: float, width: int, title: st
         now: the gateway's time, in seconds since the epoch.
     """
     errors = [ERROR] if any(map(error_of, requests)) else []
-    columns = [ID, age(now), ROUTE, STATUS, *errors, TTFT, TOTAL, TOKENS, REPLICA]
+    models = [MODEL] if len({one.get("model") or "" for one in requests} - {""}) > 1 else []
+    columns = [ID, age(now), *models, ROUTE, STATUS, *errors, TTFT, TOTAL, TOKENS, REPLICA]
     cells = {column: [column.cell(one) for one in requests] for column in columns}
     kept, left = [], width + GAP
     for column in sorted(columns, key=lambda each: each.priority):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from headrace.cli import client, state
 from headrace.cli.console import human_bytes, human_seconds, human_time, stdout
+from headrace.observability.health import gateway_models, unhealthy_replicas
 
 Part = Text | Table
 """A part of the output, for one `print`."""
@@ -58,7 +59,8 @@ def render(
     verbose: bool = False,
 ) -> None:
     """Print a status document: health first, then addresses, replicas, tiers and totals."""
-    parts = [*head(instance), *overview(instance, data)]
+    models = list((data.get("gateway") or {}).get("models") or ())
+    parts = [*head(instance, models), *overview(instance, data)]
     if verbose:
         parts += details(data)
     if instance.token_path == "relay":
@@ -96,9 +98,13 @@ def _traffic(last: Mapping[str, Any]) -> Iterator[str]:
         yield f"{last['tokens_per_s']:.3g} tokens/s"
 
 
-def head(instance: state.Instance) -> Iterator[Part]:
-    """Yield the instance's model, its addresses, and the time since its start."""
-    where = f"{instance.model} at {instance.endpoint}/v1"
+def head(instance: state.Instance, models: Sequence[str] = ()) -> Iterator[Part]:
+    """Yield the instance's models, its addresses, and the time since its start.
+
+    Args:
+        models: the names of its models, if there are several.
+    """
+    where = f"{', '.join(models) or instance.model} at {instance.endpoint}/v1"
     if instance.started_at:
         up_for = human_seconds(max(0.0, time.time() - instance.started_at))
         where = f"{instance.name}: {where}, up for {up_for}"
@@ -131,9 +137,8 @@ def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
             )
         return
     gateway = data.get("gateway") or {}
-    router = gateway.get("router") or {}
     yield Text()
-    yield replica_table(replicas, router.get("unhealthy") or {})
+    yield replica_table(replicas, unhealthy_replicas(gateway))
     yield Text()
     yield from map(Text, left_out(replicas))
     if data.get("store"):
@@ -141,14 +146,19 @@ def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
         yield Text()
     if plans := {kind: count for kind, count in (data.get("plans") or {}).items() if count}:
         yield Text("plans: " + ", ".join(f"{count:,} {kind}" for kind, count in plans.items()))
-    if router.get("replicas"):  # else there is one decode replica, which plans for itself
-        yield Text(f"placed by this gateway: {placement(router)}")
-    queue = gateway.get("queue")
-    if queue and any(queue[name] for name in ("waiting", "waited", "refused", "expired")):
-        yield Text(f"queue of this gateway: {admission(queue)}")
+    for name, model in gateway_models(gateway).items():
+        of, router = f" for {name}" if name else "", model.get("router") or {}
+        if router.get("replicas"):  # else there is one decode replica, which plans for itself
+            yield Text(f"placed by this gateway{of}: {placement(router)}")
+        queue = model.get("queue")
+        if queue and any(queue[each] for each in ("waiting", "waited", "refused", "expired")):
+            yield Text(f"queue of this gateway{of}: {admission(queue)}")
     yield from map(Text, reused(replicas))
     if data.get("advice"):
         yield Text(advice(data["advice"]))
+    for name, report in (data.get("advice_by_model") or {}).items():
+        if report:
+            yield Text(f"{name}: {advice(report)}")
 
 
 def details(data: dict[str, Any]) -> Iterator[Part]:

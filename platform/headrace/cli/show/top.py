@@ -23,6 +23,7 @@ from headrace.cli.show import status
 from headrace.cli.show.keyboard import Keyboard
 from headrace.cli.show.requests import PATH, Request, request_table
 from headrace.cli.state import Instance
+from headrace.observability.health import unhealthy_replicas
 
 BARS = "▁▂▃▄▅▆▇█"
 TITLES = 6
@@ -148,7 +149,7 @@ def frame(snapshot: Snapshot, width: int, height: int, order: Order) -> Iterator
     left -= max(1, len(flying))
     finished = sorted(requests["finished"], key=order[1])[: max(1, left)]
     yield from totals
-    unhealthy = ((snapshot.status.get("gateway") or {}).get("router") or {}).get("unhealthy") or {}
+    unhealthy = unhealthy_replicas(snapshot.status.get("gateway") or {})
     yield replica_rows(shown, unhealthy)
     if len(shown) < len(replicas):
         yield Text(f"... and {len(replicas) - len(shown)} more", style="dim")

@@ -21,9 +21,11 @@ from headrace.config.calibration import (
 )
 from headrace.config.checks.engine_args import engine_problems
 from headrace.config.checks.messages import did_you_mean, quote
+from headrace.config.checks.model_names import model_conflicts
 from headrace.config.conflicts import Problem, endpoint_conflicts, technique_conflicts
 from headrace.config.key_file import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
+from headrace.config.models import MODEL_SECTIONS
 from headrace.config.schema import HeadraceConfig, RoleSettings, RouterSettings
 from headrace.config.section import GIB
 from headrace_engine.adapters.settings import MAX_ADAPTERS, why_bad_name
@@ -55,29 +57,50 @@ def check(
         wrong: sections with values that were wrong and are left out of `config`. What is compared
             with them is not checked.
     """
-    checks: list[tuple[set[str], Callable[[HeadraceConfig], Iterable[Problem]]]] = [
+    model_checks: list[Check] = [
         (set(), _engine_args),
         (set(), _placement),
         ({"model"}, _adapters),
-        ({"gateway"}, _port),
-        ({"token_path", "gateway"}, lambda c: endpoint_conflicts(c.gateway, c.token_path)),
         ({"techniques", "store"}, lambda c: technique_conflicts(c.techniques, c.store)),
         ({"prefill"}, partial(_role, "prefill")),
         ({"decode"}, partial(_role, "decode")),
         ({"prefill", "decode"}, _roles_agree),
         ({"model", "prefill", "decode"}, _lengths_agree),
-        ({"ray", "prefill", "decode"}, _cpus),
         ({"model", "prefill", "decode", "techniques"}, _kv_holds_one_request),
-        ({"store"}, _objects),
         ({"speculation", "store"}, _saved_token_sequences),
     ]
+    app_checks: list[Check] = [
+        ({"gateway"}, _port),
+        ({"token_path", "gateway"}, lambda c: endpoint_conflicts(c.gateway, c.token_path)),
+        ({"token_path", "gateway", "model", "models"}, _model_names),
+        ({"ray", "prefill", "decode", "models"}, _cpus),
+        ({"store"}, _objects),
+    ]
     if files_here:
-        checks += [
-            ({"model"}, _model_id),
-            ({"gateway"}, _gateway_files),
-            ({"techniques"}, _calibrations),
-        ]
-    return [p for sections, found in checks if not sections & wrong for p in found(config)]
+        model_checks += [({"model"}, _model_id), ({"techniques"}, _calibrations)]
+        app_checks += [({"gateway"}, _gateway_files)]
+    found = []
+    for key, model in config.served_models().items():
+        if key and "models" in wrong:
+            break
+        problems = _found(model, model_checks, wrong - set(MODEL_SECTIONS) if key else wrong)
+        found += [(f"models.{key}.{where}" if key else where, what) for where, what in problems]
+    return found + _found(config, app_checks, wrong)
+
+
+Check = tuple[set[str], Callable[[HeadraceConfig], Iterable[Problem]]]
+"""Sections that a check compares, and the check."""
+
+
+def _found(config: HeadraceConfig, checks: Iterable[Check], wrong: Set[str]) -> list[Problem]:
+    return [p for sections, check in checks if not sections & wrong for p in check(config)]
+
+
+def _model_names(config: HeadraceConfig) -> Iterator[Problem]:
+    models = {key: one.model for key, one in config.served_models().items()}
+    ids = {key: model.id for key, model in models.items()}
+    adapters = {key: list(model.adapters) for key, model in models.items()}
+    yield from model_conflicts(config.gateway, config.token_path, ids, adapters)
 
 
 def warnings(config: HeadraceConfig) -> list[str]:
@@ -85,9 +108,10 @@ def warnings(config: HeadraceConfig) -> list[str]:
     lines = []
     if config.ray.address is not None and config.ray.temp_dir is not None:
         lines.append("ray.temp_dir: has no effect if a running cluster is joined (ray.address)")
-    source = config.model.source  # a folder may be on other machines only
-    if source is not None and (problem := _source_problem(source)):
-        lines.append(f"model.source: {problem}")
+    for key, model in config.served_models().items():
+        source = model.model.source  # a folder may be on other machines only
+        if source is not None and (problem := _source_problem(source)):
+            lines.append(f"{f'models.{key}.' if key else ''}model.source: {problem}")
     return lines + _object_warnings(config) + _state_warnings(config)
 
 

@@ -49,9 +49,10 @@ the first function. It raises ApiError if there is no place (429) or no answer."
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A response that this gateway makes: its tenant and its task."""
+    """A response that this gateway makes: its tenant, its model and its task."""
 
     tenant: str | None
+    model_id: str
     task: asyncio.Task[Any]
 
 
@@ -61,8 +62,7 @@ class BackgroundResponses:
     Args:
         state: keeps them.
         run: relays a call.
-        model: the model of requests that name none.
-        max_responses: maximum number that are queued or run at once.
+        max_responses: maximum number of one model that are queued or run at once.
         timeout_s: time limit of each, from its start to its end.
         on_end: called with the call of each that has ended.
     """
@@ -72,12 +72,11 @@ class BackgroundResponses:
         state: ConversationState,
         run: Run,
         *,
-        model: str,
         max_responses: int,
         timeout_s: float,
         on_end: Callable[[Call], None] = lambda call: None,
     ) -> None:
-        self._state, self._run, self._model = state, run, model
+        self._state, self._run = state, run
         self._max_responses, self._timeout_s, self._on_end = max_responses, timeout_s, on_end
         self._slo = SloClass("background", max_wait_s=timeout_s, background=True)
         self._owner = secrets.token_hex(8)
@@ -96,15 +95,16 @@ class BackgroundResponses:
             rate_limit: that of the client's key, where the response counts until it ends.
 
         Raises:
-            ApiError: 429, there are too many; 503, it cannot be kept.
+            ApiError: 429, there are too many of its model; 503, it cannot be kept.
         """
-        if len(self._running) >= self._max_responses:
+        of_model = [each for each in self._running.values() if each.model_id == call.model_id]
+        if len(of_model) >= self._max_responses:
             raise refusals.too_many_background(self._max_responses)
         own = replace(call, started=time.perf_counter(), journal=None, resume_lines=b"")
         own.write_nowait = lambda piece: False
         call.body, call.reservation = b"", None
         begun = asyncio.create_task(self._begin(own, rate_limit))
-        self._running[_recorder(own).response_id] = _Running(own.tenant, begun)
+        self._running[_recorder(own).response_id] = _Running(own.tenant, own.model_id, begun)
         return await asyncio.shield(begun)
 
     async def _begin(self, call: Call, rate_limit: RateLimit) -> bytes:
@@ -113,13 +113,13 @@ class BackgroundResponses:
         response_id, at_s = recorder.response_id, int(time.time())
         try:
             await self._state.run(GATEWAYS, TenantState.beat, self._owner)
-            body = await recorder.begin_background(call.body, self._owner, self._model, at_s)
+            body = await recorder.begin_background(call.body, self._owner, call.model_id, at_s)
         except BaseException:
             call.drop_body()
             del self._running[response_id]
             raise
         task = asyncio.create_task(self._work(call, rate_limit))
-        self._running[response_id] = _Running(call.tenant, task)
+        self._running[response_id] = _Running(call.tenant, call.model_id, task)
         task.add_done_callback(lambda _: self._running.pop(response_id))
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())

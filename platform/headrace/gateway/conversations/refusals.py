@@ -95,11 +95,11 @@ def not_in_background(response_id: str) -> ApiError:
 
 
 def too_many_background(limit: int) -> ApiError:
-    """429: the gateway has its maximum number of background responses in progress."""
+    """429: the gateway has its maximum number of background responses of a model in progress."""
     return ApiError(
         429,
-        f"{limit} background responses are in progress at this gateway, which is the limit. Try "
-        "again later.",
+        f"{limit} background responses of this model are in progress at this gateway, which is the "
+        "limit. Try again later.",
         kind="rate_limit_error",
         code="too_many_background_responses",
         headers=[(b"retry-after", b"5")],

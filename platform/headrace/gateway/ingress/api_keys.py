@@ -48,6 +48,7 @@ class Caller:
             divided by cache salts only.
         slo: SLO class of requests that name none.
         slo_classes: SLO classes that requests may name; None for all.
+        models: names of models that requests may use; None for all.
         rate_limit: the key's limits and its present usage.
     """
 
@@ -56,6 +57,7 @@ class Caller:
     role: Role = "admin"
     slo: str | None = None
     slo_classes: frozenset[str] | None = None
+    models: frozenset[str] | None = None
     rate_limit: RateLimit = field(default_factory=RateLimit)
     _packed: bytes = field(default=b"", repr=False)
 
@@ -71,6 +73,7 @@ class Caller:
         self.slo = entry.slo
         allowed = entry.slo_classes
         self.slo_classes = None if allowed is None else frozenset(allowed)
+        self.models = None if entry.models is None else frozenset(entry.models)
 
 
 ANONYMOUS = Caller()

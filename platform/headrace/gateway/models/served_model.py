@@ -40,7 +40,7 @@ class MakePlacer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What a `ServedModel` is made of.
+    """Parts of a `ServedModel`.
 
     Attributes:
         model_id: the name by which the model's replicas know it.
@@ -95,14 +95,15 @@ class ServedModel:
                 None if self.placer is None else self.placer.cluster,
                 one_tenant=one_tenant,
                 peer_usage=source.backend.admitted,
-                on_waited=metrics.queued,
+                on_waited=partial(metrics.queued, self.model_id),
             )
+        on_lost = partial(metrics.replica_lost, self.model_id)
         self.fetcher = RetryingFetcher(
             *(self.pool, upstream, settings.queue_timeout_s, self.placer),
-            on_lost=metrics.replica_lost,
+            on_lost=on_lost,
             reserve=body_reader.reserve,
         )
-        self.relay = Relay(self.pool, self.fetcher, metrics.replica_lost, metrics.techniques)
+        self.relay = Relay(self.pool, self.fetcher, on_lost, metrics.techniques)
         self.relaying = 0
         """Number of its requests that replicas work on, or that wait for one."""
 
@@ -144,6 +145,7 @@ class ServedModel:
             **({} if self.placer is None else {"router": self.placer.stats()}),
             **({} if self.queue is None else {"queue": self.queue.stats()}),
             "relaying": self.relaying,
+            "ready": self.pool.ready_now,
             "standing_in": self.pool.fallbacks_ready,
         }
 

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -219,7 +220,7 @@ class Placer:
         """Wait for `min_replicas` replicas, then keep following all replicas."""
         while len(self._pool) < self._min_replicas:
             await asyncio.sleep(FOLLOW_INTERVAL_S)
-        await _compile()
+        await _compile_once()
         while True:
             try:
                 endpoints = await self._list_endpoints()
@@ -231,6 +232,19 @@ class Placer:
             except Exception as error:
                 logger.warning("cannot list the addresses of the replicas' events: %r", error)
             await asyncio.sleep(FOLLOW_INTERVAL_S)
+
+
+_compiling: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+_has_compiled = False
+
+
+async def _compile_once() -> None:
+    """Compile the router, unless a placer of this process has; wait for one that does."""
+    global _has_compiled
+    async with _compiling.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        if not _has_compiled:
+            await _compile()
+            _has_compiled = True
 
 
 async def _compile() -> None:

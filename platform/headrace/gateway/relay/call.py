@@ -60,12 +60,14 @@ class Call:
         tenant: the tenant that the key proves; None if no keys are configured.
         waited_s: seconds spent waiting for the client's body, in the queue, for a plan or for a
             replica.
+        model_id: own name of the model that answers; empty before it is known.
         gateway_s: seconds of gateway code before the replica got the request; None before that.
         status: the HTTP status sent to the client; 0 before that.
         ttft_s: seconds from the start to the first body bytes sent.
         last_events: the events of a stream that were sent last.
         reservation: the body's part of the budget.
         resume_lines: the lines of its stream so far, for the replica that resumes it.
+        resumed_model: the model that the client's part of the stream names; empty if it has none.
         journal: the journal of a client that wants to resume its stream (`client_resume`).
         techniques: its choice of lossy techniques; None on routes without a prompt.
         write_nowait: writes to the client; see `asgi.Write`.
@@ -93,6 +95,7 @@ class Call:
     waited_s: float = 0.0
     gateway_s: float | None = None
     replica_id: str = ""
+    model_id: str = ""
     status: int = 0
     ttft_s: float | None = None
     streamed: bool = False
@@ -100,6 +103,7 @@ class Call:
     last_events: bytes = b""
     reservation: BodyReservation | None = None
     resume_lines: bytes = b""
+    resumed_model: str = ""
     journal: Journal | None = None
     techniques: RequestedTechniques | None = None
     write_nowait: Write = lambda piece: False
@@ -150,6 +154,7 @@ def in_flight(calls: Iterable[Call], unix_s: float) -> list[dict[str, Any]]:
             "at": round(unix_s - (now - call.started), 3),
             "age_s": round(now - call.started, 3),
             "tenant": call.tenant,
+            "model": call.model_id,
             "queue_s": round(call.waited_s, 4),
             "ttft_s": call.ttft_s,
             "tokens": call.tokens,
@@ -173,6 +178,7 @@ def finished(call: Call, unix_s: float) -> FinishedRequest:
         status=call.status,
         error=call.error,
         tenant=call.tenant,
+        model=call.model_id,
         streamed=call.streamed,
         replica=call.replica_id,
         queue_s=call.waited_s,

@@ -12,12 +12,15 @@ wrong count of events ends this stream alone.
 
 from __future__ import annotations
 
+import re
+
 from headrace.gateway import errors
 from headrace.gateway.relay.call import Call
 from headrace_decode.resume.journal import Journal
 
-RECEIVED_BYTES = 4096
-"""Bytes of a stream's beginning that have the id of its response."""
+RECEIVED_BYTES = 16 * 1024
+"""Bytes of a stream's beginning that have the id of its response and the name of its model."""
+_MODEL = re.compile(rb'"model": ?"([^"\\]{1,256})"')
 
 
 async def prepare(call: Call, header: bytes | None) -> None:
@@ -39,6 +42,8 @@ async def prepare(call: Call, header: bytes | None) -> None:
         return
     had, call.body = call.body[:size], call.body[size:]
     call.received = had[:RECEIVED_BYTES]
+    if named := _MODEL.search(call.received):
+        call.resumed_model = named[1].decode(errors="replace")
     await call.journal.read(had)
     if call.journal.why_not is not None:
         raise errors.cannot_resume(call.journal.why_not)

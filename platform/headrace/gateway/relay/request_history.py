@@ -52,6 +52,7 @@ class FinishedRequest:
         total_s: seconds from its arrival to its end.
         tokens: number of tokens in the answer; None if unknown.
         resumed: how often another replica took over the stream.
+        model: own name of the model that it was for; empty if that was not known.
     """
 
     id: str
@@ -67,6 +68,7 @@ class FinishedRequest:
     total_s: float
     tokens: int | None
     resumed: int
+    model: str = ""
 
     @property
     def failed(self) -> bool:
