@@ -452,3 +452,96 @@ def test_rendering_twice_gives_the_same(values: dict[str, Any]) -> None:
             text = path.read_text("utf-8")
             for word in ("lookup ", "randAlpha", "genCA", "genSelfSigned", "now "):
                 assert word not in text, f"{path.name}: {word}"
+
+
+class TestSeveralModels:
+    """`config.models`."""
+
+    def values(self) -> dict[str, Any]:
+        models = {
+            "small": {"decode": {"replicas": 2, "autoscaling": {"max_replicas": 4}}},
+            "large-x": {"model": {"id": "org/large"}, "prefill": {"replicas": 3}},
+        }
+        return merged(preset("laptop"), {"config.models": models})
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        spec = ray_service(self.values())["spec"]["rayClusterConfig"]
+        return {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+
+    def test_each_role_of_each_model_has_pods_of_its_own(self) -> None:
+        groups = self.groups()
+        roles = {f"{role}-{m}" for m in ("small", "large-x") for role in ("prefill", "decode")}
+        assert set(groups) == {"gateway", *roles}
+        small = groups["decode-small"]
+        assert [small[f"{name}eplicas"] for name in ("r", "minR", "maxR")] == [2, 1, 4]
+        assert groups["prefill-large-x"]["resources"] == {"headrace_prefill_large-x": "1"}
+        assert groups["prefill-large-x"]["replicas"] == 3
+        labels = small["template"]["metadata"]["labels"]
+        assert (labels["headrace/role"], labels["headrace/model"]) == ("decode", "small")
+
+    def test_replicas_run_in_the_pods_of_their_model(self) -> None:
+        [app] = serve_config(self.values())["applications"]
+        models = validate(app["args"], files_here=False).served_models()
+        assert {
+            f"{role}-{key}": settings.resources
+            for key, model in models.items()
+            for role, settings in model.roles().items()
+        } == {
+            f"{role}-{key}": {f"headrace_{role}_{key}": 1.0}
+            for key in ("large-x", "small")
+            for role in ("prefill", "decode")
+        }
+
+    def test_a_pod_checks_the_settings_of_its_model(self) -> None:
+        pod = self.groups()["prefill-large-x"]["template"]["spec"]
+        [preflight] = [each for each in pod["initContainers"] if each["name"] == "preflight"]
+        assert preflight["command"][3:7] == ["--role", "prefill", "--model", "large-x"]
+
+    def test_a_group_of_several_pods_has_a_budget_of_its_own(self) -> None:
+        budgets = of_kind("PodDisruptionBudget", self.values())
+        [one] = [each for each in budgets if "prefill" in each["metadata"]["name"]]
+        assert one["metadata"]["name"].endswith("-prefill-large-x")
+        assert one["spec"]["minAvailable"] == 2
+        labels = one["spec"]["selector"]["matchLabels"]
+        assert (labels["headrace/role"], labels["headrace/model"]) == ("prefill", "large-x")
+
+    def test_the_pods_of_all_models_follow_the_values_of_their_role(self) -> None:
+        template = {"spec": {"priorityClassName": "high"}}
+        values = merged(self.values(), {"decode.podTemplate": template})
+        spec = ray_service(values)["spec"]["rayClusterConfig"]
+        for group in spec["workerGroupSpecs"]:
+            pod = group["template"]["spec"]
+            is_decode = group["groupName"].startswith("decode")
+            assert ("priorityClassName" in pod) == is_decode
+            has_probe = "readinessProbe" in pod["containers"][0]
+            assert has_probe or group["groupName"] == "gateway"
+
+    def test_the_gpus_and_ranks_of_a_model_are_those_of_its_pods(self) -> None:
+        gpus = {"gpus": 2, "engine": {"tensor_parallel_size": 2, "data_parallel_size": 3}}
+        models = {"a": {"prefill": gpus, "decode": gpus}, "b": {}}
+        values = merged(CLUSTER, {"config.models": models, "modelCache.warmUp": False})
+        spec = ray_service(values)["spec"]["rayClusterConfig"]
+        groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+        a = groups["decode-a"]
+        assert a["resources"] == {"headrace_decode_a": "2", "GPU": "2"}
+        assert a["replicas"] == 3 * groups["decode-b"]["replicas"]
+        limits = a["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] == "2"
+
+    @pytest.mark.parametrize(
+        ("model", "told"),
+        [
+            ({"decode": {"engine": {"nnodes": 2}}}, "config.models.a.decode.engine.nnodes: must"),
+            ({"decode": {"gpus": 2}}, "config.models.a.decode.gpus: is 2, but"),
+            ({"model": {"source": "s3://b/m"}}, "config.models.a.model.source: must be a name"),
+            (
+                {"prefill": {"env": {"HF_TOKEN": "x"}}},
+                "config.models.a.prefill.env.HF_TOKEN: would",
+            ),
+        ],
+    )
+    def test_what_cannot_work_is_told_with_the_model(
+        self, model: dict[str, Any], told: str
+    ) -> None:
+        with pytest.raises(helm.HelmError, match=re.escape(told)):
+            rendered(merged(LAPTOP, {"config.models": {"a": model, "b": {}}}))

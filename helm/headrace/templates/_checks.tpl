@@ -2,18 +2,28 @@
 {{- define "headrace.checks" -}}
 {{- $values := .Values -}}
 {{- $config := include "headrace.config" . | fromYaml -}}
+{{- $models := dict -}}
+{{- range $name, $each := $config.models -}}
+{{- $_ := set $models (printf "config.models.%s" $name) ($each.model | default dict) -}}
+{{- end -}}
+{{- if not $models -}}
 {{- $model := $config.model | default dict -}}
-{{- $source := $model.source | default $model.id | default "" -}}
-{{- if and (eq $source "HuggingFaceTB/SmolLM2-135M-Instruct") (not (contains "smollm2" ($model.id | default "" | lower))) -}}
+{{- if and (eq ($model.source | default "") "HuggingFaceTB/SmolLM2-135M-Instruct") (not (contains "smollm2" ($model.id | default "" | lower))) -}}
 {{- fail (printf "config.model.source: is still the chart's own model, SmolLM2, but config.model.id is %s; set both" $model.id) -}}
 {{- end -}}
+{{- $_ := set $models "config" $model -}}
+{{- end -}}
+{{- range $path, $model := $models -}}
+{{- $source := $model.source | default $model.id | default "" -}}
 {{- if regexMatch "^[a-zA-Z0-9]+://" $source -}}
-{{- fail (printf "config.model.source: must be a name on the hub or a folder, got %s; docs/kubernetes.md says how a bucket or an OCI image becomes a folder" $source) -}}
+{{- fail (printf "%s.model.source: must be a name on the hub or a folder, got %s; docs/kubernetes.md says how a bucket or an OCI image becomes a folder" $path $source) -}}
+{{- end -}}
 {{- end -}}
 {{- include "headrace.checkSecrets" . -}}
-{{- range $role := list "prefill" "decode" -}}
-{{- include "headrace.checkEngine" (dict "values" $values "role" $role "config" (get $config $role | default dict)) -}}
-{{- $shm := include "headrace.shmMi" (dict "config" $config "engine" true "gpus" (dig $role "gpus" 0 $config | int)) | int -}}
+{{- range (include "headrace.engineGroups" . | fromYaml).groups -}}
+{{- $role := .role -}}
+{{- include "headrace.checkEngine" (dict "values" $values "role" $role "path" .path "config" .own) -}}
+{{- $shm := include "headrace.shmMi" (dict "config" $config "engine" true "gpus" (.own.gpus | default 0 | int)) | int -}}
 {{- $memory := get $values $role | dig "memory" "" -}}
 {{- if gt (mulf $shm 1048576) (include "headrace.number" $memory | float64) -}}
 {{- fail (printf "%s.memory: is %v, but /dev/shm takes %d MiB of it; lower config.store.dram_gb, or raise the memory" $role $memory $shm) -}}
@@ -30,29 +40,30 @@
 {{/* An engine must fit into one pod, and its pod must have what it asks Ray for. */}}
 {{- define "headrace.checkEngine" -}}
 {{- $role := .role -}}
+{{- $path := .path -}}
 {{- $engine := .config.engine | default dict -}}
 {{- $gpus := .config.gpus | default 0 | int -}}
 {{- range $field := list "pipeline_parallel_size" "nnodes" -}}
 {{- if gt (get $engine $field | default 1 | int) 1 -}}
-{{- fail (printf "config.%s.engine.%s: must be 1: an engine of this chart is in one pod, and NIXL pulls from one pipeline stage; raise tensor_parallel_size and gpus, up to a node's GPUs" $role $field) -}}
+{{- fail (printf "%s.engine.%s: must be 1: an engine of this chart is in one pod, and NIXL pulls from one pipeline stage; raise tensor_parallel_size and gpus, up to a node's GPUs" $path $field) -}}
 {{- end -}}
 {{- end -}}
 {{- $tensor := $engine.tensor_parallel_size | default 1 | int -}}
 {{- if ne $tensor (max 1 $gpus) -}}
-{{- fail (printf "config.%s.gpus: is %d, but config.%s.engine.tensor_parallel_size is %d; set both to the GPUs of one pod" $role $gpus $role $tensor) -}}
+{{- fail (printf "%s.gpus: is %d, but %s.engine.tensor_parallel_size is %d; set both to the GPUs of one pod" $path $gpus $path $tensor) -}}
 {{- end -}}
 {{- if and (not $gpus) (gt ($engine.data_parallel_size | default 1 | int) 1) -}}
-{{- fail (printf "config.%s.engine.data_parallel_size: needs config.%s.gpus" $role $role) -}}
+{{- fail (printf "%s.engine.data_parallel_size: needs %s.gpus" $path $path) -}}
 {{- end -}}
 {{- range $field := list "data_parallel_size_local" "data_parallel_backend" "data_parallel_address" "data_parallel_rank" -}}
 {{- if hasKey $engine $field -}}
-{{- fail (printf "config.%s.engine.%s: Ray Serve sets it; set data_parallel_size alone" $role $field) -}}
+{{- fail (printf "%s.engine.%s: Ray Serve sets it; set data_parallel_size alone" $path $field) -}}
 {{- end -}}
 {{- end -}}
 {{- $asked := mulf (hasKey .config "cpus" | ternary .config.cpus 0.5 | float64) (max 1 $gpus) -}}
 {{- $cpu := get .values $role | dig "cpu" "" -}}
 {{- if gt $asked (include "headrace.number" $cpu | float64 | ceil) -}}
-{{- fail (printf "%s.cpu: must be at least %v, which config.%s.cpus asks Ray for, for each GPU of the engine; got %v" $role $asked $role $cpu) -}}
+{{- fail (printf "%s.cpu: must be at least %v, which %s.cpus asks Ray for, for each GPU of the engine; got %v" $role $asked $path $cpu) -}}
 {{- end -}}
 {{- end -}}
 
@@ -72,6 +83,9 @@
 {{- end -}}
 {{- range $role := list "head" "gateway" "prefill" "decode" -}}
 {{- $places := dict $role (get $.Values $role | dig "env" dict) (printf "config.%s" $role) (get $config $role | default dict | dig "env" dict) -}}
+{{- range $model, $own := $config.models -}}
+{{- $_ := set $places (printf "config.models.%s.%s" $model $role) (get ($own | default dict) $role | default dict | dig "env" dict) -}}
+{{- end -}}
 {{- range $place, $env := $places -}}
 {{- range $name, $value := $env -}}
 {{- if regexMatch "://[^/@:]*:[^/@]+@" (toString $value) -}}

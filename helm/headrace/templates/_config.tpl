@@ -33,7 +33,16 @@ left without one, and one listens while the other is replaced. */ -}}
 {{- $_ := set $gateway "tls_key_file" "/etc/headrace/tls/tls.key" -}}
 {{- end -}}
 {{- $_ := set $config "gateway" $gateway -}}
+{{- /* Of several models each has groups of pods of its own. */ -}}
+{{- range $model := $config.models | default dict | keys | sortAlpha -}}
+{{- $own := get $config.models $model | default dict -}}
 {{- range $role := list "prefill" "decode" -}}
+{{- $_ := set $own $role (get $own $role | default dict) -}}
+{{- $_ := set (get $own $role) "resources" (dict (printf "headrace_%s_%s" $role $model) 1) -}}
+{{- end -}}
+{{- $_ := set $config.models $model $own -}}
+{{- end -}}
+{{- range $role := ternary (list) (list "prefill" "decode") (gt (len ($config.models | default dict)) 0) -}}
 {{- $own := get $config $role | default dict -}}
 {{- $_ := set $own "resources" (dict (printf "headrace_%s" $role) 1) -}}
 {{- $_ := set $config $role $own -}}
@@ -54,21 +63,44 @@ left without one, and one listens while the other is replaced. */ -}}
 {{- (.Values.config.gateway | default dict).replicas | default 1 | int -}}
 {{- end -}}
 
+{{/*
+The groups of engine pods, as YAML with the list `groups`. Each has its name, its role, its model's
+name in `config.models` (empty without), the role's configuration with its path in the values, and
+the Ray resource that puts replicas onto it.
+*/}}
+{{- define "headrace.engineGroups" -}}
+{{- $config := include "headrace.config" . | fromYaml -}}
+{{- $groups := list -}}
+{{- range $model := $config.models | default (dict "" dict) | keys | sortAlpha -}}
+{{- $own := get ($config.models | default dict) $model | default dict -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $shared := deepCopy (get $config $role | default dict) -}}
+{{- $settings := mergeOverwrite $shared (deepCopy (get $own $role | default dict)) -}}
+{{- $name := ternary (printf "%s-%s" $role $model) $role (ne $model "") -}}
+{{- $resource := ternary (printf "headrace_%s_%s" $role $model) (printf "headrace_%s" $role) (ne $model "") -}}
+{{- $path := ternary (printf "config.models.%s.%s" $model $role) (printf "config.%s" $role) (ne $model "") -}}
+{{- $groups = append $groups (dict "name" $name "role" $role "model" $model "own" $settings "path" $path "resource" $resource) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml (dict "groups" $groups) -}}
+{{- end -}}
+
 {{/* Whether Ray's autoscaler runs: for upgrades in steps, and where a role's replicas follow the load. */}}
 {{- define "headrace.rayAutoscales" -}}
-{{- $config := include "headrace.config" . | fromYaml -}}
-{{- $prefill := get $config "prefill" | default dict -}}
-{{- $decode := get $config "decode" | default dict -}}
-{{- if or (eq .Values.upgrade.type "NewClusterWithIncrementalUpgrade") $prefill.autoscaling $decode.autoscaling }}true{{ else }}false{{ end }}
+{{- $scales := eq .Values.upgrade.type "NewClusterWithIncrementalUpgrade" -}}
+{{- range (include "headrace.engineGroups" . | fromYaml).groups -}}
+{{- $scales = or $scales (gt (len (.own.autoscaling | default dict)) 0) -}}
+{{- end -}}
+{{- $scales -}}
 {{- end -}}
 
 {{/*
 The numbers of pods of a worker group, as YAML: replicas, min, max. An engine group has a pod for
 each of Serve's replicas, of which a data-parallel group has one for each rank. Takes a dict: root,
-role.
+role, own (the role's configuration).
 */}}
 {{- define "headrace.pods" -}}
-{{- $own := get (include "headrace.config" .root | fromYaml) .role | default dict -}}
+{{- $own := .own -}}
 {{- $ranks := 1 -}}
 {{- $replicas := include "headrace.gatewayPods" .root | int -}}
 {{- if ne .role "gateway" -}}

@@ -1,7 +1,8 @@
 {{/*
 The pod of a group: the chart's own, with the group's `podTemplate` merged into it, and then the
 preflight with the resources, variables and mounts of the main container. Takes a dict: root, role
-(head, gateway, prefill or decode), container (its name).
+(head, gateway, prefill or decode), container (its name), and of engines: own (the role's
+configuration), model (its name in `config.models`, empty without).
 */}}
 {{- define "headrace.pod" -}}
 {{- $root := .root -}}
@@ -29,7 +30,8 @@ preflight with the resources, variables and mounts of the main container. Takes 
 {{- if $root.Values.preflight.enabled -}}
 {{- $check := pick $main "image" "imagePullPolicy" "securityContext" "resources" "envFrom" "volumeMounts" -}}
 {{- $_ := set $check "name" "preflight" -}}
-{{- $_ := set $check "command" (list "headrace" "doctor" "--cluster" "--role" .role "-f" "/etc/headrace/config/headrace.yaml") -}}
+{{- $model := ternary (list "--model" .model) list (not (empty .model)) -}}
+{{- $_ := set $check "command" (concat (list "headrace" "doctor" "--cluster" "--role" .role) $model (list "-f" "/etc/headrace/config/headrace.yaml")) -}}
 {{- $_ := set $check "env" (concat $main.env (include "headrace.preflightEnv" (dict "root" $root "group" $group) | fromYamlArray)) -}}
 {{- $_ := set $spec "initContainers" (append ($spec.initContainers | default list) $check) -}}
 {{- end -}}
@@ -88,7 +90,7 @@ store's arena, Ray's objects, the engines' queues), /models.
 {{- $group := get $root.Values $role -}}
 {{- $engine := or (eq $role "prefill") (eq $role "decode") -}}
 {{- $config := include "headrace.config" $root | fromYaml -}}
-{{- $own := get $config $role | default dict -}}
+{{- $own := .own | default dict -}}
 {{- $gpus := ternary ($own.gpus | default 0) 0 $engine | int -}}
 {{- $keys := include "headrace.keys" $root -}}
 {{- $tls := $root.Values.tls.existingSecret -}}
@@ -105,6 +107,9 @@ metadata:
   labels:
     {{- include "headrace.selector" $root | nindent 4 }}
     headrace/role: {{ $role }}
+    {{- with .model }}
+    headrace/model: {{ . }}
+    {{- end }}
     {{- with $root.Values.commonLabels }}
     {{- include "headrace.texts" . | nindent 4 }}
     {{- end }}
