@@ -4,6 +4,7 @@ import { countersOf, withPoint } from "./lib/counters.js";
 import { healthOf } from "./lib/health.js";
 import { seconds } from "./lib/format.js";
 import { grafana, rayDashboard } from "./lib/links.js";
+import { modelNames } from "./lib/models.js";
 import { usePolled } from "./lib/polled.js";
 import { nextTheme, savedTheme, useTheme } from "./lib/theme.js";
 import { TABS } from "./tabs/index.js";
@@ -51,7 +52,7 @@ function Console() {
   const version = usePolled("/version", 600000, isShown, session);
   const counters = useCounters(state.data);
   const status = state.data;
-  const model = status?.replicas.find((one) => one.model)?.model ?? "";
+  const models = status ? modelNames(status) : [];
   const health = needsKey ? { level: "unknown", text: "A key is needed", problems: [] } : healthOf(state.error, status);
   useEffect(() => { document.title = `${health.level === "ok" ? "" : `${health.text} - `}Headrace console`; }, [health.level, health.text]);
 
@@ -63,10 +64,10 @@ function Console() {
     body = html`<${Tabs} tabs=${TABS} selected=${tab.id} onSelect=${(id) => go(id)} />
       ${state.error && html`<p class="alert" role="alert">${state.error.message} What you see is the last state that the gateway told.</p>`}
       <div id="panel" role="tabpanel" aria-labelledby="tab-${tab.id}" tabindex="0">
-        <${View} key=${tab.id} status=${status} history=${history} counters=${counters} requests=${requests} model=${model} theme=${theme} part=${part} onPart=${(id) => go(tab.id, id)} /></div>`;
+        <${View} key=${tab.id} status=${status} history=${history} counters=${counters} requests=${requests} models=${models} theme=${theme} part=${part} onPart=${(id) => go(tab.id, id)} /></div>`;
   }
   return html`<a class="skip" href="#panel" onClick=${(event) => { event.preventDefault(); document.getElementById("panel")?.focus(); }}>Skip to the content</a>
-    <${Header} model=${model} health=${health} isLocked=${needsKey} updated_s=${counters.at(-1)?.at} history=${history.data} counters=${counters} theme=${theme} onTheme=${() => setTheme(nextTheme(theme))} />
+    <${Header} model=${models.join(", ")} health=${health} isLocked=${needsKey} updated_s=${counters.at(-1)?.at} history=${history.data} counters=${counters} theme=${theme} onTheme=${() => setTheme(nextTheme(theme))} />
     <main>${body}</main>
     <${Footer} version=${version.data?.version} history=${history.data} ray=${status?.ray} />`;
 }

@@ -1,5 +1,6 @@
 // The app's health as the gateway judges it, in one sentence: what an operator must know first.
 import { plural } from "./format.js";
+import { gatewayModels } from "./models.js";
 
 const LEVELS = { ok: "ok", degraded: "warn", failing: "bad" };
 const WORDS = { degraded: "Degraded", failing: "Failing" };
@@ -21,6 +22,6 @@ export function healthOf(error, status) {
 
 /** State of a replica as the gateway's probes and reports show it: "" if it is healthy, else "suspect" or "down". */
 export function stateOf(status, one) {
-  const state = status.gateway?.router?.unhealthy?.[one.replica_id] ?? "";
+  const state = gatewayModels(status).map(([, model]) => model.router?.unhealthy?.[one.replica_id]).find(Boolean) ?? "";
   return state === "draining" ? "" : state;
 }

@@ -6,19 +6,22 @@ import { Card, DocsPage, Table } from "../widgets/layout.js";
 const MIN_REQUESTS = 32; // headrace.disaggregation gives no advice on fewer
 
 export function Advice({ status }) {
-  return html`<div class="grid"><${Disaggregation} advice=${status.advice} seen=${seenRequests(status)} /><${Regret} status=${status} /></div>`;
+  const advice = Object.entries(status.advice_by_model ?? { "": status.advice });
+  return html`<div class="grid">${advice.map(([name, one]) => html`<${Disaggregation} key=${name} name=${name} advice=${one} seen=${seenRequests(status, name)} />`)}<${Regret} status=${status} /></div>`;
 }
 
-const outcomesOf = (status) => status.replicas.map((one) => one.router?.outcomes).filter(Boolean);
-const seenRequests = (status) => outcomesOf(status).reduce((total, one) => total + (one.traffic?.requests ?? 0), 0);
+const outcomesOf = (status, name = "") => status.replicas.filter((one) => !name || one.model === name).map((one) => one.router?.outcomes).filter(Boolean);
+const seenRequests = (status, name) => outcomesOf(status, name).reduce((total, one) => total + (one.traffic?.requests ?? 0), 0);
 
-function Disaggregation({ advice, seen }) {
+function Disaggregation({ name, advice, seen }) {
+  const title = name ? `Does disaggregation pay for ${name}?` : "Does disaggregation pay?";
+  const id = name ? `advice-${name}` : "advice";
   const docs = html`<p class="soft"><${DocsPage} page="routing.md#in-hindsight">How this is computed<//></p>`;
-  if (!advice) return html`<${Card} title="Does disaggregation pay?" id="advice" wide><p>Too little traffic yet: the advice needs ${MIN_REQUESTS} requests, and the replicas remember ${count(seen)}.</p>${docs}<//>`;
+  if (!advice) return html`<${Card} title=${title} id=${id} wide><p>Too little traffic yet: the advice needs ${MIN_REQUESTS} requests, and the replicas remember ${count(seen)}.</p>${docs}<//>`;
   const { best, now, colocated } = advice;
   const gain = best && best.request_s && colocated.request_s ? Math.abs(1 - best.request_s / colocated.request_s) : null;
   const row = (name, one) => ({ key: name, cells: [name, one.prefill, one.decode, one.ttft_s === null ? "overloaded" : seconds(one.ttft_s), seconds(one.token_s), seconds(one.request_s)] });
-  return html`<${Card} title="Does disaggregation pay?" id="advice" wide>
+  return html`<${Card} title=${title} id=${id} wide>
     <p class="verdict">${advice.disaggregation_pays ? "Yes: disaggregation pays for this traffic." : "No: disaggregation does not pay for this traffic."}</p>
     <p>Disaggregation computes prompts on prefill replicas and moves their KV to decode replicas. With it, ${best
       ? html`the best split of these engines would take ${seconds(best.request_s)} for a mean request${best.request_s === null ? " (it is overloaded)" : ""}; without prefill replicas, it would be ${colocated.request_s === null ? "overloaded" : seconds(colocated.request_s)}${gain === null ? "" : ` (${percent(gain)} ${advice.disaggregation_pays ? "less" : "more"} with it)`}.`

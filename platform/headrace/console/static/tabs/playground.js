@@ -6,7 +6,9 @@ import { count, number, seconds } from "../lib/format.js";
 import { Alert, Card } from "../widgets/layout.js";
 import { Plan } from "../widgets/plan.js";
 
-export function Playground({ model }) {
+export function Playground({ models }) {
+  const [chosen, setModel] = useState("");
+  const model = models.includes(chosen) ? chosen : models[0];
   const [messages, setMessages] = useState([]);
   const [text, setText] = useState("");
   const [temperature, setTemperature] = useState(0.7);
@@ -50,7 +52,8 @@ export function Playground({ model }) {
       <form onSubmit=${ask}>
         <label for="prompt">Message</label>
         <textarea id="prompt" rows="3" value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${onKey} placeholder="Enter sends, Shift and Enter begin a new line"></textarea>
-        <div class="filters"><label>Temperature <input id="temperature" type="number" min="0" max="2" step="0.1" value=${temperature} onInput=${(event) => setTemperature(Number(event.target.value))} /></label>
+        <div class="filters">${models.length > 1 && html`<label>Model <select id="model" value=${model} onChange=${(event) => setModel(event.target.value)}>${models.map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select></label>`}
+          <label>Temperature <input id="temperature" type="number" min="0" max="2" step="0.1" value=${temperature} onInput=${(event) => setTemperature(Number(event.target.value))} /></label>
           <label>Maximum tokens <input id="max-tokens" type="number" min="1" step="1" value=${maxTokens} onInput=${(event) => setMaxTokens(Number(event.target.value))} /></label></div>
         <p class="buttons"><button type="submit" class="primary" id="send" disabled=${run?.isRunning}>Send</button>
           <button type="button" id="stop" disabled=${!run?.isRunning} onClick=${() => abort.current?.abort()}>Stop</button>

@@ -1,6 +1,7 @@
 // Who uses the app: requests, tokens, errors and waits by tenant, and the shares of the engines' time.
 import { html } from "../vendor/htm-preact.js";
 import { count, percent, plural, seconds } from "../lib/format.js";
+import { queuesOf } from "../lib/models.js";
 import { byTenant } from "../lib/tenants.js";
 import { Alert, Bar, Card, DocsPage, Table } from "../widgets/layout.js";
 
@@ -22,13 +23,13 @@ function Usage({ requests }) {
 }
 
 function Queue({ status }) {
-  const queue = status.gateway?.queue;
-  if (!queue) return html`<${Card} title="Admission queue" id="queue" wide><p>Admission is off: every request is sent to a replica at once. <${DocsPage} page="admission.md">Admission<//></p><//>`;
+  const queues = queuesOf(status);
+  if (!queues.length) return html`<${Card} title="Admission queue" id="queue" wide><p>Admission is off: every request is sent to a replica at once. <${DocsPage} page="admission.md">Admission<//></p><//>`;
   const used = Object.entries(status.engine_s_by_tenant ?? {}).sort(([, a], [, b]) => b - a);
   const all = used.reduce((total, [, s]) => total + s, 0);
   return html`<${Card} title="Admission queue" id="queue" wide>
-    <p>${plural(queue.waiting, "request")} of ${plural(queue.tenants_waiting, "tenant")} ${queue.waiting === 1 ? "waits" : "wait"} at this gateway, the last one for about ${seconds(queue.predicted_wait_s)}; ${count(queue.background_waiting)} in the background.
-      Since its start it admitted ${count(queue.admitted)} requests, ${count(queue.waited)} of them after a wait, refused ${count(queue.refused)}, and gave up ${count(queue.expired)}.</p>
+    ${queues.map(([name, queue]) => html`<p key=${name}>${name && html`<b>${name}</b>: `}${plural(queue.waiting, "request")} of ${plural(queue.tenants_waiting, "tenant")} ${queue.waiting === 1 ? "waits" : "wait"} at this gateway, the last one for about ${seconds(queue.predicted_wait_s)}; ${count(queue.background_waiting)} in the background.
+      Since its start it admitted ${count(queue.admitted)} requests, ${count(queue.waited)} of them after a wait, refused ${count(queue.refused)}, and gave up ${count(queue.expired)}.</p>`)}
     <${Table} label="Shares of the engines' time" none="No tenant has used the engines yet." columns=${[{ name: "Tenant" }, { name: "Engine time", right: true }, { name: "Share", right: true }, { name: "" }]}
       rows=${used.map(([tenant, s]) => ({ key: tenant, cells: [tenant || "(no key)", seconds(s), percent(s / all), html`<${Bar} share=${s / all} label=${`${tenant || "no key"}: ${percent(s / all)}`} />`] }))} />
     <p class="soft">Engine time is what the admission queue has charged a tenant for, over all gateways. The queue shares it fairly between tenants that wait.</p><//>`;

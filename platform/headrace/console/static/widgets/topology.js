@@ -2,6 +2,7 @@
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { rateOf } from "../lib/counters.js";
 import { stateOf } from "../lib/health.js";
+import { queuesOf } from "../lib/models.js";
 import { bytes, number, percent, plural, replicaName, seconds, shortId } from "../lib/format.js";
 import { replicaPage } from "../lib/links.js";
 
@@ -72,7 +73,8 @@ function groupsOf(status) {
     };
   };
   const gateway = status.gateway ?? {};
-  const waiting = gateway.queue ? gateway.queue.waiting + gateway.queue.background_waiting : null;
+  const queues = queuesOf(status);
+  const waiting = queues.length ? queues.reduce((total, [, queue]) => total + queue.waiting + queue.background_waiting, 0) : null;
   const prefill = engines("prefill");
   const decode = engines("decode");
   return {
