@@ -231,11 +231,10 @@ class TestSeveralModels:
             build_app({"models": models})
 
     def test_a_model_whose_roles_may_both_be_zero_starts_on_demand(self) -> None:
-        asleep = self.entry("b")
-        for name in ("prefill_config", "decode_config"):
-            scaling = {"min_replicas": 0, "max_replicas": 2}
-            asleep[name]["deployment_config"] = {"autoscaling_config": scaling}
-        app = build_app({"models": {"a": self.entry("a"), "b": asleep}})
+        scaling = {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}
+        asleep = {"model": {"source": "/m"}, "prefill": scaling, "decode": scaling}
+        awake = {"model": {"source": "/m"}, "decode": scaling}
+        app = build_configured({"models": {"a": awake, "b": asleep}, **STORE_OFF})
         models = deployment(app, "gateway").init_args[0]
         assert [one.starts_on_demand for one in models] == [False, True]
 

@@ -1,7 +1,7 @@
 """The variables at the head of the dashboards, and the series that each of them narrows.
 
-A variable has values that exist: its options are read from the metrics. Models narrow everything,
-because an app serves one model: they choose the Ray sessions. Role and replica narrow what engines
+A variable has values that exist: its options are read from the metrics. Models narrow everything:
+they choose the Ray sessions of the apps that serve them. Role and replica narrow what engines
 and Serve export; the gateways' own metrics are about the whole app.
 """
 
