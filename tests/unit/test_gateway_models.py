@@ -108,7 +108,8 @@ async def test_a_stream_is_resumed_by_its_model_although_the_weights_have_change
     table = ModelTable(models, names)
 
     async def chosen(name: str, resumed: str = "") -> str:
-        return (await table.choose(prompt(name), ANONYMOUS, resumed)).model_id
+        asked = table.asked(prompt(name), ANONYMOUS)
+        return (await table.choose(asked, ANONYMOUS, resumed)).model_id
 
     found = [await chosen("chat", resumed) for resumed in ("", "v2", "v3")]
     assert found == ["v1", "v2", "v1"]

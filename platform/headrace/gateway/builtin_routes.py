@@ -136,7 +136,8 @@ class BuiltinRoutes:
         with self._relayed.take_place():
             wanted = await self._body_reader.json(context)
             self._body_reader.limit_answer_time(context)
-            model = await self._models.choose(wanted, context.caller)
+            asked = self._models.asked(wanted, context.caller)
+            model = await self._models.choose(asked, context.caller)
             with model.take_place():
                 body = await self._admin.warm(
                     *(wanted, model.backend),

@@ -207,7 +207,8 @@ class RelayedRoutes:
     async def _read_body(self, context: RequestContext) -> tuple[ServedModel, SloClass]:
         """Return the request's model and class, and set the call's fields that placing needs.
 
-        The parsed body, several times as large as its bytes, is freed when this returns.
+        The parsed body, several times as large as its bytes, is freed before the choice of a model,
+        which may wait.
 
         Raises:
             ApiError: the body is wrong, or names a model or a class that the request cannot have.
@@ -217,9 +218,7 @@ class RelayedRoutes:
         request = await self._body_reader.parsed(call.body)
         if self._conversations is not None and call.path == RESPONSES:
             request = await self._with_history(call, request, self._conversations)
-        model = await self._models.choose(request, caller, call.resumed_model)
-        rename = partial(self._models.rename, request=request, model=model)
-        await self._body_reader.replace(call, rename)
+        asked = self._models.asked(request, caller)
         call.affinity = affinity_key(request)
         try:
             techniques = requested_techniques(request)
@@ -232,6 +231,10 @@ class RelayedRoutes:
             slo = self._slo_classes.choose(header, request, caller.slo, caller.slo_classes)
         except SloClassError as error:
             raise errors.unknown_class(str(error), error.param) from None
+        del request  # an unknown name waits
+        model = await self._models.choose(asked, caller, call.resumed_model)
+        if (rename := self._models.rename(asked, model)) is not None:
+            await self._body_reader.replace(call, rename)
         return model, slo
 
     async def _with_history(

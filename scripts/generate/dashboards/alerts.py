@@ -152,7 +152,7 @@ def alerts() -> list[Alert]:
     """Return all alerts."""
     none_ready = f"{q.most('ray_headrace_gateway_ready_replicas')} == {t('any')}"
     targets = "ray_serve_autoscaling_target_replicas"
-    wanted = q.most(q.pick(targets, deployment="decode"))
+    wanted = q.most(q.pick(targets, deployment="~decode(-.*)?"))
     blocks = "ray_vllm_headrace_kv_blocks_total"
     corrupt = q.grown(blocks, "1h", event="~lost_corrupt_.*")
     wrong = q.pick("ray_vllm_headrace_transfers_total", event="unproved_content")

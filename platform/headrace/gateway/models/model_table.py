@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,18 @@ from headrace.gateway.route_table import RouteTable
 from headrace_decode.http.public_routes import Route
 
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class AskedModel(NamedTuple):
+    """The part of a request by which its model is chosen.
+
+    Attributes:
+        name: the name that it gives; None if it gives none.
+        conversation: key of its conversation if the name divides conversations, else empty.
+    """
+
+    name: str | None
+    conversation: bytes
 
 
 class ModelTable:
@@ -106,8 +118,27 @@ class ModelTable:
         """Number of available prefill replicas that answer if no decode replica can."""
         return sum(model.pool.fallbacks_ready for model in self)
 
+    def asked(self, request: Mapping[str, Any], caller: Caller) -> AskedModel:
+        """Return the part of a request by which its model is chosen.
+
+        Args:
+            request: the decoded body, not yet checked.
+            caller: the key of the request.
+
+        Raises:
+            ApiError: 400, `model` is no text.
+        """
+        name = request.get("model")
+        if name is not None and not isinstance(name, str):
+            if self.names or caller.models is not None:
+                raise errors.bad_field("model", "must be text")
+            name = None  # vLLM refuses it
+        divided = self._divided(name)
+        conversation = conversation_key(request, caller.tenant) if len(divided) > 1 else b""
+        return AskedModel(name, conversation)
+
     async def choose(
-        self, request: Mapping[str, Any], caller: Caller, resumed_model: str = ""
+        self, asked: AskedModel, caller: Caller, resumed_model: str = ""
     ) -> ServedModel:
         """Return the model that a request means.
 
@@ -115,30 +146,27 @@ class ModelTable:
         added adapters are read again first.
 
         Args:
-            request: the decoded body, not yet checked.
+            asked: the request's part that names it.
             caller: the key of the request.
             resumed_model: the model of the stream that it resumes; empty if it resumes none. A
                 stream stays with it, even if the weights of the alias have changed.
 
         Raises:
-            ApiError: 404 there is no such model, or the key may not use it; 400 no model is named,
-                or `model` is no text.
+            ApiError: 404 there is no such model, or the key may not use it; 400 no model is named.
         """
-        name = request.get("model")
-        if name is not None and not isinstance(name, str):
-            if self.names or caller.models is not None:
-                raise errors.bad_field("model", "must be text")
-            name = None  # vLLM refuses it
-        divided = self.names.aliases.get((self.names.default if name is None else name) or "", {})
-        conversation = conversation_key(request, caller.tenant) if len(divided) > 1 else b""
         try:
-            model = self._named(name, conversation, caller)
+            model = self._named(*asked, caller)
         except errors.ApiError:
-            if name is None or not self.names.adapters.models:
+            if asked.name is None or not self.names.adapters.models:
                 raise
             await self.added.read()
-            model = self._named(name, conversation, caller)
-        return self._models[resumed_model] if resumed_model in divided else model
+            model = self._named(*asked, caller)
+        is_divided = resumed_model in self._divided(asked.name)
+        return self._models[resumed_model] if is_divided else model
+
+    def _divided(self, name: str | None) -> Mapping[str, float]:
+        """Return the models among which a name divides conversations; empty unless an alias."""
+        return self.names.aliases.get((self.names.default if name is None else name) or "", {})
 
     def choose_for(self, route: Route, caller: Caller) -> ServedModel:
         """Return the model that answers a request which cannot name one: the default, else the
@@ -165,16 +193,12 @@ class ModelTable:
         except UnknownModelError as error:
             raise errors.model_not_found(error.name) from None
 
-    def rename(self, body: bytes, request: Mapping[str, Any], model: ServedModel) -> bytes:
-        """Return the body with the model's own name in place of an alias.
-
-        All other fields keep their bytes. Without an alias, the body itself is returned.
-        """
-        name = request.get("model")
-        if not isinstance(name, str) or name not in self.names.aliases:
-            return body
-        fields = _decode_fields(body)
-        return msgspec.json.encode({**fields, "model": model.model_id})
+    def rename(self, asked: AskedModel, model: ServedModel) -> Callable[[bytes], bytes] | None:
+        """Return a function that puts the model's own name into a body in place of an alias; None
+        if the body names none. All other fields keep their bytes."""
+        if asked.name not in self.names.aliases:
+            return None
+        return lambda body: msgspec.json.encode({**_decode_fields(body), "model": model.model_id})
 
 
 async def _first_routes(models: Sequence[ServedModel], waited_s: float) -> None:
