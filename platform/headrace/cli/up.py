@@ -99,6 +99,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         token=secrets.token_hex(8),
         endpoint=_endpoint(config),
         model=_default_model(config),
+        models=[one.model.id for one in config.served_models().values()] if config.models else [],
         token_path=config.token_path,
         app="headrace" if name == "default" else f"headrace-{name}",
         own_node=config.ray.address is None,

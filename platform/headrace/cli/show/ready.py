@@ -16,6 +16,7 @@ def addresses(instance: state.Instance, took_s: float) -> dict[str, object]:
         "name": instance.name,
         "endpoint": f"{instance.endpoint}/v1",
         "model": instance.model,
+        **({"models": instance.models} if instance.models else {}),
         "dashboard": dashboard,
         "dashboard_token_file": status.token_file(instance) if dashboard else None,
         "ready_after_s": round(took_s, 1),
@@ -33,6 +34,8 @@ def announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         f"endpoint   {instance.endpoint}/v1",
         f"model      {instance.model}",
     ]
+    if instance.models:
+        lines[-1] = f"models     {', '.join(instance.models)}"
     if instance.dashboard_url:
         lines.append(f"dashboard  {instance.dashboard_url}")
         lines.append(f"  token    {status.token_file(instance)}")
