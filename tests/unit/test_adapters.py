@@ -317,6 +317,13 @@ def test_added_adapters_are_kept_with_the_cluster() -> None:
     assert added.all() == {}
 
 
+def test_each_model_of_an_app_has_its_own_added_adapters() -> None:
+    values: dict[str, bytes] = {}
+    a, b = (AddedAdapters("app", values.get, values.__setitem__, group) for group in "ab")
+    a.set("sql", "/a")
+    assert (a.all(), b.all()) == ({"sql": "/a"}, {})
+
+
 class App:
     """vLLM's application, as far as the middleware sees it."""
 

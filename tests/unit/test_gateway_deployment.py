@@ -24,7 +24,7 @@ from headrace.gateway.deployment import (
 )
 from headrace.observability import metrics
 from headrace.router.plan import RouterSettings
-from headrace_engine.serving.settings_override import prefix
+from headrace_engine.serving.model_values import prefix
 from tests.support.only_ipv6 import HOSTS
 
 

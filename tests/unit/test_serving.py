@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from headrace_engine.serving.drain_timeouts import ENGINE_END_S, drain_options, grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import Members
+from headrace_engine.serving.model_values import prefix
 from headrace_engine.serving.settings_override import (
     FIELDS,
     AppliedOverrides,
     Override,
     OverrideStore,
-    prefix,
 )
 
 # Draining

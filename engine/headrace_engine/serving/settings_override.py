@@ -14,11 +14,13 @@ then the permanent one holds again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
+
+from headrace_engine.serving.model_values import ModelValues
 
 FIELDS = ("policy", "mode", "draft_cap")
 
@@ -52,36 +54,23 @@ class Override(msgspec.Struct, frozen=True):
             return cls()
 
 
-@dataclass(slots=True)
-class OverrideStore:
-    """Store of an app's overrides. Every method blocks for about a millisecond.
+class OverrideStore(ModelValues):
+    """Store of a model's overrides."""
 
-    Args:
-        app: the Serve application's name.
-        read, write: read and write the cluster's values, by key.
-        group: the model's name in the configuration; empty if it is the app's only model.
-    """
-
-    app: str
-    read: Callable[[str], bytes | None]
-    write: Callable[[str, bytes], None]
-    group: str = ""
+    __slots__ = ()
 
     def set_override(self, override: Mapping[str, Any], now_s: float) -> None:
         """Store an override: any of `FIELDS`, and `for_s` if it holds for so many seconds only."""
         for name in FIELDS:
             if name in override:
-                key = self._key(name)
+                key = self.key(name)
                 stored = Override.of(self.read(key))
                 stored = stored.with_override(override[name], now_s, override.get("for_s"))
                 self.write(key, msgspec.json.encode(stored))
 
     def all(self) -> dict[str, Override]:
         """Return the overrides that are stored for each field."""
-        return {name: Override.of(self.read(self._key(name))) for name in FIELDS}
-
-    def _key(self, name: str) -> str:
-        return prefix(self.app) + (f"{self.group}/{name}" if self.group else name)
+        return {name: Override.of(self.read(self.key(name))) for name in FIELDS}
 
 
 @dataclass(slots=True)
@@ -104,8 +93,3 @@ class AppliedOverrides:
                 for_s = kept.until_s - now_s
                 overrides += [{name: value, "for_s": for_s} for value in kept.passing]
         return overrides
-
-
-def prefix(app: str) -> str:
-    """Return the beginning of the keys of an app's overrides."""
-    return f"headrace-order/{app}/"

@@ -49,8 +49,9 @@ from headrace_engine.serving.added_adapters import AddedAdapters
 from headrace_engine.serving.drain_timeouts import grace_s
 from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS
+from headrace_engine.serving.model_values import prefix
 from headrace_engine.serving.request_router import deployment_name
-from headrace_engine.serving.settings_override import OverrideStore, prefix
+from headrace_engine.serving.settings_override import OverrideStore
 from headrace_engine.serving.startup_heap import freeze_startup_heap
 
 logger = logging.getLogger("headrace.gateway")
