@@ -231,6 +231,7 @@ async def gateway_of_models(
     models: Mapping[str, Sequence[Handler]],
     *,
     metrics: Any = None,
+    state: Any = None,
     adapters: Mapping[str, AdapterSettings] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, dict[str, FakeCluster], GatewayApp]]:
@@ -250,6 +251,7 @@ async def gateway_of_models(
             for model, cluster in clusters.items()
         ],
         metrics or NoMetrics(),
+        state,
     )
     gateway = await serve_gateway(app, "127.0.0.1", 0, max_body_bytes=settings.max_body_bytes)
     url = f"http://127.0.0.1:{gateway.port}"

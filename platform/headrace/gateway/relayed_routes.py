@@ -243,7 +243,7 @@ class RelayedRoutes:
         """Put the earlier items of a response into the call's body.
 
         Returns:
-            The request for placing it: its input begins with the earliest item.
+            The request for placing it: its input is the part that all turns have in common.
 
         Raises:
             ApiError: as `turn.prepare`; 429, there is no room for the body.
@@ -255,7 +255,7 @@ class RelayedRoutes:
         if call.reservation is not None and len(turn.body) > len(call.body):
             call.reservation.add(len(turn.body) - len(call.body))
         call.body, call.own_id_bytes, call.recorder = turn.body, turn.own_id_bytes, turn.recorder
-        return request if turn.first is None else {**request, "input": [turn.first]}
+        return {**request, "input": turn.first}
 
     async def _wait_for_route(self, context: RequestContext) -> Route:
         """Return the route, as soon as replicas have reported it.

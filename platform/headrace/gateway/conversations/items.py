@@ -16,6 +16,7 @@ import msgspec
 from headrace.gateway.conversations.records import Size
 from headrace.gateway.errors import bad_field
 from headrace.gateway.ingress.limits import count_entries
+from headrace.gateway.models.model_names import MAX_FIRST_MESSAGES
 from headrace_decode.apis.request_checks import ITEM_TYPES
 
 DELETED = b"null"
@@ -61,6 +62,16 @@ def size_of(items: Sequence[bytes]) -> Size:
     left = [item for item in items if item != DELETED]
     entries = count_entries([msgspec.json.decode(item) for item in left])
     return Size(sum(map(len, left)), len(left), entries)
+
+
+def first_items(items: Sequence[bytes]) -> list[Any]:
+    """Return the items up to the first message of the user, decoded (`conversation_key`)."""
+    found: list[Any] = []
+    for item in items[:MAX_FIRST_MESSAGES]:
+        found.append(msgspec.json.decode(item))
+        if not isinstance(found[-1], dict) or found[-1].get("role") == "user":
+            break
+    return found
 
 
 def item_id(item: Item, scope: str, number: int) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,13 +123,14 @@ class PreparedTurn:
     Attributes:
         body: the request's body.
         own_id_bytes: number of leading bytes of it that differ each time the request is sent.
-        first: the earliest item of the prompt; None if the request's own input has it.
+        first: the items up to the first message of the user, decoded. All turns of a conversation
+            have them in common.
         recorder: the recorder of its answer.
     """
 
     body: bytes
     own_id_bytes: int
-    first: Any
+    first: list[Any]
     recorder: TurnRecorder
 
 
@@ -164,12 +165,11 @@ async def prepare(
         read = TenantState.history_of_conversation
         had = await state.run(tenant, read, fields.conversation, max_bytes)
     entries = count_entries(request["input"])
-    join = partial(_joined, body, fields, had, entries, max_bytes, first_response_id(received))
+    record = partial(TurnRecorder, state, tenant)
+    resumed = first_response_id(received)
+    join = partial(_joined, body, fields, had, entries, max_bytes, resumed, record)
     is_long = len(body) + had.size.size_bytes > INLINE_BYTES
-    sent, own_id_bytes, response_id, turn = await asyncio.to_thread(join) if is_long else join()
-    first = msgspec.json.decode(had.items[0]) if had.items else None
-    recorder = TurnRecorder(state, tenant, response_id, fields, turn)
-    return PreparedTurn(sent, own_id_bytes, first, recorder)
+    return await asyncio.to_thread(join) if is_long else join()
 
 
 def _joined(
@@ -179,13 +179,9 @@ def _joined(
     entries: int,
     max_bytes: int,
     resumed: str | None,
-) -> tuple[bytes, int, str, TurnItems]:
-    """Put the earlier items into a body.
-
-    Returns:
-        The body, the number of its leading bytes that differ each time, the id of its response, and
-        the turn without its output.
-    """
+    record: Callable[[str, StateFields, TurnItems], TurnRecorder],
+) -> PreparedTurn:
+    """Put the earlier items into a body."""
     parsed: Fields = _decode_fields(body)
     own = items.split_input(bytes(parsed["input"])) or []
     total = had.size + Size(sum(map(len, own)), len(own), entries)
@@ -208,7 +204,9 @@ def _joined(
         own_id = {"request_id": msgspec.Raw(b'"' + response_id.encode() + b'"')}
         own_id_bytes = len(msgspec.json.encode(own_id))
         parsed = own_id | parsed
-    return msgspec.json.encode(parsed), own_id_bytes, response_id, turn
+    first = items.first_items([*had.items, *own])
+    recorder = record(response_id, fields, turn)
+    return PreparedTurn(msgspec.json.encode(parsed), own_id_bytes, first, recorder)
 
 
 class TurnRecorder:

@@ -24,6 +24,8 @@ from headrace.gateway.models.adapter_names import AdapterNames
 
 EDGE_CHARS = 2048
 """Number of characters at each end of a message that tell conversations apart."""
+MAX_FIRST_MESSAGES = 8
+"""Maximum number of messages that tell conversations apart."""
 
 
 class NoModelNamedError(ValueError):
@@ -136,16 +138,17 @@ def conversation_key(request: Mapping[str, Any], tenant: str | None) -> bytes:
     messages = request.get("messages", request.get("input"))
     if isinstance(messages, list):
         parts += _first_messages(messages)
+    elif messages is None:
+        parts.append(_text(request.get("prompt"))[:EDGE_CHARS])
     else:
-        prompt = request.get("prompt") if messages is None else messages
-        parts.append(_text(prompt)[:EDGE_CHARS])
+        parts.append(_edges(messages))  # a text is the message of a user
     return "\0".join(parts).encode(errors="surrogatepass")
 
 
 def _first_messages(messages: list[Any]) -> list[str]:
-    """Return the messages up to the first of the user, at most eight."""
+    """Return the texts of the messages up to the first of the user."""
     parts: list[str] = []
-    for message in messages[:8]:
+    for message in messages[:MAX_FIRST_MESSAGES]:
         is_message = isinstance(message, Mapping)
         parts.append(_edges(message.get("content") if is_message else message))
         if not is_message or message.get("role") == "user":
