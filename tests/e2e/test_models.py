@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -103,6 +104,35 @@ def test_an_adapter_is_one_of_its_model(app: App) -> None:
     unload = {"lora_name": "added", "model": "second"}
     assert app.client.post("/v1/unload_lora_adapter", json=unload).status_code == 200
     assert answer(app, "fr", PROMPTS[2])[1] == texts["fr"]
+
+
+def test_a_response_is_continued_by_another_model_and_by_an_adapter(client: openai.OpenAI) -> None:
+    """As if the client sent all items itself; a conversation through an alias keeps its model."""
+    short: dict[str, Any] = {"temperature": 0, "max_output_tokens": 8}
+    previous: str | None = None
+    whole: list[Any] = []
+    for number, model in enumerate(("first", "second", "fr", "gpt")):
+        text = f"Turn {number}"
+        whole.append({"role": "user", "content": text})
+        sent = client.responses.create(model=model, input=whole, store=False, **short)
+        kept = client.responses.create(
+            model=model, input=text, previous_response_id=previous, **short
+        )
+        assert (kept.output_text, kept.model) == (sent.output_text, sent.model)
+        whole += sent.output
+        previous = kept.id
+    for number in range(4):
+        previous = None
+        by = set()
+        for text in (f"Conversation {number}", "Go on", "Go on"):
+            turn = client.responses.create(
+                model="chat", input=text, previous_response_id=previous, **short
+            )
+            by.add(turn.model)
+            previous = turn.id
+        assert len(by) == 1
+    made = client.responses.create(model="third", input="Later", background=True, **short)
+    until(lambda: client.responses.retrieve(made.id).status == "completed", 60, "the response")
 
 
 def test_models_share_a_store_and_no_block_of_it(app: App) -> None:
