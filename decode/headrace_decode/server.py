@@ -103,7 +103,7 @@ class DecodeServer(PDDecodeServer):
         self._wiring = wiring
         app_name = serve.get_replica_context().app_name
         self._overrides = OverrideStore(
-            app_name, read_cluster_value, write_cluster_value, wiring.model_key
+            app_name, read_cluster_value, write_cluster_value, wiring.group
         )
         self._applied_overrides = AppliedOverrides()
         self._prefills = prefill_server
@@ -130,7 +130,7 @@ class DecodeServer(PDDecodeServer):
             self._adapters = adapters = ReplicaAdapters(
                 wiring.adapters,
                 self.engine.llm,
-                AddedAdapters(app_name, read_cluster_value, write_cluster_value, wiring.model_key),
+                AddedAdapters(app_name, read_cluster_value, write_cluster_value, wiring.group),
                 serve.get_replica_context().replica_id.unique_id,
             )
             await adapters.start()
@@ -272,7 +272,7 @@ class DecodeServer(PDDecodeServer):
         def update(replicas: frozenset[str]) -> None:
             loop.call_soon_threadsafe(self._orchestrator.prefill_members, replicas)
 
-        MEMBERS.watch(deployment_name("prefill", self._wiring.model_key), update)
+        MEMBERS.watch(deployment_name("prefill", self._wiring.group), update)
 
     async def _watch_prefill(self) -> None:
         """Probe the failing prefill replicas, at an interval."""

@@ -64,7 +64,7 @@ class DecodeWiring:
     listen: Callable[..., Awaitable[Listener]] | None = None
     """(asgi app, host, port 0) -> running server; None if no gateway relays to that port."""
     setup: Callable[[str], None] | None = None
-    model_key: str = ""
+    group: str = ""
     """The model's name in the configuration; empty if it is the app's only one."""
     system_prompts: tuple[str, ...] = ()
     """System prompts whose KV is made and pinned when the replica starts."""

@@ -161,7 +161,7 @@ def _deploy(
         export_left_out=export_left_out,
         make_blending_planner=make_blending_planner,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
-        model_key=model.key,
+        group=model.key,
     )
     return Deployed(model, prefill, {"prefill_server": prefill, "wiring": wiring, "store": store})
 

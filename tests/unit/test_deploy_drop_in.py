@@ -182,7 +182,7 @@ class TestSeveralModels:
         assert roles == {name: name for name in ("decode-a", "decode-b", "prefill-a", "prefill-b")}
         assert len(stores) == 1
         wiring = deployment(app, "decode-b").init_kwargs["wiring"]
-        assert wiring.model_key == "b"
+        assert wiring.group == "b"
         assert deployment(app, "decode-b").init_kwargs["prefill_server"] is second.prefill
 
     @pytest.mark.parametrize(
