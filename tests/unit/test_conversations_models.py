@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from headrace.config.key_file import KeyEntry, KeyFile, hash_of, write_keys
+from headrace_decode.resume.emitted import RESUME
 from headrace_engine.adapters.settings import AdapterSettings
 from tests.unit.gateway_fakes import (
     BODY,
@@ -151,6 +153,28 @@ async def test_items_that_were_added_first_tell_the_conversation(tmp_path: Path)
             assert len({turn.model for turn in turns}) == 1
             answered.add(turns[0].model)
         assert answered == {"v1", "v2"}
+
+
+@pytest.mark.parametrize("model", ["v1", "v2"])
+async def test_a_resumed_turn_stays_with_the_model_that_began_it(
+    tmp_path: Path, model: str
+) -> None:
+    async with models(tmp_path, aliases=ALIASES) as bench, bench.client() as client:
+        first = await client.responses.create(model="small", input="One")
+        other = await client.responses.create(
+            model="small", input="Two", previous_response_id=first.id
+        )
+        begun = {"response": {"id": other.id, "instructions": '"model":"v0"', "model": model}}
+        received = b"event: response.created\ndata: %s\n\n" % json.dumps(begun).encode()
+        fields = {"model": "chat", "input": "x", "stream": True, "previous_response_id": first.id}
+        async with httpx.AsyncClient() as http:
+            await http.post(
+                bench.url + RESPONSES,
+                content=received + json.dumps(fields).encode(),
+                headers={"content-type": "application/json", RESUME.decode(): str(len(received))},
+            )
+        [sent] = bench.sent(model)
+        assert (sent["model"], sent["request_id"]) == (model, other.id)
 
 
 async def test_a_turn_with_an_adapter_goes_to_its_base_model(tmp_path: Path) -> None:
