@@ -22,6 +22,7 @@ SNAPSHOTS = Path(__file__).resolve().parents[1] / "data" / "chart"
 REVIEWED = ("laptop", "gpu-cluster")
 KEYS = {"apiKeys": {"existingSecret": "headrace-keys"}}
 GROUPS = ("gateway", "prefill", "decode")
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -62,13 +63,21 @@ def _rendered(values: str, name: str) -> tuple[tuple[str, str], ...]:
 
 def objects(values: Mapping[str, Any], name: str = "demo") -> list[dict[str, Any]]:
     """All objects of a release."""
-    return [
-        one
-        for path, text in rendered(values, name).items()
-        if path.endswith(".yaml")
-        for one in yaml.safe_load_all(text)
-        if one
-    ]
+    return list(json.loads(_objects(json.dumps(values), name)))
+
+
+@lru_cache(maxsize=256)
+def _objects(values: str, name: str) -> str:
+    """JSON of the objects, which each caller may change."""
+    return json.dumps(
+        [
+            one
+            for path, text in _rendered(values, name)
+            if path.endswith(".yaml")
+            for one in yaml.load_all(text, LOADER)
+            if one
+        ]
+    )
 
 
 def of_kind(kind: str, values: Mapping[str, Any], name: str = "demo") -> list[dict[str, Any]]:

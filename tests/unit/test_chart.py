@@ -21,6 +21,7 @@ from ray.serve.schema import ServeDeploySchema
 from headrace.cli.doctor.pod import Pod
 from headrace.config.load import validate
 from scripts.generate.chart import files
+from tests.support import chart_rules
 from tests.support.chart import (
     CHART,
     GROUPS,
@@ -292,6 +293,12 @@ def test_no_container_is_root_or_writes_its_own_file_system(values: dict[str, An
             assert {"/tmp", home} <= mounted
             if container["name"] not in ("model", "chat", "own"):
                 assert {"/cache", "/dev/shm"} <= mounted
+
+
+@CASES
+def test_no_rule_of_kubernetes_kuberay_or_ray_is_broken(values: dict[str, Any]) -> None:
+    """Rules that no schema states."""
+    assert chart_rules.faults(objects(values)) == []
 
 
 def test_engines_get_their_devices_memory_and_rights() -> None:

@@ -18,7 +18,6 @@ from tests.support.chart import (
     variables,
     worker_groups,
 )
-from tests.unit.test_chart import CASES
 
 LAPTOP = preset("laptop")
 NODE = preset("gpu-node")
@@ -27,34 +26,6 @@ ENGINES = ("prefill", "decode")
 
 
 # What the values say of pods
-
-
-@CASES
-def test_lists_with_keys_name_nothing_twice(values: dict[str, Any]) -> None:
-    """The API server refuses it (`x-kubernetes-list-map-keys`); Helm's own checks do not."""
-    keys = {
-        "env": "name",
-        "volumes": "name",
-        "volumeMounts": "mountPath",
-        "containers": "name",
-        "initContainers": "name",
-        "ports": "containerPort",
-    }
-
-    def check(node: Any, path: str) -> None:
-        if isinstance(node, dict):
-            for name, value in node.items():
-                check(value, f"{path}.{name}")
-        elif isinstance(node, list):
-            field = keys.get(path.rpartition(".")[2])
-            names = [each.get(field) for each in node] if field else []
-            assert len(names) == len(set(names)), path
-            for each in node:
-                check(each, path)
-
-    for one in objects(values):
-        if one["kind"] in ("RayService", "Job", "Pod"):
-            check(one, one["kind"])
 
 
 @pytest.mark.parametrize("role", ["head", *GROUPS])

@@ -1,0 +1,197 @@
+"""`helm upgrade` between any two presets, by twenty edits and back: each object that is there can
+be patched to the new one, by Helm 3, Helm 4 and Argo CD."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from tests.support import chart_rules as rules
+from tests.support.chart import PRESETS, merged, objects, preset
+from tests.support.chart_objects import Object
+from tests.support.chart_patches import (
+    created,
+    helm3_patch,
+    leftovers,
+    refusals,
+    server_side_apply,
+    upgraded,
+)
+
+Changes = dict[str, Any]
+EDITS: dict[str, Changes] = {
+    "another image": {"image.repository": "registry.corp/headrace", "image.tag": "next"},
+    "an image by digest": {"image.digest": f"sha256:{'1' * 64}"},
+    "a pull secret": {"image.pullSecrets": ["registry"]},
+    "a token of the hub": {"modelCache.tokenSecret": "hub"},
+    "another model": {"config.model.id": "m", "config.model.source": "org/m"},
+    "a larger store": {"config.store.dram_gb": 1.5},
+    "more replicas": {"config.decode.replicas": 9, "config.gateway.replicas": 3},
+    "one replica": {"config.decode.replicas": 1, "config.prefill.replicas": 1},
+    "autoscaling": {"config.decode.autoscaling": {"min_replicas": 2, "max_replicas": 5}},
+    "upgrades in steps": {
+        "upgrade.type": "NewClusterWithIncrementalUpgrade",
+        "upgrade.gatewayClassName": "istio",
+    },
+    "other variables": {"decode.env": {"NCCL_DEBUG": "INFO", "HOME": "/tmp"}},
+    "a sidecar and a volume": {
+        "decode.podTemplate": {
+            "spec": {
+                "containers": [{"name": "agent", "image": "agent:1"}],
+                "volumes": [
+                    {"name": "cache", "hostPath": {"path": "/c", "type": "Directory"}},
+                    {"name": "more", "emptyDir": {}},
+                ],
+            }
+        }
+    },
+    "other tolerations": {"decode.tolerations": [{"key": "team", "operator": "Exists"}]},
+    "a disk": {"disk.type": "hostPath", "disk.hostPath": "/mnt/nvme"},
+    "models in a claim": {
+        "modelCache": {"type": "claim", "claimName": "models", "warmUp": True},
+    },
+    "models in a folder": {"modelCache.type": "hostPath", "modelCache.warmUp": False},
+    "another port and type": {"service.port": 80, "service.type": "NodePort"},
+    "a load balancer": {
+        "service.type": "LoadBalancer",
+        "service.spec": {"loadBalancerSourceRanges": ["10.0.0.0/8"]},
+        "service.annotations": {"a": "b"},
+    },
+    "TLS": {"tls.existingSecret": "tls"},
+    "another key file": {"apiKeys.existingSecret": "others"},
+    "an Ingress": {"ingress.enabled": True, "ingress.host": "a.b", "ingress.className": "nginx"},
+    "no policies": {"networkPolicy.enabled": False},
+    "other clients": {"networkPolicy.clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]},
+    "no budgets": {"podDisruptionBudget.enabled": False},
+    "an identity of the cloud": {"serviceAccount.annotations": {"role": "llm"}},
+    "an account of one's own": {"serviceAccount.name": "own"},
+    "labels": {"commonLabels": {"team": "search"}, "rayService.labels": {"queue": "llm"}},
+    "a user that the cluster chooses": {"podSecurity.userId": None},
+    "Redis": {"gcsFaultTolerance.redisAddress": "redis:6379"},
+    "no monitoring": {
+        "monitoring.podMonitor": False,
+        "monitoring.prometheusRule": False,
+        "monitoring.dashboards": False,
+    },
+    "no preflight, another drain": {"preflight.enabled": False, "config.drain_s": 7},
+    "Ray without a token": {"rayToken.enabled": False},
+}
+UNCHANGEABLE: dict[str, tuple[Changes, Changes, str]] = {
+    "a smaller claim": (
+        {},
+        {"modelCache.size": "10Gi"},
+        "PersistentVolumeClaim demo-models: spec.resources cannot shrink",
+    ),
+    "another class of a claim": (
+        {},
+        {"modelCache.storageClassName": "fast"},
+        "PersistentVolumeClaim demo-models: spec.storageClassName is immutable",
+    ),
+    "another class of a load balancer": (
+        {"service.type": "LoadBalancer"},
+        {"service.spec": {"loadBalancerClass": "service.k8s.aws/nlb"}},
+        "Service demo: spec.loadBalancerClass is immutable",
+    ),
+    "another first family": (
+        {},
+        {"service.spec": {"ipFamilies": ["IPv6"]}},
+        "Service demo: spec.ipFamilies[0] is immutable",
+    ),
+}
+
+
+def wrong(old: list[Object], new: list[Object]) -> list[str]:
+    """What an upgrade from one release's objects to another's leaves wrong."""
+    found = []
+    for live, before, after in upgraded(old, new):
+        for patch in (server_side_apply, helm3_patch):
+            result = patch(live, before, after)
+            name = f"{patch.__name__} {after['kind']} {after['metadata']['name']}"
+            found += list(refusals(live, result))
+            found += [f"{name}{fault}" for fault in leftovers(result, before, after)]
+            found += [f"{name}: {fault}" for fault in rules.repeated_keys([result])]
+    return found
+
+
+def test_there_are_at_least_twenty_edits() -> None:
+    assert len(EDITS) >= 20
+
+
+@pytest.mark.parametrize(("old", "new"), permutations(PRESETS, 2))
+def test_a_preset_can_be_changed_to_any_other(old: str, new: str) -> None:
+    assert wrong(objects(preset(old)), objects(preset(new))) == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("changes", EDITS.values(), ids=EDITS.keys())
+def test_an_edit_takes_effect_and_can_be_rolled_back(name: str, changes: Changes) -> None:
+    before, after = objects(preset(name)), objects(merged(preset(name), changes))
+    assert wrong(before, after) == []
+    assert wrong(after, before) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "said"), UNCHANGEABLE.values(), ids=UNCHANGEABLE.keys()
+)
+def test_a_field_that_no_upgrade_can_change_is_known(
+    base: Changes, changes: Changes, said: str
+) -> None:
+    values = merged(preset("gpu-cluster"), base)
+    assert said in wrong(objects(values), objects(merged(values, changes)))
+
+
+# The rules by which patches are made
+
+
+def ray_service(containers: list[Any]) -> Object:
+    head = {"template": {"spec": {"containers": containers}}}
+    return {
+        "kind": "RayService",
+        "metadata": {"name": "a"},
+        "spec": {"rayClusterConfig": {"headGroupSpec": head}},
+    }
+
+
+def containers(release: Object) -> list[Any]:
+    head = release["spec"]["rayClusterConfig"]["headGroupSpec"]
+    return list(head["template"]["spec"]["containers"])
+
+
+@pytest.mark.parametrize("patch", [server_side_apply, helm3_patch])
+def test_an_item_and_a_field_that_are_named_no_more_are_removed(patch: Any) -> None:
+    old = ray_service([{"name": "a", "env": [{"name": "X", "value": "1"}]}, {"name": "b"}])
+    new = ray_service([{"name": "a", "env": [{"name": "Y", "value": "1"}]}])
+    assert containers(patch(created(old), old, new)) == containers(new)
+
+
+def test_an_apply_leaves_items_of_others_and_a_json_merge_does_not() -> None:
+    """Such as a sidecar that an admission webhook has put in."""
+    old, new = (
+        ray_service([{"name": "a", "image": "1"}]),
+        ray_service([{"name": "a", "image": "2"}]),
+    )
+    live = ray_service([{"name": "a", "image": "1"}, {"name": "injected"}])
+    applied = containers(server_side_apply(live, old, new))
+    assert applied == [{"name": "a", "image": "2"}, {"name": "injected"}]
+    assert containers(helm3_patch(live, old, new)) == containers(new)
+
+
+def test_what_the_server_has_set_stays() -> None:
+    old = next(o for o in objects(preset("laptop")) if o["kind"] == "Service")
+    new = merged(old, {"spec.type": "LoadBalancer"})
+    live = created(old)
+    for patch in (server_side_apply, helm3_patch):
+        after = patch(live, old, new)
+        assert after["spec"]["clusterIP"] == live["spec"]["clusterIP"]
+        assert after["metadata"]["uid"] == live["metadata"]["uid"]
+        assert list(refusals(live, after)) == []
+
+
+def test_a_changed_job_under_its_old_name_is_refused() -> None:
+    """As before the Job's name changed with its pod."""
+    [job] = [o for o in objects(preset("gpu-cluster")) if o["kind"] == "Job"]
+    image = {"spec.template.spec.containers": [{"name": "model", "image": "registry.corp/other"}]}
+    found = list(refusals(created(job), merged(created(job), image)))
+    assert found == [f"Job {job['metadata']['name']}: spec.template is immutable"]
