@@ -189,10 +189,9 @@ def test_a_random_hash_seed() -> None:
     stops(look("hash seed", *both), '"random"', "whole number")
 
 
-def roles(prefill: int, decode: int, kind: str = "tensor") -> list[str]:
+def roles(prefill: int, decode: int) -> list[str]:
     sizes = {"prefill": prefill, "decode": decode}
-    name = f"engine.{kind}_parallel_size"
-    return [f"{r}.{name}={n}" for r, n in sizes.items()] + [
+    return [f"{r}.engine.tensor_parallel_size={n}" for r, n in sizes.items()] + [
         f"{r}.gpus={n}" for r, n in sizes.items()
     ]
 
@@ -206,12 +205,6 @@ def test_more_ranks_in_prefill_than_kv_heads(model: Path) -> None:
     found = look("parallelism", f"model.source={model}", *roles(4, 1))
     stops(found, "2 KV heads", "at most 2")
     assert [f.level for f in look("parallelism", f"model.source={model}", *roles(1, 4))] == ["OK"]
-
-
-def test_pipeline_stages() -> None:
-    stops(
-        look("parallelism", *roles(2, 2, "pipeline")), "one pipeline stage", "tensor_parallel_size"
-    )
 
 
 def test_a_layout_in_one_role_only() -> None:

@@ -197,14 +197,19 @@ def test_a_model_that_up_would_not_find_is_refused_by_its_id_and_doubted_by_its_
     [
         (
             ["decode.gpus=2", "prefill.gpus=1"],
-            "decode.gpus: is 2, but engine.tensor_parallel_size 1 x engine.pipeline_parallel_size 1"
-            " wants 1; set gpus: 1, or engine.tensor_parallel_size: 2",
+            "decode.gpus: is 2, but engine.tensor_parallel_size is 1; set gpus: 1, or "
+            "engine.tensor_parallel_size: 2",
         ),
         (
             ["decode.engine.tensor_parallel_size=2"],
-            "decode.gpus: is 0, but engine.tensor_parallel_size 2 x engine.pipeline_parallel_size 1"
-            " wants 2; set gpus: 2, or remove both to run on the CPU",
+            "decode.gpus: is 0, but engine.tensor_parallel_size is 2; set gpus: 2, or remove both "
+            "to run on the CPU",
         ),
+        (
+            ["decode.engine.pipeline_parallel_size=2"],
+            "decode.engine.pipeline_parallel_size: must be 1, got 2: KV is pulled from one",
+        ),
+        (["prefill.engine.nnodes=2"], "prefill.engine.nnodes: must be 1, got 2: KV is pulled"),
         (["decode.gpus=1"], "decode.gpus: is 1, but prefill.gpus is 0: KV made on a CPU"),
         (["decode.accelerator_type=H100"], 'decode.accelerator_type: is "H100", but decode.gpus'),
         (["decode.engine.tensor_parallel_size=two"], 'must be a whole number >= 1, got "two"'),

@@ -92,8 +92,7 @@ def _placement(role: RoleSettings) -> dict[str, Any]:
     if len(bundles) == 1:
         return {"bundles": bundles}
     # NixlConnector finds all tensor parallel ranks of an engine at one address.
-    pipeline = role.engine.get("pipeline_parallel_size", 1)
-    return {"bundles": bundles, "strategy": "STRICT_PACK" if pipeline == 1 else "PACK"}
+    return {"bundles": bundles, "strategy": "STRICT_PACK"}
 
 
 def _bundles(role: RoleSettings) -> list[dict[str, float]]:

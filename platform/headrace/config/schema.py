@@ -88,7 +88,7 @@ class RoleSettings(Section):
         default=0,
         ge=0,
         description="GPUs per replica; 0 runs the engine on the CPU. Must equal "
-        "`engine.tensor_parallel_size` x `engine.pipeline_parallel_size`.",
+        "`engine.tensor_parallel_size`.",
     )
     accelerator_type: str | None = Field(
         default=None,
@@ -148,10 +148,9 @@ class RoleSettings(Section):
 
     @property
     def world_size(self) -> int:
-        """Engine workers that vLLM makes: tensor parallel x pipeline parallel."""
-        sizes = (self.engine.get(k, 1) for k in ("tensor_parallel_size", "pipeline_parallel_size"))
-        tensor, pipeline = (s if isinstance(s, int) and s > 0 else 1 for s in sizes)
-        return tensor * pipeline
+        """Tensor parallel workers of an engine."""
+        size = self.engine.get("tensor_parallel_size", 1)
+        return size if isinstance(size, int) and size > 0 else 1
 
 
 class RouterSettings(Section):

@@ -38,31 +38,16 @@ def hash_seed(config: HeadraceConfig) -> Finding:
 
 
 def parallel(config: HeadraceConfig, kv_heads: int | None) -> Finding:
-    """Check that the roles' tensor and pipeline parallel sizes allow decode to pull from prefill.
+    """Check that the roles' tensor parallel sizes allow decode to pull from prefill.
 
     The rules are those of vLLM's NixlConnector (0.32): one tensor parallel size divides the other;
-    more ranks in prefill than in decode only while each rank has KV heads of its own; KV is pulled
-    from the first pipeline stage only.
+    more ranks in prefill than in decode only while each rank has KV heads of its own.
 
     Args:
         kv_heads: KV heads of the model; None if they are not known here.
     """
-    sizes = {}
-    for name, role in config.roles().items():
-        tensor, pipeline = (
-            int(role.engine.get(key, 1))
-            for key in ("tensor_parallel_size", "pipeline_parallel_size")
-        )
-        sizes[name] = (tensor, pipeline)
-    (p_tp, p_pp), (d_tp, d_pp) = sizes["prefill"], sizes["decode"]
+    p_tp, d_tp = config.prefill.world_size, config.decode.world_size
     found = f"TP {p_tp} in prefill, {d_tp} in decode"
-    if p_pp > 1 or d_pp > 1:
-        return Finding(
-            "parallelism",
-            "FAIL",
-            f"PP {p_pp} in prefill, {d_pp} in decode: KV is pulled from one pipeline stage only",
-            "set engine.pipeline_parallel_size: 1 in both roles, and raise tensor_parallel_size",
-        )
     if max(p_tp, d_tp) % min(p_tp, d_tp):
         return Finding(
             "parallelism",

@@ -210,6 +210,7 @@ def _role(name: str, config: HeadraceConfig) -> Iterator[Problem]:
     for variable, owner in OWNED_ENV.items():
         if variable in role.env:
             yield f"{name}.env.{variable}", f"set {name}.{owner} instead"
+    yield from _one_machine(name, role)
     yield from _gpus(name, role)
 
 
@@ -224,16 +225,27 @@ def _lengths_agree(config: HeadraceConfig) -> Iterator[Problem]:
             )
 
 
+def _one_machine(name: str, role: RoleSettings) -> Iterator[Problem]:
+    """An engine is on one machine: NixlConnector pulls from one pipeline stage (vLLM 0.32), and the
+    store's blocks hold the KV of all ranks."""
+    for argument in ("pipeline_parallel_size", "nnodes"):
+        size = role.engine.get(argument, 1)
+        if isinstance(size, int) and size > 1:
+            yield (
+                f"{name}.engine.{argument}",
+                f"must be 1, got {size}: KV is pulled from one pipeline stage, on one machine; "
+                "raise engine.tensor_parallel_size and gpus, up to the machine's GPUs",
+            )
+
+
 def _gpus(name: str, role: RoleSettings) -> Iterator[Problem]:
-    tensor = role.engine.get("tensor_parallel_size", 1)
-    pipeline = role.engine.get("pipeline_parallel_size", 1)
     world = role.world_size
     if role.gpus == 0:
         if world > 1:
             yield (
                 f"{name}.gpus",
-                f"is 0, but engine.tensor_parallel_size {tensor} x engine.pipeline_parallel_size "
-                f"{pipeline} wants {world}; set gpus: {world}, or remove both to run on the CPU",
+                f"is 0, but engine.tensor_parallel_size is {world}; set gpus: {world}, or remove "
+                "both to run on the CPU",
             )
         if role.accelerator_type is not None:
             yield (
@@ -243,8 +255,7 @@ def _gpus(name: str, role: RoleSettings) -> Iterator[Problem]:
     elif role.gpus != world:
         yield (
             f"{name}.gpus",
-            f"is {role.gpus}, but engine.tensor_parallel_size {tensor} x "
-            f"engine.pipeline_parallel_size {pipeline} wants {world}; set gpus: {world}, or "
+            f"is {role.gpus}, but engine.tensor_parallel_size is {world}; set gpus: {world}, or "
             f"engine.tensor_parallel_size: {role.gpus}",
         )
 
