@@ -8,6 +8,7 @@ import helm_python as helm
 import pytest
 
 from tests.support.chart import merged, preset, ray_service, rendered
+from tests.support.kuberay import compared
 
 LAPTOP = preset("laptop")
 
@@ -72,21 +73,6 @@ def test_a_wrong_value_is_refused_with_its_path(changes: dict[str, Any], said: s
     assert said in text or said in text.replace(".", "/"), text
 
 
-def needs_new_cluster(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """KubeRay 1.7.0's rule (`rayservice_controller.go`, `util.go`): whether the Ray cluster's part
-    of the specification differs in more than what is changed in place."""
-
-    def compared(values: dict[str, Any]) -> Any:
-        cluster = ray_service(values)["spec"]["rayClusterConfig"]
-        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
-            for in_place in ("replicas", "minReplicas", "maxReplicas"):
-                group.pop(in_place, None)
-            group["template"]["spec"].pop("tolerations", None)
-        return cluster
-
-    return bool(compared(before) != compared(after))
-
-
 @pytest.mark.parametrize(
     ("changes", "new_cluster"),
     [
@@ -119,4 +105,5 @@ def needs_new_cluster(before: dict[str, Any], after: dict[str, Any]) -> bool:
 )
 def test_which_changes_need_a_new_ray_cluster(changes: dict[str, Any], new_cluster: bool) -> None:
     """As docs/upgrades.md states it."""
-    assert needs_new_cluster(LAPTOP, merged(LAPTOP, changes)) is new_cluster
+    before, after = ray_service(LAPTOP), ray_service(merged(LAPTOP, changes))
+    assert (compared(before) != compared(after)) is new_cluster

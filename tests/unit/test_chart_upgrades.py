@@ -4,6 +4,7 @@ be patched to the new one, by Helm 3, Helm 4 and Argo CD."""
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.chart_patches import (
 )
 
 Changes = dict[str, Any]
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "recovery.md").read_text("utf-8")
 EDITS: dict[str, Changes] = {
     "another image": {"image.repository": "registry.corp/headrace", "image.tag": "next"},
     "an image by digest": {"image.digest": f"sha256:{'1' * 64}"},
@@ -119,7 +121,7 @@ def test_there_are_at_least_twenty_edits() -> None:
     assert len(EDITS) >= 20
 
 
-@pytest.mark.parametrize(("old", "new"), permutations(PRESETS, 2))
+@pytest.mark.parametrize(("old", "new"), list(permutations(PRESETS, 2)))
 def test_a_preset_can_be_changed_to_any_other(old: str, new: str) -> None:
     assert wrong(objects(preset(old)), objects(preset(new))) == []
 
@@ -140,6 +142,7 @@ def test_a_field_that_no_upgrade_can_change_is_known(
 ) -> None:
     values = merged(preset("gpu-cluster"), base)
     assert said in wrong(objects(values), objects(merged(values, changes)))
+    assert said.split()[2] in GUIDE, "it says what to do"
 
 
 # The rules by which patches are made

@@ -211,6 +211,11 @@ spec:
         # The time that a pod which ends leaves its requests; Ray's own 30 s would cut them.
         - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ add $drainSeconds 15 | quote }}}
         - {name: RAY_worker_niceness, value: "0"}
+        {{- if eq $role "head" }}
+        # Failed starts in a row after which Serve's controller tries a role no more. Its own number
+        # is 3 for each replica, which an outage of the model's source outlasts; 20 is its highest.
+        - {name: RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT, value: "20"}
+        {{- end }}
         {{- if $engine }}
         - {name: HEADRACE_READY_FILE, value: /tmp/headrace-engine-ready}
         - {name: HF_HOME, value: /models}
