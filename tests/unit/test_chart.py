@@ -403,39 +403,6 @@ def test_the_preflight_of_a_pod_lets_a_sound_one_start(role: str, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_install_guide_names_what_the_chart_has() -> None:
-    """Files, values, objects and the laptop's memory in docs/install.md."""
-    guide = (ROOT / "docs" / "install.md").read_text("utf-8")
-    schema = json.loads((CHART / "values.schema.json").read_text("utf-8"))
-    for path in re.findall(r"-f (helm/headrace/\S+)", guide):
-        assert (ROOT / path).is_file(), path
-    groups = "|".join(schema["properties"])
-    for path in re.findall(rf"(?<![\w.\-/])(?:{groups})(?:\.\w+)+", guide):
-        node = schema
-        for key in path.split("."):
-            if "$ref" in node:
-                node = schema["$defs"][node["$ref"].rpartition("/")[2]]
-            if "properties" not in node:
-                break
-            assert key in node["properties"], path
-            node = node["properties"][key]
-    names = {one["metadata"]["name"] for one in objects(LAPTOP, name="headrace")}
-    for kind, name in re.findall(r"\b(rayservice|service)/([\w-]+)", guide):
-        assert name.removesuffix("-head-svc") in names, f"{kind}/{name}"
-    images = {
-        preset(name).get("image", {}).get("repository") for name in ("gpu-node", "gpu-cluster")
-    }
-    assert images == {"headrace-gpu"} and "kind load docker-image headrace-cpu:" in guide
-    cluster = ray_service(LAPTOP)["spec"]["rayClusterConfig"]
-    asked = sum(
-        int(container["resources"]["requests"]["memory"].removesuffix("Mi")) * 2**20
-        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-        for container in group["template"]["spec"]["containers"]
-    )
-    [gib] = re.findall(r"4 CPUs and (\d+) GiB", guide)
-    assert asked + 1.5 * 2**30 < int(gib) * 2**30, "Kubernetes and the operator need 1.5 GiB"
-
-
 def test_a_release_is_far_below_the_size_that_kubernetes_takes() -> None:
     whole = sum(map(len, rendered(MATRIX["everything"]).values()))
     chart = sum(path.stat().st_size for path in CHART.rglob("*") if path.is_file())

@@ -1,7 +1,6 @@
 """The documentation site: links work in the repository and on the site, generated pages are
 current."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
-import jsonschema
 import pytest
 import yaml
 from pydantic import ValidationError
@@ -211,7 +209,6 @@ def test_a_page_outside_of_reference_and_research_has_at_most_2500_words() -> No
 
 def test_examples_of_the_configuration_are_valid() -> None:
     """Of all pages; files that they name need not exist."""
-    chart = json.loads((ROOT / "helm/headrace/values.schema.json").read_text("utf-8"))
     wrong, examples = {}, 0
     for page in (*PAGES_OF_DOCS, ROOT / "README.md"):
         text = page.read_text("utf-8")
@@ -219,10 +216,9 @@ def test_examples_of_the_configuration_are_valid() -> None:
             values = yaml.safe_load(dedent(found[2]))
             if values.keys() & {"applications", "deployment_config", "keys"}:
                 continue  # of Ray Serve, and a key file
+            if page.name.startswith("kubernetes"):
+                continue  # values of the chart: test_chart_guides
             examples += 1
-            if page.name == "kubernetes.md":  # values of the chart
-                jsonschema.validate(values, chart)
-                continue
             try:
                 HeadraceConfig.model_validate(values)
             except ValidationError as error:
