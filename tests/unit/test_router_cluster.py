@@ -13,6 +13,7 @@ from headrace.router.blocks.kv_events import SourceSchema
 from headrace.router.cluster import BOOKING_TIMEOUT_S, Cluster, Prompt
 from headrace.router.placement.request import NoDecodeReplicaError
 from headrace.router.plan import RouterSettings
+from headrace.simulate.hardware import default_steps
 from headrace_engine.kv_groups import BlockUse
 from headrace_engine.kv_transfer.compatibility import KvKind
 from headrace_engine.reporting.report import Report
@@ -22,6 +23,7 @@ from headrace_kvstore.lookup.availability import AvailableRun
 BLOCK = 16
 KEYS = np.arange(1, 41, dtype=np.uint64)
 PROMPT = Prompt(KEYS, 40 * BLOCK + 3)
+STEPS = default_steps().to_dict()
 
 
 def report(replica: str, seq: int = 0, **more: Any) -> Report:
@@ -47,7 +49,8 @@ def cluster(*replicas: str, **settings: Any) -> Cluster:
 
 
 def row(of: Cluster, replica: str) -> Any:
-    return of._known_view.engines[of._known_view.row(replica)]
+    assert of.view is not None
+    return of.view.engines[of.view.row(replica)]
 
 
 def hold(of: Cluster, replica: str, keys: np.ndarray) -> None:
@@ -167,6 +170,26 @@ def test_reports_out_of_order_and_of_other_blocks_are_left_out() -> None:
     assert one.healthy_decodes() == 1
 
 
+def test_the_view_has_the_newest_report_of_each_replica_since_it_arrived() -> None:
+    skipping, reading = cluster("d1"), cluster("d1")
+    for number in range(1, 5):
+        steps = {"steps": STEPS} if number >= 2 else {}
+        at_s, newest = 0.1 * number, report("d1", number, queued_tokens=100 * number, **steps)
+        for each in (skipping, reading):
+            each.report(newest, at_s)
+        assert row(reading, "d1")["queued_tokens"] == 100 * number
+    of, fields = row(skipping, "d1"), ("queued_tokens", "queue_s", "reported_s", "at_s")
+    assert of["reported_s"] == pytest.approx(0.4)
+    assert [of[name] for name in fields] == [row(reading, "d1")[name] for name in fields]
+
+
+def test_step_times_that_are_none_are_refused_when_they_arrive() -> None:
+    one = cluster("d1")
+    with pytest.raises(ValueError, match="not the state of a step-time model"):
+        one.report(report("d1", 1, steps={**STEPS, "state": [0.0]}), 0.1)
+    assert one.plan(PROMPT, 0.2).decode == "d1"
+
+
 def test_what_decode_replicas_measure_of_calls_holds_for_all_prefill_replicas() -> None:
     four = cluster("d1", "d2", "p1", "p2")
     four.report(report("d1", 1, call=(0.2, 0.1)), 0.1)
@@ -212,6 +235,7 @@ def test_plans_do_not_count_for_the_holder_that_a_silent_replica_had() -> None:
     silent = two.plan(PROMPT, 0.0).decode
     two.events.remove_source(silent)
     two.report(report(silent, 1), 0.1)
+    two.expire(0.1)
     assert two._pending.match(KEYS).max() == 0
 
 

@@ -91,6 +91,19 @@ class _Booking(NamedTuple):
     """Digest of the LoRA adapter that it makes the engine load, or uses."""
 
 
+class _NewReport(NamedTuple):
+    """A report that the view lacks.
+
+    Attributes:
+        steps: step times that the view lacks; None if it has the newest.
+        at_s: time of its arrival.
+    """
+
+    report: Report
+    steps: StepTime | None
+    at_s: float
+
+
 class Cluster:
     """The replicas of one app.
 
@@ -116,6 +129,7 @@ class Cluster:
         self._pending = PendingBlocks(self.index)
         self._view: ClusterView | None = None
         self._reports: dict[str, Report] = {}
+        self._new_reports: dict[str, _NewReport] = {}
         self._kinds: Counter[str] = Counter()  # replicas by KV identity
         self._machines: Counter[str] = Counter()  # replicas by machine
         self._bookings: dict[str, dict[str, _Booking]] = {}
@@ -125,12 +139,16 @@ class Cluster:
     # Reports and time
 
     def report(self, report: Report, now_s: float) -> None:
-        """Apply a replica's report; skip it unless it is newer than the last one.
+        """Take a replica's report; skip it unless it is newer than the last one.
+
+        Engines report several times as often as a gateway plans, so the view gets the newest report
+        of each replica only when it is read.
 
         Raises:
-            ValueError: its block size or token bytes differ from the other replicas'.
+            ValueError: its block size or token bytes differ from the other replicas', or its step
+                times are invalid.
         """
-        name, last, view = report.replica, self._reports.get(report.replica), self._view
+        name, view = report.replica, self._view
         kind = report.block_tokens, report.token_bytes
         if view is None or (not self._reports and kind != (view.block_tokens, view.token_bytes)):
             view = self._view = ClusterView(*kind, self._settings)
@@ -139,15 +157,37 @@ class Cluster:
                 f"{name}: blocks of {report.block_tokens} tokens of {report.token_bytes} bytes; "
                 f"other replicas have {view.block_tokens} of {view.token_bytes}"
             )
+        waiting, last = self._new_reports.get(name), self._reports.get(name)
+        if waiting is not None:
+            last = waiting.report
         if last is not None and report.seq <= last.seq:
             return
-        node = view.node(report.machine)
+        steps = None if waiting is None else waiting.steps
+        if report.steps is not None and (last is None or report.steps != last.steps):
+            steps = StepTime.from_dict(report.steps)
+        self._new_reports[name] = _NewReport(report, steps, now_s)
+        if last is None:
+            self._apply_reports()
+        for plan in report.heard:
+            self._bookings[name].pop(plan, None)
+        self.replica_health.on_report(name, now_s, draining=report.draining)
+
+    def _apply_reports(self) -> None:
+        """Bring the view up to date. Each method that reads or changes it calls this first."""
+        if self._new_reports:
+            for new in self._new_reports.values():
+                self._apply_report(*new)
+            self._new_reports.clear()
+
+    def _apply_report(self, report: Report, steps: StepTime | None, now_s: float) -> None:
+        name, view = report.replica, self._known_view
+        last, node = self._reports.get(name), view.node(report.machine)
         if last is None:
             view.add(name, report.role, node, step_tokens=report.step_tokens)
             self._bookings[name] = {}
         row = view.row(name)
-        if report.steps is not None and (last is None or report.steps != last.steps):
-            view.set_steps(row, StepTime.from_dict(report.steps))
+        if steps is not None:
+            view.set_steps(row, steps)
         self._count(last, report)
         self._reports[name] = report
         for medium, (fixed_s, byte_s) in report.loads.items():
@@ -168,10 +208,7 @@ class Cluster:
         if report.transfer is not None:
             for link in (WITHIN, ELSEWHERE):
                 view.set_fit(link, *report.transfer)
-        booked = self._bookings[name]
-        for plan in report.heard:
-            booked.pop(plan, None)
-        ahead = booked.values()
+        ahead = self._bookings[name].values()
         engine["running"] = report.running + report.coming
         engine["context"] = report.context + report.coming_context
         engine["prompts"] = report.prompts + sum(each.tokens > 0 for each in ahead)
@@ -185,13 +222,13 @@ class Cluster:
         )
         for each in ahead:
             self._count_decode(name, each, 1)
-        self.replica_health.on_report(name, now_s, draining=report.draining)
         self._update_health(name)
 
     def remove_replica(self, replica: str) -> None:
         """Remove a replica that no longer exists."""
         if replica not in self._reports:
             return
+        self._apply_reports()
         view = self._known_view
         holder = int(view.engines[view.row(replica)]["hbm"])
         if holder >= 0:
@@ -203,6 +240,7 @@ class Cluster:
 
     def expire(self, now_s: float) -> None:
         """Expire bookings, expected blocks and silent replicas. Call it about once a second."""
+        self._apply_reports()
         self._pending.expire(now_s)
         self.index.maintain()
         self.replica_health.check(now_s)
@@ -224,11 +262,13 @@ class Cluster:
     @property
     def view(self) -> ClusterView | None:
         """View of all replicas, read only; None before the first report."""
+        self._apply_reports()
         return self._view
 
     @property
     def has_step_times(self) -> bool:
         """Whether a replica has reported its engine's step times."""
+        self._apply_reports()
         return any(report.steps is not None for report in self._reports.values())
 
     # Plans
@@ -237,6 +277,7 @@ class Cluster:
         """Return how many decode replicas may answer, that is, are healthy."""
         if self._view is None:
             return 0
+        self._apply_reports()
         before, self._unhealthy = self._unhealthy, frozenset(self.replica_health.unhealthy)
         for name in (before ^ self._unhealthy) & self._reports.keys():
             self._update_health(name)
@@ -285,6 +326,7 @@ class Cluster:
 
     def withdraw(self, plan: Plan, now_s: float) -> None:
         """Remove a plan that will not be carried out."""
+        self._apply_reports()
         self._pending.withdraw(plan.request_id)
         for name in (plan.decode, plan.replica):
             self._release(name, plan.request_id, now_s)
@@ -292,6 +334,7 @@ class Cluster:
 
     def oldest_report_s(self, now_s: float) -> float:
         """Return the age of the oldest replica's last report in seconds; 0 without a replica."""
+        self._apply_reports()
         view = self._view
         if view is None:
             return 0.0
