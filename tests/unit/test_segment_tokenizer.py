@@ -1,0 +1,203 @@
+"""Tokens from kept segments are those of the whole text, for every kind of tokenizer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from headrace_decode.rendering import segment_tokenizer
+from headrace_decode.rendering.segment_tokenizer import SegmentTokenizer
+
+CORPUS = [
+    "the quick brown fox  jumps over 12 lazy dogs, isn't it?\n\n",
+    "élan ▁ naïve 東京 x=1.5;",
+] * 20
+SPECIAL = ["<s>", "</s>", "<|start|>", "<|start|>user", "<|end|>"]
+
+
+def byte_level(**kind: Any) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **kind)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL))
+    return made
+
+
+def spaces(scheme: str) -> Tokenizer:
+    """BPE over words with a mark for spaces, as Llama 2 and Mistral have it."""
+    made = Tokenizer(models.BPE(unk_token="<s>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL))
+    return made
+
+
+def prepended() -> Tokenizer:
+    """The mark added by a normaliser, as older files of Llama 2 have it."""
+    made = Tokenizer(models.BPE(unk_token="<s>"))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL))
+    return made
+
+
+def lower_case() -> Tokenizer:
+    """WordPiece with a normaliser and tokens around a text, as BERT has it."""
+    made = Tokenizer(models.WordPiece(unk_token="<s>"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL)
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return made
+
+
+def with_odd_tokens() -> Tokenizer:
+    """Added tokens that absorb spaces, need a border of a word, or overlap a message's begin."""
+    made = byte_level()
+    made.add_tokens(
+        [
+            AddedToken("<|pad|>", lstrip=True, normalized=False, special=True),
+            AddedToken("<|gap|>", rstrip=True, normalized=False, special=True),
+            AddedToken("fox", single_word=True, normalized=False),
+            AddedToken("x<|sta", normalized=False),
+            AddedToken("Dogs", normalized=True),
+        ]
+    )
+    return made
+
+
+KINDS = {
+    "bytes": byte_level(),
+    "bytes without a pattern": byte_level(use_regex=False),
+    "spaces always": spaces("always"),
+    "spaces first": spaces("first"),
+    "spaces never": spaces("never"),
+    "prepended": prepended(),
+    "lower case": lower_case(),
+    "odd tokens": with_odd_tokens(),
+}
+
+
+class Counting:
+    """A tokenizer that counts the characters of its texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.chars = tokenizer, 0
+
+    def __call__(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        self.chars += len(text)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+def made(kind: str, **more: Any) -> tuple[Counting, SegmentTokenizer]:
+    encode = Counting(KINDS[kind])
+    result = SegmentTokenizer(encode, KINDS[kind].get_added_tokens_decoder(), **more)
+    encode.chars = 0
+    return encode, result
+
+
+def text_of(rng: random.Random, pieces: int) -> str:
+    odd = ["<|pad|>", "<|gap|>", "fox", "x<|sta", "Dogs", "<|sta", "rt|>", "|>", "<", "user"]
+    plain = ["the", " quick", "  ", " ", "\n\n", "'s", "12", ".", "é", "東", "▁", "_", "a" * 30]
+    return "".join(rng.choices([*SPECIAL, *odd, *plain], k=pieces))
+
+
+@pytest.mark.parametrize("framed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_whole_text(
+    kind: str, framed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_tokenizer, "SEGMENT_CHARS", 10)
+    encode, tokenizer = made(kind)
+    assert tokenizer.cuts_texts
+    rng = random.Random(kind)
+    for pieces in range(150):
+        text = text_of(rng, pieces)
+        whole = encode(text, framed)
+        assert tokenizer.token_ids(text, framed, "a") == whole
+        more = text + text_of(rng, 20)
+        assert tokenizer.token_ids(more, framed, "a") == encode(more, framed)
+
+
+def test_a_turn_costs_its_own_text_and_a_segment_at_most() -> None:
+    encode, tokenizer = made("bytes")
+    size = segment_tokenizer.SEGMENT_CHARS
+    turn = "<|start|>" + "a b " * (size // 8) + "<|end|>"
+    for turns in range(1, 20):
+        encode.chars = 0
+        tokenizer.token_ids(turn * turns, False, None)
+        assert encode.chars <= 2 * size + 2 * len(turn)
+        encode.chars = 0
+        tokenizer.token_ids(turn * turns, False, None)
+        assert encode.chars == 0
+
+
+def test_tenants_share_no_tokens() -> None:
+    encode, tokenizer = made("bytes")
+    for owner in ("a", "b", None, "None"):
+        encode.chars = 0
+        tokenizer.token_ids("some text", False, owner)
+        assert encode.chars == len("some text")
+
+
+def test_memory_is_bounded_and_the_oldest_segments_leave() -> None:
+    encode, tokenizer = made("bytes", max_bytes=3 * (segment_tokenizer.ENTRY_BYTES + 4))
+    for text in ("a", "b", "c", "a", "d"):
+        tokenizer.token_ids(text, False, None)
+    assert tokenizer.kept_bytes <= 3 * (segment_tokenizer.ENTRY_BYTES + 4)
+    encode.chars = 0
+    for text in ("a", "d", "c"):
+        tokenizer.token_ids(text, False, None)
+    assert encode.chars == 0
+    tokenizer.token_ids("b", False, None)
+    assert encode.chars == 1
+    tokenizer.token_ids("a b c " * 1000, False, None)  # larger than the memory
+    assert tokenizer.kept_bytes <= 3 * (segment_tokenizer.ENTRY_BYTES + 4)
+
+
+def test_a_tokenizer_that_breaks_the_rule_gets_whole_texts() -> None:
+    tokenizer = KINDS["bytes"]
+
+    def encode(text: str, add_special_tokens: bool) -> Sequence[int]:
+        ids: list[int] = tokenizer.encode(text.replace(" <|start|>", "<|start|>")).ids
+        return ids
+
+    result = SegmentTokenizer(encode, tokenizer.get_added_tokens_decoder())
+    assert not result.cuts_texts
+    text = "a <|start|>b" * 3000
+    assert result.token_ids(text, False, None) == encode(text, False)
+
+
+def test_a_tokenizer_that_does_not_match_special_tokens_gets_whole_texts() -> None:
+    tokenizer = byte_level()
+    tokenizer.encode_special_tokens = True
+    result = SegmentTokenizer(
+        lambda text, add: tokenizer.encode(text, add_special_tokens=add).ids,
+        tokenizer.get_added_tokens_decoder(),
+    )
+    assert not result.cuts_texts
+
+
+def test_other_kinds_of_tokenizers_get_whole_texts() -> None:
+    encode = Counting(KINDS["bytes"])
+    result = SegmentTokenizer(encode, {})
+    assert not result.cuts_texts
+    assert result.token_ids("<|start|>a", True, None) == encode("<|start|>a", True)
