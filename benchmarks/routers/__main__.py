@@ -20,6 +20,7 @@ targets), share of prompt tokens that were hits, errors, busiest engine, CPU sec
 ``conversation.ttft_p90_vs_best_peer``, ``conversation.goodput_vs_best_peer``: ours over the best.
 ``NAME.added_ms_cN``: median TTFT at N streams minus that without a router, with engines that answer
 at once; ``added_ms_c64``: ours minus the minimum of the Rust routers.
+``long.*``: the same with 1,200 streams of 220 KB at once (`long_prompts`); ``--only long``.
 ``client.*``: figures of guidellm, another project's client, for our gateway, and those of our own
 client for the same requests (`other_client`).
 """
@@ -43,7 +44,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import uvloop
 
-from benchmarks.routers import other_client
+from benchmarks.routers import long_prompts, other_client
 from benchmarks.routers.arms import ARMS, DIRECT, OURS_NAME, PEERS_VARIABLE, Arm, Cluster
 from benchmarks.routers.engines import Settings
 from benchmarks.routers.figures import Outcome, Targets, against, outcome, table
@@ -168,7 +169,8 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=1.0, help="times an H100's step times")
     parser.add_argument("--seconds", type=float, help="of the open loop of each router")
     parser.add_argument("--logs", type=Path, help="keep what the programs write here")
-    parser.add_argument("--only", choices=("conversation", "added", "client"), help="one part")
+    parts = ("conversation", "added", "client", "long")
+    parser.add_argument("--only", choices=parts, help="one part; `long` runs only so")
     args = parser.parse_args()
     size = QUICK if args.quick else FULL
     size = replace(size, seconds=args.seconds or size.seconds)
@@ -176,7 +178,7 @@ def main() -> None:
     if found:
         print(table(found))
     for name, value in figures.items():
-        if "vs_best" in name or "added_ms" in name or name.startswith("client."):
+        if "vs_best" in name or "added_ms" in name or name.startswith(("client.", "long.")):
             print(f"{name} {value:.3f}")
     if args.json:
         told = {"figures": figures, "environment": machine()}
@@ -213,6 +215,8 @@ def run(args: argparse.Namespace, size: Size) -> tuple[dict[str, Outcome], dict[
         if args.only in (None, "added"):
             arms = [one for one in arms if not one[0].name.startswith(f"{OURS_NAME}.")]
             figures |= _added(arms, settings, logs, size)
+        if args.only == "long":
+            figures |= _long(arms, settings, logs)
     return found, figures
 
 
@@ -281,6 +285,18 @@ def _tried(arm: Arm, play: Callable[[], Told]) -> Told | None:
     except NotStartedError as error:
         print(f"{arm.name} is left out: {error}", file=sys.stderr, flush=True)
         return None
+
+
+def _long(arms: list[tuple[Arm, Path]], settings: Settings, logs: Path) -> dict[str, float]:
+    """Return the figures of many long prompts."""
+    direct = long_prompts.measure(ARMS[DIRECT], settings, (Path(), logs))
+    found: dict[str, long_prompts.Waits] = {}
+    for arm, folder in arms:
+        told = _tried(arm, partial(long_prompts.measure, arm, settings, (folder, logs)))
+        if told is not None:
+            found[arm.name] = told
+            print(f"{arm.name}: {told}", file=sys.stderr, flush=True)
+    return long_prompts.figures(found, direct)
 
 
 def _added(

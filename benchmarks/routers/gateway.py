@@ -58,7 +58,8 @@ async def run(admin: str, settings: RouterSettings) -> None:
     """Serve until the standard input ends."""
     cluster = EmulatedCluster(admin)
     make_placer = partial(Placer, settings, cluster.endpoints)
-    app = build_gateway_app(GatewaySettings(), cluster, MODEL, make_placer=make_placer)
+    options = GatewaySettings(max_concurrent=4096)
+    app = build_gateway_app(options, cluster, MODEL, make_placer=make_placer)
     server = await serve_gateway(app, "127.0.0.1", 0)
     print(json.dumps({"url": f"http://127.0.0.1:{server.port}"}))
     sys.stdout.flush()

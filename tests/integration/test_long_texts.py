@@ -71,3 +71,20 @@ def test_a_long_text_becomes_the_same_prompt(
     plain, ours = (outcome(renderer, text, **settings) for renderer in renderers)
     assert plain == ours
     assert len(ours["prompt_token_ids"]) >= 100
+
+
+@pytest.mark.parametrize("framed", [False, True])
+def test_a_conversation_becomes_the_same_prompt_turn_by_turn(
+    renderers: Renderers, framed: bool
+) -> None:
+    plain, ours = renderers
+    special = plain.tokenizer.all_special_tokens[0]
+    settings = {"max_total_tokens": None, "add_special_tokens": framed}
+    text = special + "You answer questions. " * (2 * LONG_CHARS // 22)
+    for turn in range(6):
+        text += f"{special} turn {turn}: " + "what is it? " * (LONG_CHARS // 30)
+        whole = outcome(plain, text, **settings)
+        assert outcome(ours, text, **settings) == whole
+        assert outcome(ours, text, **settings) == whole
+    assert ours._segment_tokenizer.cuts_texts
+    assert ours._segment_tokenizer.kept_bytes > 0
