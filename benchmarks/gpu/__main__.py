@@ -1,107 +1,179 @@
-"""Measurements that need a GPU; prints Markdown with the card, its driver and the date.
+"""Everything that needs a GPU, in order of worth.
 
-    python -m benchmarks.gpu --json FILE
+    python -m benchmarks.gpu --resume benchmarks/gpu/state.json --within 540
 
-Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
-
-    sparse_decode_speedup_128k_rows_N   decode attention of N rows with 128K tokens of KV, heads as
-                                        Llama 3 8B: time of vLLM's fastest kernel over all KV / time
-                                        of sparse attention with 5 % of the pages, scores and choice
-                                        included (target 5)
-    load_verified_vs_copy,              the store's loads against a plain copy of pinned memory of
-    load_unverified_vs_copy             the same size, 1,024 blocks of Llama 3 8B at TP=2 (target
-                                        0.85)
-    save_vs_copy                        saves with checksums, likewise
-    load_fp8_vs_raw, load_int4_vs_raw   bandwidth of the engine's bytes under a codec
-    compute_beside_loads_vs_alone       products of matrices while blocks are loaded (target 1)
-    ttft_dram_vs_cold_N                 an engine's time to first token with N tokens in DRAM
-    ttft_nvme_vs_cold_N                 the same from a StoreNode's disk
-    ttft_peer_vs_cold_N                 the same from a second StoreNode's DRAM, on this machine
-    itl_p99_beside_loads_vs_none        latencies of running requests while KV of others is loaded
-    nvme_direct_vs_host                 loads from disk straight into the card's memory, over those
-                                        through host memory; left out where the node cannot
-    split_ttft_pN_vs_one,               two engines on the card, one for prefill and one for decode,
-    split_itl_pN_vs_one                 over one engine that does both: first tokens of prompts, and
-                                        latencies of the requests that decode at the same time
-    fused_decode_triton_vs_torch        decode attention of a layer that mixes two layers' KV, 8
-                                        rows of 32K tokens: mixed by our Triton kernel / by torch
-    fused_decode_triton_vs_one_layer    the same / attention to one layer's KV without mixing
-    card_24gb_peak_gb.KV,               an engine that is held to 24 GB, with 32K tokens of a 7B
-    card_24gb_token_ms.KV               model (targets 23.8 and 120)
-    drafting_N_at_once                  tokens per second of N requests with drafts, over without
-
-Each part runs in a process of its own; one that fails is named and left out.
+runs the parts that have not ended yet (`parts.PARTS`), each in a process of its own with a limit,
+and writes FILE after each. The next call continues. Needs one NVIDIA card of 80 GB and
+`headrace[gpu]`. `--dry` runs each part with tiny shapes on a CPU, as far as it can there, and
+writes no state. `--list` prints the list with what was found.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
+import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.gpu import process, results
+from benchmarks.gpu.parts import BY_NAME, PARTS, Part
 
-PARTS = {
-    "copies": "Copies of the KV store",
-    "files": "Loads from disk",
-    "engine": "An engine with the KV store",
-    "split": "Prefill and decode apart on one card",
-    "drafting": "Drafting",
-    "card": "32K tokens of a 7B model on a card of 24 GB",
-    "sparse": "Sparse decode attention",
-    "cross_layer": "Layers that mix two layers' KV",
-}
+STATE = Path(__file__).with_name("state.json")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--part", choices=PARTS, help="one part; what it found goes to FILE")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU")
+    options = _options()
     if options.part:
-        found = importlib.import_module(f"benchmarks.gpu.{options.part}").measured()
-        options.json.write_text(json.dumps(found))
+        _be_part(BY_NAME[options.part], options.out, options.dry)
         return
-    print(machine())
-    told: dict[str, Any] = {"machine": machine(), "figures": {}}
-    for name, title in PARTS.items():
-        part, found = importlib.import_module(f"benchmarks.gpu.{name}"), found_by(name)
-        print(f"\n### {title}\n")
-        if found is None:
-            print("Not measured: the part failed; see above.", flush=True)
+    state = results.read(options.resume)
+    if options.list:
+        print(results.table(PARTS, state))
+        return
+    parts = [BY_NAME[name] for name in options.only] or results.order(PARTS, state, _commit())
+    parts = [part for part in parts if not part.open]
+    if options.dry:
+        raise SystemExit(_dry_run([BY_NAME[name] for name in options.only] or PARTS, options.logs))
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU; --dry runs the parts on a CPU, --list prints the list")
+    _run(parts, state, options)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
+    parser.add_argument(
+        *("--resume",), type=Path, metavar="FILE", default=STATE, help="state; default: %(default)s"
+    )
+    parser.add_argument("--only", type=_names, default=[], metavar="PART,...", help="these parts")
+    parser.add_argument(
+        *("--within",),
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="begin no part whose limit would be after these",
+    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="gets each part's output")
+    parser.add_argument("--list", action="store_true", help="print the list")
+    parser.add_argument("--dry", action="store_true", help="on a CPU, with tiny shapes")
+    parser.add_argument("--part", choices=BY_NAME, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.logs is None:
+        options.logs = Path(tempfile.mkdtemp(prefix="headrace-gpu-logs-"))
+    options.logs.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def _names(text: str) -> list[str]:
+    """Return part names. Raises ArgumentTypeError for an unknown one."""
+    names = text.split(",")
+    for name in names:
+        if name not in BY_NAME:
+            raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(BY_NAME)}")
+    return names
+
+
+def _run(parts: list[Part], state: results.Results, options: argparse.Namespace) -> None:
+    """Run parts while they fit into the time, and keep what they find."""
+    ends_s = time.monotonic() + options.within
+    card, driver = _card()
+    for part in parts:
+        if time.monotonic() + part.limit_s > ends_s:
+            print(f"{part.name}: left for the next call, its limit is {part.limit_s} s", flush=True)
             continue
-        told[name] = found
-        told["figures"] |= part.figures(found)
-        print(part.markdown(found), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(told, indent=1))
-    print("\n" + "\n".join(f"- `{name}`: {value:.2f}" for name, value in told["figures"].items()))
+        outcome = process.run(part, options.logs / f"{part.name}.log")
+        state.runs[part.name] = results.Run(
+            status=outcome.status,
+            date=datetime.date.today().isoformat(),
+            card=card,
+            driver=driver,
+            software=_software(),
+            commit=_commit(),
+            command=f"python -m benchmarks.gpu --only {part.name}",
+            seconds=round(outcome.seconds, 1),
+            figures=outcome.figures,
+            found=outcome.found,
+            note=outcome.note,
+        )
+        results.write(options.resume, state)
+        _tell(part, outcome)
 
 
-def found_by(part: str) -> dict[str, Any] | None:
-    """Run a part in a separate process and return its result; None if it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--json", str(path)]
-        done = subprocess.run(command, stdout=sys.stderr, check=False)
-        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-        return None if done.returncode else found
+def _dry_run(parts: list[Part] | tuple[Part, ...], logs: Path) -> int:
+    """Run parts on a CPU; return 1 if one fails."""
+    failed = 0
+    for part in parts:
+        if part.open:
+            continue
+        outcome = process.run(part, logs / f"{part.name}.log", dry=True)
+        _tell(part, outcome)
+        failed += outcome.status != "done"
+        if outcome.status != "done":
+            print(f"see {logs / part.name}.log", flush=True)
+    return int(failed > 0)
 
 
-def machine() -> str:
-    """Card, driver, versions and date."""
+def _tell(part: Part, outcome: process.Outcome) -> None:
+    told = ", ".join(f"{name} {value:.4g}" for name, value in outcome.figures.items())
+    note = f": {outcome.note}" if outcome.note else ""
+    print(f"{part.name}: {outcome.status} in {outcome.seconds:.0f} s{note}; {told}", flush=True)
+    if outcome.status == "done" and not part.tests:
+        print(process.module(part).markdown(outcome.found) + "\n", flush=True)
+
+
+def _be_part(part: Part, out: Path, dry: bool) -> None:
+    """Measure in this process; `out` has what was found, also before the end."""
+    if dry and part.interpreted:
+        from tests.support.seen_triton import have_vllm_see_triton
+
+        have_vllm_see_triton()
+
+    def report(found: dict[str, Any]) -> None:
+        beside = out.with_suffix(".new")
+        beside.write_text(json.dumps(found))
+        os.replace(beside, out)
+
+    report(process.module(part).measured(dry, report))
+    sys.stdout.flush()
+
+
+def _card() -> tuple[str, str]:
+    """Return the card's name and its driver's version."""
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    card = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    day = datetime.date.today().strftime("%B %d, %Y")
-    return f"{card}, CUDA {torch.version.cuda}, torch {torch.__version__}, {day}"
+    line = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    name, _, driver = line.partition(", ")
+    return name, driver
+
+
+def _software() -> str:
+    import torch
+
+    versions = [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}"]
+    for name in ("triton", "vllm", "nixl"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {name}")
+    return ", ".join(versions)
+
+
+def _commit() -> str:
+    """Return the repository's commit; nothing outside of a repository."""
+    asked = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(asked, cwd=process.ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

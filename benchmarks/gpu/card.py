@@ -18,17 +18,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from benchmarks.gpu.models import LLAMA_8B
 from benchmarks.gpu.noise import noise_calibration
-from benchmarks.gpu.timing import milliseconds
+from benchmarks.gpu.parts import Report
+from benchmarks.gpu.timing import DEVICE, empty_cache, milliseconds
 from benchmarks.kvstore.engine_node import noise
 from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
@@ -38,22 +41,12 @@ CAP_BYTES, ENGINE_BYTES, MIXED_BYTES = 23_800_000_000, 22_800_000_000, 700_000_0
 COPIED_BYTES = 4 << 30
 PAGE = 32
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
+LLAMA = LLAMA_8B | {
     "vocab_size": 32000,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 32,
-    "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": TOKENS,
-    "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
-    "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -72,16 +65,31 @@ ARMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Name: config.json, and the engine's arguments."""
 
 
-def measured() -> dict[str, Any]:
-    """Return the result of each arm's process, or the reason why it has none."""
-    found = {}
+SMALL = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+}
+"""What a dry run has instead, with half as many layers with KV, and half the KV heads, if fewer."""
+SMALL_TOKENS, SMALL_ANSWER = 2560, 8
+
+
+def measured(dry: bool, report: Report) -> dict[str, Any]:
+    """Return the result of each arm's process, or the reason why it has none. In a dry run, raises
+    RuntimeError for an arm whose process fails."""
+    found: dict[str, Any] = {}
     for name in ARMS:
-        command = [sys.executable, "-m", "benchmarks.gpu.card", name]
+        command = [sys.executable, "-m", "benchmarks.gpu.card", name, str(int(dry))]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if dry and done.returncode:
+            raise RuntimeError(f"the arm {name} ended with {done.returncode}")
         lines = done.stdout.strip().splitlines() or ["{}"]
         told = json.loads(lines[-1]) if done.returncode == 0 else {}
         found[name] = told or {"refused": f"its process ended with {done.returncode}; see above"}
-        print(f"card: {name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+        report(found)
     return found
 
 
@@ -104,40 +112,63 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._over.wait(0.002):
-            free, total = torch.cuda.mem_get_info()
+            free, total = memory()
             self.bytes = max(self.bytes, total - free)
 
 
-def arm(name: str) -> dict[str, Any]:
+def memory() -> tuple[int, int]:
+    """Return the card's free and total bytes; in a dry run, the machine's."""
+    if DEVICE == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return int(free), int(total)
+    found = psutil.virtual_memory()
+    return found.available, found.total
+
+
+def arm(name: str, dry: bool) -> dict[str, Any]:
     """One arm, in this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     model, given = ARMS[name]
     options = dict(given)
     engine_bytes = ENGINE_BYTES - options.pop("beside", 0)
-    bytes_a_ms = COPIED_BYTES / _copy_ms()
-    free, total = torch.cuda.mem_get_info()
+    copied = 1 << 20 if dry else COPIED_BYTES
+    bytes_a_ms = copied / _copy_ms(copied)
+    free, total = memory()
     own = total - free
-    torch.cuda.set_per_process_memory_fraction((CAP_BYTES - own) / total)
+    if DEVICE == "cuda":
+        torch.cuda.set_per_process_memory_fraction((CAP_BYTES - own) / total)
+    if dry:
+        model = _small(model)
     peak = Peak()
     with tempfile.TemporaryDirectory() as folder, peak.watched():
-        found = _engine(Path(folder), model, options, engine_bytes / total)
+        share = min(0.9, engine_bytes / total)
+        found = _engine(Path(folder), model, options, share, dry)
     if "refused" in found:
         return found
     return found | {"peak_bytes": peak.bytes, "limit_ms": found["read_bytes"] / bytes_a_ms}
 
 
-def _copy_ms() -> float:
-    """Return the milliseconds of a copy within the card that reads and writes `COPIED_BYTES` in
+def _small(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the model of a dry run with the same relations of heads and layers."""
+    small = model | SMALL
+    small["num_key_value_heads"] = 4 if model["num_key_value_heads"] == 32 else 2
+    if "kv_fusion" in model:
+        small["kv_fusion"] = model["kv_fusion"] | {"storage_layers": 1}
+    return small
+
+
+def _copy_ms(copied: int) -> float:
+    """Return the milliseconds of a copy within the card that reads and writes so many bytes in
     total."""
-    there, here = torch.empty(2, COPIED_BYTES // 2, dtype=torch.uint8, device="cuda")
+    there, here = torch.empty(2, copied // 2, dtype=torch.uint8, device=DEVICE)
     took = statistics.median(milliseconds(partial(there.copy_, here)) for _ in range(10))
     del there, here
-    torch.cuda.empty_cache()
+    empty_cache()
     return took
 
 
 def _engine(
-    folder: Path, model: dict[str, Any], options: dict[str, Any], memory: float
+    folder: Path, model: dict[str, Any], options: dict[str, Any], share: float, dry: bool
 ) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -147,20 +178,21 @@ def _engine(
     (folder / "config.json").write_text(json.dumps(model))
     given = dict(options)
     extra = None
-    if (share := given.pop("share", None)) is not None:
+    longest, answer = (SMALL_TOKENS, SMALL_ANSWER) if dry else (TOKENS, ANSWER)
+    if (chosen := given.pop("share", None)) is not None:
         given |= _sparse(folder, model)
-        extra = {"sparse": share}
+        extra = {"sparse": chosen}
     try:
         llm = LLM(
             str(folder),
             dtype="bfloat16",
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=TOKENS,
+            max_model_len=longest,
             max_num_seqs=4,
-            max_num_batched_tokens=STEP,
+            max_num_batched_tokens=min(STEP, longest),
             enable_prefix_caching=False,
-            gpu_memory_utilization=memory,
+            gpu_memory_utilization=share,
             compilation_config={
                 "mode": 0,
                 "cudagraph_mode": "PIECEWISE" if extra else "FULL_DECODE_ONLY",
@@ -173,7 +205,7 @@ def _engine(
     cache = engine.vllm_config.cache_config
     blocks = cache.num_gpu_blocks or 0
     sampling = SamplingParams(
-        max_tokens=ANSWER, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
+        max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
     )
 
     def answered(tokens: int) -> tuple[float, list[float]]:
@@ -186,8 +218,8 @@ def _engine(
                 times += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(times))
         return times[0] - began_s, [b - a for a, b in pairwise(times)]
 
-    answered(STEP + 100)  # kernels are compiled
-    first_s, gaps_s = answered(TOKENS - ANSWER)
+    answered(min(STEP, longest // 2) + 100)  # kernels are compiled
+    first_s, gaps_s = answered(longest - answer)
     [weights] = llm.apply_model(_weights_bytes)
     kv = _kv_bytes(engine.vllm_config.compilation_config.static_forward_context)
     kv_tokens = blocks * cache.block_size
@@ -198,7 +230,7 @@ def _engine(
         "first_token_s": first_s,
         "token_ms": 1e3 * statistics.median(gaps_s),
         "slowest_token_ms": 1e3 * max(gaps_s),
-        "read_bytes": weights + kv / kv_tokens * TOKENS,
+        "read_bytes": weights + kv / kv_tokens * longest,
     }
 
 
@@ -220,7 +252,7 @@ def _sparse(folder: Path, model: dict[str, Any]) -> dict[str, Any]:
     return {"worker_cls": EXTENSIBLE_WORKER, "additional_config": settings.additional_config()}
 
 
-def figures(found: dict[str, Any]) -> dict[str, float]:
+def figures(found: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of each arm that could hold the prompt: peak GB, ms a token, and ms over
     the limit."""
     told: dict[str, float] = {}
@@ -232,7 +264,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
     return told
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(found: Mapping[str, Any]) -> str:
     """Return a table of the measurements."""
     head = (
         *("KV", "a token's, KiB", "tokens that the cache holds", "peak, GB"),
@@ -254,4 +286,4 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(arm(sys.argv[1])))
+    print(json.dumps(arm(sys.argv[1], sys.argv[2] == "1")))

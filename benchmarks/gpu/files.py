@@ -11,7 +11,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu.parts import Report
+from benchmarks.gpu.timing import DEVICE
 from headrace_engine.connector.caches.device_cache import DeviceCache
 from headrace_engine.connector.loading.file_loader import DIRECT_BACKEND, FileLayerSource
 from headrace_engine.connector.loading.layer_pipeline import DEPTH, InlineExecutor, LayerPipeline
@@ -31,10 +33,12 @@ from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import BlockShape, WriteRequest
 from headrace_kvstore.nvme.segment import Location, page_memory
 
-LAYERS, LAYER_BYTES, BLOCKS = 32, 32 << 10, 512
+LAYERS, LAYER_BYTES, BLOCKS, FEW = 32, 32 << 10, 512, 2
 TURNS, WARM = 7, 1
 STAGING_BYTES = 256 << 20
 DIGEST = b"benchmark-digest"
+DRY_BACKEND = "POSIX"
+"""NIXL's plugin in place of GPUDirect Storage's in a dry run."""
 
 
 class Disk:
@@ -92,17 +96,16 @@ class Disk:
         self.cache.close()
 
 
-def measured(
-    blocks: int = BLOCKS, device: str = "cuda", backend: str = DIRECT_BACKEND
-) -> dict[str, Any]:
+def measured(dry: bool, report: Report) -> dict[str, Any]:
     """Return the GB/s by way; and why there is no direct one."""
+    blocks, backend = (FEW, DRY_BACKEND) if dry else (BLOCKS, DIRECT_BACKEND)
     found: dict[str, Any] = {"blocks": blocks, "lacking": ""}
     parent = os.environ.get("HEADRACE_GPU_DISK", "/var/tmp")
     with ExitStack() as stack:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="headrace-gpu-", dir=parent)
         )
-        disk = Disk(Path(folder) / "nvme", blocks, device)
+        disk = Disk(Path(folder) / "nvme", blocks, DEVICE)
         stack.callback(disk.close)
         host = BounceBufferPath(disk.cache, STAGING_BYTES, FileIo())
         stack.callback(host.close)
@@ -115,7 +118,7 @@ def measured(
             stack.callback(direct.close)
             arms["direct"] = partial(disk.load, direct)
         taken: dict[str, list[float]] = {arm: [] for arm in arms}
-        for turn in range(WARM + TURNS):
+        for turn in range(WARM + (1 if dry else TURNS)):
             for arm, load in arms.items():
                 seconds = load()
                 taken[arm] += [seconds] if turn >= WARM else []
@@ -124,14 +127,14 @@ def measured(
     return found
 
 
-def figures(found: dict[str, Any]) -> dict[str, float]:
+def figures(found: Mapping[str, Any]) -> dict[str, float]:
     """Directly over through host memory."""
     if "direct" not in found:
         return {}
     return {"nvme_direct_vs_host": found["direct"] / found["host"]}
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(found: Mapping[str, Any]) -> str:
     """Return a table, or why there is but one way."""
     lines = ["| blocks of 1 MiB | through host memory, GB/s | directly, GB/s |", "|---:|---:|---:|"]
     direct = f"{found['direct']:.2f}" if "direct" in found else "none"

@@ -1,16 +1,14 @@
 """Prefill and decode as two engines on one card, against one engine that does both.
 
-The model is SmolLM2-135M in bfloat16, or the one that HEADRACE_GPU_MODEL names. Three engines share
-the card's time, each in its own process with a part of the memory: one that does both, one that
-prefills, and one that pulls over NIXL, within the card, and decodes. Some requests decode all the
-time while prompts arrive one after another, in turns at the one engine and at the two. Prompts
-arrive so fast that computing them takes `Load.busy` of the one engine's time. Chunks have vLLM's
-default size.
+The model has the shape of Llama 3 8B with random weights (`models`). Three engines share the card's
+time, each in its own process with a part of the memory: one that does both, one that prefills, and
+one that pulls over NIXL, within the card, and decodes. Some requests decode all the time while
+prompts arrive one after another, in turns at the one engine and at the two. Prompts arrive so fast
+that computing them takes `Load.busy` of the one engine's time. Chunks have vLLM's default size.
 
 The loss with two engines: they take turns on the card, and KV is copied. The gain: a prompt's
-chunks are in no decode step. Every first token comes from the engine that decodes.
-
-`python -m benchmarks.gpu.split` is a small load, on a CPU too, to see that the program works.
+chunks are in no decode step. Every first token comes from the engine that decodes. vLLM tells for
+each step of that engine whether it ran as one full graph.
 """
 
 from __future__ import annotations
@@ -23,20 +21,24 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.engine import make_llm
+from benchmarks.gpu.models import prompt as random_prompt
+from benchmarks.gpu.parts import Report
+from benchmarks.gpu.timing import DEVICE
 from benchmarks.kvstore.child import Child, serve
-from benchmarks.kvstore.engine_node import noise
 from benchmarks.kvstore.timing import quantile
 from headrace_engine.kv_transfer.handoff import PARAMS_KEY, produce_params, pull_params
 from headrace_engine.kv_transfer.ports import free_port_block
 
 ARMS = ("one", "two")
+FULL = "FULL"
+"""vLLM's name of a step that is one graph."""
 ENDLESS = 10**9
 """Tokens of a request that is there until it is aborted, if the model's positions allow."""
 
@@ -64,19 +66,41 @@ class Load:
 SMALL = Load(running=2, prompts=3, prompt_tokens=512, answer_tokens=4, turns=1, busy=0.2)
 
 
+class GraphModes:
+    """Counts an engine's steps by the kind of their CUDA graphs, in the place of vLLM's loggers."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}
+
+    def record(self, scheduler_stats: Any = None, **rest: Any) -> None:
+        """Implement `StatLoggerManager.record`."""
+        stats = getattr(scheduler_stats, "cudagraph_stats", None)
+        if stats is not None:
+            self._steps[stats.runtime_mode] = self._steps.get(stats.runtime_mode, 0) + 1
+
+    def log(self) -> None:
+        """Implement `StatLoggerManager.log`."""
+
+    def take(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        taken, self._steps = self._steps, {}
+        return taken
+
+
 class Engine:
     """vLLM in this process. `run` steps it, in the thread that made it; the rest is called from
     another one."""
 
     def __init__(self, memory: float) -> None:
-        import torch
-
         connector = {
             "kv_connector": "NixlConnector",
             "kv_connector_module_path": "headrace_engine.pull_proof.connector",
-            "kv_buffer_device": "cuda" if torch.cuda.is_available() else "cpu",
+            "kv_buffer_device": DEVICE,
         }
-        self._engine = make_llm(connector, memory=memory).llm_engine
+        options = {"disable_log_stats": False, "cudagraph_metrics": True}
+        self._engine = make_llm(connector, memory=memory, **options).llm_engine
+        self._modes = GraphModes()
+        self._engine.logger_manager = self._modes
         self._positions = self._engine.vllm_config.model_config.max_model_len
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._times: dict[str, list[float]] = {}
@@ -108,9 +132,9 @@ class Engine:
 
     # Commands
 
-    def vocabulary(self) -> int:
-        """Token ids that the model knows."""
-        return int(self._engine.vllm_config.model_config.get_vocab_size())
+    def modes(self) -> dict[str, int]:
+        """Return the number of steps by vLLM's name of their graphs, since the last call."""
+        return self._modes.take()
 
     def add(
         self, name: str, prompt: list[int], tokens: int, transfer: dict[str, Any] | None = None
@@ -166,23 +190,24 @@ class Arm:
     def __init__(self, decode: Child, prefill: Child | None) -> None:
         self._decode, self._prefill = decode, prefill
         self._number = itertools.count()
-        self._vocabulary: int = decode.do("vocabulary")
 
     def turn(self, load: Load, every_s: float, seed: int) -> dict[str, list[float]]:
-        """Return the seconds to first tokens, and gaps between the tokens of running requests."""
+        """Return the seconds to first tokens, the gaps between the tokens of running requests, and
+        the share of steps that were not one graph, meanwhile."""
         running = [f"running-{next(self._number)}" for _ in range(load.running)]
         for n, name in enumerate(running):
-            self._decode.do("add", name=name, prompt=self._prompt(64, seed + n), tokens=ENDLESS)
+            self._decode.do("add", name=name, prompt=random_prompt(64, seed + n), tokens=ENDLESS)
         time.sleep(min(2.0, every_s))
+        self._decode.do("modes")
         began_s = time.monotonic()
         comes_s: dict[str, float] = {}
         for n in range(load.prompts):
             name = f"prompt-{next(self._number)}"
             comes_s[name] = began_s + n * every_s
             time.sleep(max(0.0, comes_s[name] - time.monotonic()))
-            self._ask(name, self._prompt(load.prompt_tokens, seed + 1000 + n), load.answer_tokens)
+            self._ask(name, random_prompt(load.prompt_tokens, seed + 1000 + n), load.answer_tokens)
         answers = {name: self._decode.do("wait", name=name) for name in comes_s}
-        ended_s = time.monotonic()
+        ended_s, modes = time.monotonic(), self._decode.do("modes")
         if self._prefill and min(each["found"] for each in answers.values()) == 0:
             raise RuntimeError("KV was computed again, not pulled")
         ttft_s = [answers[name]["times"][0] - at_s for name, at_s in comes_s.items()]
@@ -192,11 +217,8 @@ class Arm:
             for earlier, later in itertools.pairwise(times)
             if began_s <= earlier and later <= ended_s
         ]
-        return {"ttft_s": ttft_s, "itl_s": gaps_s}
-
-    def _prompt(self, tokens: int, seed: int) -> list[int]:
-        """Random tokens."""
-        return [each % self._vocabulary for each in noise(tokens, seed)]
+        share = 1 - modes.get(FULL, 0) / max(1, sum(modes.values()))
+        return {"ttft_s": ttft_s, "itl_s": gaps_s, "without_full_graph": [share]}
 
     def _ask(self, name: str, prompt: list[int], tokens: int) -> None:
         transfer = None
@@ -205,8 +227,9 @@ class Arm:
         self._decode.do("add", name=name, prompt=prompt, tokens=tokens, transfer=transfer)
 
 
-def measured(load: Load = Load()) -> dict[str, Any]:
+def measured(dry: bool, report: Report) -> dict[str, Any]:
     """Return the seconds by arm."""
+    load, found = SMALL if dry else Load(), dict[str, Any]()
     with ExitStack() as stack:
         # One after another: vLLM measures the card's free memory when it starts.
         one, prefill, decode = [stack.enter_context(_engine()) for _ in range(3)]
@@ -216,12 +239,22 @@ def measured(load: Load = Load()) -> dict[str, Any]:
             arms[name].turn(alone, 0.0, seed=1)
         alone_s = min(arms["one"].turn(alone, 0.0, seed=s)["ttft_s"][0] for s in (2, 3, 4))
         every_s = alone_s / load.busy
-        taken: dict[str, Any] = {arm: {"ttft_s": [], "itl_s": []} for arm in ARMS}
+        kinds = ("ttft_s", "itl_s", "without_full_graph")
+        taken: dict[str, Any] = {arm: {kind: [] for kind in kinds} for arm in ARMS}
         for turn in range(load.turns + 1):
             for arm in ARMS:
-                found = arms[arm].turn(load, every_s, seed=10_000 * (turn + 1))
-                for name, seconds in found.items():
-                    taken[arm][name] += seconds if turn else []
+                one = arms[arm].turn(load, every_s, seed=10_000 * (turn + 1))
+                for name, values in one.items():
+                    taken[arm][name] += values if turn else []
+            if turn:
+                found = _summary(load, alone_s, every_s, taken)
+                report(found)
+    return found
+
+
+def _summary(
+    load: Load, alone_s: float, every_s: float, taken: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "alone_s": alone_s,
         "every_s": every_s,
@@ -234,6 +267,10 @@ def measured(load: Load = Load()) -> dict[str, Any]:
             for p in (50, 99)
         },
         **{f"{arm}.itl_mean_s": statistics.fmean(taken[arm]["itl_s"]) for arm in ARMS},
+        **{
+            f"{arm}.without_full_graph": statistics.fmean(taken[arm]["without_full_graph"])
+            for arm in ARMS
+        },
     }
 
 
@@ -255,25 +292,30 @@ def _engine() -> Iterator[Child]:
             child.end()
 
 
-def figures(found: dict[str, Any]) -> dict[str, float]:
-    """Two engines over one."""
+def figures(found: Mapping[str, Any]) -> dict[str, float]:
+    """Two engines over one, and the shares of steps."""
+    shares = {"split": "two", "one": "one"}
     return {
+        f"{name}_steps_without_full_graph": found[f"{arm}.without_full_graph"]
+        for name, arm in shares.items()
+    } | {
         f"split_{name}_p{p}_vs_one": found[f"two.{name}_p{p}_s"] / found[f"one.{name}_p{p}_s"]
         for name in ("ttft", "itl")
         for p in (50, 99)
     }
 
 
-def markdown(found: dict[str, Any]) -> str:
+def markdown(found: Mapping[str, Any]) -> str:
     """Return a table of the figures, and a description of the load."""
     lines = [
-        "| engines | TTFT p50, ms | p99 | ITL of running requests p50, ms | p99 | mean |",
-        "|---|" + "---:|" * 5,
+        "| engines | TTFT p50, ms | p99 | ITL of running requests p50, ms | p99 | mean "
+        "| steps without a full graph |",
+        "|---|" + "---:|" * 6,
     ]
     for arm in ARMS:
         names = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "itl_mean")
         times = " | ".join(f"{1e3 * found[f'{arm}.{name}_s']:.1f}" for name in names)
-        lines.append(f"| {arm} | {times} |")
+        lines.append(f"| {arm} | {times} | {found[f'{arm}.without_full_graph']:.0%} |")
     lines.append(
         f"\n{found['running']} requests decode while a prompt of {found['prompt_tokens']:,} tokens "
         f"comes every {1e3 * found['every_s']:.0f} ms; alone it takes one engine "
@@ -283,13 +325,10 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The benchmark with a small load; with an argument, an engine's own process."""
+    """Be an engine's own process."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--memory", type=float)
+    parser.add_argument("--memory", type=float, required=True)
     memory = parser.parse_args().memory
-    if memory is None:
-        print(markdown(measured(SMALL)))
-        return
     engine = Engine(memory)
     threading.Thread(target=_commands, args=(engine,), daemon=True).start()
     engine.run()

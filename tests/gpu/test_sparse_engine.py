@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu.engine import make_llm, model_config
+from benchmarks.gpu.engine import make_llm
+from benchmarks.gpu.models import model_config
 from benchmarks.gpu.noise import noise_calibration
 from headrace_engine.extensions.extension import EXTENSIBLE_WORKER
 
 pytestmark = pytest.mark.gpu
 
-PAGE, TOKENS, ANSWER = 32, 3000, 24
+GPU = torch.cuda.is_available()
+PAGE, TOKENS, ANSWER = (32, 3000, 24) if GPU else (32, 200, 8)
+SHARE = 0.1 if GPU else 0.6
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["HND", "NHD"])
@@ -30,27 +34,32 @@ def test_the_backend_holds(order: tuple[int, ...], monkeypatch: pytest.MonkeyPat
     from tests.support import sparse_device as device
 
     monkeypatch.setattr(page_counts, "MIN_TOKENS", device.LEAST)
-    within = 5e-3  # the kernel multiplies in tf32
-    device.check_mixed("cuda", order, within, prompts=True)
-    device.check_mixed("cuda", order, within, prompts=False)
-    device.check_shared_blocks("cuda", within)
-    device.check_overwritten_blocks("cuda", within)
+    within, where = 5e-3, "cuda" if GPU else "cpu"  # the kernel multiplies in tf32
+    device.check_mixed(where, order, within, prompts=True)
+    device.check_mixed(where, order, within, prompts=False)
+    device.check_shared_blocks(where, within)
+    device.check_overwritten_blocks(where, within)
 
 
 @pytest.fixture(scope="module", params=["0", "1"], ids=["first runner", "second runner"])
 def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from headrace_decode.attention.settings import SparseSettings
 
+    if not GPU:
+        from tests.support.as_card import take_for_card
+
+        take_for_card()
     folder = tmp_path_factory.mktemp("sparse")
     file = noise_calibration(folder / "noise.safetensors", model_config(), PAGE)
     settings = SparseSettings(page_tokens=PAGE, calibration=str(file))
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
     made = make_llm(
-        *(None, 4096, 0.3),
+        *(None, 4096 if GPU else 512, 0.3),
         worker_cls=EXTENSIBLE_WORKER,
         additional_config=settings.additional_config(),
         enable_prefix_caching=False,
+        **({} if GPU else {"block_size": PAGE, "enforce_eager": True}),
     )
     yield made
     patch.undo()
@@ -64,7 +73,7 @@ def answers(llm: Any, *shares: float | None) -> tuple[list[list[int]], int]:
     from headrace_decode.attention_backend.runtime import RUNTIME
 
     before = RUNTIME.sparse_row_count
-    prompts = [[20 + (i * 7 + n) % 4000 for i in range(TOKENS)] for n in range(len(shares))]
+    prompts = [[100 + (i * 7 + n) % 1900 for i in range(TOKENS)] for n in range(len(shares))]
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     sampling = [
         SamplingParams(
@@ -88,7 +97,7 @@ def test_the_schedulers_block_is_the_page_and_graphs_are_piecewise(llm: Any) -> 
 
 def test_rows_that_ask_are_sparse_and_their_first_token_is_the_models(llm: Any) -> None:
     [exact], none = answers(llm, None)
-    [sparse], rows = answers(llm, 0.1)
+    [sparse], rows = answers(llm, SHARE)
     assert none == 0
     assert ANSWER // 2 < rows < ANSWER, "dense until the pages are summarised"
     assert sparse[0] == exact[0] and len(sparse) == ANSWER
@@ -96,6 +105,6 @@ def test_rows_that_ask_are_sparse_and_their_first_token_is_the_models(llm: Any) 
 
 def test_exact_requests_beside_sparse_ones_get_their_own_answer(llm: Any) -> None:
     exact, none = answers(llm, None, None, None)
-    beside, rows = answers(llm, None, 0.1, None)
+    beside, rows = answers(llm, None, SHARE, None)
     assert none == 0 and rows > 0
     assert [beside[0], beside[2]] == [exact[0], exact[2]]

@@ -13,6 +13,7 @@ from benchmarks.gpu import expected, files, split
 
 ROOT = Path(__file__).parents[2]
 SPLIT = ["ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "itl_mean"]
+SHARES = {"one.without_full_graph": 0.5, "two.without_full_graph": 0.25}
 
 
 def test_the_page_has_the_programs_table() -> None:
@@ -57,8 +58,12 @@ def test_without_a_gpu_the_tests_for_one_end_with_one_line() -> None:
 def test_the_split_is_told_as_two_engines_over_one() -> None:
     times = {f"one.{name}_s": 0.1 for name in SPLIT} | {f"two.{name}_s": 0.2 for name in SPLIT}
     found = {"running": 8, "prompt_tokens": 4096, "every_s": 0.5, "alone_s": 0.25, **times}
-    assert set(split.figures(found).values()) == {2.0}
-    assert "| two | 200.0 | 200.0 | 200.0 | 200.0 | 200.0 |" in split.markdown(found)
+    found |= SHARES
+    figures = split.figures(found)
+    assert figures.pop("split_steps_without_full_graph") == 0.25
+    assert figures.pop("one_steps_without_full_graph") == 0.5
+    assert set(figures.values()) == {2.0}
+    assert "| two | 200.0 | 200.0 | 200.0 | 200.0 | 200.0 | 25% |" in split.markdown(found)
 
 
 def test_loads_from_disk_are_told_with_what_the_direct_way_lacks() -> None:
