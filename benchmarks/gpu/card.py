@@ -69,7 +69,7 @@ SMALL = {
     "vocab_size": 2048,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "head_dim": 32,
 }
@@ -89,6 +89,8 @@ def measured(dry: bool, report: Report) -> dict[str, Any]:
         lines = done.stdout.strip().splitlines() or ["{}"]
         told = json.loads(lines[-1]) if done.returncode == 0 else {}
         found[name] = told or {"refused": f"its process ended with {done.returncode}; see above"}
+        if dry and "refused" in told:
+            raise RuntimeError(f"the arm {name} was refused: {told['refused']}")
         report(found)
     return found
 
@@ -153,7 +155,7 @@ def _small(model: dict[str, Any]) -> dict[str, Any]:
     small = model | SMALL
     small["num_key_value_heads"] = 4 if model["num_key_value_heads"] == 32 else 2
     if "kv_fusion" in model:
-        small["kv_fusion"] = model["kv_fusion"] | {"storage_layers": 1}
+        small["kv_fusion"] = model["kv_fusion"] | {"storage_layers": 2}
     return small
 
 

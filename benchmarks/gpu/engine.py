@@ -13,11 +13,12 @@ SETTLE_S = 0.5
 
 
 def store_connector(name: str, dram_bytes: str) -> dict[str, Any]:
-    """Return the connector's settings for an engine with the store `name`."""
+    """Return the connector's settings for an engine with the store `name`, which loads all that it
+    finds there, also if computing may be faster."""
     return {
         "kv_connector": "HeadraceConnector",
         "kv_connector_module_path": "headrace_engine.store_connector",
-        "kv_connector_extra_config": {"name": name, "dram_bytes": dram_bytes},
+        "kv_connector_extra_config": {"name": name, "dram_bytes": dram_bytes, "priced": False},
     }
 
 

@@ -16,6 +16,11 @@ from benchmarks.gpu.models import MODEL
 from benchmarks.gpu.process import DRY
 from tests.support.tiny import tiny_llama
 
+if DRY in os.environ and os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.as_card import take_for_card
+
+    take_for_card()  # before any test imports vLLM
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:

@@ -45,10 +45,6 @@ def test_the_backend_holds(order: tuple[int, ...], monkeypatch: pytest.MonkeyPat
 def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from headrace_decode.attention.settings import SparseSettings
 
-    if not GPU:
-        from tests.support.as_card import take_for_card
-
-        take_for_card()
     folder = tmp_path_factory.mktemp("sparse")
     file = noise_calibration(folder / "noise.safetensors", model_config(), PAGE)
     settings = SparseSettings(page_tokens=PAGE, calibration=str(file))

@@ -91,6 +91,7 @@ class StoredEngine:
         together: bool = False,
         anew: bool = False,
         adapter: tuple[int, str] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> list[Stored]:
         """Greedy answers to prompts of token ids, one after the other, or all at once.
 
@@ -98,9 +99,10 @@ class StoredEngine:
             salts: a cache salt a prompt.
             anew: the engine forgets its own prefix cache first.
             adapter: number and folder of a LoRA adapter; its name is that of the folder.
+            extra: extra arguments of each request.
         """
         task: dict[str, Any] = {"max_tokens": max_tokens, "together": together, "anew": anew}
-        self.ask(prompts, salts, **task, adapter=adapter)
+        self.ask(prompts, salts, **task, adapter=adapter, extra=extra)
         return self.answer()
 
     def ask(
@@ -112,9 +114,10 @@ class StoredEngine:
         together: bool = False,
         anew: bool = False,
         adapter: tuple[int, str] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         """As `answers`, without waiting for them: `answer` does."""
-        task = {"prompts": prompts, "salts": salts, "max_tokens": max_tokens}
+        task = {"prompts": prompts, "salts": salts, "max_tokens": max_tokens, "extra": extra}
         self._child.ask("answers", **task, together=together, anew=anew, adapter=adapter)
 
     def answer(self) -> list[Stored]:
@@ -234,6 +237,7 @@ class Engine:
         together: bool = False,
         anew: bool = False,
         adapter: tuple[int, str] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         if anew:
             self._forget()
@@ -242,16 +246,16 @@ class Engine:
             if salt is not None:
                 given["cache_salt"] = salt
         turns = [inputs] if together else [[given] for given in inputs]
-        told = [self._turn(turn, max_tokens, adapter=adapter)[0] for turn in turns]
+        told = [self._turn(turn, max_tokens, extra=extra, adapter=adapter)[0] for turn in turns]
         return [answer for answers in told for answer in answers]
 
     def prefill(self, prompt: list[int], salt: str) -> Any:
         given = {"prompt_token_ids": prompt, "cache_salt": salt}
-        return self._turn([given], 1, produce_params())[1]
+        return self._turn([given], 1, {PARAMS_KEY: pull_params(produce_params())})[1]
 
     def pull(self, prompt: list[int], salt: str, parameters: dict[str, Any]) -> dict[str, Any]:
         given = {"prompt_token_ids": prompt, "cache_salt": salt}
-        [answer] = self._turn([given], 8, parameters)[0]
+        [answer] = self._turn([given], 8, {PARAMS_KEY: pull_params(parameters)})[0]
         return answer
 
     def update_weights(self) -> None:
@@ -270,7 +274,7 @@ class Engine:
         self,
         inputs: list[dict[str, Any]],
         max_tokens: int,
-        transfer: Any = None,
+        extra: dict[str, Any] | None = None,
         adapter: tuple[int, str] | None = None,
     ) -> tuple[list[dict[str, Any]], Any]:
         """Answers, and how the last one's KV is pulled."""
@@ -278,7 +282,6 @@ class Engine:
         from vllm.lora.request import LoRARequest
 
         lora = adapter and LoRARequest(Path(adapter[1]).name, *adapter)
-        extra = None if transfer is None else {PARAMS_KEY: pull_params(transfer)}
         params = SamplingParams(
             max_tokens=max_tokens, temperature=0.0, logprobs=0, extra_args=extra
         )

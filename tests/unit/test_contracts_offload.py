@@ -189,6 +189,7 @@ def spec_of(
     compression: bool = False,
     model: dict[str, Any] = ROPED,
     scheduler: Any = ExtensibleScheduler,
+    ranks: int = 1,
 ) -> tuple[Any, int]:
     """The spec of a layer in an engine with these; and blocks of its host memory."""
 
@@ -196,6 +197,7 @@ def spec_of(
         vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=1000),
             cache_config=SimpleNamespace(block_size=128),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
             speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
             scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: scheduler),
         )
@@ -241,12 +243,18 @@ def test_an_engine_offloads_or_says_why_not(
         assert "techniques.sparse.offload_gib" in caplog.text and why in caplog.text
 
 
+def test_ranks_share_the_engines_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, blocks = spec_of(monkeypatch, gib=1.0, ranks=2)
+    assert type(found) is OffloadSpec and blocks == 2**30 // SPEC.page_size_bytes // 2
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
         ({}, None),
         ({"gib": 0.0005}, None),
         ({"drafts": "eagle"}, "eagle drafts over the cache"),
+        ({"ranks": 2}, "tensor_parallel_size is above 1"),
         ({"model": ROPED | {"rope_scaling": {"type": "yarn"}}}, "rope_type 'yarn'"),
         ({"model": ROPED | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"scheduler": Scheduler}, "runs with scheduler_cls vllm.v1.core.sched"),

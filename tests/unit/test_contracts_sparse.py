@@ -170,12 +170,12 @@ def test_an_engine_of_a_plain_model_attends_sparsely() -> None:
     else:
         assert unsupported_cpu_engine(config(), 32) is None
     assert unsupported_cpu_engine(config(), 16) is None
+    assert unsupported_cpu_engine(config(tensor_parallel_size=2), 16) is None
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"use_mla": True}, "MLA"),
         ({"sliding_window": 512}, "sliding window"),

@@ -207,7 +207,6 @@ def test_the_second_runners_rows_follow_from_the_schedulers_steps() -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"sliding_window": 512}, "sliding window"),
         ({"cache_dtype": "fp8"}, "quantised"),
         ({"backend": AttentionBackendEnum.FLASH_ATTN}, "attention_backend FLASH_ATTN"),

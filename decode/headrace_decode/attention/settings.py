@@ -45,13 +45,14 @@ class SparseSettings:
         if not 0 <= self.offload_gib < math.inf:
             raise ValueError(f"offload_gib is {self.offload_gib}, must be 0 or more")
 
-    def host_blocks(self, block_bytes: int) -> int:
+    def host_blocks(self, block_bytes: int, ranks: int = 1) -> int:
         """Return the number of blocks that host memory holds.
 
         Args:
-            block_bytes: bytes of a block of the scheduler, in all layers.
+            block_bytes: bytes of a rank's part of a block of the scheduler, in all layers.
+            ranks: tensor-parallel ranks of the engine, which have a part of each block.
         """
-        return int(self.offload_gib * GIB) // block_bytes
+        return int(self.offload_gib * GIB) // (block_bytes * ranks)
 
     def additional_config(self) -> dict[str, Any]:
         """Return the entry for the engine's `additional_config`."""

@@ -28,7 +28,7 @@ from headrace_decode.sparse.kernels.summaries import DeviceSummaries
 from headrace_decode.sparse.summaries import RANK_BESIDE
 from headrace_decode.sparse.summary_layout import SummaryLayout
 from headrace_engine.vllm.attention.cuda import register_cuda_backend, unsupported_cuda_engine
-from headrace_engine.vllm.attention.layers import model_fields
+from headrace_engine.vllm.attention.layers import kv_heads_of_worker, model_fields
 from headrace_engine.vllm.attention.paged_kernels import SEGMENTS, triton_attention
 
 BACKEND = "headrace_decode.attention_backend.cuda.SparseBackend"
@@ -41,9 +41,9 @@ class CudaSparseRuntime:
     """Sparse attention of one engine on a CUDA GPU.
 
     Attributes:
-        bases: basis of each layer.
+        bases: basis of each layer, of the worker's KV heads.
         page_tokens: tokens of a page.
-        heads: number of query heads.
+        heads: number of the worker's query heads.
         max_pages: maximum pages of a request.
     """
 
@@ -72,8 +72,10 @@ class CudaSparseRuntime:
         except CalibrationError as error:
             return None, f"techniques.sparse.calibration: {settings.calibration}: {error}"
         register_cuda_backend(config, BACKEND)
+        own = kv_heads_of_worker(config, shape.kv_heads)
+        heads = shape.heads // config.parallel_config.tensor_parallel_size
         most = page_count(config.model_config.max_model_len, settings.page_tokens)
-        return cls(bases, settings.page_tokens, shape.heads, most), None
+        return cls([one.of_heads(own) for one in bases], settings.page_tokens, heads, most), None
 
     def rows(self) -> SparseRows:
         """Return the object that decides which rows are sparse; its work is counted in pages."""

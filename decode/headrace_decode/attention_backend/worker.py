@@ -41,6 +41,7 @@ from headrace_engine.vllm.attention.cpu import register_cpu_backend, unsupported
 from headrace_engine.vllm.attention.layers import (
     attention_layers,
     attention_modules,
+    kv_heads_of_worker,
     model_fields,
     unsupported_kv_cache,
     unsupported_layers,
@@ -49,7 +50,7 @@ from headrace_engine.vllm.platforms import runs_on_cuda
 from headrace_engine.vllm.rotary_embedding import rope_of_model
 from headrace_engine.vllm.scheduler import FullAttentionSpec, replace_as
 from headrace_engine.vllm.scheduling import final_tokens, requests_gone, requests_moved
-from headrace_engine.vllm.worker import FollowedRows, RunnerRows
+from headrace_engine.vllm.worker import FollowedRows, RunnerRows, union_over_ranks
 
 if TYPE_CHECKING:
     from headrace_decode.attention_backend.cuda_runtime import CudaSparseRuntime
@@ -85,8 +86,15 @@ class AttentionWorkerPart(WorkerPart):
         """Resources on a CUDA GPU; None on other devices."""
         self._batch: RunnerRows[BatchRow] | FollowedRows[BatchRow]
         self._blocks: Callable[[str], Sequence[int]]
+        self._tells_ranks: list[str] = []
+        """Requests of the step in progress, if ranks must tell each other whose KV is lost."""
         self._final: dict[str, int] = {}
         """Number of each request's tokens whose KV is final after the step in progress."""
+
+    @property
+    def _ranks(self) -> int:
+        """Number of tensor-parallel ranks of the engine."""
+        return int(self._worker.vllm_config.parallel_config.tensor_parallel_size)
 
     def before_load(self) -> None:
         """Have vLLM make its layers with our attention backend, if the engine supports it."""
@@ -140,6 +148,8 @@ class AttentionWorkerPart(WorkerPart):
         stays = why_blocks_pinned(specs, config) or why_no_extensions(config)
         if compresses:
             why = stays
+            if why is None and self._ranks > 1:
+                why = "tensor_parallel_size is above 1"
             if why is None:
                 self._rope, why = rope_of(config, specs, self._worker.get_model())
             if why is None:
@@ -263,8 +273,13 @@ class AttentionWorkerPart(WorkerPart):
     def _bases(self) -> list[Basis] | None:
         if self._settings.calibration is None:
             return None
-        config = model_fields(self._worker.vllm_config)
-        return bases_for(Path(self._settings.calibration), config, RUNTIME.page_tokens)
+        config = self._worker.vllm_config
+        file, fields = Path(self._settings.calibration), model_fields(config)
+        bases = bases_for(file, fields, RUNTIME.page_tokens)
+        if bases is None:
+            return None
+        own = kv_heads_of_worker(config, len(bases[0].origin))
+        return [one.of_heads(own) for one in bases]
 
     def begin_step(self, step: Any) -> None:
         """Prepare the step's sparse, offloaded and compressed rows."""
@@ -278,6 +293,8 @@ class AttentionWorkerPart(WorkerPart):
             preempted = requests_gone(step) - ended
             RUNTIME.lost |= RUNTIME.compression.begin_step(ended, preempted, metadata)
         self._final = self._offload_begins(step)
+        shared = self._ranks > 1 and RUNTIME.offloading
+        self._tells_ranks = sorted(step.num_scheduled_tokens) if shared else []
 
     def end_step(self) -> None:
         """Attend densely until the next step."""
@@ -289,6 +306,8 @@ class AttentionWorkerPart(WorkerPart):
             return output
         if RUNTIME.offloading:
             RUNTIME.offloading.save(self._final, self._blocks)
+        if self._tells_ranks:  # only the first rank's output reaches the scheduler
+            RUNTIME.lost |= union_over_ranks(RUNTIME.lost, self._tells_ranks)
         return output if output is None else with_lost(output, RUNTIME.pop_lost())
 
     def after_sample(self, output: Any) -> Any:
@@ -337,7 +356,8 @@ def host_blocks(
 ) -> tuple[int, str | None]:
     """Return the number of blocks that host memory holds; or 0, and why it holds too few. Arguments
     as for `why_blocks_pinned`."""
-    blocks = settings.host_blocks(sum(spec.page_size_bytes for spec in specs.values()))
+    block_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    blocks = settings.host_blocks(block_bytes, config.parallel_config.tensor_parallel_size)
     longest = config.model_config.max_model_len
     if blocks * config.cache_config.block_size < longest:
         return 0, f"{settings.offload_gib} GiB do not hold a request of {longest} tokens"

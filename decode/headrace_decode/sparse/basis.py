@@ -84,6 +84,11 @@ class Basis:
     into: Float
     back: Float
 
+    def of_heads(self, heads: range) -> Basis:
+        """Return the basis of consecutive KV heads."""
+        own = slice(heads.start, heads.stop)
+        return Basis(self.origin[own], self.into[own], self.back[own])
+
     @staticmethod
     def none(kv_heads: int, head_dim: int) -> Basis:
         """Return a basis without coordinates, for a model without calibration."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingType
@@ -29,6 +30,17 @@ def worker_connectors() -> list[Any]:
         return []
     group = get_kv_transfer_group()
     return list(getattr(group, "_connectors", [group]))
+
+
+def union_over_ranks(names: set[str], among: Sequence[str]) -> set[str]:
+    """Return the names that any tensor-parallel rank of this engine has. All ranks call this.
+
+    Args:
+        names: this rank's. among: names that count, the same on all ranks.
+    """
+    flags = torch.tensor([name in names for name in among], dtype=torch.uint8)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+    return {name for name, flag in zip(among, flags.tolist(), strict=True) if flag}
 
 
 class RunnerRows(Generic[Row]):

@@ -91,7 +91,8 @@ class OffloadSchedulerPart(SchedulerPart):
         self._scheduler, self.manager, self.settings = scheduler, manager, settings
         layers = scheduler.kv_cache_config.kv_cache_groups[0].layer_names
         block_bytes = manager.kv_cache_spec.page_size_bytes * len(layers)
-        manager.ledger = Ledger(settings.host_blocks(block_bytes))
+        ranks = scheduler.vllm_config.parallel_config.tensor_parallel_size
+        manager.ledger = Ledger(settings.host_blocks(block_bytes, ranks))
         self.costs = StepCosts()
         self.clock = time.perf_counter
         self.returned_s = 0.0

@@ -51,7 +51,7 @@ def unsupported_cpu_engine(config: VllmConfig, page_tokens: int) -> str | None:
     configuration; None if it works."""
     if not current_platform.is_cpu():
         return "it runs neither on a CPU nor on a CUDA GPU"
-    if (why := unsupported_model(config)) is not None:
+    if (why := unsupported_model(config, heads_divided=True)) is not None:
         return why
     model, cache = config.model_config, config.cache_config
     if config.use_v2_model_runner:

@@ -53,7 +53,7 @@ def unsupported_cuda_engine(config: VllmConfig, page_tokens: int, max_pages: int
     Args:
         max_pages: maximum number of pages of a request.
     """
-    if (why := unsupported_model(config)) is not None:
+    if (why := unsupported_model(config, heads_divided=True)) is not None:
         return why
     if not current_platform.has_device_capability(MIN_CAPABILITY):
         return "its GPU has a compute capability below 8.0"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
@@ -21,15 +22,21 @@ __all__ = ["Attention", "CommonAttentionMetadata"]
 
 SPLIT_BY = ("tensor", "pipeline", "prefill_context", "decode_context")
 """Kinds of parallelism that split a model or a context over several workers."""
+HEADS_DIVIDED_BY = "tensor"
 
 
-def unsupported_model(config: VllmConfig) -> str | None:
+def unsupported_model(config: VllmConfig, heads_divided: bool = False) -> str | None:
     """Return why an engine's attention is not plain, on any device; None if it is.
 
     Plain attention is full causal attention of one worker over KV that is not quantised.
+
+    Args:
+        heads_divided: whether several workers may have some of the heads each.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     for kind in SPLIT_BY:
+        if heads_divided and kind == HEADS_DIVIDED_BY:
+            continue
         if getattr(parallel, f"{kind}_parallel_size", 1) > 1:
             return f"{kind}_parallel_size is above 1"
     if model.use_mla or model.is_hybrid or model.is_encoder_decoder:
@@ -39,6 +46,20 @@ def unsupported_model(config: VllmConfig) -> str | None:
     if is_quantized_kv_cache(cache.cache_dtype):
         return f"KV is quantised ({cache.cache_dtype})"
     return None
+
+
+def kv_heads_of_worker(config: VllmConfig, kv_heads: int) -> range:
+    """Return which of the model's KV heads this worker has. If there are more workers than heads,
+    several have the same one.
+
+    Args:
+        kv_heads: number of the model's KV heads.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return range(kv_heads)
+    first = get_tensor_model_parallel_rank() * kv_heads // ranks
+    return range(first, first + max(1, kv_heads // ranks))
 
 
 def unsupported_kv_cache(
