@@ -106,7 +106,7 @@ PARTS = (
         "hits",
         "When does a prompt's first token come if its KV is in DRAM or on disk, beside computing "
         "it? What do running requests notice?",
-        300,
+        360,
         {
             "ttft_dram_vs_cold_8192": "<= 0.1",
             "ttft_dram_vs_cold_2048": "",
@@ -129,7 +129,7 @@ PARTS = (
         "split",
         "What do prefill and decode cost as two engines on one card over NIXL, against one engine? "
         "What share of decode steps runs outside of full graphs?",
-        300,
+        420,
         {
             "split_ttft_p50_vs_one": "",
             "split_itl_p99_vs_one": "",
@@ -141,7 +141,7 @@ PARTS = (
         "drafting",
         "What does speculative decoding gain at 1 to 256 requests at once? What does vLLM's older "
         "model runner cost, which it needs?",
-        360,
+        420,
         {
             "drafting_1_at_once": "> 1",
             "drafting_4_at_once": "",

@@ -75,8 +75,9 @@ def run(part: Part, log: Path, dry: bool = False) -> Outcome:
         limit_s = DRY_LIMIT_S if dry else part.limit_s
         code = _run(_command(part, out, dry), environment, log, limit_s)
         seconds = time.monotonic() - began_s
+        found: dict[str, Any] = {}
         if part.tests:
-            found, figures = {}, tests_figures(out)
+            figures = tests_figures(out)
         else:
             found = json.loads(out.read_text()) if out.exists() else {}
             figures = module(part).figures(found) if found else {}

@@ -243,8 +243,8 @@ def measured(dry: bool, report: Report) -> dict[str, Any]:
         taken: dict[str, Any] = {arm: {kind: [] for kind in kinds} for arm in ARMS}
         for turn in range(load.turns + 1):
             for arm in ARMS:
-                one = arms[arm].turn(load, every_s, seed=10_000 * (turn + 1))
-                for name, values in one.items():
+                part = arms[arm].turn(load, every_s, seed=10_000 * (turn + 1))
+                for name, values in part.items():
                     taken[arm][name] += values if turn else []
             if turn:
                 found = _summary(load, alone_s, every_s, taken)

@@ -72,7 +72,7 @@ Whether an engine has a technique if it also has the feature of the column. Numb
 
 | | missing |
 |---|---|
-| a | no card has run it ([the list](gpu.md#what-a-card-has-answered)) |
+| a | no card has run it ([the list](gpu.md#open-and-answered-questions)) |
 | b | code. The choice of tokens sums attention over all heads, and a part of a block that one rank cannot read must stop all ranks |
 | c | code that copies pages between host memory and a GPU while it computes |
 | d | code. The choice compares the heads of all layers, so ranks must agree on it; stored contexts have all heads |
