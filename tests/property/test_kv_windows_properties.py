@@ -1,5 +1,6 @@
-"""The store beside sliding windows, whatever requests come, end and fail: each answer is that of a
-model whose KV is right, the store holds right KV only, and no block is held in the end."""
+"""The store beside sliding windows or recurrent layers, whatever requests come, end and fail: each
+answer is that of a model whose KV and states are right, the store holds right ones only, and no
+block is held in the end."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
 from headrace_kvstore.blocks.slot_record import READY
-from tests.support.scheduled import BLOCK, SPEC, sliding
+from tests.support.recurrent import STATES, Recurrent
+from tests.support.scheduled import BLOCK, SPEC, recurrent, sliding
 from tests.support.windowed import GOOD, GROUPS, LAYER_BYTES, WINDOW, Windowed
 
 LONGEST = 7 * BLOCK
@@ -116,20 +119,29 @@ class Story:
         assert self.engine.is_pool_free
 
 
+def check_stored(engine: Windowed, request: Request) -> list[bool]:
+    """Whether the store has each block of a request. All that it has must be right."""
+    if isinstance(engine, Recurrent):
+        engine.states(request)
+    return engine.stored(request)
+
+
 @settings(max_examples=15, deadline=None)
-@given(st.lists(CALM, min_size=1, max_size=10), st.booleans())
+@given(
+    st.lists(CALM, min_size=1, max_size=10), st.booleans(), st.sampled_from([Windowed, Recurrent])
+)
 def test_without_losses_all_that_was_computed_is_stored(
-    events: list[object], asynchronous: bool
+    events: list[object], asynchronous: bool, kind: type[Windowed]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        engine = Windowed(Path(folder), asynchronous, blocks=ENOUGH, step_tokens=2 * BLOCK)
+        engine = kind(Path(folder), asynchronous, blocks=ENOUGH, step_tokens=2 * BLOCK)
         story = Story(engine)
         for event in events:
             story.happens(event)
         story.ends()
         for request in story.requests:
             full = (request.num_tokens - 1) // BLOCK
-            assert all(engine.stored(request)[:full])
+            assert all(check_stored(engine, request)[:full])
         engine.close()
 
 
@@ -138,13 +150,19 @@ def test_without_losses_all_that_was_computed_is_stored(
     st.lists(ROUGH, min_size=1, max_size=16),
     st.booleans(),
     st.sampled_from([ENOUGH, FEW]),
-    st.sampled_from([GROUPS, (SPEC, sliding(2 * BLOCK)), (sliding(WINDOW),)]),
+    st.sampled_from(
+        [
+            *(GROUPS, (SPEC, sliding(2 * BLOCK)), (sliding(WINDOW),)),
+            *(STATES, (SPEC, recurrent())),
+        ]
+    ),
 )
 def test_whatever_is_lost_answers_are_right_and_no_block_stays_held(
     events: list[object], asynchronous: bool, blocks: int, groups: tuple[object, ...]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        engine = Windowed(
+        has_states = any(isinstance(spec, MambaSpec) for spec in groups)
+        engine = (Recurrent if has_states else Windowed)(
             Path(folder),
             asynchronous,
             blocks=blocks,
@@ -158,5 +176,5 @@ def test_whatever_is_lost_answers_are_right_and_no_block_stays_held(
         story.ends()
         if not any(isinstance(event, Damage) for event in events):
             for request in story.requests:
-                engine.stored(request)
+                check_stored(engine, request)
         engine.close()

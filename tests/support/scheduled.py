@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -48,8 +49,26 @@ def sliding(window: int) -> SlidingWindowSpec:
     return SlidingWindowSpec(**SIZES, sliding_window=window)
 
 
+def recurrent(floats: int = 64) -> MambaSpec:
+    """A layer with a state of so many numbers, in pages that are as long as those of SPEC."""
+    return MambaSpec(
+        block_size=BLOCK,
+        shapes=((floats,),),
+        dtypes=(torch.float32,),
+        page_size_padded=SPEC.page_size_bytes,
+        mamba_cache_mode="align",
+    )
+
+
 NAMES = [layer_name(n) for n in range(LAYERS)]
 STEP = SimpleNamespace(attn_metadata="a step", cudagraph_runtime_mode=CUDAGraphMode.NONE)
+
+
+def state_of(pages: torch.Tensor, spec: MambaSpec) -> torch.Tensor:
+    """vLLM's view of a recurrent layer: [blocks, 1, 1, numbers of a state], in a layer's pages."""
+    [(floats,)] = spec.shapes
+    blocks, page = pages.shape[0] * PAGE // BLOCK, spec.page_size_bytes // pages.element_size()
+    return pages.as_strided((blocks, 1, 1, floats), (page, floats, floats, 1))
 
 
 class Scheduled:
@@ -109,6 +128,8 @@ class Scheduled:
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.block_size = BLOCK
         specs = groups or [spec]
+        if any(isinstance(each, MambaSpec) for each in specs):
+            config.cache_config.mamba_cache_mode = "align"
         self.names = [layer_name(n) for n in range(layers * len(specs))]
         self.groups = [self.names[n :: len(specs)] for n in range(len(specs))]
         size = blocks * spec.page_size_bytes
@@ -128,7 +149,9 @@ class Scheduled:
         self.worker: Any = HeadraceConnector(config, KVConnectorRole.WORKER, cache)
         pages = torch.randn(layers, blocks * BLOCK // PAGE, 2, PAGE, 128)
         self.caches = {
-            name: page for names in self.groups for name, page in zip(names, pages, strict=True)
+            name: state_of(page, each) if isinstance(each, MambaSpec) else page
+            for names, each in zip(self.groups, specs, strict=True)
+            for name, page in zip(names, pages, strict=True)
         }
         self.worker.register_kv_caches(self.caches)
         self.steps: list[dict[str, int]] = []

@@ -125,19 +125,23 @@ class Windowed(Scheduled):
     def attend(self, tables: list[list[int]], tokens: list[int], start: int) -> bool:
         """Write the KV of the tokens from `start` on; return whether all of it that they attend to
         is right."""
-        numbers, right = torch.from_numpy(self.numbers(tokens)), True
-        for table, names, window in zip(tables, self.groups, self.windows, strict=True):
-            first = 0 if window is None else max(0, start - window + 1)
-            places = torch.arange(first, len(tokens))
-            blocks = torch.tensor(table)[places // BLOCK]
-            if not blocks[start - first :].all():
-                raise AssertionError("KV is written to the null block")
-            where = blocks * (BLOCK // PAGE) + places % BLOCK // PAGE, 0, places % PAGE, 0
-            new = tuple(x[start - first :] if torch.is_tensor(x) else x for x in where)
-            for name in names:
-                layer = self.names.index(name)
-                self.caches[name][new] = numbers[start:] + layer
-                right &= torch.equal(self.caches[name][where], numbers[first:] + layer)
+        each = [self.group_attends(n, table, tokens, start) for n, table in enumerate(tables)]
+        return all(each)
+
+    def group_attends(self, group: int, table: list[int], tokens: list[int], start: int) -> bool:
+        """Do a cache group's part of `attend`."""
+        numbers, right, window = torch.from_numpy(self.numbers(tokens)), True, self.windows[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        places = torch.arange(first, len(tokens))
+        blocks = torch.tensor(table)[places // BLOCK]
+        if not blocks[start - first :].all():
+            raise AssertionError("KV is written to the null block")
+        where = blocks * (BLOCK // PAGE) + places % BLOCK // PAGE, 0, places % PAGE, 0
+        new = tuple(x[start - first :] if torch.is_tensor(x) else x for x in where)
+        for name in self.groups[group]:
+            layer = self.names.index(name)
+            self.caches[name][new] = numbers[start:] + layer
+            right &= torch.equal(self.caches[name][where], numbers[first:] + layer)
         return right
 
     def numbers(self, tokens: Sequence[int]) -> np.ndarray:
@@ -185,13 +189,19 @@ class Windowed(Scheduled):
         for number, slot in enumerate(slots):
             if slot < 0:
                 continue
-            layers = arena.view(slot)[: len(self.names) * LAYER_BYTES]
-            shape = len(self.names), BLOCK // PAGE, HEADS, PAGE, CONTENT
+            stored = self.stored_layers
+            layers = arena.view(slot)[: len(stored) * LAYER_BYTES]
+            shape = len(stored), BLOCK // PAGE, HEADS, PAGE, CONTENT
             content = layers.view(np.float32).reshape(shape)[:, :, 0, :, 0]
-            for layer, found in enumerate(content.reshape(len(self.names), BLOCK)):
+            for layer, found in zip(stored, content.reshape(len(stored), BLOCK), strict=True):
                 wanted = truth[number * BLOCK : (number + 1) * BLOCK] + layer
                 assert (found == wanted).all(), "the store has wrong KV"
         return [slot >= 0 for slot in slots]
+
+    @property
+    def stored_layers(self) -> list[int]:
+        """Numbers of the layers in a stored block."""
+        return [*range(len(self.names))]
 
     def damage(self, depth: int, layer: int = 0) -> None:
         """Flip bits of a block in the store, in one layer."""

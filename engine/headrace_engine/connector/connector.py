@@ -51,7 +51,7 @@ from headrace_engine.connector.stats import (
 )
 from headrace_engine.connector.worker_connector import WorkerConnector
 from headrace_engine.step_time import StepTime
-from headrace_engine.vllm.kv_cache import recovers_failed_loads, runs_layer_hooks
+from headrace_engine.vllm.kv_cache import pool_pages, recovers_failed_loads, runs_layer_hooks
 from headrace_kvstore.arena.arena import LockBusyError
 from headrace_kvstore.blocks.block_layout import BlockLayout
 from headrace_kvstore.blocks.sharding import WHOLE_LAYER
@@ -92,7 +92,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._opened = opened = EngineArena.of(vllm_config, role, kv_cache_config)
         self._settings, self.arena = opened.settings, opened.arena
-        self._num_blocks = kv_cache_config.num_blocks
+        self._cache_config = kv_cache_config
         self._reporter = Reporter()
         self._scheduler: SchedulerConnector | None = None
         self._price: LoadPrice | None = None
@@ -117,7 +117,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler(self, block_tokens: int, under_steps: bool) -> SchedulerConnector:
         opened, settings, ranks = self._opened, self._settings, self._opened.parts.ranks
         logger.info("KV store %s: %s", settings.name, opened.about or "not used")
-        if settings.node and settings.load:
+        if settings.node and settings.load and opened.groups.states is None:
             self._node = NodeTiers(settings, opened.digest)
         self._price = LoadPrice(block_tokens, opened.layers, StepTime())
         priced = self._node is not None and settings.priced
@@ -137,6 +137,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             ended=self._give_up if opened.parts.writers > 1 else None,
             under_steps=under_steps,
             frees_early=opened.groups.frees_early,
+            states=opened.groups.states,
             names=self._names,
         )
 
@@ -261,9 +262,14 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # vLLM also names layers that read another layer's cache: that is stored once.
         opened, held, groups = self._opened, self._opened.held, self._opened.groups
-        kv_caches = {name: kv_caches[name] for name in groups.of_layer}
+        of_layer: dict[str, int] | None = groups.of_layer
+        if groups.states is None:
+            kv_caches = {name: kv_caches[name] for name in groups.of_layer}
+        else:
+            kv_caches, of_layer = pool_pages(kv_caches, self._cache_config), None
         shard = held if opened.shape is None else WHOLE_LAYER
-        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, shard, groups.of_layer)
+        blocks = self._cache_config.num_blocks
+        layout = BlockLayout.of_tensors(kv_caches, blocks, shard, of_layer)
         if layout.block_bytes != opened.engine_block_bytes:
             raise ValueError(
                 f"the engine's blocks have {layout.block_bytes} bytes, not the "
@@ -400,7 +406,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             stats.data["loads"] = loads
         if first and not self._introduced:
             self._introduced = True
-            if self._opened.about:
+            # A planner would take the KV of a prefix without a state after it for a hit.
+            if self._opened.about and self._opened.groups.states is None:
                 stats.data["digests"] = [self._opened.digest.hex()]
         return None if stats.is_empty() else stats
 

@@ -17,6 +17,7 @@ from headrace_engine.connector.caches.quantized_cache import layer_shape, stored
 from headrace_engine.connector.identity.engine_identity import device_identity, engine_namespace
 from headrace_engine.connector.identity.weights import Unidentified
 from headrace_engine.connector.supported_engines import engine_sharding, stored_groups
+from headrace_engine.vllm.kv_cache import recurrent_layout
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.writer_group import Writer, writer_group_id
 from headrace_kvstore.blocks.checksum import block_seed, layer_seeds
@@ -76,7 +77,7 @@ class EngineArena:
         settings = StoreSettings.parse(transfer.kv_connector_extra_config)
         codec, shape = CODECS[settings.codec](), None
         groups = stored_groups(kv_cache_config, codec)
-        spec, layers = groups.spec, len(groups.of_layer)
+        spec, layers = groups.spec, groups.stored_layers
         cache_layout = kv_cache_config.kv_cache_layout
         parts = engine_sharding(vllm_config, cache_layout, spec, codec)
         part_bytes = spec.page_size_bytes // parts.shard(0).count
@@ -86,7 +87,10 @@ class EngineArena:
         pieces = layers * parts.parts
         arena = _open(settings, pieces * part_bytes, pieces)
         space, digest = None, UNIDENTIFIED_DIGEST
-        names = cache_layout, parts.parts, list(groups.of_layer), codec
+        layout = cache_layout
+        if groups.states is not None:
+            layout = f"{cache_layout}/{recurrent_layout(vllm_config, kv_cache_config)}"
+        names = layout, parts.parts, list(groups.of_layer), codec
         try:
             space = engine_namespace(vllm_config, *names)
         except Unidentified as error:
@@ -112,7 +116,7 @@ class EngineArena:
     @property
     def layers(self) -> int:
         """Number of layers in a block."""
-        return len(self.groups.of_layer)
+        return self.groups.stored_layers
 
     @property
     def pieces(self) -> int:

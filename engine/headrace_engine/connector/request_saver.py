@@ -3,7 +3,7 @@
 A block is saved once it is confirmed (`scheduler_connector`). A running request keeps its blocks
 until its end, unless vLLM frees them early because they leave an attention window. Then the blocks
 that a step fills are held until its output has arrived (`step_holds`), and only held blocks are
-saved.
+saved. The states of recurrent layers are always held (`state_saver`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from headrace_engine.connector.identity.adapters import BlockNames
 from headrace_engine.connector.load_price import LoadPrice
 from headrace_engine.connector.request_state import RequestState
 from headrace_engine.connector.save_queue import SaveQueue
+from headrace_engine.connector.state_groups import StateGroups
+from headrace_engine.connector.state_saver import Offer, StateSaver
 from headrace_engine.connector.step_holds import StepHolds
 from headrace_engine.connector.store_work import BlockSave
 from headrace_kvstore.identity.private_blocks import shared_blocks
@@ -29,6 +31,7 @@ class RequestSaver:
         costs: as `SchedulerConnector`.
         saves: whether blocks are saved at all.
         frees_early: whether vLLM frees blocks of a request that still runs.
+        states: cache groups of an engine with recurrent layers.
     """
 
     def __init__(
@@ -39,10 +42,14 @@ class RequestSaver:
         costs: LoadPrice | None,
         saves: bool,
         frees_early: bool,
+        states: StateGroups | None = None,
     ) -> None:
         self._queue, self._names, self._block_tokens = queue, names, block_tokens
         self._costs, self._saves, self._is_clean = costs, saves, True
         self._holds = StepHolds(queue) if frees_early else None
+        self._states: StateSaver | None = None
+        if states is not None:
+            self._states = StateSaver(states, queue, names, block_tokens, self.compute_s)
 
     @property
     def may_save(self) -> bool:
@@ -53,32 +60,46 @@ class RequestSaver:
     def frees_blocks(self) -> bool:
         """Whether blocks that no request has any more will be free when their copies have ended, so
         that a request that needs blocks should wait for them."""
-        return self._holds is not None and self._queue.frees_blocks
+        return bool(self._holds or self._states) and self._queue.frees_blocks
 
     def reset(self) -> bool:
         """Stop saving until no block of the engine is in use; return whether none is."""
-        if self._holds is not None:
-            self._holds.clear()
+        for holds in (self._holds, self._states):
+            if holds is not None:
+                holds.clear()
         self._is_clean = self._queue.is_pool_free
         return self._is_clean
 
     def restart(self, request_id: str) -> None:
         """Handle that a request has lost its blocks."""
-        if self._holds is not None:
-            self._holds.release(request_id)
+        for holds in (self._holds, self._states):
+            if holds is not None:
+                holds.release(request_id)
 
     def confirm(self, requests: Mapping[str, RequestState]) -> None:
         """Queue or release the held blocks of steps whose output has arrived."""
         for request_id in [] if self._holds is None else self._holds.requests:
             self._save(requests[request_id])
+        for request_id in [] if self._states is None else self._states.requests:
+            self._save_states(requests[request_id])
 
-    def schedule(self, scheduled: Mapping[str, int], requests: Mapping[str, RequestState]) -> None:
+    def schedule(
+        self,
+        scheduled: Mapping[str, int],
+        requests: Mapping[str, RequestState],
+        offers: Mapping[str, Sequence[Offer]],
+    ) -> None:
         """Queue the confirmed blocks of the requests in a step that is being scheduled.
 
         Args:
             scheduled: the step's tokens of each request.
+            offers: the states of recurrent layers that vLLM has cached, by request.
         """
         self.confirm(requests)
+        if self._states is not None and self.may_save and self._queue.has_pool:
+            for request_id in offers:
+                if request_id in requests:
+                    self._states.hold(request_id, offers[request_id])
         known = [(requests[each], n) for each, n in scheduled.items() if each in requests]
         for request, tokens in known:
             if self._holds is None:
@@ -97,6 +118,7 @@ class RequestSaver:
         if self._holds is None:
             known.blocks = [list(group) for group in block_ids]
         self._save(known)
+        self._save_states(known)
         self.restart(known.request.request_id)
         # An engine whose cache is full needs blocks before its next step.
         kept = self._queue.held(self._names.of_request(known.request, 0, None) or ())
@@ -134,6 +156,12 @@ class RequestSaver:
             self._queue_blocks(known, end)
         if self._holds is not None:
             self._holds.release(request.request_id, confirmed)
+
+    def _save_states(self, known: RequestState) -> None:
+        """Queue or release the held states that are confirmed."""
+        request, in_flight = known.request, known.request.num_in_flight_tokens
+        if self._states is not None and known.scheduled > in_flight:
+            self._states.save(known, request.num_computed_tokens - in_flight, self.may_save)
 
     def _queue_blocks(self, known: RequestState, end: int) -> None:
         if end <= known.saved:

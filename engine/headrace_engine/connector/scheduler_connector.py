@@ -19,6 +19,8 @@ The engine's block pool holds the blocks that are being copied, and those that a
 left to copy (`save_queue`). Nothing else waits for a copy: requests finish, are preempted or
 aborted as they would without a store. `request_saver` chooses the blocks.
 
+With recurrent layers, a hit also needs the states after its last block (`state_groups`).
+
 Some blocks are neither loaded nor saved: those of a request whose salt is marked
 (`headrace_kvstore.identity.salts`) or whose adapter is not known by its content
 (`identity.adapters`), and a request's private blocks (`headrace_kvstore.identity.private_blocks`).
@@ -49,6 +51,7 @@ from headrace_engine.connector.request_state import (
     TierQuestion,
 )
 from headrace_engine.connector.save_queue import SaveQueue
+from headrace_engine.connector.state_groups import StateGroups
 from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork, step_shape
 from headrace_kvstore.identity.private_blocks import shared_blocks
 from headrace_kvstore.identity.salts import is_isolated
@@ -76,6 +79,8 @@ class SchedulerConnector:
         names: names blocks in the store.
         under_steps: whether a load may be made under the step that needs it.
         frees_early: whether vLLM frees blocks of a request that still runs.
+        states: cache groups of an engine with recurrent layers. Such an engine has no slower tiers,
+            and makes no loads under steps.
         clock: seconds, as `time.monotonic`.
 
     Attributes:
@@ -99,10 +104,11 @@ class SchedulerConnector:
         names: BlockNames | None = None,
         under_steps: bool = True,
         frees_early: bool = False,
+        states: StateGroups | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index, self._under_steps, self._clock = index, under_steps, clock
-        self._names = names or BlockNames()
+        self._names, self._states = names or BlockNames(), states
         self._slow, self._most_slow, self._price = slow, most_slow, price
         self._left_tokens = max(1, window_tokens)
         self.counts: Counter[str] = Counter()
@@ -113,7 +119,7 @@ class SchedulerConnector:
         self._loads = load
         self.save_queue = SaveQueue(index, self.counts, ended)
         self._saver = RequestSaver(
-            self.save_queue, self._names, block_tokens, costs, save, frees_early
+            self.save_queue, self._names, block_tokens, costs, save, frees_early, states
         )
         self._requests: dict[str, RequestState] = {}
         self._offered: dict[str, BlockOffer] = {}
@@ -177,6 +183,8 @@ class SchedulerConnector:
             request, start, hashes[: there + slower], there
         )
         found = there + slower
+        if self._states is not None:
+            found = self._states.hit(hashes[:found], self._index.lacking)
         names, missing = tuple(hashes[:found]), len(hashes) - found
         self._offered[request.request_id] = BlockOffer(start, ahead, names, missing)
         return found * self._block_tokens
@@ -274,16 +282,19 @@ class SchedulerConnector:
         if not external_tokens:
             return
         end = start + external_tokens // self._block_tokens
-        hashes = list(names[: end - start])
+        hashes, tables = list(names[: end - start]), [[*ids[start:end]] for ids in block_ids]
+        if self._states is not None:
+            ids, hashes = self._states.of_prefix(hashes, block_ids, start)
+            tables = [ids]
         self._index.lease(hashes)
         load = self._work.load
         if ahead:
             load = self._work.ahead[request.request_id] = BlockLoad()
             self._requests[request.request_id].ahead = True
         if not load.blocks:
-            load.blocks.extend([] for _ in block_ids)
-        for blocks, ids in zip(load.blocks, block_ids, strict=True):
-            blocks.extend(block or NO_BLOCK for block in ids[start:end])
+            load.blocks.extend([] for _ in tables)
+        for blocks, ids in zip(load.blocks, tables, strict=True):
+            blocks.extend(block or NO_BLOCK for block in ids)
         load.hashes.extend(hashes)
         load.places.update((h, taken.places[h]) for h in hashes if h in taken.places)
         if taken.places:
@@ -311,7 +322,9 @@ class SchedulerConnector:
         """
         self._follow(output)
         self.save_queue.yield_room()
-        self._saver.schedule(output.num_scheduled_tokens, self._requests)
+        told = getattr(output, "kv_connector_block_state", None)
+        offers = {} if told is None else told.boundary_state_offloads
+        self._saver.schedule(output.num_scheduled_tokens, self._requests, offers)
         self._running = frozenset(output.num_scheduled_tokens)
         work, self._work = replace(self._work, saves=self.save_queue.step()), StoreWork()
         if self._price is not None or self._costs is not None:
@@ -335,7 +348,7 @@ class SchedulerConnector:
         self._taken.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
         if known is not None:
-            self._saver.finish(known, block_ids)
+            self._saver.finish(known, self._tables(block_ids))
 
     def saved(self, jobs: Iterable[int]) -> None:
         """Release the blocks of these jobs, whose copies have ended, well or not."""
@@ -346,7 +359,7 @@ class SchedulerConnector:
         for new in output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
-                self._restart(known, new.block_ids)
+                self._restart(known, self._tables(new.block_ids))
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             self._saver.restart(request_id)
         cached = output.scheduled_cached_reqs
@@ -355,9 +368,14 @@ class SchedulerConnector:
             if known is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                self._restart(known, blocks or [[] for _ in known.blocks])
+                again = self._tables(blocks) if blocks else [[] for _ in known.blocks]
+                self._restart(known, again)
             elif blocks is not None:
-                known.extend(blocks)
+                known.extend(self._tables(blocks))
+
+    def _tables(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the block ids of the groups whose blocks hold the KV of single tokens."""
+        return block_ids if self._states is None else [block_ids[self._states.attention]]
 
     def _restart(self, known: RequestState, blocks: Sequence[Sequence[int]]) -> None:
         """Begin again with a request, which the engine has (re)admitted."""

@@ -10,11 +10,13 @@ from typing import Any
 
 from headrace_engine.connector.cache_groups import CacheGroups
 from headrace_engine.connector.identity.engine_identity import speculative_heads
+from headrace_engine.connector.state_groups import StateGroups
 from headrace_engine.vllm.kv_cache import (
     MLAAttentionSpec,
     get_kv_cache_spec_kind,
     iter_layer_specs,
     keeps_all_blocks,
+    keeps_states_of_blocks,
 )
 from headrace_kvstore.blocks.sharding import HeadSharding, heads_are_contiguous
 from headrace_kvstore.blocks.slot_record import MAX_WRITERS
@@ -23,6 +25,8 @@ from headrace_kvstore.codec import Codec
 OTHER_SPLITS = ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel")
 SEVERAL = frozenset({"full_attention", "sliding_window", "chunked_local_attention"})
 """Kinds of cache groups that an engine may have beside each other."""
+WITH_STATES = frozenset({"full_attention", "mla_attention"})
+"""Kinds of the one cache group that an engine may have beside those of recurrent layers."""
 
 
 def stored_groups(kv_cache_config: Any, codec: Codec) -> CacheGroups:
@@ -37,13 +41,16 @@ def stored_groups(kv_cache_config: Any, codec: Codec) -> CacheGroups:
             their kinds and the setting to change.
     """
     groups = kv_cache_config.kv_cache_groups
+    recurrent = _recurrent_groups(kv_cache_config, codec)
+    if recurrent is not None:
+        return recurrent
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
     kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
     sizes = {(spec.page_size_bytes, spec.block_size, spec.num_heads) for spec in specs}
     if len(sizes) == 1 and (len(groups) == 1 or set(kinds) <= SEVERAL):
         _check_settings(kv_cache_config, specs[0].block_size, codec)
         return CacheGroups(
-            {name: number for number, group in enumerate(groups) for name in group.layer_names},
+            _of_layer(kv_cache_config),
             specs[0],
             frees_early=not all(map(keeps_all_blocks, specs)),
         )
@@ -53,11 +60,34 @@ def stored_groups(kv_cache_config: Any, codec: Codec) -> CacheGroups:
     ]
     raise ValueError(
         "the KV store keeps models whose layers all have the same size of KV, and are attention "
-        f"over tokens; this one has {len(groups)} cache groups of "
+        "over tokens, or recurrent layers with prefix caching beside one group of full attention; "
+        "this one has "
+        f"{len(groups)} cache groups of "
         f"{', '.join(dict.fromkeys(about)) or 'no kind'}; set "
         "disable_hybrid_kv_cache_manager: true where all of them are attention over tokens, else "
         "run this model without the store (store.enabled: false, or no HeadraceConnector)"
     )
+
+
+def _recurrent_groups(kv_cache_config: Any, codec: Codec) -> CacheGroups | None:
+    """Return the groups of an engine with recurrent layers; None if it has none, or others that are
+    not kept."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
+    attention = [number for number, kind in enumerate(kinds) if kind in WITH_STATES]
+    recurrent = [n for n, spec in enumerate(specs) if keeps_states_of_blocks(spec)]
+    sizes = {(spec.page_size_bytes, spec.block_size) for spec in specs}
+    if len(attention) != 1 or not recurrent or len(specs) != 1 + len(recurrent) or len(sizes) != 1:
+        return None
+    _check_settings(kv_cache_config, specs[0].block_size, codec)
+    states = StateGroups(attention[0], tuple(recurrent))
+    return CacheGroups(_of_layer(kv_cache_config), specs[recurrent[0]], False, states)
+
+
+def _of_layer(kv_cache_config: Any) -> dict[str, int]:
+    """Return the number of each layer's cache group."""
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return {name: number for number, group in groups for name in group.layer_names}
 
 
 def _check_settings(kv_cache_config: Any, block_tokens: int, codec: Codec) -> None:
@@ -77,12 +107,13 @@ def _check_settings(kv_cache_config: Any, block_tokens: int, codec: Codec) -> No
 def engine_sharding(
     vllm_config: Any, cache_layout: str | None, spec: Any, codec: Codec
 ) -> HeadSharding:
-    """Return how the layers of an engine's blocks are cut.
+    """Return how the layers of an engine's blocks are cut. With recurrent layers, each rank's pages
+    are a part.
 
     Args:
         vllm_config: vLLM's VllmConfig.
         cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
-        spec: of the layers, vLLM's AttentionSpec.
+        spec: of the layers, vLLM's AttentionSpec; the MambaSpec if some layers are recurrent.
         codec: of the stored blocks. A lossy one codes all of a rank's heads of a layer as one part.
 
     Raises:
@@ -102,8 +133,11 @@ def engine_sharding(
             "as one machine's devices go"
         )
     ranks = parallel.tensor_parallel_size
-    heads, apart = _heads(vllm_config, spec, ranks), heads_are_contiguous(cache_layout)
-    parts = HeadSharding.of(heads, ranks, apart and not codec.lossy)
+    if keeps_states_of_blocks(spec):
+        parts = HeadSharding(ranks, ranks)
+    else:
+        heads, apart = _heads(vllm_config, spec, ranks), heads_are_contiguous(cache_layout)
+        parts = HeadSharding.of(heads, ranks, apart and not codec.lossy)
     if parts.writers > MAX_WRITERS:
         raise ValueError(
             f"the KV store serves engines of {MAX_WRITERS} writing ranks at most; "

@@ -6,11 +6,13 @@ its bytes depend.
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+import torch
 import vllm
 from pydantic.fields import FieldInfo
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -19,9 +21,11 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     get_kv_cache_spec_kind,
+    group_kernel_blocks,
     iter_layer_specs,
 )
 
@@ -67,6 +71,72 @@ def keeps_all_blocks(spec: Any) -> bool:
     """Whether vLLM keeps all of a running request's blocks of such layers: none of them leaves an
     attention window."""
     return isinstance(spec, FullAttentionSpec) and not isinstance(spec, RSWASpec)
+
+
+def keeps_states_of_blocks(spec: Any) -> bool:
+    """Whether such layers are recurrent, and vLLM keeps their states at block boundaries."""
+    return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
+
+
+def recurrent_layout(vllm_config: VllmConfig, kv_cache_config: Any) -> str:
+    """Return a digest of everything that decides how pages of recurrent and attention layers lie in
+    the blocks of an engine's pool, beyond its cache layout: layers and groups, shapes and formats
+    of states, and settings of the recurrent layers' kernels."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    groups = [
+        [group.layer_names, _state_format(group.kv_cache_spec)]
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    kernels = model_settings(vllm_config.mamba_config, frozenset())
+    text = repr((groups, get_conv_state_layout(), sorted(kernels.items())))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _state_format(spec: Any) -> tuple[Any, ...]:
+    kind, size = get_kv_cache_spec_kind(spec).value, spec.page_size_bytes
+    if not isinstance(spec, MambaSpec):
+        return kind, size
+    dtypes = tuple(map(str, spec.dtypes))
+    return kind, size, tuple(map(tuple, spec.shapes)), dtypes, str(spec.mamba_type)
+
+
+def pool_pages(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> dict[str, torch.Tensor]:
+    """Return the pages of an engine's block pool, of which the layers of several cache groups are
+    views: page n of a block holds the n-th layer of the group that has the block.
+
+    Args:
+        kv_caches: tensor by layer name, as vLLM's `register_kv_caches` hands over.
+        kv_cache_config: vLLM's KVCacheConfig. All pages have one size.
+
+    Returns:
+        uint8 [blocks, bytes of a page] by "page.n".
+
+    Raises:
+        ValueError: the layers lie in other ways.
+    """
+    groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
+    size = groups[0].kv_cache_spec.page_size_bytes
+    pages: dict[str, torch.Tensor] = {}
+    for group in groups:
+        for number, layer in enumerate(group.layer_names):
+            cache = group_kernel_blocks(kv_caches[layer], blocks)
+            axes = list(zip(cache.shape, cache.stride(), strict=True))
+            item, stride = cache.element_size(), axes[0][1] * cache.element_size()
+            reach = (1 + sum((extent - 1) * step for extent, step in axes[1:])) * item
+            page = pages.get(f"page.{number}")
+            if page is None:
+                first = cache.storage_offset() * item
+                page = torch.tensor([], dtype=torch.uint8, device=cache.device)
+                page.set_(cache.untyped_storage(), first, (blocks, size), (stride, 1))
+                pages[f"page.{number}"] = page
+            if (cache.data_ptr(), stride) != (page.data_ptr(), page.stride(0)) or reach > size:
+                raise ValueError(
+                    f"the KV store keeps recurrent layers whose blocks are pages of {size} bytes; "
+                    f"{layer} has {reach} bytes a block, {stride} apart; set "
+                    "VLLM_KV_CACHE_LAYOUT=LBHNC"
+                )
+    return pages
 
 
 def runs_layer_hooks(forward_context: Any) -> bool:
