@@ -225,6 +225,10 @@ class Engines:
         """Empty the engine's own prefix cache; False while blocks are still being saved."""
         return bool(self._llm.reset_prefix_cache())
 
+    def block_tokens(self) -> int:
+        """Tokens of a block: vLLM makes blocks longer for a model with recurrent layers."""
+        return int(self._llm.llm_engine.vllm_config.cache_config.block_size)
+
     def counted(self, name: str) -> float:
         """A counter of vLLM's metrics."""
         return sum(metric.value for metric in self._llm.get_metrics() if metric.name == name)

@@ -1,4 +1,5 @@
-"""The store is left out of the configuration of a model with recurrent layers, and of no other."""
+"""The store stays in the configuration of a model with recurrent layers if it can keep their
+states. Else it is left out."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ NIXL = {
 OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def config(*children: dict[str, Any], hybrid: bool = True, **fields: Any) -> Any:
-    """An engine's configuration with these connectors."""
+def config(
+    *children: dict[str, Any], hybrid: bool = True, mode: str = "none", **fields: Any
+) -> Any:
+    """An engine's configuration with these connectors; without prefix caching, so that the store
+    cannot keep states."""
     transfer = KVTransferConfig(**children[0], engine_id="e")
     if len(children) > 1:
         extra = {"connectors": [*children]}
@@ -45,9 +49,40 @@ def config(*children: dict[str, Any], hybrid: bool = True, **fields: Any) -> Any
             architecture="GraniteMoeHybridForCausalLM",
             hf_text_config=SimpleNamespace(to_dict=lambda: fields),
         ),
+        cache_config=SimpleNamespace(mamba_cache_mode=mode),
         kv_transfer_config=transfer,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
     )
+
+
+def test_the_store_stays_where_vllm_keeps_states_at_block_boundaries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    for children in ([NIXL, STORE], [STORE]):
+        made = config(*children, mode="align")
+        before = made.kv_transfer_config
+        assert leave_out_store(made) is None and made.kv_transfer_config is before
+        assert made.scheduler_config.disable_hybrid_kv_cache_manager is False
+    assert os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] == "DS"
+
+
+@pytest.mark.parametrize(
+    ("attention_free", "fields", "codec", "why"),
+    [
+        (True, {}, "raw", "beside attention only"),
+        (False, {"sliding_window": 128}, "raw", "beside full attention, not sliding windows"),
+        (False, {}, "fp8", "with codec: raw only"),
+    ],
+)
+def test_it_is_left_out_beside_what_it_cannot_keep(
+    attention_free: bool, fields: dict[str, Any], codec: str, why: str
+) -> None:
+    store = STORE | {"kv_connector_extra_config": {"codec": codec}}
+    made = config(store, mode="align", **fields)
+    made.model_config.is_attention_free = attention_free
+    found = leave_out_store(made)
+    assert found is not None and why in found and made.kv_transfer_config is None
 
 
 def test_nixl_stays_alone_with_the_engines_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +90,7 @@ def test_nixl_stays_alone_with_the_engines_id(monkeypatch: pytest.MonkeyPatch) -
     made = config(NIXL, STORE)
     why = leave_out_store(made)
     assert why is not None and "GraniteMoeHybridForCausalLM has layers that keep a state" in why
+    assert "of engines with a prefix cache only" in why
     kept = made.kv_transfer_config
     assert (kept.kv_connector, kept.engine_id) == ("NixlConnector", "e")
     assert kept.kv_load_failure_policy == "recompute"
@@ -89,9 +125,13 @@ def test_an_indexer_leaves_out_the_store_and_no_more(monkeypatch: pytest.MonkeyP
 def test_blending_of_stored_kv_leaves_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the store, and an engine with it would not start."""
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
-    made = config(NIXL, STORE, STORE | {"kv_connector": "StoredBlendingConnector"})
+    children = NIXL, STORE, STORE | {"kv_connector": "StoredBlendingConnector"}
+    made = config(*children)
     assert leave_out_store(made) is not None
     assert made.kv_transfer_config.kv_connector == "NixlConnector"
+    kept = config(*children, mode="align")
+    assert leave_out_store(kept) is None, "blending leaves a store that keeps states"
+    assert kept.kv_transfer_config.kv_connector_extra_config["connectors"] == [NIXL, STORE]
 
 
 @pytest.mark.parametrize("made", [config(NIXL, STORE, hybrid=False), config(NIXL), config(OTHER)])
@@ -105,3 +145,4 @@ def test_vllm_says_which_models_have_a_state_and_lets_the_manager_be_chosen() ->
     for name in ("is_hybrid", "is_attention_free", "architecture"):
         assert isinstance(find(f"vllm.config:ModelConfig.{name}", MEND), property), f"mend {MEND}"
     assert_fields("vllm.config:SchedulerConfig", MEND, "disable_hybrid_kv_cache_manager")
+    assert_fields("vllm.config:CacheConfig", MEND, "mamba_cache_mode")

@@ -13,6 +13,7 @@ from tests.support.contracts import assert_fields, assert_takes, find
 SCHEDULER = "engine/headrace_engine/connector/scheduler_connector.py"
 SAVER = "engine/headrace_engine/connector/request_saver.py"
 HOLDS = "engine/headrace_engine/connector/step_holds.py"
+STATES = "engine/headrace_engine/connector/state_saver.py"
 SAVES = "engine/headrace_engine/connector/save_queue.py"
 CONNECTOR = "engine/headrace_engine/connector/connector.py"
 DIVISION = "engine/headrace_engine/connector/supported_engines.py"
@@ -88,6 +89,34 @@ def test_blocks_leave_a_window_when_a_step_is_scheduled_and_when_a_request_ends(
     ended = inspect.getsource(find(f"{VLLM_SCHEDULER}._connector_finished", HOLDS))
     removed = ended.index("remove_skipped_blocks(")
     assert removed < ended.index("request_finished_all_groups("), HOLDS
+
+
+def test_a_scheduler_offers_the_exact_blocks_of_states() -> None:
+    """To connectors only, with the step that computes them."""
+    state = "vllm.v1.core.sched.output:KVConnectorBlockState"
+    assert_fields(state, STATES, "boundary_state_offloads")
+    assert_fields("vllm.v1.core.sched.output:SchedulerOutput", STATES, "kv_connector_block_state")
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}.schedule", STATES))
+    offered = source.index("kv_connector_block_state = KVConnectorBlockState(")
+    assert offered < source.index("self._build_kv_connector_meta("), f"mend {STATES}"
+    taken = "vllm.v1.core.kv_cache_manager:KVCacheManager.take_boundary_state_offloads"
+    assert "(group_id, block.block_id, boundary_tokens)" in inspect.getsource(find(taken, STATES))
+
+
+def test_a_request_computes_its_next_state_in_another_block() -> None:
+    source = inspect.getsource(find("vllm.v1.worker.mamba_utils:preprocess_mamba", STATES))
+    assert "curr_state_idx = num_blocks - 1 - num_speculative_blocks" in source, f"mend {STATES}"
+    assert "prev_state_idx != curr_state_idx" in source, f"mend {STATES}"
+
+
+def test_a_recurrent_layer_says_what_its_pages_hold() -> None:
+    wanted = ("shapes", "dtypes", "page_size_padded", "mamba_type", "mamba_cache_mode")
+    assert_fields("vllm.v1.kv_cache_interface:MambaSpec", COMPAT, *wanted)
+    assert_takes("vllm.v1.kv_cache_interface:group_kernel_blocks", COMPAT, "cache", "num_blocks")
+    assert_fields("vllm.config:VllmConfig", COMPAT, "mamba_config")
+    assert_fields("vllm.config:CacheConfig", COMPAT, "mamba_cache_mode")
+    layout = "vllm.model_executor.layers.mamba.mamba_utils:get_conv_state_layout"
+    assert find(layout, COMPAT)() in ("SD", "DS")
 
 
 def test_a_request_waits_for_blocks_that_a_connector_will_free() -> None:

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from headrace_engine.connector.state_groups import StateGroups
 from headrace_engine.connector.supported_engines import engine_sharding, stored_groups
 from headrace_kvstore.blocks.sharding import HeadSharding
 from headrace_kvstore.codec import CODECS, Raw
@@ -34,7 +35,11 @@ LONG = SlidingWindowSpec(**SIZE | {"block_size": 32}, sliding_window=128)
 OTHER_HEADS = SlidingWindowSpec(**SIZE | {"num_kv_heads": 2, "head_size": 128}, sliding_window=128)
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
 INDEXER = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8)
-MAMBA = MambaSpec(block_size=16, shapes=((4, 16),), dtypes=(torch.float32,))
+STATE: dict[str, Any] = dict(block_size=16, shapes=((4, 16),), dtypes=(torch.float32,))
+MAMBA = MambaSpec(**STATE)
+PADDED: dict[str, Any] = STATE | {"page_size_padded": FULL.page_size_bytes}
+ALIGNED = MambaSpec(**PADDED, mamba_cache_mode="align")
+SHORT = MambaSpec(**STATE, mamba_cache_mode="align")
 
 
 def groups(*specs: KVCacheSpec) -> KVCacheConfig:
@@ -90,9 +95,29 @@ def test_a_window_in_all_layers_is_one(spec: KVCacheSpec) -> None:
     assert found.frees_early and not found.recovers_blocks
 
 
+@pytest.mark.parametrize("specs", [(ALIGNED, FULL), (FULL, ALIGNED, ALIGNED)])
+def test_recurrent_layers_beside_full_attention_are_kept(specs: tuple[KVCacheSpec, ...]) -> None:
+    """A stored block has the layers of one group."""
+    found = stored_groups(groups(*specs), Raw())
+    full = specs.index(FULL)
+    recurrent = tuple(number for number in range(len(specs)) if number != full)
+    assert found.states == StateGroups(full, recurrent)
+    assert found.stored_layers == 1 and not found.recovers_blocks
+    assert found.spec is ALIGNED
+
+
+def test_each_rank_of_an_engine_with_recurrent_layers_has_its_own_pages() -> None:
+    assert engine_sharding(config(8, 2), "LBHNC", ALIGNED, Raw()) == HeadSharding(2, 2)
+    assert engine_sharding(config(2, 4), "LBHNC", ALIGNED, Raw()) == HeadSharding(4, 4)
+
+
 @pytest.mark.parametrize(
     ("specs", "kinds"),
     [
+        ((FULL, SHORT), ["mamba (256 bytes"]),
+        ((FULL, SLIDING, ALIGNED), ["sliding_window", "mamba", "3 cache groups"]),
+        ((FULL, FULL, ALIGNED), ["mamba", "3 cache groups"]),
+        ((ALIGNED, ALIGNED), ["mamba", "2 cache groups"]),
         ((FULL, MAMBA), ["full_attention", "mamba", "2 cache groups"]),
         ((FULL, MLA), ["full_attention", "mla_attention"]),
         ((FULL, WIDE), ["sliding_window (32768 bytes a block of 16 tokens"]),
@@ -104,7 +129,11 @@ def test_a_window_in_all_layers_is_one(spec: KVCacheSpec) -> None:
         ),
         ((), ["0 cache groups of no kind"]),
     ],
-    ids=["Mamba", "MLA", "sizes", "block sizes", "heads", "MLA with an indexer", "no attention"],
+    ids=[
+        *("pages of other sizes", "states beside windows", "states beside two groups"),
+        *("states alone", "states without prefix caching", "MLA", "sizes", "block sizes"),
+        *("heads", "MLA with an indexer", "no attention"),
+    ],
 )
 def test_others_are_refused_by_name_with_what_to_set(
     specs: tuple[KVCacheSpec, ...], kinds: list[str]
@@ -116,8 +145,9 @@ def test_others_are_refused_by_name_with_what_to_set(
 
 
 def test_several_groups_are_stored_exactly() -> None:
-    with pytest.raises(ValueError, match=r"codec: fp8 .* 2 cache groups; give raw, or set disable"):
-        stored_groups(groups(FULL, SLIDING), CODECS["fp8"]())
+    for specs in ((FULL, SLIDING), (FULL, ALIGNED)):
+        with pytest.raises(ValueError, match=r"codec: fp8 .* 2 cache groups; give raw, or set dis"):
+            stored_groups(groups(*specs), CODECS["fp8"]())
 
 
 def test_blocks_need_a_hash_each() -> None:

@@ -17,11 +17,20 @@ from headrace_engine.serving.model_limits import (
 )
 
 LLAMA = {"num_hidden_layers": 2, "num_key_value_heads": 2}
-GRANITE = {"layer_types": ["mamba", "attention"], "mamba_chunk_size": 256, "mamba_n_heads": 8}
-FALCON = {"mamba_chunk_size": 128, "mamba_d_ssm": 256}
-NEMOTRON = {"layers_block_type": ["mamba", "moe"], "chunk_size": 128, "mamba_num_heads": 4}
-QWEN_NEXT = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 64}
-JAMBA = {"mamba_d_state": 16}
+HEADS = {"num_attention_heads": 2}
+GRANITE = HEADS | {
+    "layer_types": ["mamba", "attention"],
+    "mamba_chunk_size": 256,
+    "mamba_n_heads": 8,
+}
+FALCON = HEADS | {"mamba_chunk_size": 128, "mamba_d_ssm": 256}
+NEMOTRON = HEADS | {"layers_block_type": ["mamba", "moe"], "chunk_size": 128, "mamba_num_heads": 4}
+QWEN_NEXT = HEADS | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 64,
+}
+JAMBA = HEADS | {"mamba_d_state": 16}
+MAMBA = {"state_size": 16, "conv_kernel": 4}
 GEMMA = {"layer_types": ["sliding_attention", "full_attention"]}
 LLAMA4 = {"layer_types": ["chunked_attention"], "attention_chunk_size": 8192}
 DEEPSEEK = {"kv_lora_rank": 512}
@@ -38,7 +47,7 @@ DEEPSEEK_V32 = DEEPSEEK | {"index_topk": 2048}
         (NEMOTRON, True, [MAMBA2]),
         (QWEN_NEXT, True, []),
         (JAMBA, True, []),
-        ({"state_size": 16, "conv_kernel": 4}, True, []),
+        (MAMBA, True, []),
         (GEMMA, False, []),
         (LLAMA4, False, []),
         (DEEPSEEK, False, [MLA]),
@@ -51,9 +60,17 @@ def test_layers_with_a_state_and_limits_on_cpus(
     assert cpu_limits(fields) == limits
 
 
-def test_the_store_is_left_out_for_states_and_for_an_indexer() -> None:
+def test_the_store_is_left_out_for_some_states_and_for_an_indexer() -> None:
     assert why_no_store("Llama", LLAMA, has_states=False) is None
-    assert "keep a state" in str(why_no_store("Jamba", JAMBA, has_states=True))
+    assert why_no_store("Jamba", JAMBA, has_states=True) is None
+    windows = JAMBA | {"sliding_window": 128}
+    assert "not sliding windows" in str(why_no_store("Jamba", windows, has_states=True))
+    why = why_no_store("Mamba", MAMBA, has_states=True, has_attention=False)
+    assert "Mamba has layers that keep a state in place of KV" in str(why)
+    assert "beside attention only" in str(why)
+    why = why_no_store("Jamba", JAMBA, has_states=True, has_prefix_cache=False)
+    assert "with a prefix cache only" in str(why)
+    assert why_no_store("Llama", LLAMA, has_states=False, has_prefix_cache=False) is None
     assert "indexer" in str(why_no_store("DeepseekV32", DEEPSEEK_V32, has_states=False))
 
 
@@ -62,8 +79,10 @@ def test_the_store_is_left_out_for_states_and_for_an_indexer() -> None:
     [
         (LLAMA, True, set()),
         (GRANITE, True, {"store", "prefix_cache"}),
-        (GRANITE, False, {"store"}),
-        (QWEN_NEXT, True, {"store"}),
+        (GRANITE, False, set()),
+        (QWEN_NEXT, True, set()),
+        (QWEN_NEXT | {"sliding_window": 128}, False, {"store"}),
+        (MAMBA, False, {"store"}),
         (DEEPSEEK, True, {"prefix_cache"}),
         (DEEPSEEK_V32, False, {"store"}),
     ],

@@ -17,6 +17,8 @@ STATE_LAYERS = frozenset(
     {"linear_attention", "mamba", "mamba2", "hybrid", "conv", "recurrent", "kda"}
 )
 """Names of layers that keep a state, in fields such as `layer_types`."""
+KEEPS_STATES = "{} has layers that keep a state in place of KV, and the store keeps such states {}"
+"""Why there is no store, of the model's class and a condition."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields of config.json with the text part of a multimodal model's configuration."""
 
@@ -68,18 +70,31 @@ def cpu_limits(fields: Mapping[str, Any]) -> list[CpuLimit]:
     return found
 
 
-def why_no_store(architecture: str, fields: Mapping[str, Any], *, has_states: bool) -> str | None:
+def why_no_store(
+    architecture: str,
+    fields: Mapping[str, Any],
+    *,
+    has_states: bool,
+    has_attention: bool = True,
+    has_prefix_cache: bool = True,
+) -> str | None:
     """Return why the store cannot keep the KV of a model; None if its configuration allows it.
 
     Args:
-        architecture: the name of the model's class. fields: its `text_fields`.
+        architecture: the name of the model's class.
+        fields: its `text_fields`.
         has_states: whether some of its layers keep a state in place of KV.
+        has_attention: whether some of its layers keep KV.
+        has_prefix_cache: whether the engine has a prefix cache. States are at block boundaries with
+            one only.
     """
     if has_states:
-        return (
-            f"{architecture} has layers that keep a state in place of KV, and the store keeps KV "
-            "of tokens only"
-        )
+        if not has_attention:
+            return KEEPS_STATES.format(architecture, "beside attention only")
+        if fields.get("sliding_window"):
+            return KEEPS_STATES.format(architecture, "beside full attention, not sliding windows")
+        if not has_prefix_cache:
+            return KEEPS_STATES.format(architecture, "of engines with a prefix cache only")
     if fields.get("index_topk"):
         return (
             f"{architecture} has an indexer beside MLA, whose keys have another size, and the "
@@ -106,12 +121,16 @@ def expected_left_out(config: Mapping[str, Any], *, on_cpu: bool) -> dict[str, s
     """
     fields = text_fields(config)
     architecture = str((config.get("architectures") or ["the model"])[0])
-    found = {}
-    why = why_no_store(architecture, fields, has_states=has_state_layers(fields))
+    found = {limit.part: limit.why for limit in cpu_limits(fields)} if on_cpu else {}
+    why = why_no_store(
+        architecture,
+        fields,
+        has_states=has_state_layers(fields),
+        has_attention="num_attention_heads" in fields,
+        has_prefix_cache=PREFIX_CACHE not in found,
+    )
     if why is not None:
         found[STORE] = why
-    if on_cpu:
-        found |= {limit.part: limit.why for limit in cpu_limits(fields)}
     return found
 
 
