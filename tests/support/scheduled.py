@@ -81,6 +81,7 @@ class Scheduled:
         groups: specs of cache groups, as vLLM makes them: layers take turns, and those of different
             groups lie in the same memory. Without it there is one group with `spec`.
         layers: of a group.
+        store: more settings of the store.
         more: arguments of the engine.
     """
 
@@ -95,6 +96,7 @@ class Scheduled:
         asynchronous: bool = False,
         groups: Sequence[Any] = (),
         layers: int = LAYERS,
+        store: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         init_none_hash(sha256_cbor)
@@ -119,6 +121,7 @@ class Scheduled:
                     "folder": str(folder),
                     "dram_bytes": 64 << 20,
                     "node": False,
+                    **(store or {}),
                 },
             ),
             **more,

@@ -29,6 +29,14 @@ def test_a_run_ends_at_the_first_block_that_is_nowhere() -> None:
     assert directory.leading("b", DIGEST, wanted, BOTH) == []
 
 
+def test_blocks_that_a_node_holds_in_any_medium() -> None:
+    directory = BlockDirectory()
+    directory.apply("a", 0, [AllBlocksCleared(), stored(0), stored(3, medium=NVME)])
+    assert directory.contains("a", DIGEST, keys(0, 1, 3)) == [True, False, True]
+    assert directory.contains("a", b"another-digest-!", keys(0)) == [False]
+    assert directory.contains("b", DIGEST, keys(0, 1)) == [False, False]
+
+
 def test_a_block_in_two_media_is_told_by_the_faster_and_stays_in_the_other() -> None:
     directory = BlockDirectory()
     both = [stored(0), stored(0, medium=NVME)]

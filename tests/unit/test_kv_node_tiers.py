@@ -125,6 +125,36 @@ def test_an_engine_without_its_node_says_so_once_and_counts_it(
     assert "protocol 4" in caplog.messages[0]
 
 
+def test_which_of_some_blocks_are_held_is_answered_once(tiers: NodeTiers) -> None:
+    names = [bytes([n]) * 32 for n in range(1, 4)]
+    tiers.find_held("r", names)
+    assert tiers.held("r") is None
+    [(request, asked)] = client(tiers).asked
+    assert request == wire.FindHeld(DIGEST, names)
+    asked.set_result(wire.HeldBlocks([0, 2, 7]))
+    assert tiers.held("r") == {names[0], names[2]}, "a position outside of the question is nothing"
+    assert tiers.held("r") == frozenset() and tiers.unanswered == 0
+
+
+@pytest.mark.parametrize("reply", [NodeUnavailable("away"), wire.Failed("busy"), wire.Done(1)])
+def test_without_such_an_answer_none_is_held(
+    tiers: NodeTiers, reply: wire.Reply | NodeUnavailable
+) -> None:
+    tiers.find_held("r", [HASH])
+    future = client(tiers).asked[0][1]
+    if isinstance(reply, NodeUnavailable):
+        future.set_exception(reply)
+    else:
+        future.set_result(reply)
+    assert tiers.held("r") == frozenset() and tiers.unanswered == 1
+
+
+def test_old_questions_are_dropped(tiers: NodeTiers) -> None:
+    for number in range(FORGOTTEN_AT + 1):
+        tiers.find_held(str(number), [HASH])
+    assert tiers.held("0") == frozenset() and tiers.held("1") is None
+
+
 def test_engine_and_node_meet_where_the_settings_say(tmp_path: Path) -> None:
     (tmp_path / "sockets").mkdir()
     node = StoreNode(

@@ -101,6 +101,7 @@ def client(tmp_path: Path, node: Node) -> Iterator[NodeClient]:
     [
         wire.Locate("r-1", DIGEST, keys(0, 1), 30.0),
         wire.Lookup(DIGEST, keys(0, 1), 0.5),
+        wire.FindHeld(DIGEST, keys(0, 1)),
         wire.ReportBad(DIGEST, [bad(3)]),
         wire.GetStats(),
     ],
@@ -116,6 +117,7 @@ def test_requests_come_out_as_they_went_in(request_: wire.Request) -> None:
         wire.Failed("no"),
         wire.Stats({"a": [1, None]}),
         wire.LookupReply([("nvme", 3, 0.0), ("remote", 1, 0.5)]),
+        wire.HeldBlocks([0, 2]),
         wire.pack_locations(places(5)),
     ],
 )

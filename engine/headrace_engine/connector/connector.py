@@ -117,7 +117,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler(self, block_tokens: int, under_steps: bool) -> SchedulerConnector:
         opened, settings, ranks = self._opened, self._settings, self._opened.parts.ranks
         logger.info("KV store %s: %s", settings.name, opened.about or "not used")
-        if settings.node and settings.load and opened.groups.states is None:
+        if settings.node and settings.load:
             self._node = NodeTiers(settings, opened.digest)
         self._price = LoadPrice(block_tokens, opened.layers, StepTime())
         priced = self._node is not None and settings.priced

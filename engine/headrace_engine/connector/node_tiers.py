@@ -40,6 +40,7 @@ class NodeTiers:
         self._answers: bool | None = None
         self._digest, self.lease_s = digest, min(settings.lease_s, wire.MAX_LEASE_S)
         self._asked: dict[str, tuple[list[bytes], Future[wire.Reply]]] = {}
+        self._finding: dict[str, tuple[list[bytes], Future[wire.Reply]]] = {}
 
     def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
         """Ask which leading ones of these blocks the node can supply. Computing one takes
@@ -65,20 +66,52 @@ class NodeTiers:
                 raise wire.WireError(f"it answers {reply}")
             found = wire.unpack_locations(reply, self._digest, names)
         except (NodeUnavailable, wire.WireError) as error:
-            self.unanswered += len(names)
-            # One late answer is not worth a warning: the node is busy.
-            if self._answers is not False and not getattr(error, "late", False):
-                self._answers = False
-                logger.warning(
-                    "the store below DRAM is not used: %s. If this machine runs no StoreNode, set "
-                    "node: false; if it runs one, give both the same name and socket_folder",
-                    error,
-                )
+            self._record_failure(len(names), error)
             return []
+        self._record_answer()
+        return found
+
+    def find_held(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Ask which of these blocks the node or its peers have below DRAM."""
+        names = [bytes(name) for name in hashes]
+        self._finding[request_id] = names, self._client.ask(wire.FindHeld(self._digest, names))
+        while len(self._finding) > FORGOTTEN_AT:
+            self._finding.pop(next(iter(self._finding)))
+
+    def held(self, request_id: str) -> frozenset[bytes] | None:
+        """Return the blocks that are there; none for a question that was dropped. None until the
+        node has answered."""
+        if request_id not in self._finding:
+            return frozenset()
+        names, asked = self._finding[request_id]
+        if not asked.done():
+            return None
+        del self._finding[request_id]
+        try:
+            reply = asked.result()
+            if not isinstance(reply, wire.HeldBlocks):
+                raise wire.WireError(f"it answers {reply}")
+        except (NodeUnavailable, wire.WireError) as error:
+            self._record_failure(len(names), error)
+            return frozenset()
+        self._record_answer()
+        return frozenset(names[i] for i in reply.positions if i < len(names))
+
+    def _record_failure(self, blocks: int, error: Exception) -> None:
+        self.unanswered += blocks
+        # One late answer is not worth a warning: the node is busy.
+        if self._answers is not False and not getattr(error, "late", False):
+            self._answers = False
+            logger.warning(
+                "the store below DRAM is not used: %s. If this machine runs no StoreNode, set "
+                "node: false; if it runs one, give both the same name and socket_folder",
+                error,
+            )
+
+    def _record_answer(self) -> None:
         if self._answers is False:
             logger.warning("the StoreNode answers again: the store below DRAM is used")
         self._answers = True
-        return found
 
     def report_bad(self, blocks: Sequence[wire.BadBlock]) -> None:
         """Have the node check blocks whose bytes were wrong. It drops those that are damaged.

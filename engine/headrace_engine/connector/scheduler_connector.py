@@ -56,6 +56,8 @@ from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork
 from headrace_kvstore.identity.private_blocks import shared_blocks
 from headrace_kvstore.identity.salts import is_isolated
 
+ASKED_STATES = 1024
+"""Maximum number of states that slower tiers are asked for at once."""
 NO_BLOCK = -1
 """Block id in a load where vLLM has its null block, whose id is 0."""
 
@@ -79,8 +81,7 @@ class SchedulerConnector:
         names: names blocks in the store.
         under_steps: whether a load may be made under the step that needs it.
         frees_early: whether vLLM frees blocks of a request that still runs.
-        states: cache groups of an engine with recurrent layers. Such an engine has no slower tiers,
-            and makes no loads under steps.
+        states: cache groups of an engine with recurrent layers, which makes no loads under steps.
         clock: seconds, as `time.monotonic`.
 
     Attributes:
@@ -114,6 +115,7 @@ class SchedulerConnector:
         self.counts: Counter[str] = Counter()
         self._asked: dict[str, TierQuestion] = {}
         self._taken: dict[str, TierBlocks] = {}
+        self._states_below: dict[str, frozenset[bytes] | None] = {}
         self._block_tokens = block_tokens
         self._costs, self._prompted = costs, record_prompt
         self._loads = load
@@ -138,7 +140,7 @@ class SchedulerConnector:
             reset finds it empty.
         """
         self._names.renew()
-        for each in (self._asked, self._taken, self._offered):
+        for each in (self._asked, self._taken, self._offered, self._states_below):
             each.clear()
         return self._saver.reset()
 
@@ -176,15 +178,14 @@ class SchedulerConnector:
         if not hashes:
             return 0
         there = self._index.leading(hashes)
-        slower = self._placed(request, start + there, hashes[there:])
-        if slower is None:
+        if self._states is None:
+            slower = self._placed(request, start + there, hashes[there:])
+            found = None if slower is None else there + slower
+        else:
+            found = self._hit_with_states(self._states, request, start, hashes, there)
+        if found is None:
             return None
-        ahead = not self._under_steps or self._pays_ahead(
-            request, start, hashes[: there + slower], there
-        )
-        found = there + slower
-        if self._states is not None:
-            found = self._states.hit(hashes[:found], self._index.lacking)
+        ahead = not self._under_steps or self._pays_ahead(request, start, hashes[:found], there)
         names, missing = tuple(hashes[:found]), len(hashes) - found
         self._offered[request.request_id] = BlockOffer(start, ahead, names, missing)
         return found * self._block_tokens
@@ -207,6 +208,55 @@ class SchedulerConnector:
         first = (start + len(hashes)) * self._block_tokens
         others = len(self._running - {request.request_id})
         return self._costs.ahead(runs, first, request.num_tokens, others)
+
+    def _hit_with_states(
+        self, states: StateGroups, request: Any, start: int, hashes: list[bytes], in_dram: int
+    ) -> int | None:
+        """Return how many leading blocks of a request can be loaded together with the states after
+        them; None: not known yet. Slower tiers are asked for their states first, and then for
+        everything that the longest hit lacks in DRAM.
+
+        Args:
+            start: number of the prompt's blocks before these.
+            in_dram: number of leading blocks that DRAM has.
+        """
+        lacking = self._index.lacking
+        here = states.hit(hashes[:in_dram], lacking)
+        if self._slow is None or here == len(hashes):
+            return here
+        held = self._held_states(states, request, hashes)
+        if held is None:
+            return None
+
+        def lacks(names: Sequence[bytes]) -> list[bool]:
+            each = zip(names, lacking(names), strict=True)
+            return [absent and name not in held for name, absent in each]
+
+        end = states.hit(hashes[: in_dram + self._most_slow - len(states.recurrent)], lacks)
+        if end <= here:
+            return here
+        after = states.names(hashes[end - 1])
+        wanted = hashes[in_dram:end]
+        wanted += [name for name, absent in zip(after, lacking(after), strict=True) if absent]
+        slower = self._placed(request, start + in_dram, wanted)
+        if slower is None:
+            return None
+        return end if slower == len(wanted) else here
+
+    def _held_states(
+        self, states: StateGroups, request: Any, hashes: Sequence[bytes]
+    ) -> frozenset[bytes] | None:
+        """Return the states after the last ones of these blocks that slower tiers have; None: not
+        known yet."""
+        assert self._slow is not None
+        name = request.request_id
+        if name not in self._states_below:
+            some = hashes[-max(1, ASKED_STATES // len(states.recurrent)) :]
+            self._slow.find_held(name, [each for block in some for each in states.names(block)])
+            self._states_below[name] = None
+        if self._states_below[name] is None:
+            self._states_below[name] = self._slow.held(name)
+        return self._states_below[name]
 
     def _placed(self, request: Any, first: int, hashes: list[bytes]) -> int | None:
         """Return how many leading ones of these blocks slower tiers supply; None: not known yet.
@@ -279,6 +329,7 @@ class SchedulerConnector:
         if missing:
             self._index.record_misses(missing)
         taken = self._taken.pop(request.request_id, TierBlocks())
+        self._states_below.pop(request.request_id, None)
         if not external_tokens:
             return
         end = start + external_tokens // self._block_tokens
@@ -346,6 +397,7 @@ class SchedulerConnector:
         self._offered.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         self._taken.pop(request.request_id, None)
+        self._states_below.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             self._saver.finish(known, self._tables(block_ids))

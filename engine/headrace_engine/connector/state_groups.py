@@ -42,6 +42,10 @@ class StateGroups:
         """
         return owned_name(block, b"state %d" % group)
 
+    def names(self, block: bytes) -> list[bytes]:
+        """Return the names of all groups' states after a block."""
+        return [self.name(block, group) for group in self.recurrent]
+
     def hit(
         self, blocks: Sequence[bytes], lacking: Callable[[Sequence[bytes]], Sequence[bool]]
     ) -> int:
@@ -74,4 +78,4 @@ class StateGroups:
         end = start + len(blocks)
         ids = [*tables[self.attention][start:end]]
         ids += [tables[group][end - 1] for group in self.recurrent]
-        return ids, [*blocks, *(self.name(blocks[-1], group) for group in self.recurrent)]
+        return ids, [*blocks, *self.names(blocks[-1])]

@@ -1,10 +1,10 @@
 """The states of recurrent layers that an engine saves, and when.
 
-vLLM caches a state with the schedule of the step that ends at a block boundary, and offers the
-exact block of each to connectors (`boundary_state_offloads`). The step's output confirms it. The
-request's next step computes in another block, so the state stays what it is; but vLLM frees its
-block before that output has arrived. So the block is held from the schedule of its step until the
-output. Then it is queued, or released if the store has it or the output did not confirm it.
+vLLM caches a state when it schedules the step that ends at a block boundary, and offers the exact
+block of each to connectors (`boundary_state_offloads`). The step's output confirms it. The
+request's next step computes in another block, so the state does not change any more. But vLLM frees
+its block before that output has arrived. So the block is held from the schedule of its step until
+the output. Then it is queued, or released if the store has it or the output did not confirm it.
 """
 
 from __future__ import annotations

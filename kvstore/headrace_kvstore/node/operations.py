@@ -83,6 +83,8 @@ class Operations:
             case wire.Lookup(digest, hashes, compute_s):
                 found = self.find_available(digest, hashes, compute_s)
                 return wire.LookupReply([*found], self.has_more_than_dram)
+            case wire.FindHeld(digest, hashes):
+                return wire.HeldBlocks(np.flatnonzero(self.holds(digest, hashes)).tolist())
             case wire.AppendEntry(generation, entry):
                 if generation == self.gossip_log.generation:
                     self.gossip_log.append(entry)
@@ -140,6 +142,16 @@ class Operations:
         if peer_service is not None:
             found += peer_service.find_available(digest, hashes[here:], compute_s)
         return found
+
+    def holds(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
+        """Return for each block whether NVMe, a peer or an object has it, bool (n,). Nothing is
+        read, leased or counted."""
+        tiers = self.tiers
+        held = np.zeros(len(hashes), np.bool_)
+        for tier in (tiers.nvme, tiers.peers, tiers.objects):
+            if tier is not None:
+                held |= tier.contains(digest, hashes)
+        return held
 
     @property
     def has_more_than_dram(self) -> bool:

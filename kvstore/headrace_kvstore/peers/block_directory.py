@@ -88,6 +88,13 @@ class BlockDirectory:
             found.append(medium)
         return found
 
+    def contains(self, node: str, digest: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """Return for each block whether a node holds it."""
+        known = self._nodes.get(node)
+        sets = [] if known is None else list(known.media.values())
+        keys = (digest + block_hash.ljust(HASH_BYTES, b"\0") for block_hash in hashes)
+        return [any(key in held for held in sets) for key in keys]
+
     def blocks(self, node: str, medium: str) -> int:
         """Return how many blocks of a node and medium are known."""
         known = self._nodes.get(node)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from itertools import groupby
 from typing import Any, TypeVar
 
+import numpy as np
 import zmq
 
 from headrace_kvstore.peers.block_directory import MEDIA, BlockDirectory
@@ -115,6 +116,14 @@ class Peers:
                 )
                 runs.append(PeerRun(link.address, parts))
         return runs
+
+    def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
+        """Return for each block whether a peer that may be asked has it, bool (n,)."""
+        now_s, held = time.monotonic(), np.zeros(len(hashes), np.bool_)
+        for link in self._all():
+            if link.state == "up" and not link.breaker.blocked(now_s):
+                held |= self._directory.contains(link.address, digest, hashes)
+        return held
 
     def handshake(self, address: str) -> HandshakeResponse | None:
         """Return how a peer's memory is read, if it may be tried now. The caller must then report

@@ -88,6 +88,14 @@ class Lookup(Message):
     compute_s: Seconds = 0.0
 
 
+class FindHeld(Message):
+    """Question which of these blocks a tier below DRAM has, of this node or of its peers. Answered
+    by `HeldBlocks`."""
+
+    digest: Digest
+    hashes: Hashes
+
+
 class BadBlock(msgspec.Struct, array_like=True, frozen=True):
     """A block in a segment file that a reader could not use."""
 
@@ -138,7 +146,7 @@ class Administer(Message):
     hash: Hash | None = None
 
 
-Request = Locate | Lookup | ReportBad | GetStats | AppendEntry | ReadEntries | Administer
+Request = Locate | Lookup | FindHeld | ReportBad | GetStats | AppendEntry | ReadEntries | Administer
 
 
 SLOW = (ReportBad, GetStats, Administer)
@@ -183,6 +191,12 @@ class LookupReply(Message):
     below: bool = True
 
 
+class HeldBlocks(Message):
+    """Positions, in the question, of the blocks that a tier has, in ascending order."""
+
+    positions: Annotated[list[Index], Meta(max_length=2**16)] = []
+
+
 class Stats(Message):
     """Statistics of the node; see `Operations.stats`."""
 
@@ -196,7 +210,7 @@ class Failed(Message):
 
 
 Body = Message | EntryPage
-Reply = Done | Located | LookupReply | Stats | EntryPage | Failed
+Reply = Done | Located | LookupReply | HeldBlocks | Stats | EntryPage | Failed
 
 
 class _Envelope(msgspec.Struct, array_like=True):
