@@ -107,6 +107,8 @@ class EngineMeter:
     store_digests: list[bytes] = field(default_factory=list)
     """Namespaces of this engine's blocks in the store, one for each worker; empty until the engine
     has reported them."""
+    store_states: tuple[int, ...] = ()
+    """Numbers of its cache groups of recurrent layers, which the engine reports with them."""
     block_use: BlockUse = field(default_factory=BlockUse)
     """Blocks that a request takes in the engine's KV cache."""
     kv_epoch: str = ""
@@ -202,9 +204,14 @@ class EngineMeter:
         self.store_digests.clear()
 
     def store(
-        self, counts: Mapping[str, int], loads: Iterable[StoreLoad], digests: Iterable[bytes]
+        self,
+        counts: Mapping[str, int],
+        loads: Iterable[StoreLoad],
+        digests: Iterable[bytes],
+        states: Iterable[int] = (),
     ) -> None:
         """Book what the KV store did since the last call."""
+        self.store_states = tuple(states) or self.store_states
         self.store_digests.extend(d for d in digests if d not in self.store_digests)
         totals = self.store_totals
         for name, count in counts.items():

@@ -119,6 +119,21 @@ def test_the_node_s_answer_comes_over_its_socket(
     assert ask(client) == []
 
 
+def test_any_blocks_below_dram_are_found_for_all_workers(
+    node: StoreNode, engine: Engine, client: LookupClient
+) -> None:
+    on_nvme_only(node, engine, 0, 2)
+    engine.put(3)
+
+    def held(*digests: bytes) -> set[bytes]:
+        return asyncio.run(client.find_held(digests, keys(0, 1, 2)))
+
+    assert held(DIGEST) == set(keys(0, 2))
+    assert held(DIGEST, b"another-worker..") == held() == set()
+    node.close()
+    assert held(DIGEST) == set()
+
+
 def test_many_ask_at_once_and_each_gets_its_own_answer(
     node: StoreNode, engine: Engine, client: LookupClient
 ) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.connector.state_groups import ASKED_AT_ONCE, StateGroups
+from headrace_engine.connector.state_groups import StateGroups
+from headrace_kvstore.lookup.state_hits import ASKED_AT_ONCE
 
 GROUPS = StateGroups(attention=1, recurrent=(0, 2))
 MANY = 2 * ASKED_AT_ONCE + 3
@@ -35,7 +36,7 @@ def test_the_longest_prefix_with_all_states_after_it_is_a_hit(
 
 
 def test_one_group_of_recurrent_layers_is_enough() -> None:
-    groups, names = StateGroups(0, (1,)), blocks(3)
+    groups, names = StateGroups(attention=0, recurrent=(1,)), blocks(3)
     there = groups.name(names[1], 1)
     assert groups.hit(names, lambda asked: [name != there for name in asked]) == 2
 

@@ -3,12 +3,17 @@ them like other blocks."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace_engine.vllm.kv_cache import BlockHasher
+from headrace_kvstore.lookup.availability import AvailableRun
+from headrace_kvstore.lookup.lookup_client import LookupClient
+from headrace_kvstore.lookup.store_view import StoreView
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.nvme.record import PAGE_BYTES
 from headrace_kvstore.settings.node_settings import NodeSettings
@@ -60,6 +65,21 @@ class Machine:
         """Drop blocks from DRAM."""
         self.engine.connector.arena.discard(self.engine.connector._opened.row, names)
 
+    def expected(self, prompt: list[int]) -> list[AvailableRun]:
+        """What a planner expects the store to supply."""
+        opened = self.engine.connector._opened
+        view = StoreView(
+            opened.settings,
+            lambda: [opened.digest],
+            BlockHasher("sha256_cbor", BLOCK),
+            BLOCK,
+            LookupClient("ahead", limit_s=20.0, socket_folder=self._folder),
+            states=lambda: opened.groups.states.recurrent,
+        )
+        found = asyncio.run(view.available_runs(prompt, "", 1.0))
+        view.close()
+        return found
+
     def close(self) -> None:
         self.engine.close()
         self.node.close()
@@ -76,7 +96,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_kv_and_states_are_read_from_disk(machine: Machine) -> None:
     engine = machine.engine
+    assert machine.expected(TEXT) == [AvailableRun("dram", 6 * BLOCK)]
     engine.connector.arena.clear()
+    assert machine.expected(TEXT) == [AvailableRun("nvme", 6 * BLOCK)]
     request = engine.answer(TEXT)
     assert list(request.output_token_ids) == [GOOD] * 5
     assert counted(engine, "loaded_nvme") == 6 + 2 and not counted(engine, "loaded_dram")
@@ -104,6 +126,7 @@ def test_a_part_is_read_from_disk(machine: Machine, what: str) -> None:
         "some KV and a state": [*kv(request)[4:], after[0]],
     }[what]
     machine.evict(*gone)
+    assert sum(run.length for run in machine.expected(TEXT)) == 6 * BLOCK
     engine.until(lambda: "again" not in engine.scheduler.requests)
     assert list(request.output_token_ids) == [GOOD] * 5
     assert counted(engine, "loaded_nvme") == len(gone)
@@ -123,7 +146,9 @@ def test_a_hit_ends_at_the_last_state_that_any_tier_has(machine: Machine) -> Non
     """The prompts have five blocks in common, and there is a state after four."""
     engine = machine.engine
     engine.connector.arena.clear()
-    request = engine.answer([*TEXT[: 5 * BLOCK], *range(900, 900 + BLOCK)])
+    prompt = [*TEXT[: 5 * BLOCK], *range(900, 900 + BLOCK)]
+    assert machine.expected(prompt) == [AvailableRun("nvme", 4 * BLOCK)]
+    request = engine.answer(prompt)
     assert list(request.output_token_ids) == [GOOD] * 5
     assert counted(engine, "loaded_nvme") == 4 + 2
 
@@ -136,6 +161,7 @@ def test_without_the_kv_below_a_state_dram_alone_makes_the_hit(machine: Machine)
     nvme = machine.node.operations.tiers.nvme
     assert nvme is not None
     assert nvme.discard(engine.connector._opened.digest, lost)
+    assert machine.expected(TEXT) == [AvailableRun("dram", 4 * BLOCK)]
     engine.until(lambda: "again" not in engine.scheduler.requests)
     assert list(request.output_token_ids) == [GOOD] * 5
     assert counted(engine, "loaded") == counted(engine, "loaded_dram") == 4 + 2
@@ -164,6 +190,7 @@ def test_a_node_that_is_away_costs_hits_below_dram_only(machine: Machine) -> Non
     machine.node.close()
     request = engine.add("again", TEXT, 5)
     machine.evict(*states(machine, request, 6))
+    assert machine.expected(TEXT) == [AvailableRun("dram", 4 * BLOCK)]
     engine.until(lambda: "again" not in engine.scheduler.requests)
     assert list(request.output_token_ids) == [GOOD] * 5
     assert counted(engine, "loaded_dram") == 4 + 2

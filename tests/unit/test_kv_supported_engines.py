@@ -101,7 +101,7 @@ def test_recurrent_layers_beside_full_attention_are_kept(specs: tuple[KVCacheSpe
     found = stored_groups(groups(*specs), Raw())
     full = specs.index(FULL)
     recurrent = tuple(number for number in range(len(specs)) if number != full)
-    assert found.states == StateGroups(full, recurrent)
+    assert found.states == StateGroups(attention=full, recurrent=recurrent)
     assert found.stored_layers == 1 and not found.recovers_blocks
     assert found.spec is ALIGNED
 

@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from headrace_engine.vllm.kv_cache import BlockHasher
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import FileLock
+from headrace_kvstore.lookup.state_hits import StateHits
 from headrace_kvstore.lookup.store_view import StoreView
 from headrace_kvstore.settings.store_settings import StoreSettings
 
@@ -83,6 +84,45 @@ def test_any_blocks_that_every_worker_stored_are_held(
 def test_a_view_without_an_engine_holds_nothing(settings: StoreSettings) -> None:
     view = StoreView(settings, lambda: [], hashes, BLOCK)
     assert view.holds([b"x" * 32, b"y" * 32]) == [False, False]
+    view.close()
+
+
+STATES = StateHits((1, 3))
+"""An engine with two cache groups of recurrent layers."""
+
+
+def with_states(settings: StoreSettings) -> StoreView:
+    return StoreView(settings, lambda: DIGESTS, hashes, BLOCK, states=lambda: STATES.recurrent)
+
+
+def test_with_recurrent_layers_a_prefix_is_held_with_all_states_after_it(
+    arena: Arena, settings: StoreSettings
+) -> None:
+    view, prompt = with_states(settings), list(range(18))
+    names = hashes(prompt, "")
+    for row in range(2):
+        put(arena, row, [*names, *STATES.names(names[1]), STATES.name(names[2], 1)])
+    assert view.held_tokens(prompt, "") == 2 * BLOCK
+    put(arena, 0, [STATES.name(names[2], 3)])
+    assert view.held_tokens(prompt, "") == 2 * BLOCK, "the other worker's part is missing"
+    put(arena, 1, [STATES.name(names[2], 3)])
+    assert view.held_tokens(prompt, "") == 3 * BLOCK
+    assert view.held_tokens(prompt[: 3 * BLOCK], "") == 2 * BLOCK, "the last token is computed"
+    arena.discard(0, names[:1])
+    assert view.held_tokens(prompt, "") == 0
+    view.close()
+
+
+def test_with_recurrent_layers_states_are_pinned_too(arena: Arena, settings: StoreSettings) -> None:
+    view, prompt = with_states(settings), list(range(18))
+    names = hashes(prompt, "")
+    for row in range(2):
+        put(arena, row, [*names, *STATES.names(names[1])])
+    assert view.pin(prompt, "") == 2 * BLOCK
+    assert arena.stats()["pinned"] == 2 * (2 + 2)
+    assert view.pin(prompt, "", pinned=False) == 2 * BLOCK
+    assert arena.stats()["pinned"] == 0
+    assert view.pin(list(range(50, 60)), "") == 0
     view.close()
 
 

@@ -301,13 +301,14 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
         "loaded_dram": 2,
         "loads": [["dram", 4096, 0.5], ["nvme", 1024, 0.25]],
         "digests": ["ab" * 16],
+        "states": [0, 2],
     }
     nested = {"NixlPullConnector": nixl, "HeadraceConnector": store}
     logger.record(scheduler_stats(kv_connector_stats=nested), None)
     logger.record(scheduler_stats(kv_connector_stats=store), None)
     assert meter.transfer_bytes_total == 100
     assert loads == 2 * [StoreLoad("dram", 4096, 0.5), StoreLoad("nvme", 1024, 0.25)]
-    assert meter.store_digests == [b"\xab" * 16]
+    assert meter.store_digests == [b"\xab" * 16] and meter.store_states == (0, 2)
     assert meter.snapshot()["store"] == {
         "loaded_dram": 4,
         "load_bytes": 2 * 5120,

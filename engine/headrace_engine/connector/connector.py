@@ -406,9 +406,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
             stats.data["loads"] = loads
         if first and not self._introduced:
             self._introduced = True
-            # A planner would take the KV of a prefix without a state after it for a hit.
-            if self._opened.about and self._opened.groups.states is None:
+            if self._opened.about:
                 stats.data["digests"] = [self._opened.digest.hex()]
+                if self._opened.groups.states is not None:
+                    stats.data["states"] = [*self._opened.groups.states.recurrent]
         return None if stats.is_empty() else stats
 
     @classmethod

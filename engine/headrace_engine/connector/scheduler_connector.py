@@ -56,8 +56,6 @@ from headrace_engine.connector.store_work import BlockLoad, BlockSave, StoreWork
 from headrace_kvstore.identity.private_blocks import shared_blocks
 from headrace_kvstore.identity.salts import is_isolated
 
-ASKED_STATES = 1024
-"""Maximum number of states that slower tiers are asked for at once."""
 NO_BLOCK = -1
 """Block id in a load where vLLM has its null block, whose id is 0."""
 
@@ -251,8 +249,7 @@ class SchedulerConnector:
         assert self._slow is not None
         name = request.request_id
         if name not in self._states_below:
-            some = hashes[-max(1, ASKED_STATES // len(states.recurrent)) :]
-            self._slow.find_held(name, [each for block in some for each in states.names(block)])
+            self._slow.find_held(name, states.last_names(hashes))
             self._states_below[name] = None
         if self._states_below[name] is None:
             self._states_below[name] = self._slow.held(name)

@@ -80,7 +80,7 @@ def _recurrent_groups(kv_cache_config: Any, codec: Codec) -> CacheGroups | None:
     if len(attention) != 1 or not recurrent or len(specs) != 1 + len(recurrent) or len(sizes) != 1:
         return None
     _check_settings(kv_cache_config, specs[0].block_size, codec)
-    states = StateGroups(attention[0], tuple(recurrent))
+    states = StateGroups(recurrent=tuple(recurrent), attention=attention[0])
     return CacheGroups(_of_layer(kv_cache_config), specs[recurrent[0]], False, states)
 
 

@@ -117,7 +117,7 @@ class MeterStatLogger(StatLoggerBase):
                 loads = [StoreLoad(*load) for load in data.get("loads", ())]
                 digests = [bytes.fromhex(digest) for digest in data.get("digests", ())]
                 counts = {k: v for k, v in data.items() if isinstance(v, int)}
-                meter.store(counts, loads, digests)
+                meter.store(counts, loads, digests, data.get("states", ()))
 
     def _between_records(self, idle: bool) -> float | None:
         """Return the seconds since the last call; None if the engine was idle before.

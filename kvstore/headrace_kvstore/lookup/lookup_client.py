@@ -80,6 +80,28 @@ class LookupClient:
             return []
         return intersect([[AvailableRun(*run) for run in reply.runs] for reply in answers])
 
+    async def find_held(self, digests: Sequence[bytes], hashes: Sequence[bytes]) -> set[bytes]:
+        """Return which of these blocks a tier below DRAM has for every worker; none if the node is
+        away. Never raises.
+
+        Args:
+            digests: as `available_runs`.
+        """
+        if not digests or not hashes or time.monotonic() < self._retry_at_s:
+            return set()
+        names = [bytes(name) for name in hashes[:MAX_BLOCKS]]
+        asked = [self._client.ask(wire.FindHeld(digest, names)) for digest in digests]
+        replies = await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
+        held = set(names)
+        for reply in replies:
+            if isinstance(reply, wire.HeldBlocks):
+                held &= {names[i] for i in reply.positions if i < len(names)}
+            else:
+                self._failed(reply)
+                self._retry_at_s = time.monotonic() + self._retry_s
+                held.clear()
+        return held
+
     def _failed(self, reply: object) -> None:
         """Count an error or a reply that is no answer, and log the first of each kind."""
         kind = type(reply).__name__

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.lookup.availability import DRAM, AvailableRun
 from headrace_kvstore.lookup.lookup_client import LookupClient
+from headrace_kvstore.lookup.state_hits import StateHits
 from headrace_kvstore.settings.store_settings import StoreSettings
 
 logger = logging.getLogger("headrace.kvstore")
@@ -38,6 +39,8 @@ class StoreView:
         hashes: hashes blocks as the engine does.
         block_tokens: tokens of a block.
         lookup_client: asks the machine's node; None makes one.
+        states: gives the numbers of the engine's cache groups of recurrent layers. Then a prefix is
+            held only with the states after it.
     """
 
     def __init__(
@@ -47,8 +50,9 @@ class StoreView:
         hashes: Hasher,
         block_tokens: int,
         lookup_client: LookupClient | None = None,
+        states: Callable[[], Sequence[int]] = tuple,
     ) -> None:
-        self._settings, self._digests = settings, digests
+        self._settings, self._digests, self._states = settings, digests, states
         self._hashes, self._block_tokens = hashes, block_tokens
         self._lookup_client = lookup_client or LookupClient(
             settings.name, socket_folder=settings.socket_folder
@@ -59,7 +63,8 @@ class StoreView:
 
     def held_tokens(self, token_ids: Sequence[int], salt: str) -> int:
         """Return how many leading tokens of a prompt have all workers' KV in DRAM. Never raises."""
-        return self._look(token_ids, salt)[1] * self._block_tokens
+        hashes, held = self._look(token_ids, salt)
+        return self._hit(hashes[:held]) * self._block_tokens
 
     async def available_runs(
         self, token_ids: Sequence[int], salt: str, compute_s: float
@@ -72,11 +77,46 @@ class StoreView:
         """
         hashes, held = self._look(token_ids, salt)
         # The last token is always computed, so the block that it completes is never loaded.
-        rest = hashes[held : (len(token_ids) - 1) // self._block_tokens]
-        found = [AvailableRun(DRAM, held)] if held else []
-        if rest and self._settings.node:
-            found += await self._lookup_client.available_runs(self._digests(), rest, compute_s)
+        usable = max(held, (len(token_ids) - 1) // self._block_tokens)
+        found = await self._available(hashes[:usable], held, compute_s)
         return [run._replace(length=run.length * self._block_tokens) for run in found]
+
+    async def _available(
+        self, hashes: Sequence[bytes], held: int, compute_s: float
+    ) -> list[AvailableRun]:
+        """Return the leading blocks that the store could supply, by medium.
+
+        Args:
+            held: number of leading blocks whose KV is in DRAM.
+        """
+        hit = self._hit(hashes[:held])
+        here, end = [AvailableRun(DRAM, hit)] * (hit > 0), len(hashes)
+        if not self._settings.node or hit == end:
+            return here
+        if self._states():
+            names = StateHits(tuple(self._states())).last_names(hashes)
+            end = self._hit(hashes, await self._lookup_client.find_held(self._digests(), names))
+            if end <= hit:
+                return here
+        rest, below = hashes[held:end], list[AvailableRun]()
+        if rest:
+            below = await self._lookup_client.available_runs(self._digests(), rest, compute_s)
+        if self._states() and sum(run.length for run in below) < len(rest):
+            return here
+        return [AvailableRun(DRAM, min(held, end))] * (held > 0) + below
+
+    def _hit(self, hashes: Sequence[bytes], below: Collection[bytes] = ()) -> int:
+        """Return how many of these leading blocks an engine can use: with recurrent layers, only
+        those with a state after them, in DRAM or among the blocks `below`."""
+        groups = tuple(self._states())
+        if not groups:
+            return len(hashes)
+
+        def lacking(names: Sequence[bytes]) -> list[bool]:
+            there = zip(names, self.holds(names), strict=True)
+            return [not held and name not in below for name, held in there]
+
+        return StateHits(groups).hit(hashes, lacking)
 
     def holds(self, hashes: Sequence[bytes]) -> list[bool]:
         """Return, for each block, whether DRAM has the parts of all workers. Never raises."""
@@ -99,9 +139,18 @@ class StoreView:
         prompt are there and, with `pinned`, are pinned: pins have a limit (`Arena.pin`)."""
         if not self._open() or self._arena is None:
             return 0
-        hashes = self._hashes(token_ids, salt)
-        held = [self._arena.pin(id, hashes, pinned) for id in self._namespace_ids]
-        return _leading(np.logical_and.reduce(held)) * self._block_tokens
+        names = hashes = self._hashes(token_ids, salt)
+        if self._states():
+            hashes = hashes[: self.held_tokens(token_ids, salt) // self._block_tokens]
+            names = [
+                *hashes,
+                *(StateHits(tuple(self._states())).names(hashes[-1]) if hashes else ()),
+            ]
+        each = [self._arena.pin(id, names, pinned) for id in self._namespace_ids]
+        held = np.logical_and.reduce(each)
+        if not held[len(hashes) :].all():
+            return 0
+        return _leading(held[: len(hashes)]) * self._block_tokens
 
     def stats(self) -> dict[str, Any]:
         """Return the arena's statistics; empty while it is not known."""
@@ -121,6 +170,8 @@ class StoreView:
             return [], 0
         try:
             hashes = self._hashes(token_ids, salt)
+            if self._states():  # a state after the last token is of no use: that token is computed
+                hashes = hashes[: (len(token_ids) - 1) // self._block_tokens]
             held = [self._arena.lookup(id, hashes) >= 0 for id in self._namespace_ids]
             return hashes, _leading(np.logical_and.reduce(held))
         except Exception:

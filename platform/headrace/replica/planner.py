@@ -339,7 +339,13 @@ def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
     if settings is None or not settings.load:
         return None
     hasher = BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
-    return StoreView(settings, lambda: meter.store_digests, hasher, cache.block_size)
+    return StoreView(
+        settings,
+        lambda: meter.store_digests,
+        hasher,
+        cache.block_size,
+        states=lambda: meter.store_states,
+    )
 
 
 def engine_geometry(vllm_config: Any) -> Geometry:
