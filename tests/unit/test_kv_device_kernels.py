@@ -22,6 +22,8 @@ CACHES = [
     "moves_the_same_bytes_as_the_host_cache",
     "takes_kernels_with_smaller_blocks",
     "has_some_parts_of_each_layer",
+    "has_layers_of_two_groups",
+    "has_pages_of_a_pool",
 ]
 SMALL = LayerShape(2, 16, 32, "bfloat16", Order.HND)
 

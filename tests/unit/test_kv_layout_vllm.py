@@ -134,3 +134,23 @@ def test_the_device_cache_has_layers_of_two_groups(
     caches = allocate(FEW, layout)
     groups = {name: number % 2 for number, name in enumerate(caches)}
     check_against_host(caches, NB, "cpu", groups=groups)
+
+
+@interpreted
+@pytest.mark.parametrize("layers_in_blocks", [False, True])
+def test_the_device_cache_has_pages_of_a_pool(
+    layers_in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines with recurrent layers have them (`pool_pages`)."""
+    from headrace_kvstore.device import checksum_kernels as kernels
+    from tests.support.devicecache import check_against_host
+
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", ROWS_AT_ONCE)  # the interpreter counts turns
+    size = FEW.page_size_bytes
+    memory = torch.empty(NB * LAYERS * size, dtype=torch.uint8)
+    block, page = (LAYERS * size, size) if layers_in_blocks else (size, NB * size)
+    pages = {
+        f"page.{number}": memory.as_strided((NB, size), (block, 1), number * page)
+        for number in range(LAYERS)
+    }
+    check_against_host(pages, NB, "cpu")
