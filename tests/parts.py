@@ -63,7 +63,9 @@ KERNELS = [
         "cli_calibrate",
     ),
 ]
-REST = taken(INTEGRATION, "rest_bytes", "ipv6_only", "hostile_grammars", "nixl_sleeps")
+REST = taken(
+    INTEGRATION, "pod_policies", "rest_bytes", "ipv6_only", "hostile_grammars", "nixl_sleeps"
+)
 CHANGES = taken(INTEGRATION, "kv_changes_engine", "unsupported_engine")
 
 PARTS = [

@@ -41,6 +41,7 @@ ORDER = (
     "test_placement",
     "test_scaling",
     "test_keys",
+    "test_pod_network",
 )
 
 
