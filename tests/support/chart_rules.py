@@ -365,23 +365,26 @@ def unplaced(objects: list[Object]) -> Iterator[str]:
     offers["head"] = offers.pop("headgroup")
     # A gateway replica asks for its place only (headrace.app).
     wanted = {"gateway": (config.gateway.replicas, 1, [dict(config.gateway.resources)])}
-    for role, settings in config.roles().items():
-        ranks = int(settings.engine.get("data_parallel_size", 1))
-        bundles = llm_config(config, role)["placement_group_config"]["bundles"]
-        wanted[role] = (settings.bounds[1], ranks, bundles)
-    for role, (replicas, ranks, bundles) in wanted.items():
+    served = getattr(config, "served_models", lambda: {"": config})()
+    for model, one in served.items():
+        for role, settings in one.roles().items():
+            ranks = int(settings.engine.get("data_parallel_size", 1))
+            bundles = llm_config(one, role)["placement_group_config"]["bundles"]
+            name = f"{role}-{model}" if model else role
+            wanted[name] = (settings.bounds[1], ranks, bundles)
+    for name, (replicas, ranks, bundles) in wanted.items():
         total: Counter[str] = Counter()
         for bundle in bundles:
             total.update(bundle)  # one engine is in one pod
-        fitting = [name for name in offers if _fits(total, offers[name]) > 0]
-        if fitting != [role]:
-            yield f"{role}: a replica asks for {dict(total)}, which fits into {fitting}"
+        fitting = [group for group in offers if _fits(total, offers[group]) > 0]
+        if fitting != [name]:
+            yield f"{name}: a replica asks for {dict(total)}, which fits into {fitting}"
             continue
-        places = _fits(total, offers[role]) * groups(objects)[role]["maxReplicas"]
+        places = _fits(total, offers[name]) * groups(objects)[name]["maxReplicas"]
         if replicas * ranks > places:
-            yield f"{role}: {replicas * ranks} replicas, {places} places"
-        if role != "gateway" and _fits(total, offers[role]) > 1 and len(bundles) > 1:
-            yield f"{role}: two engines in one pod"
+            yield f"{name}: {replicas * ranks} replicas, {places} places"
+        if name != "gateway" and _fits(total, offers[name]) > 1 and len(bundles) > 1:
+            yield f"{name}: two engines in one pod"
 
 
 def _fits(asked: Mapping[str, float], offered: Mapping[str, float]) -> int:
