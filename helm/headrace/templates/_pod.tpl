@@ -27,6 +27,16 @@ configuration), model (its name in `config.models`, empty without).
 {{- $_ := unset $spec "tolerations" -}}
 {{- end -}}
 {{- $main := first $spec.containers -}}
+{{- $inMemory := 0.0 -}}
+{{- range $spec.volumes -}}
+{{- if eq (dig "emptyDir" "medium" "" .) "Memory" -}}
+{{- $inMemory = addf $inMemory (include "headrace.number" (dig "emptyDir" "sizeLimit" "0" .) | float64) -}}
+{{- end -}}
+{{- end -}}
+{{- $memory := dig "resources" "limits" "memory" "" $main -}}
+{{- if and $memory (gt $inMemory (include "headrace.number" $memory | float64)) -}}
+{{- fail (printf "%s.memory: is %s, but the pod's volumes in memory, such as shm of podTemplate, take %.0f MiB of it; raise the memory" .role $memory (divf $inMemory 1048576)) -}}
+{{- end -}}
 {{- if $root.Values.preflight.enabled -}}
 {{- $check := pick $main "image" "imagePullPolicy" "securityContext" "resources" "envFrom" "volumeMounts" -}}
 {{- $_ := set $check "name" "preflight" -}}
