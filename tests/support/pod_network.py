@@ -30,6 +30,8 @@ OPERATOR = {"kubernetes.io/metadata.name": "kuberay-operator"}
 CLIENTS = {"kubernetes.io/metadata.name": "shop"}
 BRIDGE = "10.77.0.254"
 READ_ONLY = "mount -o remount,bind,ro /"
+KEPT = ("PATH", "PYTHONPATH", "LANG", run.MARK, run.STARTS)
+"""Variables of this process that pods get."""
 NO_RIGHTS = "setpriv --bounding-set=-all --inh-caps=-all --no-new-privs"
 SETUP = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
 
@@ -107,11 +109,15 @@ class Pod:
             f'exec {NO_RIGHTS} "$@"',
         ]
         own = {e["name"]: e["value"] for e in self.container["env"] if "value" in e}
+        # Nothing else of this process: its variables name folders that the pod does not have.
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         fixed = {"HOME": "/tmp/home", "TMPDIR": "/tmp", "POD_IP": address}
+        if "numba" in shared:
+            fixed["NUMBA_CACHE_DIR"] = "/tmp/numba"
         self._log = open(folder.with_suffix(".log"), "wb")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*SETUP, "sh", "-ec", "; ".join(script), "sh", *command],
-            env={**os.environ, **own, **env, **fixed},
+            env={**kept, **own, **env, **fixed},
             stdout=self._log,
             stderr=self._log,
         )

@@ -427,8 +427,8 @@ REFUSED: dict[str, tuple[Changes, Changes, str]] = {
     "more shared memory than the pod has": (
         NODE,
         in_pods(volumes=[{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "96Gi"}}]),
-        "prefill.memory: is 64Gi, but the pod's volumes in memory, such as shm of podTemplate, take "
-        "98304 MiB",
+        "prefill.memory: is 64Gi, but the pod's volumes in memory, such as shm of podTemplate, "
+        "take 98304 MiB",
     ),
     "KEDA": (CLUSTER, {"keda.enabled": True}, "keda"),
     "clients' certificates": (
