@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +21,11 @@ from tokenizers import (
 )
 
 from headrace_decode.rendering import segment_tokenizer
-from headrace_decode.rendering.segment_tokenizer import SegmentTokenizer
+from headrace_decode.rendering.segment_tokenizer import (
+    MAX_TOKEN_CHARS,
+    SegmentTokenizer,
+    longest_of,
+)
 
 CORPUS = [
     "the quick brown fox  jumps over 12 lazy dogs, isn't it?\n\n",
@@ -137,6 +143,26 @@ def test_tokens_are_those_of_the_whole_text(
         assert tokenizer.token_ids(more, framed, "a") == encode(more, framed)
 
 
+@pytest.mark.parametrize("text", ["<unused", "<unused59", "<", "<|", "<unused5>", "a"])
+def test_a_text_costs_little_however_many_added_tokens_there_are(text: str) -> None:
+    tokens = [f"<unused{number}>" for number in range(6000)]
+    pattern = re.compile(longest_of(tokens))
+    text *= 200_000 // len(text)
+    began_s = time.thread_time()
+    found = sum(1 for _ in pattern.finditer(text))
+    assert time.thread_time() - began_s < 0.5  # a plain alternation takes 6 s
+    assert found == text.count("<unused5>")
+
+
+def test_the_pattern_finds_the_leftmost_token_and_the_longest_there() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        tokens = {"".join(rng.choices("ab<.", k=rng.randint(1, 5))) for _ in range(8)}
+        text = "".join(rng.choices("ab<.", k=60))
+        plain = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+        assert re.findall(longest_of(tokens), text) == plain.findall(text)
+
+
 def test_a_turn_costs_its_own_text_and_a_segment_at_most() -> None:
     encode, tokenizer = made("bytes")
     size = segment_tokenizer.SEGMENT_CHARS
@@ -194,6 +220,13 @@ def test_a_tokenizer_that_does_not_match_special_tokens_gets_whole_texts() -> No
         tokenizer.get_added_tokens_decoder(),
     )
     assert not result.cuts_texts
+
+
+def test_a_tokenizer_with_a_very_long_added_token_gets_whole_texts() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("<" + "x" * MAX_TOKEN_CHARS, normalized=False)])
+    encode = Counting(tokenizer)
+    assert not SegmentTokenizer(encode, tokenizer.get_added_tokens_decoder()).cuts_texts
 
 
 def test_other_kinds_of_tokenizers_get_whole_texts() -> None:
