@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile.attacks import MEGABYTE, TROUBLE
+from headrace_decode.http.internal_port import TENANT
 from headrace_decode.rendering.long_texts import LONG_CHARS
 from tests.support.tiny import POSITIONS, tiny_llama
 
@@ -79,12 +80,24 @@ def test_a_conversation_becomes_the_same_prompt_turn_by_turn(
 ) -> None:
     plain, ours = renderers
     special = plain.tokenizer.all_special_tokens[0]
-    settings = {"max_total_tokens": None, "add_special_tokens": framed}
+    settings = {"max_total_tokens": 10**6, "add_special_tokens": framed}
     text = special + "You answer questions. " * (2 * LONG_CHARS // 22)
-    for turn in range(6):
+    for turn in range(3):
         text += f"{special} turn {turn}: " + "what is it? " * (LONG_CHARS // 30)
         whole = outcome(plain, text, **settings)
         assert outcome(ours, text, **settings) == whole
         assert outcome(ours, text, **settings) == whole
     assert ours._segment_tokenizer.cuts_texts
     assert ours._segment_tokenizer.kept_bytes > 0
+
+
+def test_tenants_share_no_tokens(renderers: Renderers) -> None:
+    _, ours = renderers
+    text = "Whose words are these? " * (2 * LONG_CHARS // 23)
+    kept = []
+    for tenant in ("a", "b", "a"):
+        before = TENANT.set(tenant)
+        outcome(ours, text, max_total_tokens=10**6)
+        TENANT.reset(before)
+        kept.append(ours._segment_tokenizer.kept_bytes)
+    assert kept[0] < kept[1] == kept[2]
