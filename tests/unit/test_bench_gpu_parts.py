@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import cross_layer, drafting, hits, process, results, sparse
 from benchmarks.gpu.parts import BY_NAME, PARTS, Part
 from benchmarks.gpu.results import Results, Run
@@ -118,6 +120,33 @@ class TestTable:
             "- (1) 2026-11-30, NVIDIA H200, driver 580.1, vllm 0.32.0",
             "- (2) 2026-11-30, NVIDIA H100, driver 580.1, vllm 0.32.0",
         ]
+
+
+class TestRun:
+    def test_what_a_part_finds_is_kept_and_one_that_does_not_fit_is_left(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        seen: list[str] = []
+
+        def ran(one: Part, log: Path, dry: bool = False) -> process.Outcome:
+            assert [*results.read(path).runs] == seen, "the file is written after each"
+            seen.append(one.name)
+            return process.Outcome("stopped", 1.0, {"x": 1.0}, {"a": 1}, "stopped after 10 s")
+
+        path = tmp_path / "state.json"
+        monkeypatch.setattr(process, "run", ran)
+        monkeypatch.setattr(program, "_card", lambda: ("card", "driver"))
+        options = argparse.Namespace(within=100.0, logs=tmp_path, resume=path)
+        parts = [part("a"), part("b", limit_s=200), part("c")]
+        program._run(parts, Results(), options)
+        found = results.read(path).runs
+        assert list(found) == ["a", "c"]
+        assert found["a"].card == "card" and found["a"].figures == {"x": 1.0}
+        assert found["a"].command == "python -m benchmarks.gpu --only a"
+        assert "b: left for the next call, its limit is 200 s" in capsys.readouterr().out
 
 
 class TestProcess:
