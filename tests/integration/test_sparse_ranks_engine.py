@@ -53,10 +53,12 @@ def engines(calibration: Path) -> Iterator[list[StoredEngine]]:
     """One rank; two; and two whose cache holds a quarter of the longest prompt."""
     settings = SparseSettings(calibration=str(calibration))
     offload = replace(settings, offload_gib=1)
+    # vLLM's default depends on the number of ranks, and rows are sparse from another step on.
+    steps = {"max_num_batched_tokens": 4096}
     small = {"num_gpu_blocks_override": BLOCKS, "max_num_batched_tokens": 256}
     made = [
-        engine(1, settings, max_model_len=LONGEST),
-        engine(2, settings, max_model_len=LONGEST),
+        engine(1, settings, max_model_len=LONGEST, **steps),
+        engine(2, settings, max_model_len=LONGEST, **steps),
         engine(2, offload, max_model_len=LONGEST, **small),
     ]
     try:
