@@ -16,7 +16,7 @@ two machines of one loopback. The tokens are compared one by one.
                     engine, as vLLM counts them
     error           the case failed, or its KV came in another way than the case says
     plain_error     plain vLLM fails with a cached prompt, too
-    refused         the engine has no store, and says why
+    refused         the engine has no store or no prefix cache, and says why
     leaked_blocks   blocks that are still held after all requests ended
 
 With --ttft the time to the first token of a hit of 6,000 tokens is measured instead, for layers of

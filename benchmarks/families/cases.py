@@ -41,6 +41,7 @@ class Case:
         hit: expected tokens by source, of the prompt's tokens and the cache's block size.
         events: prefixes of the counters that must rise, and of those that must not.
         needs_store: whether it needs the KV store.
+        needs_prefix_cache: whether it needs the engine's prefix cache.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Case:
     events: tuple[str, ...] = ()
     no_events: tuple[str, ...] = ()
     needs_store: bool = False
+    needs_prefix_cache: bool = False
 
     @property
     def needs_hit(self) -> bool:
@@ -89,7 +91,12 @@ def _pulled(tokens: int, block: int) -> Hit:
 
 CASES = (
     Case("cold", "the engine computes the prompt", _computed),
-    Case("local hit", "the prompt is in the engine's prefix cache", _local),
+    Case(
+        "local hit",
+        "the prompt is in the engine's prefix cache",
+        _local,
+        needs_prefix_cache=True,
+    ),
     Case(
         "store hit",
         "the prompt is in the store",
@@ -105,6 +112,7 @@ CASES = (
         events=("loaded_dram",),
         no_events=("lost_",),
         needs_store=True,
+        needs_prefix_cache=True,
     ),
     Case(
         "peer",

@@ -15,10 +15,20 @@ from benchmarks.families.cases import FIRST_TOKEN
 from benchmarks.kvstore.child import serve
 
 PATIENCE_S = 240.0
+AT_ONCE = 128
+"""Requests that an engine computes at once."""
 CHANNELS = "vllm:headrace_kv_blocks", "vllm:headrace_transfers"
 """Counters by `event`."""
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 SOURCES = "vllm:prompt_tokens_by_source"
+
+
+def engine_config(model: str, arguments: dict[str, Any]) -> Any:
+    """Return vLLM's configuration of an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    usual = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False}
+    return EngineArgs(model, **usual, **arguments).create_engine_config()
 
 
 class Engines:
@@ -32,7 +42,6 @@ class Engines:
         self,
         model: str,
         dtype: str,
-        at_once: int,
         options: dict[str, Any],
         transfer: dict[str, Any] | None = None,
         extensions: bool = True,
@@ -40,39 +49,33 @@ class Engines:
         """Start an engine in place of the one before.
 
         Args:
-            at_once: requests that it computes at once.
             options: of vLLM's.
             transfer: `kv_transfer_config`; None for no connector.
             extensions: whether it runs Headrace's extensions.
 
         Returns:
-            Facts: `block` in tokens, `layers`, `block_bytes` of all layers, `groups` of the cache,
-            `no_store`: why there is no store; `lora`: whether vLLM's class takes adapters; and the
-            techniques that are `unsupported`, with the reasons.
+            Facts: `block` in tokens, `layers` of a stored block and its `block_bytes`, `groups` of
+            the cache, `no_store` and `no_prefix_cache`: why there is none; `lora`: whether vLLM's
+            class takes adapters; and the techniques that are `unsupported`, with the reasons.
         """
         from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.models.interfaces import supports_lora
         from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+        from vllm.v1.kv_cache_interface import MambaSpec, get_kv_cache_spec_kind
 
         from headrace_decode.llm.engine_classes import choose_engine_classes
         from headrace_engine.vllm.kv_cache import iter_layer_specs
+        from headrace_engine.vllm.platforms import cpu_arguments, why_no_prefix_cache
         from headrace_engine.vllm.recurrent_models import leave_out_store
 
         self.close()
         # MultiConnector takes statistics for mappings, as they are between two processes.
         KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
-        config = EngineArgs(
-            model,
-            dtype=dtype,
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            disable_log_stats=False,
-            max_num_seqs=at_once,
-            kv_transfer_config=transfer,
-            **{"max_num_batched_tokens": 2048, **options},
-        ).create_engine_config()
+        arguments = {"max_num_batched_tokens": 2048, "max_num_seqs": AT_ONCE, **options}
+        arguments |= {"dtype": dtype, "kv_transfer_config": transfer}
+        config = engine_config(model, arguments)
+        if changed := cpu_arguments(config):
+            config = engine_config(model, arguments | changed)
         no_store = leave_out_store(config)
         if extensions and (why := choose_engine_classes(config)) is not None:
             raise RuntimeError(why)
@@ -86,13 +89,16 @@ class Engines:
         if extensions:
             for told in self._engine.collective_rpc("headrace_unsupported"):
                 unsupported |= told
-        layers = sum(len(group.layer_names) for group in groups)
+        counts = [len(group.layer_names) for group in groups]
+        has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+        layers = max(counts) if has_states else sum(counts)
         return {
             "block": config.cache_config.block_size,
             "layers": layers,
             "block_bytes": layers * specs[0].page_size_bytes,
             "groups": [get_kv_cache_spec_kind(g.kv_cache_spec).value for g in groups],
             "no_store": no_store,
+            "no_prefix_cache": why_no_prefix_cache(config),
             "lora": bool(lora),
             "unsupported": unsupported,
         }

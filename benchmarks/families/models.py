@@ -27,7 +27,6 @@ class Family:
         dtype: that the engines compute in.
         lengths: of its prompts.
         options: of each engine of the family.
-        at_once: how many requests an engine computes at once.
         limit: what plain vLLM cannot do with it on a CPU; empty if nothing was found.
     """
 
@@ -37,7 +36,6 @@ class Family:
     dtype: str = "float32"
     lengths: Lengths = ANY_LENGTHS
     options: dict[str, Any] = field(default_factory=lambda: {"block_size": BLOCK})
-    at_once: int = 128
     limit: str = ""
 
 
@@ -84,8 +82,6 @@ FAMILIES = (
         "full attention and Mamba-2 states in each layer",
         lengths=STATE_LENGTHS,
         options={},
-        at_once=1,
-        limit="ends at some steps with several prompts or chunks",
     ),
     Family(
         "granite",
@@ -93,8 +89,6 @@ FAMILIES = (
         "full attention, Mamba-2 states, experts",
         lengths=STATE_LENGTHS,
         options={},
-        at_once=1,
-        limit="ends at some steps with several prompts or chunks",
     ),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -60,7 +60,7 @@ DRAFT_TOKENS, BEFORE_KILL = 4, 6
 """Tokens of each answer before its engine is killed, at least."""
 PATIENCE_S = 60.0
 KV_SPACE_GIB = "1"
-STEP_TOKENS, OTHER_STEP = "max_num_batched_tokens", 512
+STEP_TOKENS, OTHER_STEP = "max_num_batched_tokens", 256
 """In bfloat16, a plain engine with other steps gives other answers; so many may be given here."""
 
 
@@ -189,7 +189,9 @@ class Trial:
         for case in chosen:
             if case.name in ("drafting", "resume after kill"):
                 continue
-            if case.needs_store and (why := self._facts["no_store"]) is not None:
+            whys = [self._facts["no_store"]] * case.needs_store
+            whys += [self._facts["no_prefix_cache"]] * case.needs_prefix_cache
+            if why := next(filter(None, whys), None):
                 self._found[case.name] = {"refused": why}
                 continue
             self._run(case, getattr(self, "_" + case.name.replace(",", "").replace(" ", "_")))
@@ -204,7 +206,6 @@ class Trial:
             "layers": family.layers,
             "dtype": family.dtype,
             "limit": family.limit,
-            "at_once": family.at_once,
             "facts": self._facts,
             "plain": plain,
             "cases": {case.name: self._found[case.name] for case in chosen},
@@ -220,7 +221,6 @@ class Trial:
             "open",
             model=str(self._model),
             dtype=self._family.dtype,
-            at_once=self._family.at_once,
             options=options,
             transfer=transfer,
             **more,
@@ -367,12 +367,9 @@ class Trial:
         return self._ask(self._decode, "d", transfers=[*kept[1:], kept[0]])
 
     def _resume_after_kill(self) -> dict[str, Any]:
-        lines: list[str] = []
-        together = self._family.at_once > 1
-        for prompt in [self._prompts] if together else [[each] for each in self._prompts]:
-            lines += self._decode.child.do(
-                "begin", prompts=prompt, salt="e", max_tokens=ANSWER_TOKENS, at_least=BEFORE_KILL
-            )
+        lines: list[str] = self._decode.child.do(
+            "begin", prompts=self._prompts, salt="e", max_tokens=ANSWER_TOKENS, at_least=BEFORE_KILL
+        )
         self._decode.child.kill()
         earlier = [tokens_of_choice(decode_lines(each.encode()), 0) for each in lines]
         cut = [n for n, tokens in enumerate(earlier) if len(tokens) < ANSWER_TOKENS]
@@ -424,7 +421,8 @@ class Trial:
         return kept
 
     def _saved(self, machine: Machine, tokens: list[int]) -> int:
-        """Wait until a machine's store has this many tokens of each prompt; return the blocks."""
+        """Wait until a machine's store has this many tokens of each prompt, and states; return the
+        number of its blocks."""
         blocks = sum(tokens) // self._block
 
         def saved() -> bool:
@@ -432,7 +430,8 @@ class Trial:
             return machine.stored() >= blocks
 
         _wait(saved, "blocks are not saved")
-        return blocks
+        self._settled(machine)
+        return machine.stored()
 
     def _settled(self, machine: Machine) -> int | str:
         try:

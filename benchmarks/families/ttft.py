@@ -53,7 +53,6 @@ def measure(folder: Path) -> dict[str, Any]:
             "open",
             model=str(model),
             dtype="bfloat16",
-            at_once=4,
             options=options,
             transfer=store_connector(machine.store | {"node": False}),
         )
