@@ -82,6 +82,7 @@ class Scheduled:
             groups lie in the same memory. Without it there is one group with `spec`.
         layers: of a group.
         store: more settings of the store.
+        retention: vLLM's `prefix_cache_retention_interval`; None keeps all states.
         more: arguments of the engine.
     """
 
@@ -97,6 +98,7 @@ class Scheduled:
         groups: Sequence[Any] = (),
         layers: int = LAYERS,
         store: dict[str, Any] | None = None,
+        retention: int | None = None,
         **more: Any,
     ) -> None:
         init_none_hash(sha256_cbor)
@@ -144,6 +146,7 @@ class Scheduled:
                 for name in names
             ],
             [KVCacheGroupSpec(*each) for each in zip(self.groups, specs, strict=True)],
+            prefix_cache_retention_interval=retention,
         )
         register_all_kvcache_specs(config)
         manager = StructuredOutputManager(config)

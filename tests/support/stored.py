@@ -124,6 +124,22 @@ class StoredEngine:
         """What was asked for last. Raises RuntimeError if the engine failed or is gone."""
         return [Stored(**answer) for answer in self._child.answer()]
 
+    def block_tokens(self) -> int:
+        """Tokens of a block: vLLM makes blocks longer for a model with recurrent layers."""
+        return int(self._child.do("block_tokens"))
+
+    def abort(self, prompts: Sequence[list[int]], steps: int) -> None:
+        """Ask for answers to prompts, all at once, and abort them after so many steps."""
+        self._child.do("abort", prompts=prompts, steps=steps)
+
+    def preemptions(self) -> int:
+        """Number of preemptions so far."""
+        return int(self._child.do("preemptions"))
+
+    def held_blocks(self) -> int:
+        """Number of blocks that are held although there are no requests, after a while."""
+        return int(self._child.do("held_blocks"))
+
     def prefill(self, prompt: list[int], salt: str) -> dict[str, Any]:
         """Compute a prompt and keep its KV; with what another engine pulls it."""
         return dict(self._child.do("prefill", prompt=prompt, salt=salt))
@@ -248,6 +264,35 @@ class Engine:
         turns = [inputs] if together else [[given] for given in inputs]
         told = [self._turn(turn, max_tokens, extra=extra, adapter=adapter)[0] for turn in turns]
         return [answer for answers in told for answer in answers]
+
+    def block_tokens(self) -> int:
+        return int(self._llm.llm_engine.vllm_config.cache_config.block_size)
+
+    def abort(self, prompts: list[list[int]], steps: int) -> None:
+        from vllm import SamplingParams
+
+        engine, names = self._llm.llm_engine, [f"aborted-{n}" for n in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(steps):
+            engine.step()
+        engine.abort_request(names)
+        engine.step()
+
+    def preemptions(self) -> float:
+        found = self._llm.get_metrics()
+        return sum(m.value for m in found if m.name == "vllm:num_preemptions")
+
+    def held_blocks(self) -> int:
+        pool = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        deadline = time.monotonic() + FORGET_S
+        while (held := len(pool.blocks) - 1 - pool.get_num_free_blocks()) and (
+            time.monotonic() < deadline
+        ):
+            self._turn([{"prompt_token_ids": [FIRST_TOKEN]}], 1)
+            time.sleep(0.01)
+        return int(held)
 
     def prefill(self, prompt: list[int], salt: str) -> Any:
         given = {"prompt_token_ids": prompt, "cache_salt": salt}

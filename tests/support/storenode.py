@@ -24,12 +24,12 @@ class StoreNodeProcess:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = settings
+        self.settings = settings
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> StoreNodeProcess:
         """Begin, and wait until it listens and has its arena."""
-        given = [f"--set={name}={value}" for name, value in self._settings.items()]
+        given = [f"--set={name}={value}" for name, value in self.settings.items()]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_kvstore", "node", *given],
             stdout=subprocess.PIPE,
@@ -57,6 +57,6 @@ class StoreNodeProcess:
 
     def stats(self) -> dict[str, Any]:
         """As `StoreNode.stats`."""
-        reply = call(self._settings["name"], wire.GetStats(), 20.0)
+        reply = call(self.settings["name"], wire.GetStats(), 20.0)
         assert isinstance(reply, wire.Stats), reply
         return dict(reply.values)

@@ -35,6 +35,25 @@ def test_all_kv_is_saved_and_the_states_at_the_ends_of_steps(engine: Recurrent) 
     assert engine.is_pool_free and not engine.connector.scheduler.counts["save_busy"]
 
 
+@pytest.mark.parametrize(
+    ("retention", "after"), [(0, [6]), (4 * BLOCK, [4, 6]), (2 * BLOCK, [2, 4, 6])]
+)
+def test_vllm_decides_after_which_steps_a_state_is_kept(
+    tmp_path: Path, retention: int, after: list[int]
+) -> None:
+    """By default, after a prompt's last full block only."""
+    made = {"blocks": BLOCKS, "step_tokens": STEP_TOKENS, "retention": retention}
+    engine = Recurrent(tmp_path, **made)
+    request = engine.answer(PROMPT, tokens=BLOCK)
+    engine.ends()
+    assert engine.stored(request) == [True] * 7
+    assert [n for n, there in enumerate(engine.states(request), 1) if there] == after
+    engine.forget()
+    again = engine.answer(PROMPT)
+    assert list(again.output_token_ids) == [GOOD] * 5 and counted(engine, "loaded_dram") == 6 + 2
+    engine.close()
+
+
 def test_a_prompt_that_ends_with_its_first_step_is_saved(tmp_path: Path) -> None:
     engine = Recurrent(tmp_path, blocks=BLOCKS, step_tokens=4 * BLOCK)
     request = engine.answer(2 * BLOCK, tokens=1)
