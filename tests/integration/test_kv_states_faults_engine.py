@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.vllm.kv_cache import BlockHasher
+from headrace_kvstore.lookup.state_hits import StateHits
 from tests.support.families import write_family
 from tests.support.machine import Machine, until
 from tests.support.prompts import noise
@@ -24,12 +26,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCK, STEP_TOKENS, GROUP_LAYERS = 256, 512, 2
 BLOCK_BYTES = GROUP_LAYERS * BLOCK * 2 * 2 * 64 * 2
 """Of both layers of a group: K and V, two heads of 64 bfloat16."""
+STATES = StateHits((0,))
+"""The cache group of the GDN layers, which vLLM puts first."""
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
     "max_model_len": 2048,
     "max_num_batched_tokens": STEP_TOKENS,
+    "prefix_cache_retention_interval": STEP_TOKENS,
+    "prefix_caching_hash_algo": "sha256_cbor",
 }
+"""vLLM keeps a state after each step, not only after a prompt's last full block."""
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -39,6 +46,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 LENGTHS = [BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1, 700, 1700]
 PROMPTS = [prompt(tokens) for tokens in LENGTHS]
 LONG = PROMPTS[-1]
+LONG_BLOCKS = len(LONG) // BLOCK
 
 
 def full(tokens: int) -> int:
@@ -114,6 +122,16 @@ def loaded(engine: StoredEngine, *prompts: list[int], **more: Any) -> list[Store
     return engine.answers(prompts, anew=True, **more)
 
 
+def names(tokens: list[int]) -> list[bytes]:
+    return BlockHasher("sha256_cbor", BLOCK)(tokens, "")
+
+
+def drop(machine: Machine, gone: list[bytes]) -> None:
+    """Drop blocks or states from DRAM."""
+    with machine.arena() as arena:
+        assert arena.discard(0, gone) == len(gone)
+
+
 def test_prompts_of_all_lengths_are_loaded(plain: StoredEngine, engine: StoredEngine) -> None:
     """Also those that end at a state's boundary, and those that have none."""
     answers = loaded(engine, *PROMPTS)
@@ -122,12 +140,22 @@ def test_prompts_of_all_lengths_are_loaded(plain: StoredEngine, engine: StoredEn
     assert engine.held_blocks() == 0
 
 
+def test_prompts_that_part_are_loaded_up_to_a_state_before(
+    plain: StoredEngine, engine: StoredEngine
+) -> None:
+    parts = (BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 4, 3 * BLOCK, 4 * BLOCK + 1)
+    others = [LONG[:part] + prompt(90, part) for part in parts]
+    answers = loaded(engine, *others)
+    assert [answer.cached for answer in answers] == [0, *[2 * BLOCK] * 3, 4 * BLOCK]
+    assert_same(answers, truths_of(plain, *others))
+
+
 def test_requests_with_one_prefix_at_once(plain: StoredEngine, engine: StoredEngine) -> None:
     new = [prompt(1000, 7) + prompt(n, 8) for n in (0, 1, 40, 64)]
     several = [LONG, LONG, LONG[: 4 * BLOCK] + prompt(50, 3), *new, *new]
     truths = truths_of(plain, *several)
     answers = loaded(engine, *several, together=True)
-    assert [answer.cached for answer in answers[:2]] == [full(len(LONG))] * 2
+    assert [answer.cached for answer in answers[:3]] == [*[full(len(LONG))] * 2, 4 * BLOCK]
     assert_most_agree(answers, truths)
     again = loaded(engine, *several, together=True)
     assert all(answer.cached >= 2 * BLOCK for answer in again)
@@ -148,6 +176,36 @@ def test_aborted_requests_leave_right_states(
     assert_same(loaded(engine, LONG), truths[:1])
     assert_most_agree(engine.answers([LONG, *new]), truths)
     assert_most_agree(loaded(engine, LONG, *new), truths)
+
+
+@pytest.mark.parametrize("gone", ["the last state", "a block of KV", "all states"])
+def test_a_hit_ends_where_either_is_missing(
+    machine: Machine, plain: StoredEngine, engine: StoredEngine, gone: str
+) -> None:
+    """In DRAM; without its node, the engine finds nothing else."""
+    blocks = names(LONG)
+    states = [STATES.name(block, 0) for block in blocks]
+    assert loaded(engine, LONG)[0].cached == full(len(LONG))
+    kept = [n for n, lacks in enumerate(lacking(machine, states), 1) if not lacks]
+    assert kept[-1] == LONG_BLOCKS and len(kept) > 1
+    hit = {"the last state": kept[-2], "a block of KV": kept[-2], "all states": 0}[gone]
+    dropped = {
+        "the last state": states[LONG_BLOCKS - 1 :],
+        "a block of KV": [blocks[kept[-2]]],
+        "all states": [states[n - 1] for n in kept],
+    }
+    machine.node.kill()
+    drop(machine, dropped[gone])
+    [answer] = loaded(engine, LONG)
+    assert answer.cached == hit * BLOCK
+    assert_same([answer], truths_of(plain, LONG))
+    machine.node.start()
+    assert_same(loaded(engine, LONG), truths_of(plain, LONG))
+
+
+def lacking(machine: Machine, asked: list[bytes]) -> list[bool]:
+    with machine.arena() as arena:
+        return [slot < 0 for slot in arena.lookup(0, asked).tolist()]
 
 
 def test_all_is_found_on_disk(machine: Machine, plain: StoredEngine, engine: StoredEngine) -> None:
