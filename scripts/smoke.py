@@ -94,7 +94,7 @@ def _check_files(app: Installed) -> None:
             sys.exit(f"error: the installed chart has no {file}")
     if not list((chart / "files" / "dashboards").glob("*.json")):
         sys.exit("error: the installed chart has no dashboards")
-    app.headrace("simulate", "--output", "report.json")
+    app.headrace("lab", "simulate", "--output", "report.json")
 
 
 def _check_app(app: Installed, endpoint: str) -> None:

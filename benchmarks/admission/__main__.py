@@ -4,7 +4,7 @@
 
 `--trace` is a file in Mooncake's form. There are 8 prefill and 8 decode engines. A request is good
 if it has its first token within 4 s and then a token each 50 ms on average. Load 1.0 is defined as
-in `headrace simulate`.
+in `headrace lab simulate`.
 
     load_L.goodput_with, _without        good requests a second
     load_L.goodput_with_vs_peak          over the maximum at any load up to this one
@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.admission import cost
 from benchmarks.admission.sweep import LOADS, Sweep
-from headrace.simulate.trace import read_trace
+from headrace_lab.simulate.trace import read_trace
 
 PARTS = ["loads", "share", "ablations", "cost"]
 

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from headrace.gateway.admission import admission_controller as admission
 from headrace.gateway.admission import capacity, queue_rates
 from headrace.gateway.admission.slo_classes import SloClass
-from headrace.simulate.best_case import capacity_rate
-from headrace.simulate.hardware import Hardware, prefill_s
-from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.outcome import GoodputTargets
-from headrace.simulate.run import SimulationRun, SimulationSettings, simulate
-from headrace.simulate.state import DONE
-from headrace.simulate.trace import Trace, Workload, scale_trace
-from headrace_lab.simulate.admission import Admitted, Tenancy, simulate_admitted
+from headrace_lab.simulate.best_case import capacity_rate
+from headrace_lab.simulate.hardware import Hardware, prefill_s
+from headrace_lab.simulate.headrace_policy import HeadracePolicy
+from headrace_lab.simulate.outcome import GoodputTargets
+from headrace_lab.simulate.run import SimulationRun, SimulationSettings, simulate
+from headrace_lab.simulate.scenarios.admission import Admitted, Tenancy, simulate_admitted
+from headrace_lab.simulate.state import DONE
+from headrace_lab.simulate.trace import Trace, Workload, scale_trace
 
 ENGINES = 8
 """Number of engines of each role."""

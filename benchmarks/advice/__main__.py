@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 
 from headrace.disaggregation import TrafficLoad, advise
-from headrace.simulate.best_case import capacity_rate
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.policy_catalog import find_policy
-from headrace.simulate.run import SimulationRun, SimulationSettings, simulate
-from headrace.simulate.trace import Trace, Workload, read_trace, scale_trace
 from headrace_engine.step_time import pairs_of
+from headrace_lab.simulate.best_case import capacity_rate
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.policy_catalog import find_policy
+from headrace_lab.simulate.run import SimulationRun, SimulationSettings, simulate
+from headrace_lab.simulate.trace import Trace, Workload, read_trace, scale_trace
 
 SECONDS, WARM_SHARE, SEED = 300.0, 0.5, 0
 LOADS = (0.3, 0.6, 0.9)

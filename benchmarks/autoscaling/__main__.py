@@ -2,10 +2,10 @@
 FILE]``.
 
 A day (`day`) is played on the simulated engines of `benchmarks.placement`, whose replicas start and
-go as a policy says (`headrace_lab.simulate.autoscaled_fleet`); requests are placed by the gateway's
-own code. Each policy must answer the same share of the day's requests in time: their first token
-within 2 s plus 0.1 ms a token of the prompt, and at most 50 ms a token after it on average. Of
-those settings of a policy that do, the one with the fewest GPU-seconds counts::
+go as a policy says (`headrace_lab.simulate.scenarios.autoscaled_fleet`); requests are placed by the
+gateway's own code. Each policy must answer the same share of the day's requests in time: their
+first token within 2 s plus 0.1 ms a token of the prompt, and at most 50 ms a token after it on
+average. Of those settings of a policy that do, the one with the fewest GPU-seconds counts::
 
     ours           the asked share, less while that keeps it, or more until it does
     static         every split of the fewest replicas of which one keeps it
@@ -36,16 +36,16 @@ from benchmarks.autoscaling.day import SHAPES, WARM_S, Day, day_of
 from benchmarks.autoscaling.scalers import Ours, QueueLength, Static
 from headrace.autoscaling.capacity import ReplicaBounds, Slo
 from headrace.autoscaling.decide import ReplicaCosts
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import GoodputTargets
-from headrace.simulate.run import SimulationSettings
-from headrace.simulate.trace import Trace, read_trace
-from headrace_lab.simulate.autoscaled_fleet import (
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.outcome import GoodputTargets
+from headrace_lab.simulate.run import SimulationSettings
+from headrace_lab.simulate.scenarios.autoscaled_fleet import (
     FleetObservation,
     FleetSettings,
     Scaler,
     simulate_autoscaled,
 )
+from headrace_lab.simulate.trace import Trace, read_trace
 
 MOST = 8
 BOUNDS = ReplicaBounds((0, MOST), (1, MOST))

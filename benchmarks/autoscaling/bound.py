@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.autoscaling.day import DAY_S, PLAYED, SHAPES, week
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.outcome import GoodputTargets
-from headrace.simulate.run import SimulationSettings, simulate
-from headrace.simulate.state import DONE
-from headrace.simulate.trace import Trace, read_trace, scale_trace
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.headrace_policy import HeadracePolicy
+from headrace_lab.simulate.outcome import GoodputTargets
+from headrace_lab.simulate.run import SimulationSettings, simulate
+from headrace_lab.simulate.state import DONE
+from headrace_lab.simulate.trace import Trace, read_trace, scale_trace
 
 Floats = NDArray[np.float64]
 Shares = dict[int, list[float]]

@@ -38,12 +38,12 @@ from headrace.autoscaling.capacity import ReplicaBounds, Slo
 from headrace.autoscaling.decide import ReplicaCosts, decide
 from headrace.autoscaling.forecast import BIN_S, RateForecast, RateForecaster
 from headrace.disaggregation import TrafficLoad
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.run import SimulationSettings, simulate
-from headrace.simulate.state import DONE
-from headrace.simulate.trace import Trace, read_trace, scale_trace
-from headrace_lab.simulate.autoscaled_fleet import FleetObservation, RoleObservation
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.headrace_policy import HeadracePolicy
+from headrace_lab.simulate.run import SimulationSettings, simulate
+from headrace_lab.simulate.scenarios.autoscaled_fleet import FleetObservation, RoleObservation
+from headrace_lab.simulate.state import DONE
+from headrace_lab.simulate.trace import Trace, read_trace, scale_trace
 
 Model = Callable[[float, int, int], float]
 """The share in time at a rate with so many replicas of each role."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.trace import Trace, Workload, scale_trace
+from headrace_lab.simulate.trace import Trace, Workload, scale_trace
 
 DAY_S = 86_400.0
 WARM_S = 3600.0

@@ -1,8 +1,8 @@
 """Placement of several routers: ``python -m benchmarks.placement [--trace FILE] [--json FILE]``.
 
-Plays a production trace on simulated engines (`headrace.simulate`; an 8B model on GPUs of the H100
-kind), once for each policy, load and seed, with the same requests at the same times. Every policy
-has the same view: exact prefixes, reports 5 times a second, its own requests in flight.
+Plays a production trace on simulated engines (`headrace_lab.simulate`; an 8B model on GPUs of the
+H100 kind), once for each policy, load and seed, with the same requests at the same times. Every
+policy has the same view: exact prefixes, reports 5 times a second, its own requests in flight.
 
 Load 1.0 is the rate at which the prefill engines would compute all the time if each block of KV
 were computed only once (`capacity_rate`).
@@ -29,12 +29,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.simulate import policy_catalog
-from headrace.simulate.best_case import capacity_rate
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import GoodputTargets, SimulationOutcome
-from headrace.simulate.run import SimulationSettings, simulate
-from headrace.simulate.trace import Trace, read_trace, scale_trace
+from headrace_lab.simulate import policy_catalog
+from headrace_lab.simulate.best_case import capacity_rate
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.outcome import GoodputTargets, SimulationOutcome
+from headrace_lab.simulate.run import SimulationSettings, simulate
+from headrace_lab.simulate.trace import Trace, read_trace, scale_trace
 
 TARGETS = GoodputTargets(ttft_s=2.0, ttft_token_s=1e-4, itl_s=0.05)
 HEADRACE_POLICIES = "headrace"

@@ -23,7 +23,7 @@ from benchmarks.routers.engine import Machine
 from benchmarks.routers.http import Exchange, serve
 from benchmarks.routers.replica import Replica
 from benchmarks.routers.told import REPORT_S, OurLine, VllmEvents
-from headrace.simulate.hardware import default_steps
+from headrace_lab.simulate.hardware import default_steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from benchmarks.routers.engine import Engine, Machine, Request
 from benchmarks.routers.words import VOCABULARY, text_of
-from headrace.simulate.trace import BLOCK_TOKENS, Trace, parse_trace, read_trace
 from headrace_kvstore.identity.prompt_hash import hash_prompt, root_hash
+from headrace_lab.simulate.trace import BLOCK_TOKENS, Trace, parse_trace, read_trace
 
 ROOT = root_hash("vllm-none-hash")
 """Root of the engines' block hashes."""

@@ -4,7 +4,7 @@
 
 Starts the app as `headrace up` does on two cores (one prefill and one decode engine), plays a part
 of a production trace on it, scaled down, and then has the simulator play the same requests at the
-same times, with the fits that the app tells in its status (as `headrace simulate --calibrate`).
+same times, with the fits that the app tells in its status (as `headrace lab simulate --calibrate`).
 
     simulated.ttft_mean_vs_real          mean over the slices of the ratio of mean TTFTs
     simulated.sliceN.ttft_mean_vs_real   of one slice; 1 is right
@@ -29,11 +29,11 @@ from benchmarks.serving.environment import environment
 from benchmarks.serving.load import Sample
 from benchmarks.serving.runner import say, start_all
 from benchmarks.simulated import work
-from headrace.simulate.calibration import calibrate_hardware
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.policy_catalog import find_policy
-from headrace.simulate.run import SimulationRun, SimulationSettings, simulate
-from headrace.simulate.trace import read_trace
+from headrace_lab.simulate.calibration import calibrate_hardware
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.policy_catalog import find_policy
+from headrace_lab.simulate.run import SimulationRun, SimulationSettings, simulate
+from headrace_lab.simulate.trace import read_trace
 
 WARM_REQUESTS, WARM_S = 12, 20.0
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from benchmarks.routers.work import ROOT, cut
 from benchmarks.serving.load import Sample, complete
-from headrace.simulate.trace import Trace, Workload
 from headrace_kvstore.identity.prompt_hash import hash_prompt
+from headrace_lab.simulate.trace import Trace, Workload
 
 FIRST_TOKEN_ID = 1000
 """Above the special tokens of a tokenizer."""

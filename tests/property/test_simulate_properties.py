@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.simulate import event_loop, known_blocks
-from headrace.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
-from headrace.simulate.hardware import Engine, Hardware, prefill_s
-from headrace.simulate.policy_catalog import find_policy, names
-from headrace.simulate.run import Failure, SimulationRun, SimulationSettings, simulate
-from headrace.simulate.state import DONE
-from headrace.simulate.trace import BLOCK_TOKENS, Trace, Workload
+from headrace_lab.simulate import event_loop, known_blocks
+from headrace_lab.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
+from headrace_lab.simulate.hardware import Engine, Hardware, prefill_s
+from headrace_lab.simulate.policy_catalog import find_policy, names
+from headrace_lab.simulate.run import Failure, SimulationRun, SimulationSettings, simulate
+from headrace_lab.simulate.state import DONE
+from headrace_lab.simulate.trace import BLOCK_TOKENS, Trace, Workload
 from tests.support.plain_engine import Request, play
 
 EASY = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

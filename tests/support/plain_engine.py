@@ -1,4 +1,4 @@
-"""One engine, step by step, as plainly as can be: what `headrace.simulate` must agree with.
+"""One engine, step by step, as plainly as can be: what `headrace_lab.simulate` must agree with.
 
 Every engine does both, there is one of it, and its node has no store.
 """

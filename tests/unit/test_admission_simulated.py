@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from headrace.gateway.admission.admission_controller import LATE
 from headrace.gateway.admission.slo_classes import SloClass
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.run import SimulationRun, SimulationSettings
-from headrace.simulate.state import DONE
-from headrace.simulate.trace import Trace, scale_trace
-from headrace_lab.simulate.admission import Admitted, Tenancy, simulate_admitted
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.headrace_policy import HeadracePolicy
+from headrace_lab.simulate.run import SimulationRun, SimulationSettings
+from headrace_lab.simulate.scenarios.admission import Admitted, Tenancy, simulate_admitted
+from headrace_lab.simulate.state import DONE
+from headrace_lab.simulate.trace import Trace, scale_trace
 
 QUICK = SloClass("quick", ttft_target_s=2.0, itl_target_s=0.05)
 BATCH = SloClass("batch", background=True, max_wait_s=600.0)

@@ -26,8 +26,8 @@ from headrace.autoscaling.replica_metrics import AGE_S, REQUESTS, decode_metrics
 from headrace.config import ConfigError, load_config, to_app_args
 from headrace.replica.planner import ReplicaPlanner
 from headrace.router import Geometry, Router, RouterSettings
-from headrace.simulate.hardware import default_steps
 from headrace_engine.meter import EngineMeter
+from headrace_lab.simulate.hardware import default_steps
 
 APP = "app"
 MANY = ["prefill.autoscaling.max_replicas=4", "decode.autoscaling.max_replicas=6"]

@@ -8,17 +8,17 @@ import pytest
 
 from benchmarks.autoscaling.scalers import QueueLength, Static
 from headrace.autoscaling.capacity import ReplicaBounds
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import GoodputTargets
-from headrace.simulate.run import SimulationRun, SimulationSettings
-from headrace.simulate.trace import Trace, Workload
-from headrace_lab.simulate.autoscaled_fleet import (
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.outcome import GoodputTargets
+from headrace_lab.simulate.run import SimulationRun, SimulationSettings
+from headrace_lab.simulate.scenarios.autoscaled_fleet import (
     Fleet,
     FleetObservation,
     FleetSettings,
     Scaler,
     simulate_autoscaled,
 )
+from headrace_lab.simulate.trace import Trace, Workload
 
 SECONDS = 600.0
 MOST = (2, 3)
@@ -109,7 +109,7 @@ def test_serves_queue_length_rule_follows_the_queue_after_its_delays() -> None:
     rule = QueueLength((2.0, 10.0), ReplicaBounds((1, 8), (1, 8)))
 
     def ask(at_s: float, ongoing: int, ready: int) -> int:
-        from headrace_lab.simulate.autoscaled_fleet import RoleObservation
+        from headrace_lab.simulate.scenarios.autoscaled_fleet import RoleObservation
 
         role = RoleObservation(ready, 0, 0, ongoing, 0.0)
         none = np.zeros(0, np.int64)

@@ -20,8 +20,8 @@ from benchmarks.routers.replica import Replica
 from benchmarks.routers.words import text_of, tokens_of
 from benchmarks.routers.work import capacity, cut, made_up, reachable
 from headrace.router.blocks.hashing import PromptKeys
-from headrace.simulate.hardware import default_steps
 from headrace_engine.step_time import StepTime, pairs_of
+from headrace_lab.simulate.hardware import default_steps
 
 MACHINE = Machine(default_steps(), blocks=64, block_tokens=4, step_tokens=16, most_requests=8)
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.simulated import work
-from headrace.simulate.trace import parse_trace
+from headrace_lab.simulate.trace import parse_trace
 from tests.unit.test_bench_load import DONE, event, server, streams, usage
 
 

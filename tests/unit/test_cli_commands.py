@@ -17,6 +17,7 @@ import pytest
 from headrace.cli import client, state
 from headrace.cli.arguments import completion
 from headrace.cli.main import main
+from headrace_lab.cli.simulate import complete_policies
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -45,7 +46,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "explain",
         "chat",
         "doctor",
-        "simulate",
+        "lab simulate",
         "version",
         "model",
         "model fetch",
@@ -113,7 +114,7 @@ def test_a_wrong_command_line_is_one_line_with_what_would_be_right(
     [
         (completion.presets, "gpu", ["gpu-cluster", "gpu-node"]),
         (completion.models, "smollm2-135", ["smollm2-135m-instruct"]),
-        (completion.simulated_policies, "dynamo", ["dynamo", "dynamo-conditional"]),
+        (complete_policies, "dynamo", ["dynamo", "dynamo-conditional"]),
         (completion.fields, "gateway.po", ["gateway.port="]),
         (completion.fields, "techniques.blending.mo", ["techniques.blending.mode="]),
     ],

@@ -1,4 +1,4 @@
-"""`headrace simulate`: the fits of a file or of a running app, the sample trace, the report."""
+"""`headrace lab simulate`: the fits of a file or of a running app, the sample trace, the report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from headrace.cli.console import CliError
 from headrace.cli.main import main
-from headrace.cli.simulate.command import _fits
 from headrace.config.key_file import hash_of
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.html_report import conclusion, page
-from headrace.simulate.outcome import GoodputTargets
-from headrace.simulate.policy_catalog import find_policy
-from headrace.simulate.run import SimulationRun, SimulationSettings, simulate
-from headrace.simulate.trace import read_trace, sample_trace, scale_trace
+from headrace_lab.cli.simulate.command import _fits
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.html_report import conclusion, page
+from headrace_lab.simulate.outcome import GoodputTargets
+from headrace_lab.simulate.policy_catalog import find_policy
+from headrace_lab.simulate.run import SimulationRun, SimulationSettings, simulate
+from headrace_lab.simulate.trace import read_trace, sample_trace, scale_trace
 from tests.unit.gateway_fakes import answer, gateway_over
 
 ROOT = {"admin_key_hash": hash_of(b"operator-key")}
@@ -49,7 +49,7 @@ def test_a_wrong_policy_is_refused_before_the_trace_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--trace", "no-such-file", "--policy", "round-robbin"])
+        main(["lab", "simulate", "--trace", "no-such-file", "--policy", "round-robbin"])
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert told == 'error: no policy is called "round-robbin"; did you mean "round-robin"?\n'

@@ -10,9 +10,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from headrace.simulate.calibration import CalibrationError, calibrate_hardware
-from headrace.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
-from headrace.simulate.hardware import (
+from headrace_engine.step_time import StepTime
+from headrace_lab.simulate.calibration import CalibrationError, calibrate_hardware
+from headrace_lab.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
+from headrace_lab.simulate.hardware import (
     Engine,
     Hardware,
     curve_of,
@@ -20,11 +21,11 @@ from headrace.simulate.hardware import (
     prefill_s,
     step_s,
 )
-from headrace.simulate.html_report import chart
-from headrace.simulate.outcome import GoodputTargets, gap_percentile
-from headrace.simulate.run import SimulationError, SimulationSettings, simulate
-from headrace.simulate.state import ITL_BINS
-from headrace.simulate.trace import (
+from headrace_lab.simulate.html_report import chart
+from headrace_lab.simulate.outcome import GoodputTargets, gap_percentile
+from headrace_lab.simulate.run import SimulationError, SimulationSettings, simulate
+from headrace_lab.simulate.state import ITL_BINS
+from headrace_lab.simulate.trace import (
     Trace,
     TraceError,
     Workload,
@@ -33,7 +34,6 @@ from headrace.simulate.trace import (
     scale_trace,
     with_block_size,
 )
-from headrace_engine.step_time import StepTime
 
 GOOD = {"timestamp": 0, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}
 

@@ -16,9 +16,9 @@ from random import Random
 
 import numpy as np
 
-from headrace.simulate.cluster_state import ClusterState, EnginePair, Floats, PromptRequest
-from headrace.simulate.hardware import prefill_s
-from headrace.simulate.policies import (
+from headrace_lab.simulate.cluster_state import ClusterState, EnginePair, Floats, PromptRequest
+from headrace_lab.simulate.hardware import prefill_s
+from headrace_lab.simulate.policies import (
     Indices,
     alive_engines,
     better_of_two,

@@ -29,7 +29,6 @@ from headrace.cli.configure.commands import config_app, load
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
 from headrace.cli.groups import corpus_app, keys_app, model_app, store_app
-from headrace.cli.simulate import simulate
 from headrace.config import ConfigError
 
 if TYPE_CHECKING:
@@ -340,9 +339,6 @@ def bench(context: typer.Context) -> None:
         )
     done = subprocess.run([sys.executable, "-m", "benchmarks.serving", *context.args], check=False)
     raise typer.Exit(done.returncode)
-
-
-app.command(rich_help_panel=TUNE)(simulate)
 
 
 @app.command(rich_help_panel=CONFIGURE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from importlib.metadata import entry_points
 
 from pydantic import BaseModel
 
@@ -31,15 +30,6 @@ def models(incomplete: str) -> list[str]:
     from headrace.model.registry import REGISTRY
 
     return _starting(incomplete, REGISTRY)
-
-
-def simulated_policies(incomplete: str) -> list[str]:
-    """Return the placement rules of `headrace simulate`."""
-    from headrace.placement_policies import COST, RULES
-
-    ours = {"headrace", "headrace-remote", "two-choices", *RULES} - {COST}
-    added = (point.name for point in entry_points(group="headrace.simulate.policies"))
-    return _starting(incomplete, {*ours, *added})
 
 
 def fields(incomplete: str) -> list[str]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.hardware import Hardware, StepCurve
-from headrace.simulate.state import State
+from headrace_lab.simulate.hardware import Hardware, StepCurve
+from headrace_lab.simulate.state import State
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

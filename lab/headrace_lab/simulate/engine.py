@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.simulate import block_pool
-from headrace.simulate.hardware import step_s
-from headrace.simulate.prefill_admission import curve_at
-from headrace.simulate.request_kv import (
+from headrace_lab.simulate import block_pool
+from headrace_lab.simulate.hardware import step_s
+from headrace_lab.simulate.prefill_admission import curve_at
+from headrace_lab.simulate.request_kv import (
     blocks_of,
     commit,
     release_blocks,
     take,
 )
-from headrace.simulate.scheduler import (
+from headrace_lab.simulate.scheduler import (
     admit_waiting,
     append_row,
     continue_prompts,
@@ -26,7 +26,7 @@ from headrace.simulate.scheduler import (
     push,
     steps_until_change,
 )
-from headrace.simulate.state import (
+from headrace_lab.simulate.state import (
     DECODING,
     DONE,
     FAR,

@@ -1,4 +1,4 @@
-"""`headrace simulate`: plays a trace on simulated engines with one or more placement policies."""
+"""`headrace lab simulate`: plays a trace on simulated engines with some placement policies."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rich.table import Table
 
 from headrace.cli import client, state
 from headrace.cli.console import CliError, stderr, stdout
-from headrace.simulate.best_case import capacity_rate
-from headrace.simulate.calibration import CalibrationError, calibrate_hardware
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.html_report import ROWS, page
-from headrace.simulate.outcome import GoodputTargets, SimulationOutcome
-from headrace.simulate.policy_catalog import find_policy
-from headrace.simulate.run import (
+from headrace_lab.simulate.best_case import capacity_rate
+from headrace_lab.simulate.calibration import CalibrationError, calibrate_hardware
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.html_report import ROWS, page
+from headrace_lab.simulate.outcome import GoodputTargets, SimulationOutcome
+from headrace_lab.simulate.policy_catalog import find_policy
+from headrace_lab.simulate.run import (
     Failure,
     SimulationError,
     SimulationRun,
     SimulationSettings,
     simulate,
 )
-from headrace.simulate.trace import (
+from headrace_lab.simulate.trace import (
     TraceError,
     read_trace,
     sample_trace,

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.trace import BLOCK_TOKENS
 from headrace_engine.step_time import KNOTS, StepTime
 from headrace_kvstore.numba_jit import jit
+from headrace_lab.simulate.trace import BLOCK_TOKENS
 
 _WEIGHTS_S, _OVERHEAD_S, _TOKEN_S = 0.0060, 0.0020, 30e-6
 _CONTEXT_S, _PAIR_S = 49e-9, 1.2e-9

@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate import event_loop
-from headrace.simulate.best_case import best_case
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.outcome import first_token_seconds, measure_outcome
-from headrace.simulate.run import Simulation, SimulationRun, SimulationSettings, check
-from headrace.simulate.state import DONE, NEW
-from headrace.simulate.trace import Workload
+from headrace_lab.simulate import event_loop
+from headrace_lab.simulate.best_case import best_case
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.headrace_policy import HeadracePolicy
+from headrace_lab.simulate.outcome import first_token_seconds, measure_outcome
+from headrace_lab.simulate.run import Simulation, SimulationRun, SimulationSettings, check
+from headrace_lab.simulate.state import DONE, NEW
+from headrace_lab.simulate.trace import Workload
 
 RETRY_S = 0.2
 """Seconds after which a request that no decode engine could take is placed again."""

@@ -1,15 +1,22 @@
-"""`headrace simulate`: its options. `command` carries it out."""
+"""`headrace lab simulate`: its options. `command` carries it out."""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headrace.cli.arguments import completion
 from headrace.cli.arguments.options import JsonOption
 from headrace.placement_policies import COST, RULES
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """Return the placement rules whose names begin so, for a shell."""
+    ours = {"headrace", "headrace-remote", "two-choices", *RULES} - {COST}
+    added = (point.name for point in entry_points(group="headrace.simulate.policies"))
+    return sorted(name for name in {*ours, *added} if name.startswith(incomplete))
 
 
 def simulate(
@@ -33,7 +40,7 @@ def simulate(
             f"{', '.join(name for name in RULES if name != COST)}, two-choices, or one that a "
             "package adds: ray, dynamo, dynamo-conditional, llm-d, mooncake, sglang or aibrix. "
             "Can be repeated.",
-            autocompletion=completion.simulated_policies,
+            autocompletion=complete_policies,
         ),
     ] = None,
     load: Annotated[
@@ -92,7 +99,7 @@ def simulate(
 
     Runs the gateway's own placement code. Needs no GPU and no running app.
     """
-    from headrace.cli.simulate import command
+    from headrace_lab.cli.simulate import command
 
     options = command.SimulateOptions(
         trace=trace,

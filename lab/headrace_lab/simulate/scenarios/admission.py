@@ -32,14 +32,14 @@ from headrace.gateway.admission.admission_queue import (
 )
 from headrace.gateway.admission.capacity import Capacity, compute_capacity
 from headrace.gateway.admission.slo_classes import DEFAULT, SloClass
-from headrace.simulate.best_case import best_case
-from headrace.simulate.cluster_state import EnginePair, PromptRequest
-from headrace.simulate.hardware import Engine, Hardware, prefill_s
-from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.outcome import first_token_seconds, measure_outcome
-from headrace.simulate.run import Simulation, SimulationRun, SimulationSettings, check
-from headrace.simulate.state import DONE, NEW
-from headrace.simulate.trace import Workload
+from headrace_lab.simulate.best_case import best_case
+from headrace_lab.simulate.cluster_state import EnginePair, PromptRequest
+from headrace_lab.simulate.hardware import Engine, Hardware, prefill_s
+from headrace_lab.simulate.headrace_policy import HeadracePolicy
+from headrace_lab.simulate.outcome import first_token_seconds, measure_outcome
+from headrace_lab.simulate.run import Simulation, SimulationRun, SimulationSettings, check
+from headrace_lab.simulate.state import DONE, NEW
+from headrace_lab.simulate.trace import Workload
 
 _PROMPT_TOKENS, _GAIN = 2048.0, 0.05
 

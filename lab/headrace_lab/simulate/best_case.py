@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.hardware import Hardware, StepCurve, prefill_s
-from headrace.simulate.trace import Trace, Workload, scale_trace
 from headrace_kvstore.numba_jit import jit
+from headrace_lab.simulate.hardware import Hardware, StepCurve, prefill_s
+from headrace_lab.simulate.trace import Trace, Workload, scale_trace
 
 _COPIES = 8.0
 """Number of copies of the trace, each from a random position, that estimate its mean work."""

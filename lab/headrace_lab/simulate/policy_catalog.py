@@ -14,8 +14,8 @@ from headrace.config.checks.messages import did_you_mean
 from headrace.placement_policies import COST
 from headrace.router.placement.policies import policy_names as placement_policies
 from headrace.router.plan import RouterSettings
-from headrace.simulate.headrace_policy import HeadracePolicy
-from headrace.simulate.policies import BUILTIN_POLICIES, Policy
+from headrace_lab.simulate.headrace_policy import HeadracePolicy
+from headrace_lab.simulate.policies import BUILTIN_POLICIES, Policy
 
 GROUP = "headrace.simulate.policies"
 HEADRACE_POLICIES: Mapping[str, RouterSettings] = {

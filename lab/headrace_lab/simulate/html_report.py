@@ -9,8 +9,8 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.outcome import GoodputTargets, SimulationOutcome
-from headrace.simulate.run import SimulationRun
+from headrace_lab.simulate.outcome import GoodputTargets, SimulationOutcome
+from headrace_lab.simulate.run import SimulationRun
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000", "#777")
 """Colours that colour-blind people can tell apart (Okabe and Ito); the dashes differ, too."""

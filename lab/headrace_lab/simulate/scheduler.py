@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from headrace.simulate import block_pool
-from headrace.simulate.hardware import prefill_s
-from headrace.simulate.prefill_admission import curve_at, may_share_step
-from headrace.simulate.request_kv import (
+from headrace_lab.simulate import block_pool
+from headrace_lab.simulate.hardware import prefill_s
+from headrace_lab.simulate.prefill_admission import curve_at, may_share_step
+from headrace_lab.simulate.request_kv import (
     blocks_of,
     fits,
     hold,
@@ -26,7 +26,7 @@ from headrace.simulate.request_kv import (
     release_blocks,
     take,
 )
-from headrace.simulate.state import (
+from headrace_lab.simulate.state import (
     CHUNKS,
     COMPUTING_D,
     COMPUTING_P,

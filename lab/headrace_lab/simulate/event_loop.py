@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from headrace.simulate import block_pool
-from headrace.simulate.engine import finish, nudge
-from headrace.simulate.prefill_admission import wait_for_admission
-from headrace.simulate.request_kv import blocks_of, clear_cache, commit, match, release_blocks
-from headrace.simulate.scheduler import enqueue, expect
-from headrace.simulate.state import (
+from headrace_kvstore.numba_jit import jit
+from headrace_lab.simulate import block_pool
+from headrace_lab.simulate.engine import finish, nudge
+from headrace_lab.simulate.prefill_admission import wait_for_admission
+from headrace_lab.simulate.request_kv import blocks_of, clear_cache, commit, match, release_blocks
+from headrace_lab.simulate.scheduler import enqueue, expect
+from headrace_lab.simulate.state import (
     COMPUTING_P,
     DECODING,
     DONE,
@@ -25,7 +26,6 @@ from headrace.simulate.state import (
     QUEUED_P,
     State,
 )
-from headrace_kvstore.numba_jit import jit
 
 inner = block_pool.inner
 _LOG_LEFT = LOG_ROWS // 2

@@ -9,10 +9,10 @@ engine pass.
 
 from __future__ import annotations
 
-from headrace.simulate import block_pool
-from headrace.simulate.hardware import StepCurve, step_s
-from headrace.simulate.request_kv import match
-from headrace.simulate.state import State
+from headrace_lab.simulate import block_pool
+from headrace_lab.simulate.hardware import StepCurve, step_s
+from headrace_lab.simulate.request_kv import match
+from headrace_lab.simulate.state import State
 
 inner = block_pool.inner
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.simulate.hardware import Engine, Hardware
 from headrace_engine.step_time import StepTime
+from headrace_lab.simulate.hardware import Engine, Hardware
 
 _SIDES = "prefill", "decode"
 

@@ -67,7 +67,7 @@ class Trace:
 
 def sample_trace() -> Path:
     """Return the trace that comes with Headrace: 370 requests of a production chat service."""
-    return Path(str(files("headrace.simulate") / "traces" / "sample.jsonl"))
+    return Path(str(files("headrace_lab.simulate") / "traces" / "sample.jsonl"))
 
 
 def read_trace(path: Path) -> Trace:

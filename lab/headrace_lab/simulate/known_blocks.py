@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate import block_pool
-from headrace.simulate.block_pool import Caches, new_caches
-from headrace.simulate.request_kv import CLEARED
-from headrace.simulate.state import LOG_ROWS, Events, State
 from headrace_kvstore.numba_jit import jit
+from headrace_lab.simulate import block_pool
+from headrace_lab.simulate.block_pool import Caches, new_caches
+from headrace_lab.simulate.request_kv import CLEARED
+from headrace_lab.simulate.state import LOG_ROWS, Events, State
 
 find, add, drop, inner = block_pool.find, block_pool.add, block_pool.drop, block_pool.inner
 

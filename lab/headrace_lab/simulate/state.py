@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.block_pool import Caches, new_caches
-from headrace.simulate.hardware import Hardware, StepCurve
-from headrace.simulate.trace import Workload
+from headrace_lab.simulate.block_pool import Caches, new_caches
+from headrace_lab.simulate.hardware import Hardware, StepCurve
+from headrace_lab.simulate.trace import Workload
 
 NEW, QUEUED_P, COMPUTING_P, HANDOVER, QUEUED_D, MOVING, COMPUTING_D, DECODING, DONE, LOST = range(
     10

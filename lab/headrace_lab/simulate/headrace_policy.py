@@ -19,16 +19,16 @@ from headrace.router.placement.policies import make_policy
 from headrace.router.placement.pricing import queue_s
 from headrace.router.placement.request import PlacementRequest
 from headrace.router.plan import RouterSettings
-from headrace.simulate.cluster_state import (
+from headrace_kvstore.lookup.availability import DRAM, AvailableRun
+from headrace_kvstore.numba_jit import jit
+from headrace_lab.simulate.cluster_state import (
     ClusterState,
     EnginePair,
     EngineReports,
     PromptRequest,
     ReportQueue,
 )
-from headrace.simulate.hardware import Engine
-from headrace_kvstore.lookup.availability import DRAM, AvailableRun
-from headrace_kvstore.numba_jit import jit
+from headrace_lab.simulate.hardware import Engine
 
 
 class HeadracePolicy:

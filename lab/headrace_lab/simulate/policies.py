@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
+from headrace_lab.simulate.cluster_state import ClusterState, EnginePair, PromptRequest
 
 Policy = Callable[[ClusterState, PromptRequest, Random], EnginePair]
 Indices = NDArray[np.int64]

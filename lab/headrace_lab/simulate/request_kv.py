@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.simulate import block_pool
-from headrace.simulate.state import LOG_ROWS, State
 from headrace_kvstore.numba_jit import jit
+from headrace_lab.simulate import block_pool
+from headrace_lab.simulate.state import LOG_ROWS, State
 
 inner = block_pool.inner
 

@@ -11,9 +11,9 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate import event_loop, known_blocks
-from headrace.simulate.best_case import best_case
-from headrace.simulate.cluster_state import (
+from headrace_lab.simulate import event_loop, known_blocks
+from headrace_lab.simulate.best_case import best_case
+from headrace_lab.simulate.cluster_state import (
     ClusterState,
     EnginePair,
     PromptRequest,
@@ -21,17 +21,17 @@ from headrace.simulate.cluster_state import (
     read_reports,
     record_sent,
 )
-from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import (
+from headrace_lab.simulate.hardware import Hardware
+from headrace_lab.simulate.outcome import (
     GoodputTargets,
     SimulationOutcome,
     first_token_seconds,
     measure_outcome,
 )
-from headrace.simulate.policies import Policy
-from headrace.simulate.request_kv import pairs_between
-from headrace.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
-from headrace.simulate.trace import Workload
+from headrace_lab.simulate.policies import Policy
+from headrace_lab.simulate.request_kv import pairs_between
+from headrace_lab.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
+from headrace_lab.simulate.trace import Workload
 
 _AHEAD_BLOCKS = 1 << 16
 TIMELINE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.state import DONE, ITL_GROWTH, ITL_LEAST_S, State
+from headrace_lab.simulate.state import DONE, ITL_GROWTH, ITL_LEAST_S, State
 
 
 @dataclass(frozen=True, slots=True)
