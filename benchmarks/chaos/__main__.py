@@ -2,20 +2,17 @@
 
     python -m benchmarks.chaos [--rounds 3] [--json FILE]
     python -m benchmarks.chaos --cluster
-    python -m benchmarks.chaos --direct
     python -m benchmarks.chaos --products --rounds 20 [--json FILE]
 
 Starts the laptop's app, or a cluster of two gateways, two prefill and three decode replicas of a
-tiny model, or one prefill and two decode replicas of that model without a gateway, and streams
-greedy answers without pause, by clients that resume their streams. Every fault of `faults` happens
-`--rounds` times, in an order drawn by `--seed`. The next fault happens when all processes run
-again. Each answer is compared with that of the undisturbed app.
+tiny model, and streams greedy answers without pause, by clients that resume their streams. Every
+fault of `faults` happens `--rounds` times, in an order drawn by `--seed`. The next fault happens
+when all processes run again. Each answer is compared with that of the undisturbed app.
 
     lost                        answers that ended with an error, or not at all
     wrong_or_repeated_tokens    answers whose tokens are not those of the undisturbed app
     hung                        of the lost ones: those that took longer than four minutes
-    replay.streams              streams that were cut and resumed; with --direct all at that
-                                moment, since no answer names its replica
+    replay.streams              streams that were cut and resumed
     replay.gap_ms_p50, _max     the longest silence that the client of such a stream saw
     FAULT.gap_ms_p50, _max      the same by fault; for faults that cut no stream, over all streams
                                 during the fault
@@ -52,8 +49,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.chaos.apps import App, cluster, direct, laptop, products
-from benchmarks.chaos.faults import BY_REPLICA, FAULTS, OF_CLUSTERS, WITHOUT_GATEWAY
+from benchmarks.chaos.apps import App, cluster, laptop, products
+from benchmarks.chaos.faults import BY_REPLICA, FAULTS, OF_CLUSTERS
 from benchmarks.chaos.kv_faults import KV_FAULTS
 from benchmarks.chaos.products import LOST, run_products
 from benchmarks.chaos.streams import Load, Seen, ask, tokens_per_s
@@ -78,7 +75,6 @@ def main() -> int:
     parser.add_argument("--faults", help="which ones; all that the app can have by default")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--cluster", action="store_true", help="see above")
-    which.add_argument("--direct", action="store_true", help="see above")
     which.add_argument("--products", action="store_true", help="see above")
     parser.add_argument("--model", help="of the laptop's app: a folder, a known name or a hub id")
     parser.add_argument("--seed", type=int, default=0)
@@ -86,8 +82,6 @@ def main() -> int:
     options = parser.parse_args()
     options.tokens = options.tokens or (1000 if options.products else 300)
     possible = [fault for fault in FAULTS if options.cluster or fault not in OF_CLUSTERS]
-    if options.direct:
-        possible = [fault for fault in FAULTS if fault in WITHOUT_GATEWAY]
     if options.products:
         possible = [*LOST, *KV_FAULTS]
     chosen = options.faults.split(",") if options.faults else possible
@@ -115,8 +109,6 @@ def prompts_of(clients: int) -> list[str]:
 
 def broken_app(options: argparse.Namespace) -> AbstractContextManager[App]:
     """Return the app that the command line names."""
-    if options.direct:
-        return direct()
     return cluster() if options.cluster else laptop(options.model)
 
 
@@ -127,7 +119,7 @@ def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, A
     truth = [ask(*asked, n, options.tokens) for n in range(options.clients)]
     drawn = faults * options.rounds
     rng.shuffle(drawn)
-    load = Load(*asked, options.clients, options.tokens, app.tries)
+    load = Load(*asked, options.clients, options.tokens)
     recovered: list[float] = []
     hit: list[Hit] = []
     about, told = machine(), 0

@@ -1,5 +1,4 @@
-"""The apps that are broken: the laptop's, one without a gateway, or a cluster's as Serve deploys
-it."""
+"""The apps that are broken: the laptop's, or a cluster's as Serve deploys it."""
 
 from __future__ import annotations
 
@@ -19,13 +18,8 @@ from benchmarks.instance import headrace
 from headrace.cli import state
 from tests.support import compiled, run
 from tests.support.served import MODEL, ServedApp, free_port, tiny_args
-from tests.support.tiny import tiny_llama
 
 BACK_S = 240.0
-HARD_STOP_S = 5
-"""Seconds after which HAProxy, on the path `direct`, ends streams when replicas start or stop;
-streams take longer."""
-
 GRACE_S = 4.0
 """Grace period of a drained decode replica: streams must take longer, so that they are cut."""
 COLD_S = 5.0
@@ -42,9 +36,6 @@ class App:
         replicas: wanted number of replicas of each role.
         gateways: wanted number of gateways.
         served: changes the deployments of Serve; None if they do not change.
-
-    Attributes:
-        tries: maximum number of attempts for a request that has no answer yet.
     """
 
     def __init__(
@@ -57,7 +48,6 @@ class App:
     ) -> None:
         self.url, self.model, self.replicas, self.gateways = url, model, replicas, gateways
         self.served = served
-        self.tries = 1
 
     def status(self) -> Status:
         """Return the status document; retry while processes start and stop."""
@@ -105,79 +95,6 @@ def is_engine(process: psutil.Process) -> bool:
         return "EngineCore" in " ".join(process.cmdline() or [process.name()])
     except psutil.NoSuchProcess:
         return False
-
-
-def has_engine(process: psutil.Process) -> bool:
-    """Return whether a replica has its engine."""
-    try:
-        return any(is_engine(child) for child in process.children(recursive=True))
-    except psutil.NoSuchProcess:
-        return False
-
-
-class DirectApp(App):
-    """An app without a gateway: what runs is read off the machine's processes.
-
-    Args:
-        app: its name in Serve.
-    """
-
-    def __init__(self, url: str, model: str, replicas: dict[str, int], app: str) -> None:
-        super().__init__(url, model, replicas, 0)
-        self.tries = 3  # as OpenAI's client, while there is no answer
-        self._prefix = f"ray::ServeReplica:{app}:"
-
-    def status(self) -> Status:
-        """`replicas` alone: those that have started, have their engine, and are not stopped."""
-        replicas = []
-        for process in psutil.process_iter(["name", "status"]):
-            name = str(process.info["name"])
-            role, _, busy_with = name.removeprefix(self._prefix).partition(".")
-            ours = name.startswith(self._prefix) and role in self.replicas
-            if not ours or busy_with.startswith("initialize"):
-                continue
-            runs = process.info["status"] != psutil.STATUS_STOPPED
-            if runs and has_engine(process):
-                told = {"role": role, "pid": process.pid, "replica_id": str(process.pid)}
-                replicas.append(told)
-        return {"replicas": replicas}
-
-    def wait_whole(self, gone: str) -> float:
-        """Do the same as `App.wait_whole`."""
-        began = time.monotonic()
-        while time.monotonic() - began < BACK_S:
-            time.sleep(1.0)
-            there = [each for each in self.status()["replicas"] if each["replica_id"] != gone]
-            if dict(Counter(str(each["role"]) for each in there)) == self.replicas:
-                return time.monotonic() - began
-        raise RuntimeError(f"not all came back within {BACK_S:g} s: {self.status()}")
-
-
-@contextlib.contextmanager
-def direct() -> Iterator[App]:
-    """One prefill and two decode replicas of a random tiny model behind HAProxy."""
-    name = f"chaos-{uuid.uuid4().hex[:6]}"
-    sets = {
-        "token_path": "direct",
-        "model.id": MODEL,
-        "model.source": tiny_llama(),
-        "model.max_model_len": 4096,
-        "decode.replicas": 2,
-        "decode.engine.dtype": "float32",
-        "prefill.engine.dtype": "float32",
-        "gateway.port": 0,
-        "gateway.insecure": "true",  # HAProxy listens on all interfaces
-        "gateway.request_timeout_s": HARD_STOP_S,
-    }
-    try:
-        headrace("up", "--detach", "--name", name, *(f"--set={k}={v}" for k, v in sets.items()))
-        instance = state.load(name)
-        if instance is None:
-            raise RuntimeError("headrace up left no state file")
-        replicas = {"prefill": 1, "decode": 2}
-        yield DirectApp(instance.endpoint, instance.model, replicas, instance.app)
-    finally:
-        headrace("down", "--name", name, check=False)
 
 
 @contextlib.contextmanager

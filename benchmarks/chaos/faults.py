@@ -196,7 +196,5 @@ FAULTS: dict[str, Callable[[App, int], str]] = {
 it hit one. The number picks which."""
 BY_REPLICA = frozenset({"kill_decode", "kill_engine", "stop_decode"})
 """Faults that cut the streams of the replica that they hit."""
-WITHOUT_GATEWAY = BY_REPLICA | {"kill_prefill"}
-"""Faults that do not need a gateway's status."""
 OF_CLUSTERS = frozenset({"kill_gateway", "drain", "redeploy"})
 """Faults that need several replicas and gateways."""

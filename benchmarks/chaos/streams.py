@@ -79,23 +79,16 @@ def ask(
     which: int,
     tokens: int,
     into: list[Seen] | None = None,
-    tries: int = 1,
 ) -> Seen:
     """Stream one answer to its end, over as many gateways as it takes.
 
     Args:
         into: gets it at once.
-        tries: of a request that breaks, or is answered 500 and more, while it has no answer.
     """
     seen = Seen(which, time.monotonic())
     if into is not None:
         into.append(seen)
-    body, headers = body_of(model, prompts[which], tokens), headers_of()
-    for left in reversed(range(tries)):
-        _stream(seen, f"{url}/v1/completions", body, headers)
-        if not left or seen.came_s or not seen.why.startswith(("5", *BREAKS)):
-            break
-        time.sleep(PAUSE_S)
+    _stream(seen, f"{url}/v1/completions", body_of(model, prompts[which], tokens), headers_of())
     seen.over = True
     return seen
 
@@ -153,10 +146,9 @@ class Load:
         prompts: Sequence[str],
         clients: int,
         tokens: int,
-        tries: int = 1,
     ) -> None:
         self.seen: list[Seen] = []
-        self._ask = lambda which: ask(url, model, prompts, which, tokens, self.seen, tries)
+        self._ask = lambda which: ask(url, model, prompts, which, tokens, self.seen)
         self._prompts, self._over = len(prompts), threading.Event()
         self._threads = [
             threading.Thread(target=self._client, args=(number,), daemon=True)

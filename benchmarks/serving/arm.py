@@ -106,18 +106,14 @@ def _keep_running(
 
 def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading.Event) -> None:
     """Headrace, or Ray's own P/D app, on a private Ray node that lives in `temp_dir`."""
-    environment = {}
-    if config.token_path == "direct":
-        environment = cluster.direct_environment(temp_dir, config.gateway.request_timeout_s)
     # Ray reads these when it is imported, which only `driver` does.
-    os.environ.update(environment | cluster.auth_environment(temp_dir))
+    os.environ.update(cluster.auth_environment(temp_dir))
     os.environ.pop("RAY_ADDRESS", None)
     spec = cluster.NodeSpec(
         name=f"bench-{kind}",
         num_cpus=max(4, os.cpu_count() or 1),
         object_store_bytes=config.ray.object_store_bytes,
         dashboard=False,
-        environment=environment,
     )
     node = cluster.start(spec, temp_dir)
     from headrace.cli import deploy, driver, state
@@ -125,9 +121,9 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
     try:
         node = cluster.ensure(node, spec)
         driver.connect(node.address)
-        relayed = kind in ("headrace", "paced") and config.token_path == "relay"
-        http = None if relayed else ("127.0.0.1", int(config.gateway.port or 0))
-        driver.run(_application(kind, config), APP, http)
+        if kind == "ray_pd":
+            _start_proxy(int(config.gateway.port or 0))
+        driver.run(_application(kind, config), APP)
         deadline = time.monotonic() + START_TIMEOUT_S
         for now in driver.follow(APP):
             if stop.is_set():
@@ -146,6 +142,13 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
         cluster.stop(node.matcher())
 
 
+def _start_proxy(port: int) -> None:
+    """Start Serve with its own proxy, through which requests reach Ray's app."""
+    from ray import serve
+
+    serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
+
+
 def _application(kind: str, config: HeadraceConfig) -> Any:
     """Return the Serve application that the arm measures."""
     args = to_app_args(config)
@@ -153,10 +156,6 @@ def _application(kind: str, config: HeadraceConfig) -> Any:
         from headrace.app import build_app
 
         return build_app(args)
-    if kind == "paced":
-        from benchmarks.serving.paced import build_paced_app
-
-        return build_paced_app(config)
     from ray.serve.llm import build_pd_openai_app
 
     del args["headrace"]
@@ -180,10 +179,9 @@ def _follow_parent(parent: int, stop: threading.Event) -> None:
 def main() -> None:
     """Serve until SIGTERM, or until the process that started this one ends."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.arm")
-    parser.add_argument("kind", choices=("vllm", "vllm_x2", "ray_pd", "headrace", "paced"))
+    parser.add_argument("kind", choices=("vllm", "vllm_x2", "ray_pd", "headrace"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--token-path", choices=("relay", "direct", "classic"), default="relay")
     parser.add_argument("--policy", choices=("cost", "local", "remote"), default="cost")
     parser.add_argument("--decode", type=int, default=1, help="decode replicas")
     parser.add_argument("--folder", type=Path, required=True, help="the arm's own, short, empty")
@@ -192,7 +190,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_follow_parent, args=(os.getppid(), stop), daemon=True).start()
-    config = settings(args.model, args.port, args.token_path, args.policy, args.decode)
+    config = settings(args.model, args.port, args.policy, args.decode)
     if args.kind == "vllm":
         serve_vllm(config, stop)
     elif args.kind == "vllm_x2":

@@ -38,15 +38,12 @@ class ArmError(RuntimeError):
     """An arm did not start; the text ends with its last words."""
 
 
-def settings(
-    model: str, port: int, token_path: str = "relay", policy: str = "cost", decodes: int = 1
-) -> HeadraceConfig:
+def settings(model: str, port: int, policy: str = "cost", decodes: int = 1) -> HeadraceConfig:
     """Return the configuration that all arms take their engine settings from.
 
     Args:
         model: a model folder or a hub id.
         port: where the arm's endpoint listens.
-        token_path: of Headrace.
         policy: of Headrace's router.
         decodes: decode replicas.
     """
@@ -57,8 +54,6 @@ def settings(
         "decode.replicas": decodes,
         "gateway.port": port,
         "ray.dashboard": False,
-        "token_path": token_path,
-        "gateway.insecure": token_path == "direct",
         "router.policy": policy,
     }
     return load_config(None, "laptop", [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
@@ -69,10 +64,8 @@ class Arm:
 
     Args:
         name: its name in tables.
-        kind: `vllm`, `vllm_x2` (two behind HAProxy), `ray_pd`, `headrace` or `paced`
-            (`benchmarks.serving.paced`).
+        kind: `vllm`, `vllm_x2` (two behind HAProxy), `ray_pd` or `headrace`.
         model: a model folder or a hub id.
-        token_path: of Headrace.
         policy: of Headrace's router.
         decodes: decode replicas, for the kinds that have any.
     """
@@ -82,11 +75,10 @@ class Arm:
         name: str,
         kind: str,
         model: str,
-        token_path: str = "relay",
         policy: str = "cost",
         decodes: int = 1,
     ) -> None:
-        self.name, self.kind, self.token_path = name, kind, token_path
+        self.name, self.kind = name, kind
         self.port = cluster.free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.started_s = 0.0
@@ -100,7 +92,7 @@ class Arm:
         """Start the process; returns at once."""
         command = [sys.executable, "-m", "benchmarks.serving.arm", self.kind]
         command += ["--model", self._model, "--port", str(self.port)]
-        command += ["--policy", self._policy, "--token-path", self.token_path]
+        command += ["--policy", self._policy]
         command += ["--folder", str(self._folder), "--decode", str(self._decodes)]
         self._matcher.shm_before = shm_names()
         self._began = time.monotonic()

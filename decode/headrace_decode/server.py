@@ -1,9 +1,8 @@
 """The decode replica, which answers clients over its own HTTP port and carries out their plans.
 
 It runs vLLM's own OpenAI application around an engine that plans (`llm.planned_llm`), so
-answers are byte for byte vLLM's. Requests arrive in three ways: over the gateway's byte relay to
-this replica's port, over Ray's direct streaming (HAProxy to Ray's port of the replica), and as
-Ray's classic actor calls. All of them reach the same engine.
+answers are byte for byte vLLM's. Requests arrive over the gateway's byte relay to this replica's
+port.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from headrace_decode.planning.orchestrator import Orchestrator
 from headrace_decode.rendering.keys import BlockKeysRoute
 from headrace_decode.rendering.prompt_renderer import keys_route
 from headrace_decode.resume.recorder import RecordingMiddleware
-from headrace_decode.resume.resume_middleware import ResumeMiddleware
 from headrace_decode.speculative.corpus_loader import CorpusLoader
 from headrace_decode.speculative.report_poller import poll_reports
 from headrace_decode.warmup.prefill_calibration import (
@@ -72,7 +70,6 @@ from headrace_engine.store_nodes.manager import join_store
 from headrace_engine.supervise import supervise
 from headrace_engine.vllm.engine import engine_facts, engine_progress, make_prefill_admission
 from headrace_engine.vllm.kv_cache import block_hasher
-from headrace_engine.vllm.openai_app import add_middleware
 from headrace_kvstore.protocol.address import base_url
 
 logger = logging.getLogger("headrace.decode")
@@ -115,8 +112,7 @@ class DecodeServer(PDDecodeServer):
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
         without_responses_store()
-        if wiring.listen is not None:
-            refuse_api_key(os.environ)
+        refuse_api_key(os.environ)
         await super().__init__(
             llm_config,
             prefill_server=prefill_server,
@@ -153,15 +149,14 @@ class DecodeServer(PDDecodeServer):
         await self._apply_overrides()
         self._start("apply settings overrides", self._poll_overrides)
         freeze_startup_heap()
-        if wiring.listen is not None:
-            engine = self.engine
-            progress = partial(engine_progress, engine.vllm_config, engine.meter, engine.llm)
-            app_with_health = EngineHealth(RecordingMiddleware(app), progress)
-            self._port = InFlight(app_with_health, max_ongoing_requests)
-            guarded = InternalPort(self._with_keys(self._port), self._token)
-            watched = self._stall.wrap(guarded)
-            self._listener = await wiring.listen(watched, get_node_ip_address(), 0)
-            self._reporting = self._open_reporting()
+        engine = self.engine
+        progress = partial(engine_progress, engine.vllm_config, engine.meter, engine.llm)
+        app_with_health = EngineHealth(RecordingMiddleware(app), progress)
+        self._port = InFlight(app_with_health, max_ongoing_requests)
+        guarded = InternalPort(self._with_keys(self._port), self._token)
+        watched = self._stall.wrap(guarded)
+        self._listener = await wiring.listen(watched, get_node_ip_address(), 0)
+        self._reporting = self._open_reporting()
         self._start("warm the system prompts", self._warm_system_prompts, restarts=False)
         if (ready := start_ready_file(self.check_health)) is not None:
             self._tasks.append(ready)
@@ -188,11 +183,7 @@ class DecodeServer(PDDecodeServer):
         keep_public_routes(app)
         if self._adapters is not None:
             self._adapters.attach(app)
-        engine, died = self.engine, lambda: bool(self.engine.llm.errored)
-        add_api_layer(app, engine.parsers.why_no_tools, died)
-        if self._wiring.listen is None:
-            apis = {route.path: route.api for route in public_routes(app)}
-            add_middleware(app, ResumeMiddleware, apis=apis, engine_died=died)
+        add_api_layer(app, self.engine.parsers.why_no_tools, lambda: bool(self.engine.llm.errored))
         return app
 
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:

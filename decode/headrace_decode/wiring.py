@@ -61,15 +61,15 @@ class DecodeWiring:
 
     make_planner: Callable[[Any, EngineMeter], PrefillAwarePlanner]
     """(vLLM config of the started engine, its meter) -> planner."""
-    listen: Callable[..., Awaitable[Listener]] | None = None
-    """(asgi app, host, port 0) -> running server; None if no gateway relays to that port."""
+    listen: Callable[..., Awaitable[Listener]]
+    """(asgi app, host, port 0) -> running server, to which gateways relay."""
     setup: Callable[[str], None] | None = None
     group: str = ""
     """The model's name in the configuration; empty if it is the app's only one."""
     system_prompts: tuple[str, ...] = ()
     """System prompts whose KV is made and pinned when the replica starts."""
     adapters: AdapterSettings | None = None
-    """The app's LoRA adapters; None if it has none, or if Ray loads them."""
+    """The app's LoRA adapters; None if it has none."""
     tenants: Tenants = ALL_ALIKE
     """Drafting policies of the tenants."""
     drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None

@@ -1,16 +1,13 @@
 """`build_app(args)`: the whole serving graph, in place of `ray.serve.llm:build_pd_openai_app`.
 
-    relay   (default)  client -> gateway -> decode replica's own port
-    direct             client -> HAProxy -> decode replica: Ray's fast path, where clients resume
-    classic            client -> Serve proxy -> ingress -> actor call: Ray's default
+    client -> gateway -> decode replica's own port -> prefill, as planned per request
 
-Each of them continues with decode -> prefill, as planned per request, both over one KV store.
+Both roles' engines share one KV store.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +15,6 @@ from typing import Any
 from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.llm import build_dp_deployment, build_llm_deployment
-from ray.serve.llm.ingress import make_fastapi_ingress
 
 from headrace.config import AppSection, to_app_args
 from headrace.config.integrity import IntegritySection
@@ -43,14 +39,7 @@ from headrace_decode.server import DecodeServer, DPDecodeServer
 from headrace_decode.wiring import DecodeWiring
 from headrace_engine.kv_transfer.compatibility import CHECKS_KEY
 from headrace_engine.ray.engine import LEFT_OUT_KEY
-from headrace_engine.ray.llm import (
-    PDServingArgs,
-    build_direct_streaming_deployment,
-    build_ingress_request_router,
-    maybe_apply_llm_deployment_config_defaults,
-    to_model_metadata,
-    with_ingress_request_router,
-)
+from headrace_engine.ray.llm import PDServingArgs
 from headrace_engine.serving.drain_timeouts import drain_options
 from headrace_engine.serving.parsers import shared
 from headrace_engine.serving.request_router import routed_as
@@ -69,8 +58,7 @@ def build_app(args: dict[str, Any]) -> Application:
 
     Raises:
         pydantic.ValidationError: a field is unknown or its value impossible.
-        ValueError: an argument would have no effect (`deploy.drop_in`), or the token path needs an
-            environment that the process does not have.
+        ValueError: an argument would have no effect (`deploy.drop_in`).
     """
     section = AppSection.model_validate(args.get("headrace") or {})
     if "port" not in section.gateway.model_fields_set:
@@ -86,7 +74,7 @@ def build_app(args: dict[str, Any]) -> Application:
     wrong = [
         line
         for model in models
-        for line in refusals(model.pd, section.token_path, own_port=own_port, key=model.key)
+        for line in refusals(model.pd, own_port=own_port, key=model.key)
     ]
     if wrong:
         raise ValueError("; and ".join(dict.fromkeys(wrong)))
@@ -107,32 +95,22 @@ def build_app(args: dict[str, Any]) -> Application:
         ),
     )
     deployed = [_deploy(model, section, store, setup) for model in models]
-    if section.token_path == "direct":
-        return _direct(models[0].pd, deployed[0].bind, section.drain_s)
-    if section.token_path == "classic":
-        return _classic(deployed, section.drain_s)
     return _relay(deployed, section, store, setup)
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """A model's prefill deployment, and the arguments of its decode deployment."""
+    """A model's deployments."""
 
     model: AppModel
     prefill: Application
-    bind: dict[str, Any]
-
-    def decode(self, drain_s: float) -> Application:
-        """Return the decode deployment."""
-        config = self.model.pd.decode_config
-        name = self.model.deployment("decode")
-        return _deployment(config, name, DecodeServer, DPDecodeServer, self.bind, drain_s)
+    decode: Application
 
 
 def _deploy(
     model: AppModel, section: AppSection, store: Application | None, setup: ProcessSetup
 ) -> Deployed:
-    """Put a model's techniques into its engines' arguments, and deploy its prefill role."""
+    """Put a model's techniques into its engines' arguments, and deploy its roles."""
     pd, own, engines = model.pd, model.section, model.engines
     add_speculative_decoding(own.speculation, pd.decode_config.engine_kwargs)
     make_blending_planner = add_blending(own.techniques.blending, engines)
@@ -145,7 +123,7 @@ def _deploy(
         {
             "setup": setup,
             "store": store,
-            "fallback": _prefill_fallback(pd, section.token_path),
+            "fallback": _prefill_fallback(pd),
             "adapters": model.adapters,
             "export_left_out": export_left_out,
         },
@@ -153,7 +131,7 @@ def _deploy(
     )
     wiring = DecodeWiring(
         make_planner=RouterPlanner(own.router.to_settings()),
-        listen=_listen if section.token_path == "relay" else None,
+        listen=_listen,
         setup=setup,
         adapters=model.adapters,
         tenants=tenants_of(own.speculation),
@@ -163,7 +141,15 @@ def _deploy(
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
         group=model.key,
     )
-    return Deployed(model, prefill, {"prefill_server": prefill, "wiring": wiring, "store": store})
+    decode = _deployment(
+        pd.decode_config,
+        model.deployment("decode"),
+        DecodeServer,
+        DPDecodeServer,
+        {"prefill_server": prefill, "wiring": wiring, "store": store},
+        section.drain_s,
+    )
+    return Deployed(model, prefill, decode)
 
 
 def build_configured(args: dict[str, Any]) -> Application:
@@ -203,9 +189,9 @@ def _left_out(engine: dict[str, Any], *, store: bool, speculation: bool) -> dict
     return {part: why for part, why in reasons.items() if why is not None}
 
 
-def _prefill_fallback(pd: PDServingArgs, token_path: str) -> FallbackServing | None:
+def _prefill_fallback(pd: PDServingArgs) -> FallbackServing | None:
     """Return how prefill replicas answer in place of decode replicas; None where they cannot."""
-    if token_path != "relay" or _is_grouped(pd.prefill_config):
+    if _is_grouped(pd.prefill_config):
         return None
     return FallbackServing(PlannedVLLMEngine, PrefillFallback)
 
@@ -253,7 +239,7 @@ def _deployment(
     return build(
         config,
         bind_kwargs=bind_kwargs,
-        override_serve_options=_options(config, name, drain_s, routed=True),
+        override_serve_options=_options(config, name, drain_s),
         deployment_cls=data_parallel if grouped else plain,
     )
 
@@ -271,16 +257,9 @@ def _may_be_zero(config: Any) -> bool:
     return scaling.get("min_replicas", 1) == 0
 
 
-def _options(config: Any, name: str, drain_s: float, *, routed: bool) -> dict[str, Any]:
-    """Return a deployment's options, without those that the user has set.
-
-    Args:
-        name: the deployment's name.
-        routed: whether handles let the caller name a replica.
-    """
-    options: dict[str, Any] = dict(drain_options(drain_s))
-    if routed:
-        options["request_router_config"] = routed_as(name)
+def _options(config: Any, name: str, drain_s: float) -> dict[str, Any]:
+    """Return a deployment's options, without those that the user has set."""
+    options = {**drain_options(drain_s), "request_router_config": routed_as(name)}
     given = config.deployment_config
     return {"name": name} | {key: value for key, value in options.items() if key not in given}
 
@@ -315,7 +294,7 @@ def _relay(
             [
                 ModelDeployments(
                     each.model.model_id,
-                    each.decode(section.drain_s),
+                    each.decode,
                     each.prefill,
                     each.model.section.router.to_settings(),
                     each.model.key,
@@ -334,43 +313,4 @@ def _relay(
                 section.store.object_options,
             ),
         )
-    )
-
-
-def _direct(pd: PDServingArgs, bind: dict[str, Any], drain_s: float) -> Application:
-    if os.environ.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING") != "1":
-        raise ValueError(
-            "headrace.token_path: direct needs RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and "
-            "RAY_SERVE_ENABLE_HA_PROXY=1 in the environment of every Ray process"
-        )
-    decode = build_direct_streaming_deployment(
-        pd.decode_config,
-        bind_kwargs=bind,
-        override_serve_options=_options(pd.decode_config, "decode", drain_s, routed=False),
-        deployment_cls=DPDecodeServer if _is_grouped(pd.decode_config) else DecodeServer,
-    )
-    return with_ingress_request_router(
-        decode, build_ingress_request_router(server=decode, llm_config=pd.decode_config)
-    )
-
-
-def _classic(deployed: Sequence[Deployed], drain_s: float) -> Application:
-    pd = deployed[0].model.pd
-    ingress = pd.ingress_cls_config
-    configs = {each.model.model_id: each.model.pd.decode_config for each in deployed}
-    options = maybe_apply_llm_deployment_config_defaults(
-        ingress.ingress_cls.get_deployment_options(list(configs.values())),
-        pd.ingress_deployment_config,
-    )
-    return serve.deployment(
-        make_fastapi_ingress(ingress.ingress_cls), **{"name": "gateway", **options}
-    ).bind(
-        llm_deployments={each.model.model_id: each.decode(drain_s) for each in deployed},
-        model_cards={name: to_model_metadata(name, config) for name, config in configs.items()},
-        lora_paths={
-            name: config.lora_config.dynamic_lora_loading_path
-            for name, config in configs.items()
-            if config.lora_config is not None
-        },
-        **ingress.ingress_extra_kwargs,
     )

@@ -8,9 +8,8 @@
 clients of httpx, but since version 3 it is built on httpx2, so its `DefaultHttpxClient` does not
 take these transports. They keep the events of each stream that have arrived. When its connection
 breaks, they send the request again with these events, and any gateway can continue the stream
-(`headrace.gateway.relay.client_resume`). On the path `direct`, which has no gateway, any replica
-can (`headrace_decode.resume.resume_middleware`). The caller sees a pause. Servers that do not know
-the header answer as usual.
+(`headrace.gateway.relay.client_resume`). The caller sees a pause. Servers that do not know the
+header answer as usual.
 
 A request whose connection breaks before its answer begins is sent again, at most twice. Where no
 server listens, the caller gets the error at once.

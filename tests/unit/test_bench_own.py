@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.serving import paths
 from benchmarks.serving.prometheus import histogram
-from benchmarks.serving.report import Repeat
 
 PAGE = """\
 # HELP ray_headrace_planning_seconds Seconds to make a plan.
@@ -48,18 +46,3 @@ def test_only_what_came_since_counts() -> None:
 
 def test_what_is_not_there_is_empty() -> None:
     assert histogram(PAGE, "nothing").count == 0
-
-
-def test_paths_are_compared_repeat_by_repeat() -> None:
-    def one(path: str, number: int, ttft_s: float, tok_s: float) -> Repeat:
-        measures = {"ttft_p50_s": ttft_s, "tok_s": tok_s}
-        return Repeat("paced", 64, path, number, measures, requests=1)
-
-    repeats = [
-        *(one("direct", 0, 0.010, 100), one("direct", 1, 0.020, 50), one("direct", 2, 0.01, 100)),
-        *(one("relay", 0, 0.011, 99), one("relay", 1, 0.021, 49), one("relay", 2, 0.013, 90)),
-    ]
-    assert paths.figures(repeats) == {
-        "paths.paced.c64.ttft_ms_relay_minus_direct": 1.0,
-        "paths.paced.c64.tok_s_relay_vs_direct": 0.98,
-    }

@@ -41,7 +41,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"podSecurity.userId": 0}, "/podSecurity/userId"),
     # What no schema says:
     ({"config.gateway.insecure": False}, "apiKeys.existingSecret: name a Secret"),
-    ({"config.token_path": "direct"}, "config.token_path: must be relay"),
     ({"config.gateway.tls_client_ca_file": "/ca"}, "config.gateway.tls_client_ca_file: not in"),
     ({"config.store.nvme_folder": "/kv"}, "disk.type: is none, but"),
     ({"disk.type": "claim"}, "disk.claimName: name the claim"),

@@ -203,12 +203,6 @@ def test_what_is_switched_off_is_one_line_that_names_the_switch(
             1,
             "error: No replica drafts from a memory: set speculation.enabled: true.\n",
         )
-    endpoint.instance.token_path = "direct"
-    code, _, err = run(capsys, "list")
-    assert err == (
-        'error: "a" has token_path "direct", which has no gateway to load corpora through; use '
-        "token_path: relay\n"
-    )
 
 
 def test_what_cannot_be_read_is_exit_2_before_anything_is_sent(

@@ -20,13 +20,6 @@ def test_it_asks_and_so_needs_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         demo.demo(None, ask=True)
 
 
-def test_it_needs_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    instance = state.Instance("default", "t", token_path="direct")
-    monkeypatch.setattr(client, "running_instance", lambda name: instance)
-    with pytest.raises(CliError, match="token_path"):
-        demo.demo(None, ask=False)
-
-
 @pytest.mark.parametrize(
     ("instance", "replicas", "why"),
     [

@@ -46,7 +46,7 @@ def test_progress_is_followed_until_the_app_runs(driver) -> None:
         assert deploying.connect("auto", "headrace", joined=True, deadline=soon()) == (
             "10.0.0.1:6379"
         )
-        seen = [now.status for now in deploying.run({}, None, soon())]
+        seen = [now.status for now in deploying.run({}, soon())]
     assert seen == ["DEPLOYING", "RUNNING"]
 
 
@@ -80,7 +80,7 @@ def test_a_deadline_that_passes_names_what_is_missing(driver) -> None:
         pytest.raises(DeployError, match="still waiting for decode"),
         AppDeployment({}, None) as it,
     ):
-        list(it.run({}, None, time.monotonic() + 1.5))
+        list(it.run({}, time.monotonic() + 1.5))
 
 
 def test_what_libraries_print_is_no_event(driver) -> None:
@@ -128,4 +128,4 @@ def test_a_deletion_hears_whether_it_is_dismissed_or_its_owner_was_killed(
 
 def run_all(log: Path | None = None) -> list[Progress]:
     with AppDeployment({}, log) as deploying:
-        return list(deploying.run({}, None, soon()))
+        return list(deploying.run({}, soon()))

@@ -197,12 +197,6 @@ def test_machines_are_named_if_there_are_several() -> None:
     assert "aaaaaaaa  dram" in text and "bbbbbbbb  dram" in text
 
 
-def test_a_token_path_without_a_gateway_shows_the_model_and_says_why_not_more() -> None:
-    instance = Instance("a", "t", endpoint="http://x", model="m", token_path="direct")
-    text = shown({"replicas": [], "models": []}, instance, None)
-    assert text.startswith("m at http://x/v1\n") and 'token_path "direct" has no gateway' in text
-
-
 def test_json_is_the_status_with_the_health_and_the_last_minute() -> None:
     found = document(STATUS, HISTORY)
     assert found["health"]["state"] == "ok" and found["last_minute"] == HISTORY["last"]

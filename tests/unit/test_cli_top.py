@@ -208,12 +208,3 @@ def test_json_is_a_document_with_all_of_it(
     found = json.loads(line)
     assert found["health"] == HEALTH and found["history"] == HISTORY
     assert found["requests"]["in_flight"][0]["id"] == "cmpl-[bold]1"
-
-
-def test_without_a_gateway_there_is_none_to_ask(
-    screen: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    instance = Instance("default", "t", endpoint=URL, model="smollm2", token_path="direct")
-    monkeypatch.setattr(client, "running_instance", lambda name: instance)
-    with pytest.raises(CliError, match='token_path "direct" has no gateway'):
-        run(once=True)

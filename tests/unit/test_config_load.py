@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from headrace.config import (
-    AppSection,
     ConfigError,
     HeadraceConfig,
     load_config,
@@ -54,8 +53,8 @@ def only_problem(*overrides: str) -> str:
         ("model.id=", "model.id: must not be empty"),
         ("model.id=null", "model.id: must be text, got null"),
         (
-            "token_path=realy",
-            'token_path: must be one of relay, direct, classic; got "realy"; did you mean "relay"?',
+            "router.policy=locl",
+            'router.policy: must be one of cost, local, remote; got "locl"; did you mean "local"?',
         ),
         (
             "router.policy=cheapest",
@@ -241,17 +240,6 @@ def test_impossible_combinations_are_refused(overrides: list[str], part: str) ->
     assert any(part in line for line in problems(*overrides)), problems(*overrides)
 
 
-@pytest.mark.parametrize("path", ["direct", "classic"])
-def test_keys_are_refused_where_nothing_would_check_them(path: str) -> None:
-    line = only_problem(f"token_path={path}", "gateway.api_keys=[sk-12345678]")
-    assert line.startswith(
-        f'token_path: is "{path}", which checks no API key, but gateway.api_keys'
-    )
-    for gateway in ({"api_keys": ["sk-12345678"]}, {"admin_key_hash": hash_of(b"root-key")}):
-        with pytest.raises(ValueError, match="checks no API key"):
-            AppSection.model_validate({"token_path": path, "gateway": gateway})
-
-
 @pytest.mark.parametrize("key", ["short", "with space", "ümlaut-key", "a-line-end\n"])
 def test_a_key_that_cannot_be_one_is_refused_without_being_shown(key: str) -> None:
     line = only_problem(f"gateway.api_keys={json.dumps([key])}")
@@ -416,11 +404,15 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 def test_an_open_endpoint_without_keys_does_not_start_unless_told() -> None:
     load_config()
     assert "listens on 0.0.0.0 without API keys" in only_problem("gateway.host=0.0.0.0")
-    # HAProxy listens everywhere whatever host is set.
-    assert "all interfaces" in only_problem("token_path=direct")
     for more in ([*KEYS, "gateway.host=0.0.0.0"], ["gateway.host=0.0.0.0", OPEN]):
         load_config(overrides=more)
-    load_config(overrides=["token_path=direct", OPEN])
+
+
+def test_the_error_for_a_removed_field_says_what_to_do_without_it() -> None:
+    assert only_problem("token_path=direct") == (
+        "token_path: it has been removed: requests always pass through the gateway (`relay`); "
+        "remove the field"
+    )
 
 
 @pytest.mark.parametrize("proxy", ["host", "10.0.0.0/33", ""])

@@ -185,16 +185,6 @@ def test_one_model_can_have_aliases_too() -> None:
     config(gateway={"aliases": {"gpt": "smollm2-135m-instruct"}})
 
 
-def test_what_a_token_path_cannot_do_is_refused() -> None:
-    two = {"a": None, "b": None}
-    gateway = {"insecure": True}
-    [found] = problems(models=two, token_path="direct", gateway=gateway)
-    assert found.startswith('token_path: is "direct", which serves one model')
-    config(models=two, token_path="classic")
-    [found] = problems(models=two, token_path="classic", gateway={"aliases": {"x": "a"}})
-    assert found.startswith("gateway.aliases: has no effect with token_path: classic")
-
-
 def test_the_difference_names_only_what_a_model_sets_itself() -> None:
     made = config(models={"a": None, "b": {"decode": {"replicas": 2}}}, decode={"threads": 2})
     found = {one.field: one.value for one in differences(made.model_dump())}

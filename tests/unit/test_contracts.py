@@ -27,6 +27,7 @@ HANDOFF = "engine/headrace_engine/kv_transfer/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
 PREFILL_SERVER = "prefill/headrace_prefill/server.py"
 APP = "platform/headrace/app.py"
+DROP_IN = "platform/headrace/deploy/drop_in.py"
 
 
 # Ray
@@ -108,26 +109,7 @@ def test_builders_take_a_deployment_class_and_what_is_bound_to_it() -> None:
     wanted = ("llm_config", "bind_kwargs", "override_serve_options", "deployment_cls")
     assert_takes("ray.serve.llm:build_llm_deployment", APP, *wanted)
     assert_takes("ray.serve.llm:build_dp_deployment", APP, *wanted)
-    assert_takes("headrace_engine.ray.llm:build_direct_streaming_deployment", PLATFORM_RAY, *wanted)
-    assert_takes(
-        "headrace_engine.ray.llm:build_ingress_request_router", PLATFORM_RAY, "server", "llm_config"
-    )
-    find("ray.serve.llm.ingress:make_fastapi_ingress", APP)
-
-
-def test_what_the_classic_path_is_made_of() -> None:
-    assert_takes("headrace_engine.ray.llm:to_model_metadata", PLATFORM_RAY, "model_id")
-    defaults = find(
-        "headrace_engine.ray.llm:maybe_apply_llm_deployment_config_defaults", PLATFORM_RAY
-    )
-    assert len(parameters(defaults)) == 2, f"mend {PLATFORM_RAY}"
-    ingress = find("ray.serve.llm.ingress:OpenAiIngress", APP)
-    assert hasattr(ingress, "get_deployment_options"), f"mend {APP}"
-
-
-def test_haproxys_router_can_be_attached() -> None:
-    attach = find("ray.serve.deployment:Application._with_ingress_request_router", PLATFORM_RAY)
-    assert len(parameters(attach)) == 2, f"mend {PLATFORM_RAY}"
+    find("ray.serve.llm.ingress:OpenAiIngress", DROP_IN)
 
 
 def test_a_handle_reaches_every_replica() -> None:

@@ -126,8 +126,8 @@ def test_what_cannot_be_served_is_refused_by_name(which: dict[str, Any], line: s
         taken(**which)
 
 
-def test_the_default_token_path_takes_lora_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_config_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(runtime_env={})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    assert refusals(PDServingArgs.model_validate(args(lora=LORA)), "relay") == []
+    assert refusals(PDServingArgs.model_validate(args(lora=LORA))) == []
     assert build_app(args(lora={"dynamic_lora_loading_path": "/adapters"})) is not None

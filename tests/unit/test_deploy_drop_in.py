@@ -45,13 +45,12 @@ def args(**changes: Any) -> dict[str, Any]:
     return made
 
 
-def refused(token_path: str, **changes: Any) -> list[str]:
-    return refusals(PDServingArgs.model_validate(args(**changes)), token_path)
+def refused(**changes: Any) -> list[str]:
+    return refusals(PDServingArgs.model_validate(args(**changes)))
 
 
-@pytest.mark.parametrize("token_path", ["relay", "direct", "classic"])
-def test_plain_arguments_are_taken(token_path: str) -> None:
-    assert refused(token_path) == []
+def test_plain_arguments_are_taken() -> None:
+    assert refused() == []
 
 
 @pytest.mark.parametrize(
@@ -72,43 +71,34 @@ def test_plain_arguments_are_taken(token_path: str) -> None:
         ),
     ],
 )
-def test_the_relay_refuses_by_name_what_only_other_paths_do(
+def test_what_would_have_no_effect_beside_a_gateway_is_refused_by_name(
     changes: dict[str, Any], named: str
 ) -> None:
-    [line] = refused("relay", **changes)
+    [line] = refused(**changes)
     assert line.startswith(named) and "\n" not in line
-    assert refused("classic", **changes) == []
-
-
-def test_the_direct_path_has_no_ingress_to_configure() -> None:
-    [line] = refused("direct", ingress_deployment_config={"num_replicas": 2})
-    assert line.startswith("ingress_deployment_config")
-    [line] = refused("direct", ingress_cls_config={"ingress_extra_kwargs": {"a": 1}})
-    assert line.startswith("ingress_cls_config")
 
 
 NONE: dict[str, Any] = {"autoscaling_config": {"min_replicas": 0, "max_replicas": 2}}
 
 
-@pytest.mark.parametrize("token_path", ["relay", "direct", "classic"])
-def test_prefill_that_nothing_would_start_again_is_refused(token_path: str) -> None:
-    [line] = refused(token_path, prefill__deployment_config=NONE)
+def test_prefill_that_nothing_would_start_again_is_refused() -> None:
+    [line] = refused(prefill__deployment_config=NONE)
     assert line.startswith("prefill_config.deployment_config.autoscaling_config.min_replicas")
-    assert refused(token_path, decode__deployment_config=NONE) == []
+    assert refused(decode__deployment_config=NONE) == []
     ours = {
         "autoscaling_config": {**NONE["autoscaling_config"], "policy": {"policy_function": POLICY}}
     }
-    assert refused(token_path, prefill__deployment_config=ours) == []
+    assert refused(prefill__deployment_config=ours) == []
 
 
 def test_gateways_that_nobody_could_reach_are_refused() -> None:
     both = PDServingArgs.model_validate(args(ingress_deployment_config=NONE))
-    [line] = refusals(both, "relay")
+    [line] = refusals(both)
     assert line.startswith("ingress_deployment_config.autoscaling_config.min_replicas")
-    assert refusals(both, "relay", own_port=False) == refusals(both, "classic") == []
+    assert refusals(both, own_port=False) == []
     config = AutoscalingConfig(min_replicas=0, max_replicas=2)
     as_object = args(ingress_deployment_config={"autoscaling_config": config})
-    assert refusals(PDServingArgs.model_validate(as_object), "relay") == [line]
+    assert refusals(PDServingArgs.model_validate(as_object)) == [line]
 
 
 def test_every_refusal_is_in_one_error() -> None:
@@ -192,10 +182,6 @@ class TestSeveralModels:
             ({"models": {}}, "models: must be a mapping with 1 to 64"),
             ({"models": {"A b": {}}}, "models.A b: must have lower-case"),
             ({"models": {"a": {"decode": 1}}}, "models.a: may have prefill_config"),
-            (
-                {"headrace": {"token_path": "direct", "gateway": {"insecure": True}}},
-                "token_path: is .direct., which serves one",
-            ),
             ({"headrace": {"gateway": {"aliases": {"x": "c"}}}}, "gateway.aliases.x: there is no"),
             ({"headrace": {"gateway": {"default_model": "c"}}}, "gateway.default_model: there is"),
         ],

@@ -31,6 +31,6 @@ def refuse_api_key(environment: Mapping[str, str]) -> None:
     """
     if environment.get(API_KEY):
         raise ValueError(
-            f"{API_KEY} has no effect with headrace.token_path: relay, where the gateway checks "
-            "keys; unset it and set headrace.gateway.api_keys or api_keys_file"
+            f"{API_KEY} has no effect: the gateway checks keys; unset it and set "
+            "headrace.gateway.api_keys or api_keys_file"
         )

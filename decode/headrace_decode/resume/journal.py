@@ -9,8 +9,7 @@ replica made up stay valid: they replace the second replica's ids in the events 
 
 A client that wants to resume its stream gets the lines, too, and sends back all it has received. A
 new journal reads that like an answer and reaches the state of the first journal. The gateway holds
-the journal; if there is no gateway between client and replica, the replica does
-(`resume_middleware`).
+the journal.
 
 Pure: bytes in, bytes out.
 """

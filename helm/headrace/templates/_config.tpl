@@ -13,9 +13,6 @@ files of keys and TLS, and the Ray resources that put each replica onto its grou
 {{- if not (or $keys $gateway.api_keys $gateway.insecure) -}}
 {{- fail "apiKeys.existingSecret: name a Secret with a file of API keys, or anyone who reaches the endpoint could use the model. Make one with `headrace keys add me -f keys.yaml` and `kubectl create secret generic headrace-keys --from-file=keys.yaml`. To do without: config.gateway.insecure=true" -}}
 {{- end -}}
-{{- if ne ($config.token_path | default "relay") "relay" -}}
-{{- fail (printf "config.token_path: must be relay in this chart, whose Service leads to the gateways, got %s" $config.token_path) -}}
-{{- end -}}
 {{- $_ := set $gateway "host" "::" -}}
 {{- $_ := set $gateway "port" (include "headrace.port" . | int) -}}
 {{- $_ := set $gateway "resources" (dict "headrace_gateway" 1) -}}

@@ -190,14 +190,11 @@ def _first_certificate(text: str) -> str:
     return text[: text.index(end) + len(end)]
 
 
-def is_healthy(
-    endpoint: str, token_path: str, headers: dict[str, str], trust: ssl.SSLContext | bool = True
-) -> bool:
-    """Whether the endpoint serves requests. Ray's own ingresses have no /health but /v1/models."""
-    path = "/health" if token_path == "relay" else "/v1/models"
+def is_healthy(endpoint: str, headers: dict[str, str], trust: ssl.SSLContext | bool = True) -> bool:
+    """Whether the endpoint serves requests."""
     try:
         answer = httpx.get(
-            endpoint + path, headers=headers, timeout=5.0, trust_env=False, verify=trust
+            endpoint + "/health", headers=headers, timeout=5.0, trust_env=False, verify=trust
         )
     except httpx.HTTPError:
         return False

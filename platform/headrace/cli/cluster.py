@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import secrets
@@ -147,37 +146,6 @@ def auth_environment(temp_dir: Path) -> dict[str, str]:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(secrets.token_hex(32))
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
-
-
-def direct_environment(temp_dir: Path, request_timeout_s: float) -> dict[str, str]:
-    """Return the environment for Ray's direct streaming, with separate files and ports for HAProxy.
-
-    HAProxy starts again whenever replicas come or go. The old process continues its streams, so it
-    may stay as long as a request may take.
-
-    The driver needs the environment before it imports Ray Serve, and so do all processes of the
-    node.
-    """
-    folder = temp_dir / "h"  # short names: HAProxy refuses socket paths above 97 characters
-    metrics, stats = free_ports(2)
-    first = free_ports(200, adjacent=True)[0]
-    return {
-        "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(request_timeout_s)),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first + 100),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 199),
-    }
 
 
 def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:

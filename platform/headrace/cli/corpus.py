@@ -37,7 +37,7 @@ def load(
     Raises:
         CliError: a path cannot be read or holds no text, or the endpoint refuses.
     """
-    instance = _instance(name)
+    instance = client.running_instance(name)
     files = list(_files(paths))
     sizes = [file.stat().st_size for file in files]
     total = sum(sizes)
@@ -58,7 +58,7 @@ def load(
 
 def show_list(name: str | None, *, as_json: bool) -> None:
     """Print the corpora, merged over all replicas."""
-    found = _merged(_call(_instance(name), "GET", None)["replicas"])
+    found = _merged(_call(client.running_instance(name), "GET", None)["replicas"])
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -81,14 +81,14 @@ def show_list(name: str | None, *, as_json: bool) -> None:
 
 def remove(corpus: str, *, tenant: str | None, name: str | None) -> None:
     """Remove a corpus from every replica."""
-    answer = _call(_instance(name), "DELETE", corpus, tenant=tenant)
+    answer = _call(client.running_instance(name), "DELETE", corpus, tenant=tenant)
     _warn(answer["replicas"])
     stdout().print(f'"{corpus}" is removed', markup=False)
 
 
 def stats(name: str | None, *, as_json: bool) -> None:
     """Print how full each replica's memory is."""
-    replicas = _call(_instance(name), "GET", None)["replicas"]
+    replicas = _call(client.running_instance(name), "GET", None)["replicas"]
     if as_json:
         print(json.dumps(replicas, indent=2))
         return
@@ -106,16 +106,6 @@ def stats(name: str | None, *, as_json: bool) -> None:
         table.add_row(each["replica_id"][:8], *sizes, *counts, str(len(each["corpora"])))
     stdout().print(table)
     _warn(replicas)
-
-
-def _instance(name: str | None) -> state.Instance:
-    instance = client.running_instance(name)
-    if instance.token_path != "relay":
-        raise CliError(
-            f'"{instance.name}" has token_path "{instance.token_path}", which has no gateway to '
-            "load corpora through; use token_path: relay"
-        )
-    return instance
 
 
 def _call(

@@ -163,20 +163,17 @@ class AppDeployment:
             raise DeployError(f"no connection to Ray at {address} in time")
         return str(event["connected"])
 
-    def run(
-        self, args: dict[str, Any], http: tuple[str, int] | None, deadline: float
-    ) -> Iterator[Progress]:
+    def run(self, args: dict[str, Any], deadline: float) -> Iterator[Progress]:
         """Deploy, and yield the app's progress until it runs.
 
         Args:
             args: arguments of `headrace.app:build_app`.
-            http: where Serve's own proxy listens, or None for no proxy.
             deadline: on time.monotonic()'s clock.
 
         Raises:
             DeployError: it failed, or the deadline passed.
         """
-        self._driver.send(json.dumps({"args": args, "http": http}))
+        self._driver.send(json.dumps({"args": args}))
         now = Progress("NOT_STARTED", "", ())
         while now.status != "RUNNING":
             event = self._driver.event(deadline - time.monotonic())

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from headrace.cli import state
@@ -67,7 +67,7 @@ def _deploy(orders: TextIO, emit: Emit) -> None:
         emit({"connected": address})
         if (order := _order(orders)) is None:
             return
-        run(build_app(order["args"]), app, order["http"])
+        run(build_app(order["args"]), app)
         for progress in follow(app):
             emit({"progress": progress})
     finally:
@@ -139,21 +139,17 @@ def disconnect() -> None:
         ray.shutdown()
 
 
-def run(application: Any, app: str, http: Sequence[Any] | None) -> None:
+def run(application: Any, app: str) -> None:
     """Start Serve and hand it the application; returns before the engines are loaded.
 
     Args:
         application: as `headrace.app:build_app` makes it.
         app: the Serve application's name.
-        http: host and port of Serve's own proxy, or None for no proxy (the relay path needs none).
     """
     from ray import serve
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it set another
-    if http is None:
-        serve.start(proxy_location="Disabled")
-    else:
-        serve.start(proxy_location="EveryNode", http_options={"host": http[0], "port": http[1]})
+    serve.start(proxy_location="Disabled")
     serve.run_many(
         [serve.RunTarget(application, name=app, route_prefix="/")],
         wait_for_ingress_deployment_creation=False,

@@ -29,7 +29,6 @@ class Instance:
     phase: str = "starting"  # then "ready", at last "stopping"
     endpoint: str = ""  # http://host:port
     model: str = ""
-    token_path: str = "relay"
     app: str = "headrace"  # the Serve application's name
     address: str = ""  # of the Ray cluster
     own_node: bool = True  # False: on a cluster that it joined

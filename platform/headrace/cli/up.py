@@ -100,7 +100,6 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         endpoint=_endpoint(config),
         model=_default_model(config),
         models=[one.model.id for one in config.served_models().values()] if config.models else [],
-        token_path=config.token_path,
         app="headrace" if name == "default" else f"headrace-{name}",
         own_node=config.ray.address is None,
         api_key=new_key() if config.gateway.asks_for_keys else None,
@@ -224,12 +223,9 @@ class _Start:
             self.deletion = deploy.Deletion(instance, {})
         _save(instance)
         display.step("deploying")
-        http = None
-        if config.token_path != "relay":
-            http = (config.gateway.host, int(config.gateway.port or 0))
         key = self.instance.api_key
         args = to_app_args(config, hash_of(key.encode()) if key else None)
-        progress = deploying.run(args, http, deadline)
+        progress = deploying.run(args, deadline)
         display.show(next(progress))
         display.step("loading the engines")
         for now in progress:
@@ -238,7 +234,7 @@ class _Start:
     def _wait_for_endpoint(self, deadline: float) -> None:
         endpoint, key = self.instance.endpoint, client.headers(self.instance)
         trust = client.trust(self.instance)
-        while not client.is_healthy(endpoint, self.config.token_path, key, trust):
+        while not client.is_healthy(endpoint, key, trust):
             if time.monotonic() > deadline:
                 raise CliError(f"the app runs, but {endpoint}/health does not answer 200")
             time.sleep(0.2)
@@ -281,9 +277,6 @@ def _node_spec(
     temp_dir = cluster.make_temp_dir(instance.name, config.ray.temp_dir)
     instance.temp_dir = str(temp_dir)
     _save(instance)  # from here on `down` can clean up whatever happens
-    environment = _environment_of_imports(config)
-    if config.token_path == "direct":
-        environment |= cluster.direct_environment(temp_dir, config.gateway.request_timeout_s)
     needed = math.ceil(config.cpus_booked() + CONTROL_CPUS)
     return cluster.NodeSpec(
         name=instance.name,
@@ -293,7 +286,7 @@ def _node_spec(
         dashboard=config.ray.dashboard,
         fork_server=config.ray.fork_server,
         dashboard_port=config.ray.dashboard_port,
-        environment=environment,
+        environment=_environment_of_imports(config),
         foreground=foreground,
     )
 

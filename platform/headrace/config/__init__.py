@@ -19,7 +19,6 @@ from headrace.config.schema import (
     RaySettings,
     RoleSettings,
     RouterSettings,
-    TokenPath,
 )
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "RaySettings",
     "RoleSettings",
     "RouterSettings",
-    "TokenPath",
     "check",
     "load_config",
     "preset_names",

@@ -15,34 +15,17 @@ from headrace.config.techniques import TechniquesSection
 Problem = tuple[str, str]
 
 
-def endpoint_conflicts(gateway: GatewaySettings, path: str) -> Iterator[Problem]:
-    """Yield the problems of a gateway and a token path: keys that no component checks, TLS without
-    a gateway of ours, and an endpoint that other machines reach without API keys, client
+def endpoint_conflicts(gateway: GatewaySettings) -> Iterator[Problem]:
+    """Yield the problem of an endpoint that other machines reach without API keys, client
     certificates or `insecure`."""
-    if path != "relay" and gateway.asks_for_keys:
-        fields = ("api_keys", "api_keys_file", "admin_key_hash")
-        field = next(name for name in fields if getattr(gateway, name))
-        yield (
-            "token_path",
-            f'is "{path}", which checks no API key, but gateway.{field} is set; use token_path: '
-            "relay, or remove the keys and put an authenticating proxy in front",
-        )
-    if path != "relay" and gateway.tls_cert_file is not None:
-        yield (
-            "token_path",
-            f'is "{path}", where gateway.tls_cert_file has no effect; use token_path: relay, or '
-            "remove it and end TLS in front",
-        )
-    closed = (gateway.loopback and path != "direct") or gateway.tls_client_ca_file is not None
+    closed = gateway.loopback or gateway.tls_client_ca_file is not None
     if closed or gateway.port is None or gateway.asks_for_keys or gateway.insecure:
         return
-    where = "HAProxy listens on all interfaces"
-    where = where if path == "direct" else f"listens on {gateway.host}"
     yield (
         "gateway.host",
-        f"{where} without API keys, so anyone who reaches this machine could use the model; set "
-        "gateway.api_keys_file (`headrace keys add` makes one), or host: 127.0.0.1 with "
-        "token_path: relay, or gateway.insecure: true",
+        f"listens on {gateway.host} without API keys, so anyone who reaches this machine could use "
+        "the model; set gateway.api_keys_file (`headrace keys add` makes one), or host: 127.0.0.1, "
+        "or gateway.insecure: true",
     )
 
 

@@ -1,4 +1,4 @@
-"""New paths of configuration fields that have been renamed, for the error about an old one."""
+"""Configuration fields that have been renamed or removed, for the error about an old one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ RENAMED = {
     "techniques.sparse.share": "techniques.sparse.keep_ratio",
     "techniques.sparse.unit_tokens": "techniques.sparse.page_tokens",
 }
+"""New paths of fields that have been renamed."""
+REMOVED = {
+    "token_path": "it has been removed: requests always pass through the gateway (`relay`); remove "
+    "the field",
+}
+"""Instructions for fields that have been removed."""
 
 
 def renamed(path: str, value: Any) -> str:
-    """Return the new names of an old field and of the old fields in its value.
+    """Return what became of an old field: the new names of it and of the old fields in its value,
+    or what to do without it.
 
     Returns:
         Text for an error message; empty if the field never existed.
     """
     if path not in RENAMED:
-        return ""
+        return REMOVED.get(path, "")
     inner = value if isinstance(value, dict) else {}
     fields = [name for name in inner if f"{path}.{name}" in RENAMED]
     return "; ".join(

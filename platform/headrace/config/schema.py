@@ -26,11 +26,9 @@ from headrace.placement_policies import COST, RULES
 if TYPE_CHECKING:
     from headrace.router import RouterSettings as CoreRouterSettings
 
-TokenPath = Literal["relay", "direct", "classic"]
-
 RAY_MIN_OBJECT_STORE_BYTES = 75 * 2**20  # ray refuses less ("OBJECT_STORE_MINIMUM_MEMORY_BYTES")
-# Below it lie /hr-NAME-RANDOM/r/session_TIME_PID/sockets/plasma_store, 85 characters of 107 that a
-# Unix socket's path may have, and HAProxy's /hr-NAME-RANDOM/h/NODE/m, 80 of its 97.
+# Below it lies /hr-NAME-RANDOM/r/session_TIME_PID/sockets/plasma_store, 85 characters of 107 that a
+# Unix socket's path may have.
 MAX_TEMP_DIR_CHARS = 17
 
 
@@ -311,12 +309,6 @@ class ObservabilitySettings(Section):
 class AppFields(Section):
     """The fields that `headrace.app:build_app` reads."""
 
-    token_path: TokenPath = Field(
-        default="relay",
-        description="How tokens reach the client. `relay`: the gateway forwards the replica's HTTP "
-        "stream byte for byte. `direct`: HAProxy connects client and replica; no API keys. "
-        "`classic`: Ray's own ingress, with an actor call per batch of tokens; no API keys.",
-    )
     drain_s: float = Field(
         default=120,
         ge=0,
@@ -343,7 +335,7 @@ class AppSection(AppFields):
         found = [
             f"{field}: {what}"
             for field, what in (
-                *endpoint_conflicts(self.gateway, self.token_path),
+                *endpoint_conflicts(self.gateway),
                 *technique_conflicts(self.techniques, self.store),
             )
         ]

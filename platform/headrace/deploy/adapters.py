@@ -86,8 +86,8 @@ def take_adapters(pd: Any, group: str = "") -> AdapterSettings | None:
     )
     if settings.loading_path is not None and settings.loading_path.startswith("azure://"):
         raise ValueError(
-            "decode_config.lora_config.dynamic_lora_loading_path: azure:// is not read with "
-            "headrace.token_path: relay; write abfss://"
+            "decode_config.lora_config.dynamic_lora_loading_path: azure:// is not read; "
+            "write abfss://"
         )
     agreed = _agreed(engines)
     agreed.setdefault("max_loras", DEFAULT_MAX_LORAS)

@@ -75,7 +75,7 @@ def app_models(args: Mapping[str, Any], section: AppSection) -> list[AppModel]:
         found = _several(entries, shared, section)
     ids = {model.key: model.model_id for model in found}
     names = {one.key: () if one.adapters is None else one.adapters.sources for one in found}
-    wrong = list(model_conflicts(section.gateway, section.token_path, ids, names))
+    wrong = list(model_conflicts(section.gateway, ids, names))
     if wrong:
         raise ValueError("; and ".join(f"{field}: {what}" for field, what in wrong))
     return found
@@ -118,7 +118,7 @@ def _model(
 ) -> AppModel:
     pd = PDServingArgs.model_validate(with_readable_paths(args))
     try:
-        adapters = take_adapters(pd, key) if section.token_path == "relay" else None
+        adapters = take_adapters(pd, key)
     except ValueError as error:
         raise ValueError(f"{f'models.{key}.' if key else ''}{error}") from None
     return AppModel(key, pd, own, adapters)

@@ -17,23 +17,22 @@ from headrace.config.autoscaling import POLICY
 API_KEY = "VLLM_API_KEY"
 
 
-def refusals(pd: Any, token_path: str, *, own_port: bool = True, key: str = "") -> list[str]:
+def refusals(pd: Any, *, own_port: bool = True, key: str = "") -> list[str]:
     """Return one line for each argument that would have no effect.
 
     Args:
         pd: the validated arguments (`PDServingArgs`).
-        token_path: `relay`, `direct` or `classic`.
         own_port: whether gateways listen on a port of their own.
         key: the model's name in `models`; empty if it is the only one.
     """
     at = f"models.{key}." if key else ""
     return [
         line if line.startswith("ingress_") else at + line
-        for line in _refusals(pd, token_path, own_port=own_port)
+        for line in _refusals(pd, own_port=own_port)
     ]
 
 
-def _refusals(pd: Any, token_path: str, *, own_port: bool) -> list[str]:
+def _refusals(pd: Any, *, own_port: bool) -> list[str]:
     wrong: list[str] = []
     prefill: Mapping[str, Any] = pd.prefill_config.deployment_config
     if _may_be_none(prefill) and not _starts_again(prefill):
@@ -44,25 +43,17 @@ def _refusals(pd: Any, token_path: str, *, own_port: bool) -> list[str]:
         )
     ingress = pd.ingress_cls_config
     plain = (OpenAiIngress, type(ingress)().ingress_cls)
-    if token_path != "classic" and (
-        ingress.ingress_cls not in plain or ingress.ingress_extra_kwargs
-    ):
+    if ingress.ingress_cls not in plain or ingress.ingress_extra_kwargs:
         wrong.append(
-            f"ingress_cls_config: no such class is in a request's way with token_path: {token_path}"
-            "; remove it, or set headrace.token_path: classic"
+            "ingress_cls_config: no such class is in a request's way, which leads from a gateway "
+            "to a replica; remove it"
         )
-    if token_path == "direct" and pd.ingress_deployment_config:
+    wrong += _with_a_gateway(pd)
+    if own_port and _may_be_none(pd.ingress_deployment_config or {}):
         wrong.append(
-            "ingress_deployment_config: with token_path: direct the decode replicas are the "
-            "ingress; set decode_config.deployment_config"
+            "ingress_deployment_config.autoscaling_config.min_replicas: without a gateway "
+            "no process listens at headrace.gateway.port; set at least 1"
         )
-    if token_path == "relay":
-        wrong += _with_a_gateway(pd)
-        if own_port and _may_be_none(pd.ingress_deployment_config or {}):
-            wrong.append(
-                "ingress_deployment_config.autoscaling_config.min_replicas: without a gateway "
-                "no process listens at headrace.gateway.port; set at least 1"
-            )
     return wrong
 
 
@@ -88,7 +79,7 @@ def _with_a_gateway(pd: Any) -> list[str]:
     if "request_router_config" in decode:
         wrong.append(
             "decode_config.deployment_config.request_router_config: the gateway chooses the decode "
-            "replica; remove it, or set headrace.token_path: direct or classic"
+            "replica; remove it, or name a policy in headrace.router.placement"
         )
     if decode.get("max_queued_requests", -1) != -1:
         wrong.append(

@@ -48,7 +48,7 @@ def config_show(
     import yaml
 
     data = _masked(load(file, preset, overrides, None))
-    order = ["model", "prefill", "decode", "token_path", "gateway", "router"]
+    order = ["model", "prefill", "decode", "gateway", "router"]
     data = {k: data[k] for k in [*order, *(k for k in data if k not in order)]}
     sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 

@@ -123,11 +123,11 @@ def model(name: str) -> tuple[str, str | None, str]:
 
 
 def running_replicas() -> dict[str, list[dict[str, Any]] | None]:
-    """Return the status of each replica of the running instances with a gateway, by instance; None
+    """Return the status of each replica of the running instances, by instance; None
     for one that does not answer."""
     found: dict[str, list[dict[str, Any]] | None] = {}
     for instance in state.instances():
-        if instance.token_path == "relay" and instance.phase == "ready" and instance.running():
+        if instance.phase == "ready" and instance.running():
             try:
                 status = client.get_json(instance, "/headrace/v1/status", timeout_s=STATUS_S)
                 found[instance.name] = status.get("replicas") or []

@@ -49,17 +49,11 @@ def explain(request_id: str | None, name: str | None, *, last: bool, as_json: bo
         last: explain the newest request that has a plan.
 
     Raises:
-        CliError: no instance runs, it has no gateway, or none of its replicas remembers the
-            request.
+        CliError: no instance runs, or none of its replicas remembers the request.
     """
     if request_id is not None and last:
         raise CliError("name a request or use --last, not both", 2)
     instance = client.running_instance(name)
-    if instance.token_path != "relay":
-        raise CliError(
-            f'token_path "{instance.token_path}" has no gateway, which plans and lists requests; '
-            "use token_path: relay"
-        )
     if request_id is None and not last:
         recent = client.get_json(instance, PATH)
         if as_json:

@@ -33,14 +33,11 @@ def status(name: str | None, *, as_json: bool, verbose: bool) -> None:
 
 
 def fetch(instance: state.Instance) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the status, and the history of the last hours; without a gateway there is none.
+    """Return the status, and the history of the last hours.
 
     Raises:
         CliError: the app does not answer.
     """
-    if instance.token_path != "relay":
-        models = client.get_json(instance, "/v1/models")
-        return {"replicas": [], "plans": {}, "models": models.get("data", [])}, None
     data = client.get_json(instance, "/headrace/v1/status")
     return data, client.find_json(instance, "/headrace/v1/history")
 
@@ -60,11 +57,9 @@ def render(
 ) -> None:
     """Print a status document: health first, then addresses, replicas, tiers and totals."""
     models = list((data.get("gateway") or {}).get("models") or ())
-    parts = [*head(instance, models), *overview(instance, data)]
+    parts = [health_line(data, history), *head(instance, models), *overview(data)]
     if verbose:
         parts += details(data)
-    if instance.token_path == "relay":
-        parts.insert(0, health_line(data, history))
     for part in parts:
         out.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
 
@@ -109,8 +104,7 @@ def head(instance: state.Instance, models: Sequence[str] = ()) -> Iterator[Part]
         up_for = human_seconds(max(0.0, time.time() - instance.started_at))
         where = f"{instance.name}: {where}, up for {up_for}"
     yield _whole(where)
-    if instance.token_path == "relay":
-        yield _whole(f"console: {instance.endpoint}/console")
+    yield _whole(f"console: {instance.endpoint}/console")
     if instance.dashboard_url:
         yield _whole(f"Ray's dashboard: {instance.dashboard_url}")
         yield _whole(f"  its token: {token_file(instance)}")
@@ -126,15 +120,10 @@ def _whole(text: str) -> Text:
     return Text(text, no_wrap=True)
 
 
-def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
+def overview(data: dict[str, Any]) -> Iterator[Part]:
     """Yield the replicas, the tiers, and the totals that say something."""
     replicas = data.get("replicas") or []
     if not replicas:
-        if instance.token_path != "relay":
-            yield Text(
-                f'no details: token_path "{instance.token_path}" has no gateway, which collects '
-                "them"
-            )
         return
     gateway = data.get("gateway") or {}
     yield Text()

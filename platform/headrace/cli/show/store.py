@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headrace.cli import client, state
+from headrace.cli import client
 from headrace.cli.console import CliError, human_bytes, stderr, stdout
 
 PATH = "/headrace/v1/store"
@@ -14,7 +14,8 @@ TIMEOUT_S = 60.0
 
 def pins(name: str | None, *, as_json: bool) -> None:
     """Print the pinned prompts of each machine."""
-    machines = client.call(_instance(name), "GET", PATH, None, {}, TIMEOUT_S)["machines"]
+    instance = client.running_instance(name)
+    machines = client.call(instance, "GET", PATH, None, {}, TIMEOUT_S)["machines"]
     if as_json:
         print(json.dumps(machines, indent=2))
         return
@@ -34,7 +35,8 @@ def pins(name: str | None, *, as_json: bool) -> None:
 def order(action: str, namespace: str | None, hash: str | None, name: str | None) -> None:
     """Carry out `unpin`, `clear` or `lookup` on every machine, and print the results."""
     wanted = {"action": action, "namespace": namespace, "hash": hash}
-    machines = client.call(_instance(name), "POST", PATH, wanted, {}, TIMEOUT_S)["machines"]
+    instance = client.running_instance(name)
+    machines = client.call(instance, "POST", PATH, wanted, {}, TIMEOUT_S)["machines"]
     for each in machines:
         if "error" not in each:
             _print(f"{each['machine'][:8]}: {_said(action, each)}")
@@ -60,13 +62,3 @@ def _warn(machines: list[dict[str, Any]]) -> None:
     for each in machines:
         if "error" in each:
             stderr().print(f"{each['machine'][:8]}: {each['error']}", markup=False)
-
-
-def _instance(name: str | None) -> state.Instance:
-    instance = client.running_instance(name)
-    if instance.token_path != "relay":
-        raise CliError(
-            f'"{instance.name}" has token_path "{instance.token_path}", which has no gateway to '
-            "reach the store through; use token_path: relay"
-        )
-    return instance

@@ -71,8 +71,8 @@ def check(
     ]
     app_checks: list[Check] = [
         ({"gateway"}, _port),
-        ({"token_path", "gateway"}, lambda c: endpoint_conflicts(c.gateway, c.token_path)),
-        ({"token_path", "gateway", "model", "models"}, _model_names),
+        ({"gateway"}, lambda c: endpoint_conflicts(c.gateway)),
+        ({"gateway", "model", "models"}, _model_names),
         ({"ray", "prefill", "decode", "models"}, _cpus),
         ({"store"}, _objects),
     ]
@@ -100,7 +100,7 @@ def _model_names(config: HeadraceConfig) -> Iterator[Problem]:
     models = {key: one.model for key, one in config.served_models().items()}
     ids = {key: model.id for key, model in models.items()}
     adapters = {key: list(model.adapters) for key, model in models.items()}
-    yield from model_conflicts(config.gateway, config.token_path, ids, adapters)
+    yield from model_conflicts(config.gateway, ids, adapters)
 
 
 def warnings(config: HeadraceConfig) -> list[str]:

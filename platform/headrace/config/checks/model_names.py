@@ -11,7 +11,6 @@ from headrace.config.gateway import GatewaySettings
 
 def model_conflicts(
     gateway: GatewaySettings,
-    path: str,
     models: Mapping[str, str],
     adapters: Mapping[str, Iterable[str]],
 ) -> Iterator[Problem]:
@@ -32,16 +31,6 @@ def model_conflicts(
             )
         seen[model_id] = key
     yield from _adapter_conflicts(gateway, seen, adapters)
-    if path != "relay":
-        told = [name for name in ("aliases", "default_model") if getattr(gateway, name)]
-        if path == "direct" and len(models) > 1:
-            yield (
-                "token_path",
-                f'is "{path}", which serves one model, but models has {len(models)}; use '
-                "token_path: relay",
-            )
-        for name in told:
-            yield f"gateway.{name}", f"has no effect with token_path: {path}; remove it"
     for alias, targets in gateway.aliases.items():
         if alias in seen:
             yield f"gateway.aliases.{alias}", "is the name of a model; choose another"
