@@ -88,12 +88,8 @@ def build_app(args: dict[str, Any]) -> Application:
         for engine in model.engines:
             _use_own_nixl(engine, section.integrity)
         _note_left_out(model, store=section.store.enabled)
-    store = add_store(
-        *(section.store, [engine for model in models for engine in model.engines], setup),
-        save_gossip=any(
-            model.section.speculation.enabled and model.section.speculation.save for model in models
-        ),
-    )
+    every = [engine for model in models for engine in model.engines]
+    store = add_store(section.store, every, setup)
     deployed = [_deploy(model, section, store, setup) for model in models]
     return _relay(deployed, section, store, setup)
 

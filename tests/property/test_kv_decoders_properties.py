@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.node import gossip_backup
 from headrace_kvstore.nvme.record import BlockShape, unpack_header, unpack_segment
 from headrace_kvstore.peers import messages
 from headrace_kvstore.peers.block_directory import MEDIA, BlockDirectory
@@ -86,19 +85,6 @@ def test_a_frame_is_a_message_or_refused(name: str, frame: bytes) -> None:
         id, body = DECODERS[name](frame)
         assert isinstance(id, int)
         assert DECODERS[name](wire.encode(id, body)) == (id, body)
-
-
-@settings(max_examples=300)
-@given(
-    body=st.binary(max_size=100) | values | damaged() | plain.map(lambda v: [[NOTES.entries[0], v]])
-)
-def test_a_backup_is_notes_or_refused(body: Any) -> None:
-    data = gossip_backup.pack(body if isinstance(body, list) else [])
-    if isinstance(body, bytes):
-        data = data[: len(gossip_backup.MAGIC)] + gossip_backup.checksum(body) + body
-    with contextlib.suppress(gossip_backup.DamagedError):
-        kept = gossip_backup.unpack(data, 2**20)
-        assert gossip_backup.unpack(gossip_backup.pack(kept), 2**20) == kept
 
 
 hashes = st.lists(st.binary(max_size=40) | st.integers(0, 2**64 - 1), max_size=8)

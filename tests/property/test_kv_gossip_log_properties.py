@@ -9,18 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace_kvstore.protocol.gossip_log import ENTRY_COST_BYTES, GossipEntry, GossipLog
-from headrace_kvstore.protocol.gossip_log import SavedEntry as Saved
 
 CAPACITY_BYTES = 8 * ENTRY_COST_BYTES
 NAMES = st.sampled_from([b"a", b"b", b"c"])
 
 
 @dataclass
-class SavedEntry:
+class KeptEntry:
     number: int
     entry: GossipEntry
     own: bool
-    restored: bool
 
     @property
     def size_bytes(self) -> int:
@@ -31,7 +29,7 @@ class GossipLogs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.log = GossipLog(CAPACITY_BYTES, "g")
-        self.kept: list[SavedEntry] = []
+        self.kept: list[KeptEntry] = []
         self.head = 0
         self.place = 0
 
@@ -43,33 +41,19 @@ class GossipLogs(RuleBasedStateMachine):
         own=st.booleans(),
     )
     def post(self, writer: bytes, stream: bytes, last: int, size: int, own: bool) -> None:
-        if self.put(writer, stream, last, size, own, restored=False):
-            self.kept = [k for k in self.kept if k.entry.writer != writer or not k.restored]
-
-    @rule(writer=NAMES, stream=NAMES, last=st.integers(0, 20), size=st.integers(0, CAPACITY_BYTES))
-    def restore(self, writer: bytes, stream: bytes, last: int, size: int) -> None:
-        self.put(writer, stream, last, size, True, restored=True)
-
-    def put(
-        self, writer: bytes, stream: bytes, last: int, size: int, own: bool, *, restored: bool
-    ) -> bool:
         entry = GossipEntry(writer, stream, last, bytes(size))
         theirs = [
             k.entry.last for k in self.kept if (k.entry.writer, k.entry.stream) == stream_of(entry)
         ]
         new = all(last > other for other in theirs) and size + ENTRY_COST_BYTES <= CAPACITY_BYTES
-        if restored:
-            assert self.log.restore([Saved(entry, own)]) == new
-        else:
-            assert self.log.append(entry, own=own) == new
+        assert self.log.append(entry, own=own) == new
         if new:
             self.head += 1
-            self.kept.append(SavedEntry(self.head, entry, own, restored))
+            self.kept.append(KeptEntry(self.head, entry, own))
             while sum(kept.size_bytes for kept in self.kept) > CAPACITY_BYTES:
                 self.kept.remove(self.first_of_largest())
-        return new
 
-    def first_of_largest(self) -> SavedEntry:
+    def first_of_largest(self) -> KeptEntry:
         sizes = {
             kept.entry.stream: sum(
                 k.size_bytes for k in self.kept if k.entry.stream == kept.entry.stream
@@ -79,7 +63,7 @@ class GossipLogs(RuleBasedStateMachine):
         largest = max(sizes, key=lambda stream: (sizes[stream], -self.oldest(stream).number))
         return self.oldest(largest)
 
-    def oldest(self, stream: bytes) -> SavedEntry:
+    def oldest(self, stream: bytes) -> KeptEntry:
         return next(kept for kept in self.kept if kept.entry.stream == stream)
 
     @rule(

@@ -163,26 +163,3 @@ def test_what_cannot_be_says_where_and_what_would_be_right(override: str, words:
     with pytest.raises(ConfigError) as refused:
         load_config(overrides=[override])
     assert "store" in str(refused.value) and words in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["store.nvme_folder=/kv"], ""),
-        (["store.object_url=file:///kv"], ""),
-        ([], "set store.object_url or store.nvme_folder"),
-        (["store.nvme_folder=/kv", "speculation.share=false"], "speculation.share is false"),
-        (["store.nvme_folder=/kv", "store.enabled=false"], "store.enabled is false"),
-    ],
-)
-def test_a_drafting_memory_is_saved_where_there_is_a_place(given: list[str], said: str) -> None:
-    wanted = ["speculation.enabled=true", "speculation.save=true", *given]
-    if said:
-        with pytest.raises(ConfigError, match=rf"speculation\.save: .*{said}"):
-            load_config(overrides=wanted)
-        return
-    store = load_config(overrides=wanted).store
-    app = add_store(store, [engine()], ProcessSetup(), save_gossip=True)
-    assert app is not None
-    given_to_nodes = app._bound_deployment.init_args[0]
-    assert NodeSettings.parse(given_to_nodes).save_gossip

@@ -17,7 +17,6 @@ from headrace_decode.speculative.replication.replication_log import ReplicationL
 from headrace_decode.speculative.replication.segment_replicator import SegmentReplicator
 from headrace_decode.speculative.retrieval.draft_memory import MemorySettings
 from headrace_decode.speculative.settings import ReplicationSettings, SpeculationSettings
-from headrace_kvstore.node.gossip_backup import FolderBackup, GossipBackup
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.gossip_log import GossipEntry, GossipLog
 from headrace_kvstore.protocol.server import NodeServer
@@ -156,30 +155,6 @@ class TestSharing:
         until(lambda: a.stats()["pending"] == 0 and a.stats()["posted"] > 2)
         entries = node.gossip_log.read(0, 1 << 30, generation="first").entries
         assert len({each.stream for each in entries[:2]}) == 2
-
-
-class TestSaved:
-    def test_after_all_have_ended_new_ones_draft_what_was_saved_each_tenant_its_own(
-        self, tmp_path: Path, replica: Callable[..., Replica]
-    ) -> None:
-        place = FolderBackup(tmp_path / "kv")
-        first = Node(tmp_path)
-        a = replica(1)
-        a.answered(100, "x")
-        a.answered(200, "y")
-        until(lambda: a.stats()["pending"] == 0 and a.stats()["posted"] == 2)
-        a.replicator.close()
-        first.server.close()
-        GossipBackup(first.gossip_log, place).start().close(10.0)
-
-        second = Node(tmp_path, "second")
-        GossipBackup(second.gossip_log, place).start().close(10.0)
-        new = replica(2)
-        until(lambda: new.stats()["records"] == 2)
-        drafts = [new.drafts(*each) for each in ((100, "x"), (200, "y"), (100, "y"), (200, "x"))]
-        assert drafts == [True, True, False, False]
-        new.replicator.close()
-        second.server.close()
 
 
 class TestFaults:

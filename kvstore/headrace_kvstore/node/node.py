@@ -26,12 +26,6 @@ from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.blocks.checksum import prepare
 from headrace_kvstore.node.block_value import BlockValue
 from headrace_kvstore.node.dram_service import DramService
-from headrace_kvstore.node.gossip_backup import (
-    BackupStorage,
-    FolderBackup,
-    GossipBackup,
-    ObjectBackup,
-)
 from headrace_kvstore.node.node_events import NodeEvents
 from headrace_kvstore.node.nvme_tier_manager import NvmeTierManager
 from headrace_kvstore.node.object_service import open_tier
@@ -105,8 +99,6 @@ class StoreNode:
                 self._open_nvme()
             if settings.object_url is not None:
                 self._open_objects()
-            if settings.save_gossip:
-                self._start_gossip_backup()
             self._checker.start()
         except BaseException:
             self.close()
@@ -127,16 +119,6 @@ class StoreNode:
         except ImportError as error:
             self.tiers.reasons["object"] = f"{error}: pip install headrace[object]"
             logger.exception("there is no object tier")
-
-    def _start_gossip_backup(self) -> None:
-        settings = self.settings
-        place: BackupStorage | None = None
-        if self.tiers.objects is not None:
-            place = ObjectBackup(self.tiers.objects.client)
-        elif settings.nvme_folder is not None:
-            place = FolderBackup(settings.nvme_folder)
-        if place is not None:
-            self.operations.backup = GossipBackup(self._gossip_log, place).start()
 
     def close(self, engines_end: bool = False) -> bool:
         """End within about `close_s`; blocks that are not written by then are not written at all.
@@ -171,8 +153,6 @@ class StoreNode:
                 ended &= self._end(dram, _left(deadline), flush=True)
         if peer_service is not None:
             peer_service.close()
-        if self.operations.backup is not None:
-            self.operations.backup.close(_left(deadline))
         if self.tiers.objects is not None:
             self.tiers.objects.close(_left(deadline))
         nvme_manager, self.tiers.nvme_manager = self.tiers.nvme_manager, None

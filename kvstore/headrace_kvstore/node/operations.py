@@ -23,7 +23,6 @@ import numpy as np
 from headrace_kvstore.lookup.availability import DRAM, NVME, AvailableRun
 from headrace_kvstore.node.administration import administer
 from headrace_kvstore.node.block_value import BlockValue, UseHistory, below_dram
-from headrace_kvstore.node.gossip_backup import GossipBackup
 from headrace_kvstore.node.node_events import NodeEvents
 from headrace_kvstore.node.peer_service import PendingPull
 from headrace_kvstore.node.tiers import Tiers
@@ -52,7 +51,6 @@ class Operations:
         slow: runs requests that may take long.
 
     Attributes:
-        backup: of the gossip log, if the node keeps one.
         requests: number of the clients' requests of each kind; the server counts them.
     """
 
@@ -66,7 +64,6 @@ class Operations:
         slow: Executor,
     ) -> None:
         self.tiers, self.gossip_log, self._events, self._slow = tiers, gossip_log, events, slow
-        self.backup: GossipBackup | None = None
         self.requests: Counter[str] = Counter()
         self._settings, self._block_value = settings, block_value
         self._uses = UseHistory()
@@ -225,7 +222,7 @@ class Operations:
             "tiers": each,
             **work,
             "remote": {} if tiers.peer_service is None else tiers.peer_service.stats(),
-            "gossip": {**self.gossip_log.stats(), "backup": self.backup and self.backup.stats()},
+            "gossip": self.gossip_log.stats(),
             "promoted": counts["promoted"],
             "reported_bad": counts["reported_bad"],
             "reported_wrongly": counts["reported_wrongly"],

@@ -23,9 +23,6 @@ import numpy as np
 from headrace_kvstore.blocks.checksum import block_seed, copy_sum, layer_seeds
 from headrace_kvstore.nvme.record import BlockShape, WriteRequest, padded
 
-BACKUP_NAME = "gossip-log"
-"""Name of the one object that holds no block: the backup of the nodes' gossip logs
-(`node.gossip_backup`)."""
 WRITER = r"[A-Za-z0-9_-]{1,64}"
 _PLACE = struct.Struct("<IQQIIxf")
 _NAME = re.compile(

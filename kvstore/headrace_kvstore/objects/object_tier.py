@@ -33,7 +33,7 @@ from headrace_kvstore.nvme.record import BlockShape, WriteRequest
 from headrace_kvstore.objects.excluded_objects import ExcludedObjects
 from headrace_kvstore.objects.object_catalog import ObjectCatalog, StoredObject
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
-from headrace_kvstore.objects.object_format import BACKUP_NAME, ObjectName, pack
+from headrace_kvstore.objects.object_format import ObjectName, pack
 from headrace_kvstore.objects.object_read import ObjectRead
 from headrace_kvstore.objects.object_walk import ListingPass, TrimPlan
 
@@ -356,7 +356,7 @@ class ObjectTier:
         if held is not None:
             held.listing = listing.number
             return False
-        return each.name != BACKUP_NAME and not self._excluded.excludes(each, listing.number)
+        return not self._excluded.excludes(each, listing.number)
 
     def _finish_listing(self, listing: ListingPass) -> None:
         """Drop the objects that the whole walk did not show, and plan the next walk."""

@@ -8,11 +8,9 @@ writer's stream in its own order.
 A full log evicts the oldest entry of the largest stream, whichever process wrote it. Of two
 streams of equal size, it evicts the older entry. So a busy stream never displaces a quiet one.
 
-A restarted node has a log with a new *generation*, empty or with entries restored from a backup
-(`node.gossip_backup`). Every answer names the generation. When it changes, readers start from the
-beginning, and writers append their remaining entries again. A writer names the generation that it
-appends to, since entries in the wrong order would be refused. Once a writer appends, its restored
-entries are removed, because it appends all entries that it still has.
+A restarted node has an empty log of a new *generation*, which every answer names. When it changes,
+readers start from the beginning, and writers append their remaining entries again. A writer names
+the generation that it appends to, since entries in the wrong order would be refused.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -55,13 +52,6 @@ class EntryPage(msgspec.Struct, array_like=True, tag="entries"):
     entries: list[GossipEntry] = []
 
 
-class SavedEntry(msgspec.Struct, array_like=True, frozen=True):
-    """An entry in a backup. `own`: whether it is of the machine that saved it."""
-
-    entry: GossipEntry
-    own: bool
-
-
 @dataclass
 class _Stream:
     size_bytes: int = 0
@@ -87,8 +77,6 @@ class GossipLog:
         self._by_writer: dict[tuple[bytes, bytes], deque[int]] = {}
         """Numbers of the entries that are here, by writer and stream."""
         self._size_bytes = 0
-        self._restored: dict[bytes, list[int]] = {}
-        """Numbers of restored entries, by writer; some of them may be removed already."""
         self._counts: Counter[str] = Counter()
 
     def append(self, entry: GossipEntry, *, own: bool = True) -> bool:
@@ -97,47 +85,25 @@ class GossipLog:
         own: whether it is of this machine, and not from another one's log.
         """
         with self._lock:
-            taken = self._append(entry, own)
-            for number in self._restored.pop(entry.writer, ()) if taken else ():
-                if number in self._entries:
-                    self._drop(number)
-            return taken
-
-    def snapshot(self) -> list[SavedEntry]:
-        """Return all entries in their order, for a backup."""
-        with self._lock:
-            return [SavedEntry(entry, own) for entry, own in self._entries.values()]
-
-    def restore(self, saved: Iterable[SavedEntry]) -> int:
-        """Append the entries of a backup; return how many were new."""
-        before = self._counts["restored"]
-        for each in saved:
-            with self._lock:
-                if self._append(each.entry, each.own):
-                    self._restored.setdefault(each.entry.writer, []).append(self._head)
-                    self._counts["restored"] += 1
-        return self._counts["restored"] - before
-
-    def _append(self, entry: GossipEntry, own: bool) -> bool:
-        size_bytes = len(entry.data) + ENTRY_COST_BYTES
-        pair = entry.writer, entry.stream
-        theirs = self._by_writer.get(pair)
-        last = self._entries[theirs[-1]][0].last if theirs else -1
-        if size_bytes > self.capacity_bytes or entry.last <= last:
-            self._counts["not_taken"] += 1
-            return False
-        self._head += 1
-        self._entries[self._head] = entry, own
-        self._numbers.append(self._head)
-        stream = self._streams.setdefault(entry.stream, _Stream())
-        stream.numbers.append(self._head)
-        stream.size_bytes += size_bytes
-        self._by_writer.setdefault(pair, deque()).append(self._head)
-        self._size_bytes += size_bytes
-        self._counts["taken"] += 1
-        while self._size_bytes > self.capacity_bytes:
-            self._evict_one()
-        return True
+            size_bytes = len(entry.data) + ENTRY_COST_BYTES
+            pair = entry.writer, entry.stream
+            theirs = self._by_writer.get(pair)
+            last = self._entries[theirs[-1]][0].last if theirs else -1
+            if size_bytes > self.capacity_bytes or entry.last <= last:
+                self._counts["not_taken"] += 1
+                return False
+            self._head += 1
+            self._entries[self._head] = entry, own
+            self._numbers.append(self._head)
+            stream = self._streams.setdefault(entry.stream, _Stream())
+            stream.numbers.append(self._head)
+            stream.size_bytes += size_bytes
+            self._by_writer.setdefault(pair, deque()).append(self._head)
+            self._size_bytes += size_bytes
+            self._counts["taken"] += 1
+            while self._size_bytes > self.capacity_bytes:
+                self._evict_one()
+            return True
 
     def read(
         self,
@@ -182,7 +148,7 @@ class GossipLog:
                 "bytes": self._size_bytes,
                 "size_bytes": self.capacity_bytes,
                 "streams": len(self._streams),
-                **{n: self._counts[n] for n in ("taken", "not_taken", "evicted", "restored")},
+                **{n: self._counts[n] for n in ("taken", "not_taken", "evicted")},
             }
 
     def _evict_one(self) -> None:

@@ -74,7 +74,6 @@ class NodeSettings(ArenaSettings):
             written.
         object_timeout_s: of one request.
         gossip_bytes: size of the gossip log, in this process's memory.
-        save_gossip: keep a backup of that as an object, or without an object tier in `nvme_folder`.
         retry_s: time between tries to get a busy folder, or a missing arena.
         heal_s: time until a failed disk is tried again; doubled each time, up to 16 times.
         close_s: how long a clean end may take.
@@ -109,7 +108,6 @@ class NodeSettings(ArenaSettings):
     object_refresh_s: Seconds = 30.0
     object_timeout_s: Seconds = 10.0
     gossip_bytes: Size = 64 * 2**20
-    save_gossip: Flag = False
     retry_s: Seconds = 5.0
     heal_s: Seconds = 60.0
     close_s: Seconds = 3.0
@@ -126,13 +124,6 @@ class NodeSettings(ArenaSettings):
     def _listens_somewhere(cls, value: str | None) -> str | None:
         if value is not None and not is_address(value, least_port=0):
             raise ValueError("give HOST:PORT")
-        return value
-
-    @field_validator("save_gossip")
-    @classmethod
-    def _backup_has_a_place(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not (info.data.get("nvme_folder") or info.data.get("object_url")):
-            raise ValueError("give it with nvme_folder or object_url: the backup lies there")
         return value
 
     @field_validator("peer_lease_s")

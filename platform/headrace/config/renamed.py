@@ -21,6 +21,8 @@ RENAMED = {
 }
 """New paths of fields that have been renamed."""
 REMOVED = {
+    "speculation.save": "it has been removed: new replicas read what running ones share; after a "
+    "restart of all of them, load corpora with `headrace corpus load`",
     "token_path": "it has been removed: requests always pass through the gateway (`relay`); remove "
     "the field",
 }

@@ -47,13 +47,6 @@ class SpeculationSection(Section):
         description="Share answers between decode replicas, within each tenant. Needs "
         "`store.enabled`: the store's nodes carry them.",
     )
-    save: bool = Field(
-        default=False,
-        description="Save the shared token sequences every five minutes and at a clean end, and "
-        "load them when the app starts: in `store.object_url`, or without that in "
-        "`store.nvme_folder`. They are the tokens of answers and corpora, unencrypted, and no "
-        "answers of tenants with `keep: false`. Needs `share`.",
-    )
     drafter_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the drafter; docs/speculation.md lists them."
     )

@@ -47,11 +47,7 @@ class StoreProcessSetup:
 
 
 def add_store(
-    store: StoreSection,
-    engines: list[dict[str, Any]],
-    setup: ProcessSetup,
-    *,
-    save_gossip: bool = False,
+    store: StoreSection, engines: list[dict[str, Any]], setup: ProcessSetup
 ) -> Application | None:
     """Add the store to engines' arguments. Return the deployment that keeps the nodes' StoreNodes.
 
@@ -59,7 +55,6 @@ def add_store(
         store: the configuration's section.
         engines: `engine_kwargs` of all roles; changed in place.
         setup: prepares the store's processes (logs, traces).
-        save_gossip: keep a backup of the token sequences that decode replicas share.
 
     Returns:
         None where no engine takes the store.
@@ -75,13 +70,10 @@ def add_store(
     below = {"nvme": store.nvme_folder, "object": store.object_url}
     tiers = ("dram", *(tier for tier, place in below.items() if place))
     observe = partial(RayStoreMetrics, tiers)
-    settings = store.node_settings(name)
-    if save_gossip:
-        settings["save_gossip"] = True
     return (
         serve.deployment(StoreNodeManager)
         .options(**options)
-        .bind(settings, StoreProcessSetup(setup), store.share, observe)
+        .bind(store.node_settings(name), StoreProcessSetup(setup), store.share, observe)
     )
 
 

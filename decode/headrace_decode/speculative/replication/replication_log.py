@@ -4,8 +4,8 @@ A replica sends each segment that it inserted itself, once. A queue has the head
 still to be sent; a segment that was evicted before it was sent is skipped. After a restart of the
 node all segments of this replica are queued again. Segments have the same ids on all replicas, so
 applying one twice changes nothing. Segments of other replicas are not sent on. Text of another
-tokenizer and answers of another model are refused: a backup may contain them, but they would never
-be drafted and would only take room.
+tokenizer and answers of another model are refused: an earlier app of the node may have left them,
+but they would never be drafted and would only take room.
 
 Running replicas receive a corpus directly. One of them also sends the whole corpus when its version
 takes over, for replicas that start later.

@@ -67,7 +67,6 @@ def check(
         ({"prefill", "decode"}, _roles_agree),
         ({"model", "prefill", "decode"}, _lengths_agree),
         ({"model", "prefill", "decode", "techniques"}, _kv_holds_one_request),
-        ({"speculation", "store"}, _saved_token_sequences),
     ]
     app_checks: list[Check] = [
         ({"gateway"}, _port),
@@ -329,20 +328,6 @@ def _objects(config: HeadraceConfig) -> Iterator[Problem]:
             path,
             f'is "{url}", but its client is not installed; pip install "headrace[object]" here and '
             "on every machine, or set null",
-        )
-
-
-def _saved_token_sequences(config: HeadraceConfig) -> Iterator[Problem]:
-    speculation, store = config.speculation, config.store
-    if not (speculation.enabled and speculation.save):
-        return
-    if not (speculation.share and store.enabled):
-        missing = "store.enabled" if speculation.share else "speculation.share"
-        yield "speculation.save", f"is true, but {missing} is false; set both or neither"
-    elif store.nvme_folder is None and store.object_url is None:
-        yield (
-            "speculation.save",
-            "is true, but there is no place for it: set store.object_url or store.nvme_folder",
         )
 
 
