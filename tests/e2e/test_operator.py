@@ -63,15 +63,15 @@ def test_a_plan_says_in_hindsight_what_it_reached_and_cost(app: App, way: str) -
     assert first["reachable_tokens"] == first["measured"]["cached_tokens"] == 0
     assert 0 < again["measured"]["cached_tokens"] <= again["reachable_tokens"]
     came = again["measured"]
-    assert came["ttft_s"] > 0 and came["cost_s"] > 0 and came["regret_s"] >= 0
+    assert came["ttft_s"] > 0
 
 
-def test_the_status_sums_up_hits_and_regret_and_advises_on_roles(app: App) -> None:
+def test_the_status_sums_up_hits_and_advises_on_roles(app: App) -> None:
     for _ in range(MIN_REQUESTS):
         app.complete("Hello", max_tokens=4)
     status = app.status()
     told = app.replica("decode")["router"]["outcomes"]
-    assert told["requests"] >= MIN_REQUESTS and told["cost_s"] > 0
+    assert told["requests"] >= MIN_REQUESTS
     assert 0 < told["reached_tokens"] <= told["prompt_tokens"]
     advice = status["advice"]
     assert (advice["now"]["prefill"], advice["now"]["decode"]) == (1, 1)
@@ -173,7 +173,6 @@ EVENTFUL = {
     "ray_headrace_gateway_predicted_wait_seconds": "`gateway.admission` is configured",
     "ray_serve_autoscaling_desired_replicas": "`autoscaling` is configured",
     "ray_headrace_plans_replaced_total": "a gateway's plan is stale; takes two decode replicas",
-    "ray_headrace_plan_regret_seconds_total": "a choice was worse than the next best",
     "ray_headrace_kv_lookup_failures_total": "the store node does not answer a planner",
     "ray_headrace_speculation_failures_total": "the drafter fails",
     "ray_vllm_nixl_num_failed_transfers_total": "a transfer fails",

@@ -132,7 +132,6 @@ def misses(talks: list[Conversation]) -> str:
         "cached_decode_tokens",
         "cached_prefill_tokens",
         "reasons",
-        "runners_up",
     )
     return "\n".join(str({name: plan[name] for name in shown}) for plan in missed)
 

@@ -74,17 +74,13 @@ def test_what_came_of_plans_becomes_counters() -> None:
         "prompt_tokens": 100,
         "reachable_tokens": 60,
         "reached_tokens": 50,
-        "cost_s": 2.0,
-        "regret_s": 0.0,
     }
     tell = RayPlanMetrics()
     tell.update_totals(1, sums)
-    tell.update_totals(0, {**sums, "prompt_tokens": 150, "regret_s": 0.5})
+    tell.update_totals(0, {**sums, "prompt_tokens": 150})
     found = Recorded.values
     assert found["headrace_plan_prompt_tokens", "all"] == 150
     assert found["headrace_plan_prompt_tokens", "reused"] == 50
-    assert found["headrace_plan_cost_seconds", ""] == 2.0
-    assert found["headrace_plan_regret_seconds", ""] == 0.5
     assert found["headrace_prefill_replicas_failing", ""] == 0
 
 

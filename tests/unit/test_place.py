@@ -354,7 +354,6 @@ def test_a_plan_with_everything_long_still_fits_its_bytes() -> None:
         ("predicted", {"local.coffee": 1.0}),
         ("predicted", {"local.total": float("inf")}),
         ("reasons", ["why"] * 5),
-        ("runners_up", [["a", "b", 1.0]] * 4),
         ("broken", ["x"] * 5),
     ],
 )

@@ -1,18 +1,17 @@
-"""What came of plans: hits reached against reachable, regret, traffic."""
+"""What came of plans: hits reached against reachable, traffic."""
 
 from __future__ import annotations
 
 import pytest
 
-from headrace.replica.plan_outcomes import TRAFFIC_REQUESTS, PlanOutcomes, outcome
+from headrace.replica.plan_outcomes import TRAFFIC_REQUESTS, PlanOutcomes
 from headrace.router.decode_replica.cost_models import CostModels
-from headrace.router.plan import Plan, RunnerUp
+from headrace.router.plan import Plan
 from tests.support.clock import Clock
 
 
 def plan(kind: str = "local", **changes: object) -> Plan:
-    """1,000 tokens, 600 of them reachable; predicted are 2 s, of which others lose 0.5, and 3 s for
-    the next best."""
+    """1,000 tokens, 600 of them reachable; predicted are 2 s, of which others lose 0.5."""
     predicted = {f"{kind}.compute": 1.5, f"{kind}.stall": 0.5, f"{kind}.total": 2.0}
     fields: dict[str, object] = {
         "request_id": "r",
@@ -22,27 +21,12 @@ def plan(kind: str = "local", **changes: object) -> Plan:
         "cached_prefill_tokens": 0,
         "reachable_tokens": 600,
         "predicted": predicted,
-        "runners_up": (RunnerUp("e", "", 3.0), RunnerUp("f", "p", 4.0)),
     }
     return Plan(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def outcomes(clock: Clock | None = None) -> PlanOutcomes:
     return PlanOutcomes(CostModels(), 2048, 1_000, clock or Clock())
-
-
-@pytest.mark.parametrize(
-    ("ttft_s", "cost_s", "regret_s"), [(1.5, 2.0, 0.0), (2.5, 3.0, 0.0), (3.0, 3.5, 0.5)]
-)
-def test_regret_is_what_the_choice_cost_above_the_next_best(
-    ttft_s: float, cost_s: float, regret_s: float
-) -> None:
-    found = outcome(plan(), ttft_s, 0)
-    assert (found.cost_s, found.regret_s) == (pytest.approx(cost_s), pytest.approx(regret_s))
-
-
-def test_nothing_is_regretted_where_there_was_nothing_else() -> None:
-    assert outcome(plan(runners_up=()), 9.0, 0).regret_s == 0.0
 
 
 def test_a_local_prefill_reached_what_its_engine_did_not_compute() -> None:
@@ -52,7 +36,7 @@ def test_a_local_prefill_reached_what_its_engine_did_not_compute() -> None:
     assert (told["prompt_tokens"], told["reachable_tokens"], told["reached_tokens"]) == (
         *(1_000, 600, 400),
     )
-    assert mine.of("r") == {"ttft_s": 1.0, "cached_tokens": 400, "cost_s": 1.5, "regret_s": 0.0}
+    assert mine.of("r") == {"ttft_s": 1.0, "cached_tokens": 400}
 
 
 def test_a_remote_prefill_reached_what_the_prefill_engine_did_not_compute() -> None:

@@ -227,9 +227,7 @@ def status(
     name: NameOption = None,
     verbose: Annotated[
         bool,
-        typer.Option(
-            "--verbose", "-v", help="Also show steps, transfers, regret and fitted cost models."
-        ),
+        typer.Option("--verbose", "-v", help="Also show steps, transfers and fitted cost models."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

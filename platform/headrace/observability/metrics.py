@@ -185,12 +185,6 @@ class RayPlanMetrics:
             "Prompt tokens: all; cached, whose KV was held somewhere; reused, not computed.",
             tag_keys=("kind",),
         )
-        self._cost = TotalCounter(
-            "headrace_plan_cost_seconds", "Cost of the plans, with the measured TTFT."
-        )
-        self._regret = TotalCounter(
-            "headrace_plan_regret_seconds", "Cost above the next best choice."
-        )
         self._failing = Gauge(
             "headrace_prefill_replicas_failing",
             "Prefill replicas that get no requests from this decode replica, because they failed.",
@@ -224,8 +218,6 @@ class RayPlanMetrics:
         self._failing.set(failing)
         for kind, name in (("all", "prompt"), ("cached", "reachable"), ("reused", "reached")):
             self._tokens.follow(sums[f"{name}_tokens"], {"kind": kind})
-        self._cost.follow(sums["cost_s"])
-        self._regret.follow(sums["regret_s"])
 
     def transferred(self, total_bytes: int) -> None:
         self._bytes.follow(total_bytes)

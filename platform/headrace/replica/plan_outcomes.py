@@ -1,14 +1,7 @@
-"""Results of a replica's plans: the hits that were reached, the cost of the choices in hindsight,
-and the traffic that the plans were made for.
+"""Results of a replica's plans: the hits that were reached, and the traffic of the plans.
 
 Hits: of a prompt's tokens, those that some engine's cache or some node's store held when the plan
 was made are *reachable*; those that the engine which prefilled it did not compute are *reached*.
-
-Regret: a plan that was carried out cost its predicted total, with the first token's predicted
-seconds replaced by the measured ones. Regret is the difference to the best other choice's total,
-and at least 0. The real cost of the other choices is not known: the predictions made with the plan
-stand for it. So chance in the measurement counts as regret, too, and a regret of a few hundredths
-of the plans' cost means nothing.
 
 Pure: no Ray, no vLLM, no I/O. Call it from one thread.
 """
@@ -41,22 +34,10 @@ class PlanOutcome:
         ttft_s: seconds from the plan to the first token.
         cached_tokens: prompt tokens that the engine did not compute; for a remote prefill, the
             prefill engine.
-        cost_s: the plan's total, with `ttft_s` in place of the prediction.
-        regret_s: `cost_s` less the best other choice's predicted total; at least 0.
     """
 
     ttft_s: float
     cached_tokens: int
-    cost_s: float
-    regret_s: float
-
-
-def outcome(plan: Plan, ttft_s: float, cached_tokens: int) -> PlanOutcome:
-    """Compare the measurements with the plan."""
-    total_s = plan.predicted.get(f"{plan.kind}.total", 0.0)
-    cost_s = total_s - plan.predicted_ttft_s + ttft_s
-    others_s = min((other.total_s for other in plan.runners_up), default=cost_s)
-    return PlanOutcome(ttft_s, cached_tokens, cost_s, max(0.0, cost_s - others_s))
 
 
 class _TrafficSample(NamedTuple):
@@ -103,8 +84,6 @@ class PlanOutcomes:
             "prompt_tokens": 0,
             "reachable_tokens": 0,
             "reached_tokens": 0,
-            "cost_s": 0.0,
-            "regret_s": 0.0,
         }
 
     def record_prefill(self, request_id: str, computed_tokens: int) -> None:
@@ -121,16 +100,13 @@ class PlanOutcomes:
         computed = self._computed.get(plan.request_id)
         if plan.prefill is not None and computed is not None:
             cached_tokens = max(0, plan.prompt_tokens - computed)
-        found = outcome(plan, ttft_s, cached_tokens)
-        self._outcomes[plan.request_id] = found
+        self._outcomes[plan.request_id] = PlanOutcome(ttft_s, cached_tokens)
         while len(self._outcomes) > MAX_OUTCOMES:
             self._outcomes.popitem(last=False)
         self.sums["requests"] += 1
         self.sums["prompt_tokens"] += plan.prompt_tokens
         self.sums["reachable_tokens"] += plan.reachable_tokens
         self.sums["reached_tokens"] += min(cached_tokens, plan.prompt_tokens)
-        self.sums["cost_s"] += found.cost_s
-        self.sums["regret_s"] += found.regret_s
 
     def finished(self, plan: Plan, answer_tokens: int) -> None:
         """Record a request's end. A request without a first token is no part of the traffic."""

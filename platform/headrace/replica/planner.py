@@ -258,10 +258,10 @@ class ReplicaPlanner:
         where = f"prefilled by {plan.replica or plan.prefill}" if plan.prefill else "prefilled here"
         logger.info(
             "plan: %s, because %s; first token predicted after %.3f s, measured %.3f s; %d of %d "
-            "prompt tokens not computed, %d held somewhere; regret %.3f s",
+            "prompt tokens not computed, %d held somewhere",
             *(where, plan.reasons[0] if plan.reasons else "of no reason"),
             *(plan.predicted_ttft_s, came["ttft_s"], came["cached_tokens"], plan.prompt_tokens),
-            *(plan.reachable_tokens, came["regret_s"]),
+            plan.reachable_tokens,
             extra={"request_id": plan.request_id},
         )
 

@@ -16,7 +16,6 @@ from headrace_kvstore.lookup.availability import MEDIA, AvailableRun
 
 Kind = Literal["local", "remote"]
 Policy = Literal["cost", "local", "remote"]
-RUNNERS_UP = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +38,6 @@ class Run(NamedTuple):
     source: str
     """`hbm` (its own prefix cache), a medium of its node's store, or `compute`."""
     tokens: int
-
-
-class RunnerUp(NamedTuple):
-    """A choice that costs more, or that breaks a constraint."""
-
-    decode: str
-    prefill: str
-    """Empty for a local prefill."""
-    total_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +66,6 @@ class Plan:
     #: How long to wait for the remote prefill and its KV before going local; 0 when local.
     timeout_s: float = 0.0
     reasons: tuple[str, ...] = ()
-    #: The next best choices, at most `RUNNERS_UP`.
-    runners_up: tuple[RunnerUp, ...] = ()
     #: The targets that this choice does not keep, nor any other that may be chosen.
     broken: tuple[str, ...] = ()
     #: Whether a more expensive engine was chosen in order to measure it again.
@@ -154,7 +142,6 @@ class Plan:
             "fallback": [run._asdict() for run in self.fallback],
             "predicted": dict(self.predicted),
             "timeout_s": self.timeout_s,
-            "runners_up": [other._asdict() for other in self.runners_up],
             "broken": list(self.broken),
             "explores": self.explores,
             "reasons": list(self.reasons),

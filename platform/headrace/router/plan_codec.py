@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.router.placement.pair_search import LOCAL_PARTS, REMOTE_PARTS
-from headrace.router.plan import RUNNERS_UP, Plan, Run, RunnerUp
+from headrace.router.plan import Plan, Run
 from headrace_kvstore.lookup.availability import MEDIA
 
 MAX_BYTES = 8_192
@@ -37,10 +37,9 @@ def encode(plan: Plan) -> bytes:
     fields["predicted"] = {part: float(f"{s:.6g}") for part, s in plan.predicted.items()}
     fields["reasons"] = [_short(reason) for reason in plan.reasons[:_REASONS]]
     fields["runs"], fields["fallback"] = _few(plan.runs), _few(plan.fallback)
-    fields["runners_up"] = [list(other) for other in plan.runners_up]
     data = json.dumps(fields, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:
-        fields["runners_up"], fields["reasons"] = [], fields["reasons"][:1]
+        fields["reasons"] = fields["reasons"][:1]
         data = json.dumps(fields, separators=(",", ":")).encode()
     decode(data)
     return data
@@ -64,8 +63,8 @@ def decode(data: bytes) -> Plan:
 def _plan(fields: Mapping[str, Any]) -> Plan:
     prefill = fields["prefill"]
     predicted = {str(part): _seconds(s) for part, s in fields["predicted"].items()}
-    if not predicted.keys() <= _PARTS or len(fields["runners_up"]) > RUNNERS_UP:
-        raise ValueError("not a plan: it has parts that there are not, or too many runners-up")
+    if not predicted.keys() <= _PARTS:
+        raise ValueError("not a plan: it has parts that there are not")
     return Plan(
         request_id=_name(fields["request_id"]),
         prefill=None if prefill is None else _name(prefill),
@@ -80,9 +79,6 @@ def _plan(fields: Mapping[str, Any]) -> Plan:
         predicted=predicted,
         timeout_s=_seconds(fields["timeout_s"]),
         reasons=_reasons(fields["reasons"]),
-        runners_up=tuple(
-            RunnerUp(_name(d), _name(p), _seconds(s)) for d, p, s in fields["runners_up"]
-        ),
         broken=_reasons(fields["broken"]),
         explores=fields["explores"] is True,
     )

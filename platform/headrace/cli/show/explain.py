@@ -112,7 +112,7 @@ def render(plan: Mapping[str, Any], out: Console) -> None:
     out.print()
     out.print(price_table(plan), soft_wrap=False)
     out.print()
-    for line in (*_results(plan), *_others(plan)):
+    for line in _results(plan):
         say(line)
     if plan["broken"]:
         say(f"no choice keeps every target: this one {' and '.join(plan['broken'])}")
@@ -201,13 +201,3 @@ def _results(plan: Mapping[str, Any]) -> Iterator[str]:
         f"cache: {measured['cached_tokens']:,.0f} prompt tokens reused; "
         f"{plan['reachable_tokens']:,} were cached somewhere"
     )
-    if measured["regret_s"] > 0:
-        less = human_time(measured["regret_s"])
-        yield f"the next best choice was predicted to cost {less} less than this one did"
-
-
-def _others(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the next best choices."""
-    for other in plan["runners_up"]:
-        by = f", prefilled by {other['prefill']}" if other["prefill"] else ""
-        yield f"next best: {human_time(other['total_s'])} answered by {other['decode']}{by}"

@@ -151,12 +151,11 @@ def overview(data: dict[str, Any]) -> Iterator[Part]:
 
 
 def details(data: dict[str, Any]) -> Iterator[Part]:
-    """Yield what a developer asks for: steps, transfers, regret and the routers' cost models."""
+    """Yield what a developer asks for: steps, transfers and the routers' cost models."""
     replicas = data.get("replicas") or []
     if replicas:
         yield Text()
         yield detail_table(replicas)
-    yield from map(Text, regret(replicas))
     if data.get("nixl_bytes"):
         yield Text(f"moved over NIXL: {human_bytes(data['nixl_bytes'])}")
     for replica in replicas:
@@ -198,16 +197,11 @@ def admission(queue: dict[str, Any]) -> str:
     )
 
 
-def _outcomes(replicas: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the sums of the plans' results over all decode replicas."""
-    found = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
-    names = ("requests", "prompt_tokens", "reachable_tokens", "reached_tokens")
-    return {name: sum(one[name] for one in found if one) for name in (*names, "cost_s", "regret_s")}
-
-
 def reused(replicas: list[dict[str, Any]]) -> list[str]:
     """Describe the part of the prompts that caches saved, and the part that they could have."""
-    sums = _outcomes(replicas)
+    found = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
+    names = ("prompt_tokens", "reachable_tokens", "reached_tokens")
+    sums = {name: sum(one[name] for one in found if one) for name in names}
     tokens = max(1.0, sums["prompt_tokens"])
     if not sums["reachable_tokens"]:
         return []
@@ -215,15 +209,6 @@ def reused(replicas: list[dict[str, Any]]) -> list[str]:
         f"prompt tokens reused from caches: {sums['reached_tokens'] / tokens:.0%}; cached somewhere"
         f": {sums['reachable_tokens'] / tokens:.0%}"
     ]
-
-
-def regret(replicas: list[dict[str, Any]]) -> list[str]:
-    """Describe the estimated loss of the plans against the best other choice of each."""
-    sums = _outcomes(replicas)
-    if not sums["requests"]:
-        return []
-    share = sums["regret_s"] / max(sums["cost_s"], 1e-9)
-    return [f"estimated loss against the best choices: {share:.1%} over {sums['requests']:,} plans"]
 
 
 def advice(report: dict[str, Any]) -> str:

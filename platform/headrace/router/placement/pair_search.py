@@ -1,4 +1,4 @@
-"""Search for the cheapest pairs of a prefill and a decode engine, without pricing all pairs.
+"""Search for the cheapest pair of a prefill and a decode engine, without pricing all pairs.
 
 A pair costs (`placement.pricing`)
 
@@ -12,7 +12,7 @@ both engines are on one node. As no term is negative,
 is a lower bound. All pairs within a node are priced. For pairs across nodes, the outer loop visits
 decode engines in the order of their bound with the smallest ``A + behind``, and the inner loop
 visits prefill engines in the order of ``A + behind``. Each loop ends when its bound reaches the
-worst kept price, as no later pair is cheaper. Equal prices are ordered by rendezvous weight, so
+best price, as no later pair is cheaper. Equal prices are ordered by rendezvous weight, so
 callers with equal views choose alike.
 """
 
@@ -85,28 +85,21 @@ def _pop(heap: Any, size: int, keys: Any, ties: Any) -> Any:
 
 @jit()
 def _keep(found: Any, costs: Any, seconds: float, p: int, d: int, broken: int) -> Any:
-    """Insert a choice at its place among the best, if it is one of them."""
-    at = len(found)
-    while at and (found[at - 1].decode < 0 or seconds <= found[at - 1].seconds):
-        other = found[at - 1]
-        if other.decode >= 0 and seconds == other.seconds:
-            mine, theirs = costs[d].tie, costs[other.decode].tie
-            if mine == theirs and p >= 0 and other.prefill >= 0:
-                mine, theirs = costs[p].tie, costs[other.prefill].tie
-            if mine <= theirs:
-                break
-        at -= 1
-    if at == len(found):
-        return
-    for place in range(len(found) - 1, at, -1):
-        found[place] = found[place - 1]
-    found[at].seconds, found[at].prefill, found[at].decode = seconds, p, d
-    found[at].broken = broken
+    """Replace the choice in `found` if this one is better."""
+    if found.decode >= 0 and seconds >= found.seconds:
+        if seconds > found.seconds:
+            return
+        mine, theirs = costs[d].tie, costs[found.decode].tie
+        if mine == theirs and p >= 0 and found.prefill >= 0:
+            mine, theirs = costs[p].tie, costs[found.prefill].tie
+        if mine <= theirs:
+            return
+    found.seconds, found.prefill, found.decode, found.broken = seconds, p, d, broken
 
 
 @jit()
 def find_local(engines: Any, costs: Any, found: Any, allowed: int) -> Any:
-    """Find the best `len(found)` local prefills that break only `allowed` constraints."""
+    """Find the best local prefill that breaks only `allowed` constraints."""
     for d in range(len(engines)):
         if engines[d].decode and not costs[d].broken_local & ~allowed:
             _keep(found, costs, costs[d].local_s, -1, d, costs[d].broken_local)
@@ -127,20 +120,20 @@ def find_pairs(
     found: Any,
     allowed: int,
 ) -> Any:
-    """Find the best pairs.
+    """Find the best pair.
 
     Args:
         costs: the result of `pricing.price_engines`.
         nodes: number of nodes.
         fits: (fixed_s, byte_s, relative error) of transfers, [`ELSEWHERE` and `WITHIN`, 3].
         ttft_s: target; inf for none.
-        found: CHOICE [K], filled with the best pairs.
-        allowed: constraints that the pairs may break.
+        found: a CHOICE, set to the best pair.
+        allowed: constraints that the pair may break.
 
     Returns:
         How many pairs were priced.
     """
-    count, last = len(engines), len(found) - 1
+    count = len(engines)
     keys = np.empty(count)
     ties = np.empty(count, np.uint64)
     order = np.empty(count, np.int64)  # the prefill engines that are sorted already
@@ -196,7 +189,7 @@ def find_pairs(
     while size_d:
         d = _pop(heap_d, size_d, keys, ties)
         size_d -= 1
-        if found[last].decode >= 0 and keys[d] >= found[last].seconds:
+        if found.decode >= 0 and keys[d] >= found.seconds:
             break
         cost = costs[d]
         at = 0
@@ -210,7 +203,7 @@ def find_pairs(
             p = order[at]
             at += 1
             bound = max(keys[p] + move_s[d], cost.queue_s) + cost.last_s + cost.rest_s
-            if found[last].decode >= 0 and bound >= found[last].seconds:
+            if found.decode >= 0 and bound >= found.seconds:
                 break
             if costs[p].node == cost.node:
                 continue
@@ -281,41 +274,36 @@ def find_choices(
     held: Any,
     stores: Any,
     fits: Any,
-    max_choices: int,
     remote: bool,
 ) -> Any:
-    """Find the best choices of each kind.
+    """Find the best choice of each kind.
 
-    If every choice of a kind is late, late ones are returned. If every choice breaks another
-    constraint, the cheapest of all are returned.
+    If every choice of a kind is late, a late one is returned. If every choice breaks another
+    constraint, the cheapest of all is returned.
 
     Args:
         asks: REQUEST [1].
         engines, curves, padded, fits: as `ClusterView` has them.
         held: leading blocks that each holder has, int32 [holders].
         stores: a `NodeStores`.
-        max_choices: maximum number of choices of each kind.
         remote: whether pairs are wanted, too.
 
     Returns:
-        (choices CHOICE [2, max_choices]: local ones and pairs; the first of each by part, [2, 16])
+        (choices CHOICE [2]: the local one and the pair; each by part, [2, 16])
     """
     ask = asks[0]
     costs = price_engines(ask, engines, curves, padded, held, stores)
-    kinds = np.zeros((2, max_choices), CHOICE)
+    kinds = np.zeros(2, CHOICE)
     details = np.zeros((2, LOADED_RUNS_DECODE + 1))
     for kind in range(2):
         found = kinds[kind]
         for allowed in (0, LATE, LATE | NO_ROOM | SLOW_STEP):
-            for at in range(max_choices):
-                found[at].decode = -1
+            found.decode = -1
             if kind == 0:
                 find_local(engines, costs, found, allowed)
             elif remote:
                 find_pairs(engines, costs, len(stores.loads), fits, ask.ttft_s, found, allowed)
-            if found[0].decode >= 0:
-                _detail(
-                    *(ask, engines, curves, padded, held, stores, fits, found[0], details[kind])
-                )
+            if found.decode >= 0:
+                _detail(ask, engines, curves, padded, held, stores, fits, found, details[kind])
                 break
     return kinds, details

@@ -42,10 +42,9 @@ from headrace.router.placement.prefill_choice import (
     remote_timeout_s,
 )
 from headrace.router.placement.request import NoDecodeReplicaError, PlacementRequest
-from headrace.router.plan import RUNNERS_UP, Kind, Plan, Run, RunnerUp
+from headrace.router.plan import Kind, Plan, Run
 from headrace_kvstore.lookup.availability import MEDIA
 
-_CHOICES = RUNNERS_UP + 1
 _BROKEN = {
     NO_ROOM: "has no room for the KV",
     SLOW_STEP: "breaks the ITL target",
@@ -63,18 +62,18 @@ class _Found(NamedTuple):
 
 
 class _Best(NamedTuple):
-    """The best choices of each kind, and the choice between the two kinds."""
+    """The best choice of each kind, and the choice between the two kinds."""
 
-    local: list[_Found]
-    pairs: list[_Found]
+    local: _Found
+    pair: _Found
     details: list[list[float]]
-    """The first choice of each kind by part, from `find_choices`."""
+    """The choice of each kind by part, from `find_choices`."""
     stores: NodeStores
     choice: PrefillChoice
 
     @property
     def chosen(self) -> _Found:
-        return self.local[0] if self.choice.kind == "local" else self.pairs[0]
+        return self.local if self.choice.kind == "local" else self.pair
 
     @property
     def computes(self) -> int:
@@ -126,13 +125,13 @@ def _best(view: ClusterView, request: PlacementRequest, engines: NDArray[np.void
     stores = _stores(view, request)
     kinds, details = find_choices(
         *(_ask(view, request), engines, view.curves, view.padded, held, stores),
-        *(view.fits, _CHOICES, request.local_only is None),
+        *(view.fits, request.local_only is None),
     )
-    local, pairs = ([_Found(*found) for found in kind] for kind in kinds.tolist())
-    if local[0].decode < 0:
+    local, pair = (_Found(*found) for found in kinds.tolist())
+    if local.decode < 0:
         raise NoDecodeReplicaError("no decode replica may be asked")
-    choice = _choice(view, request, local[0], pairs[0])
-    return _Best(local, pairs, details.tolist(), stores, choice)
+    choice = _choice(view, request, local, pair)
+    return _Best(local, pair, details.tolist(), stores, choice)
 
 
 def _chosen(view: ClusterView, request: PlacementRequest, placement: Placement) -> _Best:
@@ -170,7 +169,7 @@ def _explore(view: ClusterView, request: PlacementRequest, best: _Best) -> _Best
     engines["prefill"] &= only
     engines["decode"] &= only | (kind == "remote")
     found = _best(view, request, engines)
-    chosen = (found.local if kind == "local" else found.pairs)[0]
+    chosen = found.local if kind == "local" else found.pair
     if (
         chosen.decode < 0
         or chosen.seconds >= limit_s
@@ -185,9 +184,9 @@ def _explore(view: ClusterView, request: PlacementRequest, best: _Best) -> _Best
 
 
 def _plan(view: ClusterView, request: PlacementRequest, best: _Best) -> Plan:
-    local, pairs, details, stores, choice = best
+    _, pair, details, stores, choice = best
     predicted = _named(request, "local", LOCAL_PARTS, details[0])
-    if pairs[0].decode >= 0:
+    if pair.decode >= 0:
         predicted |= _named(request, "remote", REMOTE_PARTS, details[1])
     chosen, detail = best.chosen, details[choice.kind == "remote"]
     nodes, prompt = view.engines["node"], (request.prompt_tokens, view.block_tokens, stores)
@@ -212,7 +211,6 @@ def _plan(view: ClusterView, request: PlacementRequest, best: _Best) -> Plan:
         predicted=predicted,
         timeout_s=_timeout_s(view, chosen, predicted),
         reasons=(choice.why, cost_formula(predicted)),
-        runners_up=_runners_up(view, local, pairs, chosen),
         broken=tuple(text for flag, text in _BROKEN.items() if chosen.broken & flag),
         explores=choice.explores,
     )
@@ -328,22 +326,3 @@ def _timeout_s(view: ClusterView, chosen: _Found, predicted: dict[str, float]) -
         transfer=float(view.fits[WITHIN if p["node"] == d["node"] else ELSEWHERE, 2]),
     )
     return remote_timeout_s(predicted, errors, view.settings, cold=bool(p["cold"]))
-
-
-def _runners_up(
-    view: ClusterView, local: list[_Found], pairs: list[_Found], chosen: _Found
-) -> tuple[RunnerUp, ...]:
-    """Return the next best choices, including the best one of the other kind."""
-    others = [found for found in (*local, *pairs) if found.decode >= 0 and found != chosen]
-    kept = sorted(others)[:RUNNERS_UP]
-    other_kind = pairs[0] if chosen.prefill < 0 else local[0]
-    if other_kind.decode >= 0 and other_kind not in kept:
-        kept[-1] = other_kind
-    return tuple(
-        RunnerUp(
-            view.name(found.decode),
-            "" if found.prefill < 0 else view.name(found.prefill),
-            found.seconds,
-        )
-        for found in kept
-    )

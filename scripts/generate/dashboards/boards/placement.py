@@ -42,17 +42,6 @@ def placement() -> DashboardSpec:
                 1,
             ),
             Panel(
-                "Regret",
-                "How much did choices cost above the next best one, of all that plans cost?",
-                {
-                    "regret": q.share(
-                        q.rate("ray_headrace_plan_regret_seconds_total", WINDOW),
-                        q.rate("ray_headrace_plan_cost_seconds_total", WINDOW),
-                    )
-                },
-                "percentunit",
-            ),
-            Panel(
                 "Queues",
                 "Do requests wait in the engines, and in those of which role?",
                 {

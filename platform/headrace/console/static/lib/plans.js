@@ -61,16 +61,9 @@ export function planSentences(plan) {
   const measured = plan.measured;
   if (measured) {
     const predicted = predictedParts(plan).reduce((sum, part) => sum + part.seconds, 0);
-    said.push(`The replica measured ${seconds(measured.ttft_s)} to the first token, and ${seconds(predicted)} was predicted. ${loss(plan, measured.regret_s)}`);
+    said.push(`The replica measured ${seconds(measured.ttft_s)} to the first token, and ${seconds(predicted)} was predicted.`);
   }
   return said;
-}
-
-/** Whether another choice would have been better, as far as its prediction tells. */
-function loss(plan, regret_s) {
-  if (!plan.runners_up?.length) return "There was no other choice.";
-  if (regret_s <= 0.0005) return "No other choice was predicted to cost less than this one did.";
-  return `The next best choice was predicted to cost ${seconds(regret_s)} less than this one did.`;
 }
 
 const SOURCES = {

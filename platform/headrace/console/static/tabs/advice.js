@@ -1,4 +1,4 @@
-// Whether disaggregation of prefill and decode pays on the recent traffic, and what the plans lost.
+// Whether disaggregation of prefill and decode pays on the recent traffic.
 import { html } from "../vendor/htm-preact.js";
 import { count, number, percent, plural, seconds } from "../lib/format.js";
 import { Card, DocsPage, Table } from "../widgets/layout.js";
@@ -7,7 +7,7 @@ const MIN_REQUESTS = 32; // headrace.disaggregation gives no advice on fewer
 
 export function Advice({ status }) {
   const advice = Object.entries(status.advice_by_model ?? { "": status.advice });
-  return html`<div class="grid">${advice.map(([name, one]) => html`<${Disaggregation} key=${name} name=${name} advice=${one} seen=${seenRequests(status, name)} />`)}<${Regret} status=${status} /></div>`;
+  return html`<div class="grid">${advice.map(([name, one]) => html`<${Disaggregation} key=${name} name=${name} advice=${one} seen=${seenRequests(status, name)} />`)}</div>`;
 }
 
 const outcomesOf = (status, name = "") => status.replicas.filter((one) => !name || one.model === name).map((one) => one.router?.outcomes).filter(Boolean);
@@ -31,17 +31,4 @@ function Disaggregation({ name, advice, seen }) {
     ${!advice.disaggregation_pays && now.prefill > 0 && html`<p>To stop prefill replicas that are not needed, set <code>prefill.autoscaling.min_replicas: 0</code>.</p>`}
     <${Table} label="Splits of the engines" columns=${[{ name: "Split of the engines" }, { name: "Prefill", right: true }, { name: "Decode", right: true }, { name: "First token", right: true }, { name: "Each token", right: true }, { name: "Mean request", right: true, minor: true }]}
       rows=${[row("as it is now", now), ...(best ? [row("best with prefill replicas", best)] : []), row("without prefill replicas", colocated)]} />${docs}<//>`;
-}
-
-function Regret({ status }) {
-  const told = outcomesOf(status);
-  const sum = (name) => told.reduce((total, one) => total + (one[name] ?? 0), 0);
-  const requests = sum("requests");
-  return html`<${Card} title="Estimated loss (regret)" id="regret" wide>
-    ${requests ? html`<p class="verdict">${percent(sum("regret_s") / Math.max(1e-9, sum("cost_s")))} of what ${plural(requests, "plan")} cost.</p>` : html`<p>No plan was carried out yet.</p>`}
-    <p>The router predicts what each choice of replicas costs and takes the cheapest. Afterwards, the measured time shows what the choice did cost. The regret of a request is that cost
-      minus the predicted cost of its next best choice, if that is lower.</p>
-    <p>The real cost of the other choices is never known, so chance in the measurement counts as regret, too. A few percent mean nothing. A regret that stays above a tenth says that the
-      predictions are wrong: see the fitted cost models in the Settings tab.</p>
-    <p class="soft"><${DocsPage} page="routing.md#in-hindsight">Regret<//></p><//>`;
 }

@@ -21,8 +21,5 @@ export function Plan({ plan, request }) {
         { key: "total", cells: [html`<b>Total</b>`, html`<b>${total("local")}</b>`, html`<b>${total("remote")}</b>`] }]} />
     <details><summary>What the parts mean</summary><dl class="meanings">${rows.map((row) => html`<dt>${row.name}</dt><dd>${row.meaning}</dd>`)}</dl>
       <p class="soft">The total is the request's own wait plus the delay of other requests, in seconds. <${DocsPage} page="architecture.md#the-plan">How the router predicts<//></p></details>
-    ${plan.runners_up.length > 0 && html`<details><summary>Next best choices</summary>
-      <${Table} label="Next best choices" columns=${[{ name: "Decode replica" }, { name: "Prompt computed by" }, { name: "Total", right: true }]}
-        rows=${plan.runners_up.map((other, at) => ({ key: at, cells: [other.decode, other.prefill || "the decode replica", seconds(other.total_s)] }))} /></details>`}
   </div>`;
 }
